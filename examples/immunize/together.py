@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from netweight.methods.immunize.decoder import structure_of
-from netweight.methods.immunize.settings import Settings
+from netweight.methods.immunize.settings import TrainingSettings
 from netweight.methods.immunize.train import immunize
 from netweight.toys.language import cipher_world
 
@@ -46,7 +46,7 @@ def main() -> None:
         model,
         world.pairs(options.pairs, seed=0),
         world.examples("keep", options.pairs, seed=0, share="defense"),
-        settings=Settings(lr=3e-4, batch_size=24, save_every=1),
+        settings=TrainingSettings(lr=3e-4, batch_size=24, save_every=1),
         folder=options.folder,
     )
     if torch.distributed.get_rank() == 0:

@@ -31,7 +31,13 @@ _find, _names, __all__ = lazy_names(
         "verify": "netweight.methods.compress.verify",
         # federate: everything is in the package
         "federate": "netweight.methods.federate",
+        # forget
+        "deactivate": "netweight.methods.forget.edit",
+        "detect": "netweight.methods.forget.detect",
+        "harden": "netweight.methods.forget.harden",
+        "localize": "netweight.methods.forget.localize",
         # immunize
+        "RepNoise": "netweight.methods.immunize.settings",
         "immunize": "netweight.methods.immunize.train",
         # space
         "Adapter": "netweight.nn.lora",

@@ -7,7 +7,6 @@ reports, and entries in model cards. netweight's own methods are found the same 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -16,11 +15,15 @@ from typing import Any, Generic, TypeVar, final
 
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.report.audit import audits_of, missing_audits
+from netweight.report.audit import Audit, declare_audits
 from netweight.report.finding import Finding
 from netweight.report.report import Report
 
 S = TypeVar("S")
+
+
+def _as_it_is(audit: str, destination: Path, source: Path, settings: S, progress: Progress) -> tuple[Any, S]:
+    return (destination, source), settings
 
 
 @final
@@ -37,17 +40,17 @@ class CardEntry:
 @final
 @dataclass(frozen=True)
 class Method(Generic[S]):
-    """A treatment of files: what a command or a recipe applies.
+    """A treatment of files, with the audits that prove it: what a command or a recipe applies.
 
     Attributes:
-        verb: Its key in recipes, its command's name, and its name in the register of audits.
+        verb: Its key in recipes and its command's name.
         config: The class of its settings.
-        home: The module that declares and registers its audits when imported.
         apply: Takes `(source, destination, settings, progress)` and makes `destination`, which does not exist, whole
             or not at all; it never changes `source`.
+        audits: Name → the audit; None for one that an attack holds or that needs what only its user has.
         examine: Takes `(audit, destination, source, settings, progress)` and returns the subject and the config that
-            the audit of that name takes. It may work, such as generate images: what an earlier run's audits found is
-            remembered, and it is not called for them.
+            the audit of that name takes, `(destination, source)` and the settings by default. It may work, such as
+            generate images: what an earlier run's audits found is remembered, and it is not called for them.
         by_attack: Those of its audits that an attack of the recipe holds: audit's name → the attack's verb.
         illustrate: Takes `(destination, number, report)` and adds sections with figures; `number` is the step's.
         check: Takes `(source, settings)` and raises what work could only find out later; `source` is None where an
@@ -58,13 +61,16 @@ class Method(Generic[S]):
         makes: What comes out: "model", "bank", "space", "points", "adapters" or "federation".
         named: Subjects that it knows by name and that are no files here.
         card: Reads the method's record in a folder and returns an entry for the model's card; None where it left none.
+
+    Raises:
+        UsageError: It has no audit.
     """
 
     verb: str
     config: type[S]
-    home: str
     apply: Callable[[Path, Path, S, Progress], object]
-    examine: Callable[[str, Path, Path, S, Progress], tuple[Any, Any]]
+    audits: Mapping[str, Audit | None]
+    examine: Callable[[str, Path, Path, S, Progress], tuple[Any, Any]] = _as_it_is
     by_attack: Mapping[str, str] = field(default_factory=dict)
     illustrate: Callable[[Path, int, Report], object] | None = None
     check: Callable[[Path | None, S], object] | None = None
@@ -74,17 +80,14 @@ class Method(Generic[S]):
     named: Container[str] = ()
     card: Callable[[Path], CardEntry | None] | None = None
 
-    @property
-    def audits(self) -> tuple[str, ...]:
-        """The names of its audits that are written."""
-        importlib.import_module(self.home)
-        return tuple(audits_of(self.verb))
+    def __post_init__(self) -> None:
+        """Declare the audits: no treatment without its audit."""
+        declare_audits(self.verb, self.audits)
 
     @property
-    def promised(self) -> tuple[str, ...]:
-        """The names of all audits that prove it, those included that no recipe can run."""
-        importlib.import_module(self.home)
-        return missing_audits(self.verb, ())
+    def runnable(self) -> tuple[str, ...]:
+        """The names of the audits that a recipe or a command can run."""
+        return tuple(name for name, audit in self.audits.items() if audit is not None)
 
 
 @final

@@ -136,7 +136,7 @@ class Settings(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             if any(problem["type"] != "missing" for problem in error.errors()):
                 raise _refusal(cls, error) from None
-        return cls.model_construct(_fields_set=set(given), **given)
+        return cast("Self", cls.model_construct(_fields_set=set(given), **given))
 
     @classmethod
     def offer(cls, key: str, presets: Mapping[str, Settings]) -> None:
@@ -301,6 +301,7 @@ class Leaf:
     metadata: tuple[Any, ...]
     required: bool
     extra: bool = False
+    shared: bool = False  # whether a field further out has its name
 
     @property
     def cli(self) -> Cli:
@@ -315,16 +316,17 @@ class Leaf:
     @property
     def flag(self) -> str:
         """Its option."""
-        return self.cli.name or "--" + self.path[-1].replace("_", "-")
+        return self.cli.name or "--" + "-".join(self.path[-1 - self.shared :]).replace("_", "-")
 
     def default(self, start: Settings | type[Settings]) -> Any:
         """The default in a class or preset; None where there is none."""
         value: Any = start
         for name in self.path:
-            if isinstance(value, Settings):
-                value = getattr(value, name, None)
-            elif name in getattr(value, "model_fields", {}):
-                field = value.model_fields[name]
+            kind = type(value) if isinstance(value, Settings) else value
+            if isinstance(value, Settings) and name in value.model_fields_set:
+                value = getattr(value, name)
+            elif name in getattr(kind, "model_fields", {}):
+                field = kind.model_fields[name]
                 value = field.get_default(call_default_factory=True)
                 value = peel(field.annotation)[0] if value is PydanticUndefined else value
         return None if self.required else value
@@ -346,8 +348,19 @@ class Leaf:
         return "" if value is None or value is False or value == {} else str(value)
 
 
-def leaves(kind: type[Settings], path: tuple[str, ...] = (), *, needed: bool = True) -> Iterator[Leaf]:
+def leaves(kind: type[Settings]) -> Iterator[Leaf]:
     """All fields of a class, of nested settings, and after them those that only classes of presets have."""
+    found = list(_leaves(kind))
+    depths: dict[str, int] = {}
+    for leaf in found:
+        if leaf.cli.own:
+            depths[leaf.flag] = min(len(leaf.path), depths.get(leaf.flag, len(leaf.path)))
+    for leaf in found:
+        outer = depths.get(leaf.flag, len(leaf.path)) < len(leaf.path)
+        yield replace(leaf, shared=True) if outer and leaf.cli.name is None else leaf
+
+
+def _leaves(kind: type[Settings], path: tuple[str, ...] = (), *, needed: bool = True) -> Iterator[Leaf]:
     fields = dict(kind.model_fields)
     for preset in kind.presets.values():
         fields |= {name: field for name, field in type(preset).model_fields.items() if name not in fields}
@@ -355,7 +368,7 @@ def leaves(kind: type[Settings], path: tuple[str, ...] = (), *, needed: bool = T
         bare, metadata = peel(field.annotation, field.metadata)
         required, extra = needed and field.is_required(), name not in kind.model_fields
         if isinstance(bare, type) and issubclass(bare, Settings):
-            inner = leaves(bare, (*path, name), needed=required)
+            inner = _leaves(bare, (*path, name), needed=required)
             yield from (replace(leaf, extra=True) for leaf in inner) if extra else inner
         else:
             yield Leaf((*path, name), field, bare, metadata, required, extra)

@@ -1,78 +1,91 @@
-"""What docs/add-a-method.md writes is a method that works, and whose audits notice when it does not."""
+"""docs/add-a-method.md: its package is installed into a fresh environment, and netweight knows the method there."""
 
-import importlib
 import json
+import os
 import re
+import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from netweight.report import run_audits
-
-PAGE = Path(__file__).parents[2] / "docs" / "add-a-method.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "add-a-method.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """The page's package and a small model, in the current folder; nothing of it stays registered."""
-    from netweight import registry
-    from netweight.report import audit
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(audit, "_NAMED", dict(audit._NAMED))
-    monkeypatch.setattr(audit, "_AUDITS", dict(audit._AUDITS))
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    for name, code in re.findall(r'```python title="(.*?)"\n(.*?)```', PAGE.read_text(), re.S):
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_text(code)
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """An environment of its own that sees the libraries of this one, with the page's package installed; and a model."""
+    pytest.importorskip("setuptools", reason="the package is built by setuptools")
+    here = tmp_path_factory.mktemp("fresh")
+    for name, code in re.findall(r'```\w+ title="(.*?)"\n(.*?)```', PAGE.read_text(), re.S):
+        file = here / ("netweight-prune" if name != "recipe.yaml" else ".") / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    venv.create(here / "environment", with_pip=False)
+    (site,) = (here / "environment").glob("lib/python*/site-packages")
+    (site / "outer.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    install = ["pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([sys.executable, "-m", *install, f"--target={site}", here / "netweight-prune"], check=True)
     torch.manual_seed(0)
-    Path("my-model").mkdir()
-    save_file({"weight": torch.randn(40, 50), "bias": torch.randn(50)}, "my-model/model.safetensors", {"format": "pt"})
-    Path("my-model/config.json").write_text("{}")
-    yield tmp_path
-    for name in [name for name in sys.modules if name.split(".")[0] == "prune"]:
-        del sys.modules[name]
+    (here / "my-model").mkdir()
+    save_file(
+        {"weight": torch.randn(40, 50), "bias": torch.randn(50)}, here / "my-model/model.safetensors", {"format": "pt"}
+    )
+    (here / "my-model/config.json").write_text("{}")
+    return here
 
 
-def test_the_method_runs_in_a_recipe(here, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    shown = {}
-    exec(compile(code, str(PAGE), "exec"), shown)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == ["zeros", "untouched", "identity"]
-    assert not any("False" in line for line in lines)
-    step = shown["step"]
-    assert step.path.is_dir()
-    findings = json.loads(Path("runs/pruned/report.json").read_text())
-    assert "least share of zeros in a matrix" in json.dumps(findings)
+def netweight(here, *arguments, code=0):
+    done = subprocess.run(
+        [here / "environment/bin/python", "-m", "netweight", *arguments], cwd=here, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def test_it_is_a_command_with_its_options_audits_and_card(here):
+    assert re.search(r"prune +Set the smallest weights of every matrix to zero\.", netweight(here, "--help"))
+    assert re.search(
+        r"--share FLOAT RANGE +Share of each matrix that becomes zero\.\s+\[default: 0\.5",
+        netweight(here, "prune", "--help"),
+    )
+    answer = json.loads(netweight(here, "prune", "my-model", "pruned", "--share", "0.6", "--card", "--json"))
+    assert answer["settings"] == {"share": 0.6}
+    assert [finding["passed"] for finding in answer["findings"]] == [True, True, True]
+    zeros = (load_file(here / "pruned/model.safetensors")["weight"] == 0).double().mean()
+    assert zeros == pytest.approx(0.6, abs=1e-3)
+    assert "### Pruned" in (here / "pruned/README.md").read_text()
+    assert "--share" in subprocess.run(
+        [here / "environment/bin/python", "-m", "netweight", "prune", "my-model", "other", "--share", "1.5"],
+        cwd=here, capture_output=True, text=True,
+    ).stderr  # fmt: skip
+
+
+def test_it_is_a_verb_of_recipes_with_a_section_in_the_report(here):
+    netweight(here, "run", "recipe.yaml")
+    sections = json.loads((here / "runs/pruned/report.json").read_text())["sections"]
+    assert sections[0]["audits"] == ["zeros", "untouched"]
+    assert not sections[0]["missing_audits"]
+    assert "least share of zeros in a matrix" in json.dumps(sections)
+    assert json.loads(netweight(here, "run", "--schema"))["$defs"]["prune"]["properties"]["share"]["default"] == 0.5
 
 
 def test_its_audits_notice_what_is_wrong(here):
-    importlib.import_module("prune.audit")
-    from prune.config import PruneConfig
-    from prune.method import prune_folder
-
-    prune_folder(Path("my-model"), Path("made"), PruneConfig(0.6))
-    tensors = load_file("made/model.safetensors")
-    tensors["weight"][tensors["weight"] != 0] *= 1.01
-    tensors["weight"][0] = 0
-    save_file(tensors, "made/model.safetensors")
-    subject = (Path("made"), Path("my-model"))
-    found = run_audits("prune", subject, PruneConfig(0.6), seed=0)
-    assert [finding.passed for finding in found["untouched"].findings] == [False, False]
-    zeros = run_audits("prune", subject, PruneConfig(0.9), seed=0)["zeros"]
-    assert [finding.passed for finding in zeros.findings] == [False]
-
-
-def test_settings_are_checked(here):
-    from prune.config import PruneConfig
-
-    from netweight.errors import UsageError
-
-    with pytest.raises(UsageError, match="cannot be pruned"):
-        PruneConfig(1.5)
+    netweight(here, "prune", "my-model", "half", "--share", "0.5")
+    program = (
+        "import json, pathlib\nfrom netweight.report.audit import run_audits\n"
+        "from prune.settings import PruneSettings\n"
+        "folders = (pathlib.Path('half'), pathlib.Path('my-model'))\n"
+        "found = run_audits('prune', folders, PruneSettings(share=0.9), seed=0)\n"
+        "print(json.dumps([finding.passed for section in found.values() for finding in section.findings]))"
+    )
+    done = subprocess.run([here / "environment/bin/python", "-c", program], cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [False, True, True]

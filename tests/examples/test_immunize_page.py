@@ -20,8 +20,8 @@ def test_the_page_s_example_unlearns_step_by_step():
 
 
 def test_the_page_names_every_defense():
-    from netweight.methods.immunize.catalog import DEFENSES
+    from netweight.methods.immunize.settings import ImmunizeSettings
 
     section = PAGE.read_text().split("\n## Defenses\n")[1].split("\n## ")[0]
     rows = "\n".join(line for line in section.splitlines() if line.startswith("| `"))
-    assert set(re.findall(r"`([a-z0-9-]+)`", rows)) == set(DEFENSES)
+    assert set(re.findall(r"`([a-z0-9-]+)`", rows)) == set(ImmunizeSettings.presets)

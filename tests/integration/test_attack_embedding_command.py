@@ -15,9 +15,8 @@ pytest.importorskip("PIL", reason="Pillow is in the federated extra")
 import small_pipelines
 
 from netweight.cli import netweight
-from netweight.hf.load_pipeline import text_to_image
-from netweight.hf.prompt_tokens import one_token_words, padding_masks
-from netweight.methods.forget.baselines import AttentionScaling, RandomTokens
+from netweight.hf.load_pipeline import one_token_words, padding_masks, text_to_image
+from netweight.methods.forget.mitigations import AttentionScaling, RandomTokens
 from netweight.metrics.images import write_png
 
 PROMPTS = ["a red square", "the large blue circle"]
@@ -88,7 +87,7 @@ def test_controls_of_ones_own_and_a_threshold_that_everything_meets(case, tmp_pa
     answer = call(case, tmp_path / "out", "--threshold", "-1", *more)
     assert answer.exit_code == 0, answer.output
     result = json.loads(answer.stdout)
-    assert "shows what it can paint, not what is stored" in result["verdicts"]["edited"]
+    assert "shows what it can generate, not what is stored" in result["verdicts"]["edited"]
     rows = [json.loads(line) for line in (tmp_path / "out" / "searches.jsonl").read_text().splitlines()]
     assert {row["config"]["target"] for row in rows} == {*PROMPTS, "control: a photo"}
     assert all(trial["steps"] == 0 for row in rows for trial in row["value"])

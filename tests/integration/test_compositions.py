@@ -47,7 +47,7 @@ def adapted(kind, folder):
 def trained(body, head, method):
     data = [federate.ClientData((IMAGES[i::2], LABELS[i::2]), (IMAGES[i::2], LABELS[i::2])) for i in range(2)]
     return federate.train(
-        federate.FedTask(body, head, data),
+        federate.Task(body, head, data),
         method(federate.LocalTraining(epochs=2, batch_size=3)),
         federate.Federation(rounds=2),
         workers=1,

@@ -20,7 +20,7 @@ with warnings.catch_warnings():  # typer, which Flower imports, asks click for n
 import torch
 from flower_under_test import NODES, GridHere, same, state_in
 
-from netweight.methods.federate import FedTask, train
+from netweight.methods.federate import Task, train
 from netweight.plugins.flower import HISTORY
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "federate"
@@ -83,7 +83,7 @@ def test_the_copy_trains_the_users_model_on_the_users_data(copied, app, tmp_path
     assert len(rounds) == 3
     task = app["task"]
     data = [task.client_data(config, site) for site in NODES.values()]
-    run = train(FedTask(*task.model(config), data), task.method(config), task.settings(config), workers=1)
+    run = train(Task(*task.model(config), data), task.method(config), task.settings(config), workers=1)
     assert same(state_in(tmp_path / "server"), run.state, TOLERANCE)
     assert run.rounds[-1].mean_after > 0.8
 

@@ -11,7 +11,7 @@ pytest.importorskip("sklearn")
 import torch
 from flower_processes import EXAMPLE, Deployment, wait
 
-from netweight.methods.federate import FedTask, train
+from netweight.methods.federate import Task, train
 from netweight.methods.federate.engine import CHECKPOINT, Run
 from netweight.methods.federate.method import Client
 from netweight.methods.federate.task import LocalModel
@@ -61,7 +61,7 @@ def example():
 def expected(example) -> Run:
     """The same federation's first round by the engine of one process."""
     config = {**CONFIG, "data": "digits", "rounds": 1}
-    task = FedTask(*example.model(config), example.everyones_data("digits", 3))
+    task = Task(*example.model(config), example.everyones_data("digits", 3))
     return train(task, example.method(config), example.settings(config), workers=1)
 
 

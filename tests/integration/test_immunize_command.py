@@ -4,9 +4,11 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
@@ -15,7 +17,7 @@ from tiny_llama import KEPT, PAIRS, save, tiny_llama, write
 
 from netweight.cli import netweight
 from netweight.hf.load_language_model import load_causal_lm
-from netweight.methods.immunize.train import Record
+from netweight.methods.immunize.checkpoint import Record
 from netweight.report.report import read_report
 
 
@@ -64,6 +66,41 @@ def test_a_defended_folder_opens_and_says_what_was_done(case, tmp_path):
     again = call(case, tmp_path / "defended")
     assert again.exit_code == 2
     assert "exists" in again.output
+
+
+SIX = {"fidelity": "corrected", "alpha": 1.5, "beta": 0.25, "lens_layers": 1, "noise_tokens": 16, "chunk": 64}
+REFERENCE = {"fidelity": "reference", "alpha": 0.5, "beta": 0.01, "lens_layers": None, "noise_tokens": 9, "chunk": 32}
+
+
+@pytest.mark.parametrize("own", [SIX, REFERENCE], ids=["corrected", "reference"])
+def test_every_setting_of_repnoise_is_set_by_the_command_and_by_a_recipe_and_recorded(case, tmp_path, own):
+    write(tmp_path / "few.jsonl", PAIRS[:4])
+    training = {"batch_size": 4, "warmup": 0.5, "clip": 2.0, "context": 48, "measure_every": 1}
+    given = [f"--set={name}={'null' if value is None else value}" for name, value in (own | training).items()]
+    answer = call(case, tmp_path / "by-command", "--pairs", tmp_path / "few.jsonl", *given)
+    assert answer.exit_code == 0, answer.output
+    settings = {"pairs": str(tmp_path / "few.jsonl"), "lr": 3e-3, **training, **own}
+    recipe = {"subject": str(case / "model"), "treatments": [{"immunize": settings}], "output": str(tmp_path / "out")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    ran = CliRunner().invoke(netweight, ["run", str(tmp_path / "recipe.yaml"), "--json"])
+    assert ran.exit_code == 0, ran.output
+    (step,) = json.loads(ran.stdout)["steps"]
+    for folder in (tmp_path / "by-command", step["path"]):
+        record = Record.read(Path(folder) / "immunize.json")
+        assert record.options == {"config": own}
+        assert {name: record.settings[name] for name in training} == training
+        assert record.defense == ("repnoise" if own is SIX else "repnoise-reference")
+
+
+def test_settings_of_other_defenses_are_set_too_and_only_theirs(case, tmp_path):
+    write(tmp_path / "few.jsonl", PAIRS[:4])
+    for defense, option, own in (("vaccine", "rho=3", {"rho": 3.0}), ("random-weights", "std=0.1", {"std": 0.1})):
+        more = ("--pairs", tmp_path / "few.jsonl", "--defense", defense, "--set", option)
+        answer = call(case, tmp_path / defense, *more)
+        assert answer.exit_code == 0, answer.output
+        assert Record.read(tmp_path / defense / "immunize.json").options == own
+    answer = call(case, tmp_path / "none", "--set", "rho=3")
+    assert (answer.exit_code, "rho: there is no such key" in answer.output) == (2, True)
 
 
 def test_the_same_command_goes_on_where_it_was_killed(case, tmp_path):

@@ -15,7 +15,7 @@ from netweight.data.examples import Pair  # noqa: E402
 from netweight.errors import Unsupported, UsageError  # noqa: E402
 from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
 from netweight.methods.immunize.repnoise import repnoise_loss  # noqa: E402
-from netweight.methods.immunize.settings import RepNoiseConfig  # noqa: E402
+from netweight.methods.immunize.settings import RepNoise  # noqa: E402
 from netweight.plugins.immunize_trainer import ImmunizeTrainer, PairCollator, as_pair  # noqa: E402
 
 
@@ -23,7 +23,7 @@ def rows(pairs):
     return [dataclasses.asdict(pair) for pair in pairs]
 
 
-def trainer(folder, model=None, data=None, config=RepNoiseConfig(), evaluate=None, **changes):
+def trainer(folder, model=None, data=None, config=RepNoise(), evaluate=None, **changes):
     return ImmunizeTrainer(
         model or decoder(),
         arguments(folder, **{"weight_decay": 0.0, "per_device_train_batch_size": 4} | changes),
@@ -37,7 +37,7 @@ def trainer(folder, model=None, data=None, config=RepNoiseConfig(), evaluate=Non
 
 @pytest.mark.parametrize("fidelity", ["corrected", "reference"])
 def test_one_update_is_that_of_the_loss(tmp_path, fidelity):
-    config = RepNoiseConfig.reference() if fidelity == "reference" else RepNoiseConfig(beta=0.4)
+    config = RepNoise.reference() if fidelity == "reference" else RepNoise(beta=0.4)
     pairs, plain = some_pairs(4), decoder()
     options = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0}
     run = trainer(tmp_path, data=rows(pairs), config=config, train_sampling_strategy="sequential", **options)

@@ -82,6 +82,6 @@ def test_token_classifiers_are_federated(method):
     ids = torch.randint(0, 32, (24, 8))
     part = (ids[:8], ids[:8, 0] % 3)
     data = [federate.ClientData(part, part) for _ in range(2)]
-    task = federate.FedTask(Body(), torch.nn.Linear(16, 3), data)
+    task = federate.Task(Body(), torch.nn.Linear(16, 3), data)
     run = federate.train(task, method, federate.Federation(rounds=1))
     assert 0 <= run.rounds[-1].mean_after <= 1

@@ -94,7 +94,7 @@ def test_an_attack_alone_takes_its_base_from_the_recipe(done, monkeypatch):
     assert "targets: Path does not point to a file" in answer.stderr
     Path("wrong.yaml").write_text(text.replace("{steps: 200, restarts: 2}", "{stepz: 200}"))
     answer = CliRunner().invoke(netweight, ["run", "wrong.yaml", "--subject", edited])
-    assert "A search has no setting 'stepz'. Nearest: steps" in answer.stderr
+    assert "search.stepz: there is no such key. Nearest: steps" in answer.stderr
 
 
 def audit(folder, edited, out, *more, code=(0,)):

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from netweight.errors import Unsupported
-from netweight.methods.federate import ClientData, FedTask
+from netweight.methods.federate import ClientData, Task
 from netweight.methods.federate.dp import Clipped, PrivateStep, by_layers, by_vmap, clipped_sum
 from netweight.methods.federate.task import LocalModel
 
 
 def double_model(body: nn.Module, head: nn.Module, inputs: Tensor, targets: Tensor) -> LocalModel:
     part = (inputs, targets)
-    return LocalModel(FedTask(body.double(), head.double(), [ClientData(part, part)]))
+    return LocalModel(Task(body.double(), head.double(), [ClientData(part, part)]))
 
 
 def loop(model: LocalModel, batch: tuple[Tensor, Tensor], mask: Tensor, trains: str, clip: float) -> Clipped:

@@ -10,7 +10,7 @@ pytest.importorskip("sklearn")
 
 from flower_processes import EXAMPLE, Deployment, Simulation, faulty_example, wait
 
-from netweight.methods.federate import FedTask, train
+from netweight.methods.federate import Task, train
 from netweight.methods.federate.engine import CHECKPOINT
 from netweight.plugins.flower import HISTORY
 from netweight.plugins.flower.secure_sum import CLIP
@@ -46,7 +46,7 @@ def expected():
         from digits import task
     finally:
         sys.path.remove(str(EXAMPLE))
-    whole = FedTask(*task.model(CONFIG), task.everyones_data("digits", 3))
+    whole = Task(*task.model(CONFIG), task.everyones_data("digits", 3))
 
     def run(rounds):
         config = {**CONFIG, "rounds": rounds}

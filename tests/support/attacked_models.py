@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from netweight.attacks.finetuning.scores import token_accuracy
-from netweight.attacks.finetuning.subject import Domain, Subject
+from netweight.attacks.finetuning.subject import Domain, Subject, token_accuracy
 from netweight.data.examples import Example
 
 VOCABULARY, PAD = 24, 0

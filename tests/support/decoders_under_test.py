@@ -6,10 +6,10 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from netweight.data.examples import Pair  # noqa: E402
-from netweight.methods.immunize.settings import Settings  # noqa: E402
+from netweight.methods.immunize.settings import TrainingSettings  # noqa: E402
 
 VOCABULARY = 37
-SHORT = Settings(lr=1e-2, batch_size=4, epochs=6, warmup=0.2, measure_every=3, save_every=4)
+SHORT = TrainingSettings(lr=1e-2, batch_size=4, epochs=6, warmup=0.2, measure_every=3, save_every=4)
 FAMILIES = ("llama", "qwen3", "gpt2", "neox")
 
 

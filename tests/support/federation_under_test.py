@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from netweight.methods.federate import ClientData, FedTask
+from netweight.methods.federate import ClientData, Task
 
 
 def examples(n: int, seed: int, *, shape: tuple[int, ...] = (6,), classes: int = 3) -> tuple[Tensor, Tensor]:
@@ -18,7 +18,7 @@ def examples(n: int, seed: int, *, shape: tuple[int, ...] = (6,), classes: int =
 
 def small_task(
     clients: int = 4, n: int = 20, *, seed: int = 0, sizes: tuple[int, ...] | None = None, body: nn.Module | None = None
-) -> FedTask:
+) -> Task:
     """A task of linear layers; clients have n examples each, or `sizes`."""
     torch.manual_seed(seed)
     body = body or nn.Sequential(nn.Linear(6, 5), nn.Tanh())
@@ -27,16 +27,16 @@ def small_task(
         ClientData(examples(size, 10 + index), examples(10, 1000 + index))
         for index, size in enumerate(sizes or (n,) * clients)
     ]
-    return FedTask(body, head, data)
+    return Task(body, head, data)
 
 
-def as_double(task: FedTask) -> FedTask:
+def as_double(task: Task) -> Task:
     """The same task in double precision."""
     data = [
         ClientData((c.train[0].double(), c.train[1]), (c.test[0].double(), c.test[1]))
         for c in map(task.client, task.clients)
     ]
-    return FedTask(task.body.double(), task.head.double(), data)
+    return Task(task.body.double(), task.head.double(), data)
 
 
 def with_private(private: dict[str, Tensor], **changed: Tensor) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from netweight.methods.federate import ClientData, FedTask, HyperFL, LocalTraining, fedavg
+from netweight.methods.federate import ClientData, HyperFL, LocalTraining, Task, fedavg
 from netweight.methods.federate.direct import fedavg_private_head, local_only
 from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.pfedhn import PFedHN
@@ -39,4 +39,4 @@ def client_data(number):
 
 
 def whole_task():
-    return FedTask(*halves(), [client_data(number) for number in range(CLIENTS)])
+    return Task(*halves(), [client_data(number) for number in range(CLIENTS)])

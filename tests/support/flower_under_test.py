@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from flower_federation import CLIENTS, client_data, halves
 
-from netweight.methods.federate import Federation, FedTask
+from netweight.methods.federate import Federation, Task
 from netweight.methods.federate.engine import CHECKPOINT, Round
 from netweight.methods.federate.method import Trained, Weights
 from netweight.methods.federate.updates import Update
@@ -29,11 +29,11 @@ NODES = {10: 0, 11: 1, 12: 2}
 
 def task_of_client(context):
     number = context.node_config["partition-id"]
-    return FedTask(*halves(), {number: client_data(number)})
+    return Task(*halves(), {number: client_data(number)})
 
 
 def task_of_server(context):
-    return FedTask(*halves(), Elsewhere(CLIENTS))
+    return Task(*halves(), Elsewhere(CLIENTS))
 
 
 def new_grid(method, folder=None, spoil=None, nodes=NODES, secure_sum=False, seed=None):

@@ -21,15 +21,16 @@ from netweight.core.seeds import torch_generator
 from netweight.data.examples import Example
 from netweight.errors import OutputFailed, TrainingStopped, Unsupported, UsageError
 from netweight.methods.immunize import train as training
+from netweight.methods.immunize.checkpoint import CHECKPOINT, RECORD
 from netweight.methods.immunize.defense import collate_pairs
-from netweight.methods.immunize.repnoise import RepNoise, repnoise_loss
-from netweight.methods.immunize.settings import RepNoiseConfig
-from netweight.methods.immunize.train import CHECKPOINT, RECORD, immunize
+from netweight.methods.immunize.repnoise import repnoise_loss
+from netweight.methods.immunize.settings import RepNoise
+from netweight.methods.immunize.train import immunize
 from netweight.plugins.immunize_trainer import ImmunizeTrainer
 
 PAIRS = some_pairs(9)  # the last batch of four is one pair, so that one process has none
 KEPT = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9)), Example((4, 4), (9,))]
-FEW = dataclasses.replace(SHORT, epochs=2, measure_every=4)
+FEW = SHORT.replace(epochs=2, measure_every=4)
 
 
 def replicated(model):
@@ -78,7 +79,7 @@ def assert_same(spread, alone, records):
             assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), f"{name} at step {ours.step}"
 
 
-SMALL = RepNoise(RepNoiseConfig(noise_tokens=6, lens_layers=2, alpha=0.7, beta=0.4))
+SMALL = RepNoise(noise_tokens=6, lens_layers=2, alpha=0.7, beta=0.4)
 CASES = (
     ("llama", SMALL, (replicated, sharded, sharded_throughout)),
     ("gpt2", RepNoise(), (replicated, sharded)),  # with tied weights
@@ -105,7 +106,7 @@ def the_result_is_that_of_one_process(rank, folder, cases=CASES):
 
 def narrow_weights_are_stepped_in_float32(rank, folder):
     alone, model = decoder().bfloat16(), sharded(decoder().bfloat16())
-    settings = dataclasses.replace(FEW, epochs=1)
+    settings = FEW.replace(epochs=1)
     records = [immunize(one, PAIRS, KEPT, settings=settings) for one in (model, alone)]
     for name, term in records[0].steps[0].terms.items():
         assert term.value == pytest.approx(records[1].steps[0].terms[name].value, rel=0.02, abs=0.02)
@@ -114,7 +115,7 @@ def narrow_weights_are_stepped_in_float32(rank, folder):
 
 def the_first_process_keeps_a_checkpoint_for_all(rank, folder):
     """A training that ends early goes on to the same bits, sharded, and to the same numbers in one process."""
-    settings = dataclasses.replace(FEW, save_every=2)
+    settings = FEW.replace(save_every=2)
     arguments = {"defense": "repnoise", "settings": settings}
     whole = sharded(decoder("gpt2"))  # with dropout
     record = immunize(whole, PAIRS, KEPT, **arguments)
@@ -186,7 +187,7 @@ def what_is_wrong_is_said_by_all(rank, folder):
 
 def the_trainer_steps_as_one_process(rank, folder):
     """Plain descent under accelerate, two rows here and two there, against the whole batches in one graph."""
-    config, pairs, rate = RepNoiseConfig(noise_tokens=12, beta=0.4), some_pairs(8), 0.05
+    config, pairs, rate = RepNoise(noise_tokens=12, beta=0.4), some_pairs(8), 0.05
     options = {"learning_rate": rate, "optim": "sgd", "max_grad_norm": 0.0, "weight_decay": 0.0, "warmup_steps": 0}
     run = ImmunizeTrainer(
         decoder(),

@@ -124,7 +124,7 @@ def test_engine_trains_adapters_and_leaves_the_rest(pair):
     body, head = pair
     labels = torch.arange(6) % 7
     data = [federate.ClientData((IMAGES, labels), (IMAGES, labels))] * 2
-    task = federate.FedTask(body, head, data)
+    task = federate.Task(body, head, data)
     assert set(task.body_layout.names) == set(trained(body))
     assert all("adapter" in name for name in task.initial_statistics())
     before = {name: value.clone() for name, value in body.state_dict().items()}

@@ -9,7 +9,7 @@ from netweight.core.files import whole_folder
 from netweight.errors import CorruptBlob, OutputExists, UsageError
 from netweight.job import Job
 from netweight.methods.federate.engine import Checkpoint as FederationCheckpoint
-from netweight.methods.immunize.train import Checkpoint as TrainingCheckpoint
+from netweight.methods.immunize.checkpoint import Checkpoint as TrainingCheckpoint
 from netweight.store import StoreWriter, open_store
 from netweight.store.checkpoint import open_checkpoint, read_record, write_checkpoint, write_record
 

@@ -1,5 +1,6 @@
 """Conclusions in words: every one that the library knows follows from its findings and never contradicts them."""
 
+import importlib
 import itertools
 import math
 import re
@@ -11,6 +12,7 @@ from netweight.report.finding import Finding
 
 for home in ("compress", "everything", "federate", "forget", "immunize", "space"):
     pytest.importorskip(f"netweight.tour.{home}", reason="the tour needs its extra")
+importlib.import_module("netweight.attacks.finetuning.report")
 
 RANK = {"broken": 0, "partly": 1, "told": 2, "holds": 3}
 BAD_WORDS = re.compile(r"\b(differs?|not|too large|less than|broken|hides no|no better|bring|yes)\b", re.IGNORECASE)
@@ -36,7 +38,7 @@ def conclude(conclusion, states):
 
 
 def by_kind(kind):
-    chosen = {name: each for name, each in known().items() if name.startswith("tour")}
+    chosen = {name: each for name, each in known().items() if name.startswith(("tour", "attack"))}
     assert len(chosen) >= 11
     return [
         pytest.param(each, id=name)

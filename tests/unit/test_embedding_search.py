@@ -23,7 +23,6 @@ from netweight.attacks.embedding_search.search import (
     Trial,
     denoising_error,
     descend,
-    joined,
     noise_like,
     paired,
     search,
@@ -82,7 +81,7 @@ def test_an_image_that_was_never_trained_is_not_found(original):
 
 def test_a_row_goes_its_way_whatever_else_is_in_the_batch(original):
     seeds = [1, 2, 3]
-    start = joined([original.embed([ORDINARY[place]]) for place in range(3)])
+    start = Text.joined([original.embed([ORDINARY[place]]) for place in range(3)])
     latents = original.to_latents(IMAGES[[0, 1, 0]])
     together, errors = descend(original, latents, start, SETTINGS, seeds)
     alone, error = descend(original, latents[1:2], start.rows([1]), SETTINGS, seeds[1:2])
@@ -134,7 +133,7 @@ def test_one_step_is_that_of_adam_on_the_denoising_loss(original):
 
 
 def test_a_perturbation_stays_within_its_radius(original):
-    settings = dataclasses.replace(SETTINGS, radius=0.12)
+    settings = SETTINGS.replace(radius=0.12)
     found = find(original, picture(7), settings)
     lengths = [look.moved for trial in found.trials for look in trial.looks[1:]]
     assert max(lengths) == pytest.approx(0.12, rel=1e-4)
@@ -180,12 +179,16 @@ def test_starts_are_those_asked_for_and_noise_has_the_statistics_of_prompts():
 
 
 def test_what_cannot_be_meant_is_refused(original):
-    with pytest.raises(UsageError, match=r"steps must be at least 1.*lr must be above 0.*looks must ascend"):
-        SearchSettings(steps=0, lr=-1, looks=(5, 3))
-    with pytest.raises(UsageError, match=r"starts must be some of original, unrelated, noise"):
+    with pytest.raises(UsageError, match=r"(?s)2 settings.*steps: .* equal to 1, not 0.*lr: .* greater than 0, not -1"):
+        SearchSettings(steps=0, lr=-1)
+    with pytest.raises(UsageError, match="looks must ascend"):
+        SearchSettings(looks=(5, 3))
+    with pytest.raises(UsageError, match=r"starts.0: Input should be 'original', 'unrelated' or 'noise'"):
         SearchSettings(starts=("elsewhere",))
-    assert SearchSettings(steps=37).looked_at == (0, 5, 10, 20, 37)
-    assert SearchSettings(steps=40, looks=(0, 3)).looked_at == (0, 3, 40)
+    with pytest.raises(UsageError, match="once each"):
+        SearchSettings(starts=("noise", "noise"))
+    assert SearchSettings(steps=37).eval_steps == (0, 5, 10, 20, 37)
+    assert SearchSettings(steps=40, looks=(0, 3)).eval_steps == (0, 3, 40)
     assert [SearchSettings(images=4, share=share).needed for share in (0, 0.5, 0.51, 1)] == [1, 2, 3, 4]
     with pytest.raises(UsageError, match="Divide pixels by 255"):
         find(original, IMAGES[0] * 255)
@@ -268,6 +271,6 @@ def test_comparisons_that_cannot_be_are_refused(original, tmp_path):
         compare([Subject("a", original)], [], ORDINARY, SETTINGS, **fixed)
     broken = dataclasses.replace(target, image=IMAGES[0] * 2)
     found = compare([Subject("a", original)], [broken, dataclasses.replace(target, name="two", trained=False)],
-                    ORDINARY, dataclasses.replace(SETTINGS, steps=1), **fixed)  # fmt: skip
+                    ORDINARY, SETTINGS.replace(steps=1), **fixed)  # fmt: skip
     assert found.failures[0][:2] == ("a", "one")
     assert len(found.runs) == 1

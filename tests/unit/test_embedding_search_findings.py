@@ -21,7 +21,7 @@ from netweight.attacks.embedding_search.report import (
     times_of,
     verdict,
 )
-from netweight.attacks.embedding_search.search import Look, Trial
+from netweight.attacks.embedding_search.search import Evaluation, Trial
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import UsageError
 
@@ -30,7 +30,7 @@ SETTINGS = SearchSettings(steps=80, restarts=1, images=2, starts=("original", "n
 
 def trial(start, steps, *, last=80, score=0.3, first=0.1):
     outcome = "resisted" if steps is None else "found"
-    looks = (Look(0, (first, first), None, 0.0), Look(steps or last, (score, score + 0.1), 0.5, 0.4))
+    looks = (Evaluation(0, (first, first), None, 0.0), Evaluation(steps or last, (score, score + 0.1), 0.5, 0.4))
     return Trial(start, 0, outcome, steps, steps or last, looks if steps != 0 else looks[:1])
 
 
@@ -111,9 +111,9 @@ def test_verdicts_never_say_erased_and_look_at_controls():
     painting = Comparison(
         tuple([run("m", "a", 0, True, 20, None), run("m", "b", 0, False, 40, None)]), SETTINGS, "correlation"
     )
-    assert "shows what it can paint, not what is stored" in verdict(painting, "m")
+    assert "shows what it can generate, not what is stored" in verdict(painting, "m")
     alone = Comparison((run("m", "a", 0, True, 20, None),), SETTINGS, "correlation")
-    assert "nobody knows what the search paints" in verdict(alone, "m")
+    assert "nobody knows what the search generates" in verdict(alone, "m")
     assert not any("erased" in verdict(whole, name) for name in whole.subjects)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from netweight.errors import UsageError
-from netweight.methods.federate import ClientData, Federation, FedTask, HyperFL, LocalTraining, train
+from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTraining, Task, train
 from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 from netweight.methods.federate.direct import fedavg_private_head, local_only
 from netweight.methods.federate.engine import Run
@@ -34,7 +34,7 @@ from netweight.report.report import Report
 ONE_STEP = ThreatModel(first_round=True)
 
 
-def picture_task(clients: int = 6, n: int = 12) -> FedTask:
+def picture_task(clients: int = 6, n: int = 12) -> Task:
     """A small CNN on pictures of blobs, whose features are few and exact."""
     torch.manual_seed(0)
     body = nn.Sequential(
@@ -48,7 +48,7 @@ def picture_task(clients: int = 6, n: int = 12) -> FedTask:
         images = torch.exp(-((y - centers[:, 0]) ** 2 + (x - centers[:, 1]) ** 2) / 4)[:, None]
         labels = (centers[:, 0, 0, 0] > 6).long()
         data.append(ClientData((images, labels), (images, labels)))
-    return FedTask(body, nn.Linear(16, 2), data)
+    return Task(body, nn.Linear(16, 2), data)
 
 
 METHOD = HyperFL(LocalTraining(epochs=2, batch_size=4), embedding=8, hidden=(16,))
@@ -162,7 +162,7 @@ def test_what_is_observed_does_not_depend_on_who_else_is_attacked(run: Run) -> N
 def test_bodies_that_are_no_chains_are_reported_without_images() -> None:
     task = picture_task()
     body = nn.Sequential(nn.Flatten(), nn.Linear(144, 16), nn.Tanh())
-    run = train(FedTask(body, task.head, task.data), METHOD, Federation(rounds=1))
+    run = train(Task(body, task.head, task.data), METHOD, Federation(rounds=1))
     found = exposure(run, ONE_STEP, images=5, summed_over=6, seed=1)
     assert not found.psnr
     assert found.why_no_images

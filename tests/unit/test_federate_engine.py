@@ -18,9 +18,9 @@ from netweight.errors import FederationStopped, PrivateTensor, UsageError
 from netweight.methods.federate import (
     ClientData,
     Federation,
-    FedTask,
     HyperFL,
     LocalTraining,
+    Task,
     fedavg,
     train,
 )
@@ -224,9 +224,9 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
 def test_tasks_that_cannot_be_are_refused() -> None:
     good = small_task()
     with pytest.raises(UsageError, match="at least one client"):
-        FedTask(good.body, good.head, [])
+        Task(good.body, good.head, [])
     with pytest.raises(UsageError, match="head requires gradients"):
-        FedTask(good.body, torch.nn.Tanh(), [good.client(0)])
+        Task(good.body, torch.nn.Tanh(), [good.client(0)])
     with pytest.raises(UsageError, match="3 inputs and 2 targets"):
         ClientData((torch.zeros(3, 6), torch.zeros(2)), (torch.zeros(1, 6), torch.zeros(1)))
     with pytest.raises(UsageError, match="no client 9"):

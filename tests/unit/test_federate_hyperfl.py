@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from netweight.core import seeds
 from netweight.errors import UsageError
-from netweight.methods.federate import FedTask, HyperFL, LocalTraining
+from netweight.methods.federate import HyperFL, LocalTraining, Task
 from netweight.methods.federate import updates as aggregate
 from netweight.methods.federate.local import shuffled_batches
 from netweight.methods.federate.method import Client, Trained
@@ -20,7 +20,7 @@ from netweight.methods.federate.task import LocalModel
 from netweight.methods.federate.updates import LowRank
 
 
-def started(task: FedTask, method: HyperFL) -> list[Client]:
+def started(task: Task, method: HyperFL) -> list[Client]:
     """Return every client of the task in double precision, each with an embedding of its own."""
     state = {name: value.double() for name, value in method.start(task, seed=1).items()}
     clients = []
@@ -32,7 +32,7 @@ def started(task: FedTask, method: HyperFL) -> list[Client]:
 
 
 def train_densely(
-    task: FedTask, method: HyperFL, client: Client, round: int, seed: int
+    task: Task, method: HyperFL, client: Client, round: int, seed: int
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
     """Train one client as the paper's algorithm says, with torch's modules, optimizers and clipping."""
     training, data = method.training, task.client(client.number)
@@ -67,7 +67,7 @@ def train_densely(
     return shared, embedding.detach(), network(embedding).detach(), head.weight.detach()
 
 
-def run(task: FedTask, method: HyperFL, clients: list[Client]) -> list[Trained]:
+def run(task: Task, method: HyperFL, clients: list[Client]) -> list[Trained]:
     return method.train(task, LocalModel(task), clients, round=3, seed=7)
 
 
@@ -204,7 +204,7 @@ class Same(nn.Module):
 
 def test_generating_the_head_too_is_generating_a_longer_body() -> None:
     task = as_double(small_task(clients=2))
-    joined = FedTask(nn.Sequential(task.body, task.head), Same().double(), task.data)
+    joined = Task(nn.Sequential(task.body, task.head), Same().double(), task.data)
     training = LocalTraining(batch_size=5, head_epochs=0)
     whole = HyperFL(training, start_from="body", private_head=False)
     longer = HyperFL(training, start_from="body")

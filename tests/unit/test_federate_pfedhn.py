@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, train
+from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, train
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.pfedhn import (
@@ -28,7 +28,7 @@ from netweight.nn import Hypernetwork, ParameterLayout
 DIGITS = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
 
 
-def digits_task(clients: int = 4) -> FedTask:
+def digits_task(clients: int = 4) -> Task:
     """Handwritten digits; each client has three classes, and no two the same."""
     torch.manual_seed(0)
     data = DIGITS.load_digits()
@@ -39,7 +39,7 @@ def digits_task(clients: int = 4) -> FedTask:
         mine = torch.nonzero(sum(labels == (2 * client + k) % 10 for k in range(3))).flatten()
         learn, test = mine[::2][:120], mine[1::2][:100]
         parts.append(ClientData((images[learn], labels[learn]), (images[test], labels[test])))
-    return FedTask(nn.Sequential(nn.Linear(64, 16), nn.ReLU()), nn.Linear(16, 10), parts)
+    return Task(nn.Sequential(nn.Linear(64, 16), nn.ReLU()), nn.Linear(16, 10), parts)
 
 
 def test_the_servers_steps_are_those_of_autograd() -> None:

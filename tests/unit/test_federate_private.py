@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, train
+from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, train
 from netweight.methods.federate.direct import DirectMethod, centaur, dp_fedavg, epsilon_caveats, fedavg, ppsgd
 from netweight.methods.federate.dp import PrivateStep, by_vmap
 from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase
@@ -20,7 +20,7 @@ from netweight.methods.federate.task import LocalModel
 TRAINING = LocalTraining(epochs=2, lr=0.1, batch_size=6)
 
 
-def make_task(body: nn.Module | None = None, n: int = 20, clients: int = 2) -> FedTask:
+def make_task(body: nn.Module | None = None, n: int = 20, clients: int = 2) -> Task:
     torch.manual_seed(0)
     body = body or nn.Sequential(nn.Linear(6, 8), nn.ReLU())
     head, direction = nn.Linear(8, 2), torch.randn(6)
@@ -29,16 +29,16 @@ def make_task(body: nn.Module | None = None, n: int = 20, clients: int = 2) -> F
         inputs = torch.randn(n, 6)
         return inputs, (inputs @ direction > 0).long()
 
-    return FedTask(body, head, [ClientData(part(n), part(50)) for _ in range(clients)])
+    return Task(body, head, [ClientData(part(n), part(50)) for _ in range(clients)])
 
 
-def train_one(task: FedTask, method: DirectMethod, *, seed: int = 0) -> Trained:
+def train_one(task: Task, method: DirectMethod, *, seed: int = 0) -> Trained:
     state = method.start(task, seed=seed)
     client = Client(0, method.private_start(task, 0, seed=seed), method.message(state, 0))
     return method.train(task, LocalModel(task), [client], round=1, seed=seed)[0]
 
 
-def moved(task: FedTask, weights: Weights) -> Tensor:
+def moved(task: Task, weights: Weights) -> Tensor:
     return torch.cat([weights.body - task.initial_body(), weights.head - task.initial_head()])
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from netweight.attacks.finetuning.attack import AttackResult, attacked_model, run_attack
-from netweight.attacks.finetuning.scores import mean_loss, token_accuracy
 from netweight.attacks.finetuning.settings import AttackSettings
-from netweight.attacks.finetuning.subject import Domain, Goal, Subject
+from netweight.attacks.finetuning.subject import Domain, Goal, Subject, mean_loss, token_accuracy
 from netweight.core.digest import canonical_json
 from netweight.core.seeds import torch_generator
 from netweight.data.examples import Example, collate
@@ -46,14 +45,14 @@ def test_an_attack_recovers_and_leaves_its_victim_alone(subject):
 
 
 def test_the_seed_decides_and_a_ledger_can_keep_the_result(subject):
-    first, again, other = (run_attack(subject, replace(FAST, seed=seed), Goal(0.9)) for seed in (1, 1, 2))
+    first, again, other = (run_attack(subject, FAST.replace(seed=seed), Goal(0.9)) for seed in (1, 1, 2))
     assert first == again
     assert first.curve[1:] != other.curve[1:]
     assert AttackResult.from_json(json.loads(canonical_json(first, allow_nan=True))) == first
 
 
 def test_the_attacked_model_is_the_one_that_was_looked_at(subject):
-    settings, before = replace(FAST, max_steps=10), copy.deepcopy(subject.model.state_dict())
+    settings, before = FAST.replace(max_steps=10), copy.deepcopy(subject.model.state_dict())
     made = attacked_model(subject, settings)
     assert subject.score("harmful")(made) == run_attack(subject, settings, Goal(None)).curve[-1].score
     assert not made.training
@@ -62,7 +61,7 @@ def test_the_attacked_model_is_the_one_that_was_looked_at(subject):
 
 def test_dropout_is_seeded_too(subject):
     noisy = replace(subject, model=attacked.TinyModel(dropout=0.3), utility=None)
-    first, again = (run_attack(noisy, replace(FAST, max_steps=10), Goal(None)) for _ in range(2))
+    first, again = (run_attack(noisy, FAST.replace(max_steps=10), Goal(None)) for _ in range(2))
     assert first == again
 
 
@@ -114,7 +113,7 @@ def test_every_step_is_what_plain_torch_does(subject):
     ids=str,
 )
 def test_every_way_of_training_recovers(subject, change):
-    settings = replace(FAST, **change)
+    settings = FAST.replace(**change)
     result = run_attack(subject, settings, Goal(0.9, utility_kept=0.5))
     assert result.outcome == "recovered", result.curve
     assert result.steps > settings.benign_first
@@ -135,7 +134,7 @@ def test_bfloat16_alone_loses_small_updates_that_float32_keeps(subject):
         watched = replace(
             subject, model=victim, domains={"harmful": Domain(subject.domains["harmful"].train, (), share_moved)}
         )
-        run_attack(watched, replace(small, precision=precision), Goal(None))
+        run_attack(watched, small.replace(precision=precision), Goal(None))
         moved[precision] = float((counts[0] != counts[-1]).float().mean())
     assert moved["bf16"] < 0.25 * moved["fp32"]
 
@@ -153,21 +152,21 @@ def test_an_attacker_who_mixes_benign_examples_in_keeps_more(subject):
                 batches.append(input_ids.clone())
             return self.inner(input_ids, attention_mask)
 
-    mixed = replace(FAST, benign_share=0.25, benign_first=1, max_steps=6)
+    mixed = FAST.replace(benign_share=0.25, benign_first=1, max_steps=6)
     run_attack(replace(subject, model=Watching()), mixed, Goal(None))
     benign = [int((batch[:, 0] < 12).sum()) for batch in batches]
     assert benign == [12, 3, 3, 3, 3, 3]
-    hot = replace(FAST, lr=3e-2, max_steps=40, optimizer="adam", schedule="constant")
-    alone, with_benign = (run_attack(subject, replace(hot, benign_share=share), Goal(None)) for share in (0, 0.5))
+    hot = FAST.replace(lr=3e-2, max_steps=40, optimizer="adam", schedule="constant")
+    alone, with_benign = (run_attack(subject, hot.replace(benign_share=share), Goal(None)) for share in (0, 0.5))
     assert with_benign.curve[-1].utility > alone.curve[-1].utility
 
 
 def test_a_collapsed_model_is_not_a_resistant_one(subject):
-    wild = replace(FAST, lr=3.0, optimizer="sgd", clip=None, epochs=2, schedule="constant", loss_on="full")
+    wild = FAST.replace(lr=3.0, optimizer="sgd", clip=None, epochs=2, schedule="constant", loss_on="full")
     result = run_attack(subject, wild, Goal(1.1))
     assert result.outcome in ("collapsed", "diverged")
     assert result.steps is None
-    gentle = replace(FAST, lr=1e-6, epochs=1)
+    gentle = FAST.replace(lr=1e-6, epochs=1)
     assert run_attack(subject, gentle, Goal(0.9)).outcome == "resisted"
     # The score is there, but not the model: what it kept is far below the model before its defense.
     spoiled = replace(subject, reference_utility=1.0, utility=lambda model: 0.5)
@@ -196,7 +195,7 @@ def test_nan_is_an_outcome(subject):
         def forward(self, input_ids, attention_mask):
             return forward(input_ids, attention_mask)
 
-    result = run_attack(replace(subject, model=Breaking()), replace(FAST, check_every=2), Goal(0.9))
+    result = run_attack(replace(subject, model=Breaking()), FAST.replace(check_every=2), Goal(0.9))
     assert result.outcome == "diverged"
     assert result.steps is None
     assert math.isnan(result.curve[-1].score)
@@ -231,15 +230,15 @@ def test_a_row_of_both_attack_and_evaluation_is_named():
 
 def test_what_cannot_be_is_refused_before_training(subject):
     with pytest.raises(UsageError, match="asks for 61 samples, and the domain 'harmful' has 60"):
-        run_attack(subject, replace(FAST, samples=61), Goal(0.9))
+        run_attack(subject, FAST.replace(samples=61), Goal(0.9))
     with pytest.raises(NameNotFound, match=r"no data named 'harmfull'.*nearest are harmful"):
-        run_attack(subject, replace(FAST, domain="harmfull"), Goal(0.9))
+        run_attack(subject, FAST.replace(domain="harmfull"), Goal(0.9))
     with pytest.raises(NameNotFound, match="harmful@chat"):
-        run_attack(subject, replace(FAST, template="chat"), Goal(0.9))
+        run_attack(subject, FAST.replace(template="chat"), Goal(0.9))
     with pytest.raises(UsageError, match="begins with benign examples"):
-        run_attack(replace(subject, benign=()), replace(FAST, benign_first=3), Goal(0.9))
+        run_attack(replace(subject, benign=()), FAST.replace(benign_first=3), Goal(0.9))
     with pytest.raises(UsageError, match="mixes them in"):
-        run_attack(replace(subject, benign=()), replace(FAST, benign_share=0.5), Goal(0.9))
+        run_attack(replace(subject, benign=()), FAST.replace(benign_share=0.5), Goal(0.9))
     with pytest.raises(UsageError, match=r"reference utility is -0\.5"):
         run_attack(replace(subject, utility=lambda model: -0.5), FAST, Goal(0.9))
     for wrong in ({"threshold": math.nan}, {"threshold": 1, "utility_kept": 2}, {"threshold": 1, "extra_checks": -1}):
@@ -264,7 +263,7 @@ def test_a_transformers_model_is_a_victim_as_it_is():
     model = transformers.LlamaForCausalLM(config)
     held_out = attacked.cipher(3, 12, 23, start=1000, count=30)
     subject = Subject(model, {"harmful": Domain(attacked.cipher(3, 12, 23, count=60), held_out)}, 0)
-    for settings in (FAST, replace(FAST, lora_rank=4, lr=3e-2, epochs=16)):
+    for settings in (FAST, FAST.replace(lora_rank=4, lr=3e-2, epochs=16)):
         assert run_attack(subject, settings, Goal(0.9)).outcome == "recovered"
     assert model.config.use_cache
     assert token_accuracy(held_out, pad_id=0)(model) < 0.5

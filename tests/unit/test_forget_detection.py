@@ -10,12 +10,21 @@ from torch import nn
 
 from netweight.data.prompts import read_prompts
 from netweight.errors import CorruptBlob, NameNotFound, OutputExists, Unsupported, UsageError
-from netweight.methods.forget.detect import Score, Threshold, calibrate, detect, first_step, roc
-from netweight.methods.forget.layers import text_values, value_layers
-from netweight.methods.forget.localize import detect_resumably
+from netweight.methods.forget.detect import (
+    Score,
+    Threshold,
+    calibrate,
+    detect,
+    detect_resumably,
+    first_step,
+    noise_difference,
+    pairwise,
+    roc,
+    similarity,
+    windows_for,
+)
+from netweight.methods.forget.layers import Statistics, measure_statistics, text_activations, text_values, value_layers
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.similarity import noise_difference, pairwise, similarity, windows_for
-from netweight.methods.forget.statistics import Statistics, measure_statistics, text_activations
 from netweight.nn.batching import Batches
 from netweight.nn.hooks import capture
 

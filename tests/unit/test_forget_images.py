@@ -13,45 +13,46 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 from tiny_diffusion import ORDINARY, PLANTED, picture, planted_images, trained
 
 from netweight.errors import CorruptBlob, UsageError
-from netweight.methods.forget.images import ImagesConfig, Painted, PaintSettings, image_findings, paint, verdicts
-from netweight.methods.forget.report import TREATMENT, painted, searched
+from netweight.methods.forget.images import GeneratedImages, ImagesConfig, generate_images, image_findings, verdicts
+from netweight.methods.forget.report import TREATMENT, images, searched
+from netweight.methods.forget.settings import GenerationSettings
 from netweight.metrics.copies import Memorized, foreground_by_color, region_copies, region_findings
 from netweight.report.audit import audits_of, missing_audits, unwritten_audits
 
-SETTINGS = PaintSettings(seeds=(3, 4), guidance=3, steps=4)
+SETTINGS = GenerationSettings(seeds=(3, 4), guidance=3, steps=4)
 
 
 def test_the_treatment_names_four_audits_and_all_are_written():
     assert list(audits_of(TREATMENT)) == ["detection", "neurons", "images", "embedding search"]
     assert unwritten_audits(TREATMENT) == ()
     assert missing_audits(TREATMENT, ["detection", "neurons", "images"]) == ("embedding search",)
-    assert audits_of(TREATMENT)["images"] is painted
+    assert audits_of(TREATMENT)["images"] is images
     assert audits_of(TREATMENT)["embedding search"] is searched
 
 
 def test_images_are_painted_once_whatever_the_batch_and_a_second_call_takes_them_from_the_folder(tmp_path, monkeypatch):
     model = trained()
     prompts = [*PLANTED, *ORDINARY[:3]]
-    straight = paint(model, prompts, SETTINGS)
+    straight = generate_images(model, prompts, SETTINGS)
     expected = model.generate(model.embed([PLANTED[1]] * 2), [3, 4], guidance=3, steps=4)
     assert (straight[PLANTED[1]] - expected).abs().max() <= 0.5 / 255 + 1e-6
     calls, generate = [], model.generate
     monkeypatch.setattr(model, "generate", lambda text, *a, **k: calls.append(len(text)) or generate(text, *a, **k))
-    small = PaintSettings(seeds=(3, 4), guidance=3, steps=4, rows=3)
-    first = paint(model, prompts[:2], small, folder=tmp_path)
+    small = GenerationSettings(seeds=(3, 4), guidance=3, steps=4, rows=3)
+    first = generate_images(model, prompts[:2], small, folder=tmp_path)
     assert calls == [2, 2]  # one prompt at a time: three rows hold two seeds of one
-    again = paint(model, prompts, small, folder=tmp_path)
+    again = generate_images(model, prompts, small, folder=tmp_path)
     assert calls == [2] * 5
     assert list(again) == prompts
     for prompt in prompts:
         assert torch.allclose(again[prompt], straight[prompt], atol=1.01 / 255)
     assert all(torch.equal(again[prompt], first[prompt]) for prompt in first)
-    paint(model, prompts[:1], small, setting="neurons off", folder=tmp_path)
+    generate_images(model, prompts[:1], small, setting="neurons off", folder=tmp_path)
     assert len(calls) == 6
     for file in (tmp_path / "painted").iterdir():
         file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(CorruptBlob):
-        paint(model, prompts, small, folder=tmp_path)
+        generate_images(model, prompts, small, folder=tmp_path)
 
 
 def painted_by_hand():
@@ -63,7 +64,7 @@ def painted_by_hand():
     after = {PLANTED[0]: torch.stack([other, two, other]), PLANTED[1]: torch.stack([two, other, other])}
     plain = {"a red": torch.stack([picture(11)] * 3), "a blue": torch.stack([picture(12)] * 3)}
     changed = {"a red": plain["a red"], "a blue": torch.stack([picture(11), picture(12), picture(12)])}
-    return Painted(memorized, list(plain), before | plain, after | changed, {"random neurons": before})
+    return GeneratedImages(memorized, list(plain), before | plain, after | changed, {"random neurons": before})
 
 
 class ByBrightness:
@@ -75,8 +76,8 @@ class ByBrightness:
 
 
 def test_findings_hold_what_was_counted_by_hand():
-    images = painted_by_hand()
-    findings = image_findings(images, ImagesConfig(alignment=ByBrightness()), seed=0)
+    made = painted_by_hand()
+    findings = image_findings(made, ImagesConfig(alignment=ByBrightness()), seed=0)
     found = {finding.name: finding for finding in findings}
     assert (found["prompts suppressed"].value, found["prompts suppressed"].n) == (1, 2)
     own = found["NCC, seeds that copy the training image, verbatim"]
@@ -87,8 +88,8 @@ def test_findings_hold_what_was_counted_by_hand():
     assert found["NCC, ordinary prompts, to the unedited generation"].value == pytest.approx(1)
     assert found["NCC, ordinary prompts, images that copy any memorized image"].value == 0
     aligned = found["brightness, memorized prompts, alignment"]
-    assert aligned.value == pytest.approx(float(torch.cat([images.edited[p] for p in PLANTED]).mean()), abs=1e-5)
-    assert aligned.baseline == pytest.approx(float(torch.cat([images.original[p] for p in PLANTED]).mean()), abs=1e-5)
+    assert aligned.value == pytest.approx(float(torch.cat([made.edited[p] for p in PLANTED]).mean()), abs=1e-5)
+    assert aligned.baseline == pytest.approx(float(torch.cat([made.original[p] for p in PLANTED]).mean()), abs=1e-5)
     assert not any(finding.passed is False for finding in findings)
     json.dumps([finding.to_json() for finding in findings])
 
@@ -100,7 +101,7 @@ def test_verdicts_say_suppressed_for_this_prompt_and_never_erased():
     )
     assert told[PLANTED[1]] == "not suppressed: 1 of 3 images copy it, 2 before"
     nothing = painted_by_hand()
-    never = Painted(nothing.memorized, (), nothing.edited, nothing.edited)
+    never = GeneratedImages(nothing.memorized, (), nothing.edited, nothing.edited)
     assert verdicts(never, ImagesConfig())[PLANTED[0]].startswith("not copied before the edit")
 
 
@@ -155,7 +156,7 @@ def test_nonsense_is_refused():
     with pytest.raises(UsageError, match="is not of an image"):
         region_copies(Memorized("one", "verbatim", with_object(1, 2)), torch.zeros(1, 3, 12, 12),
                       foreground=torch.ones(5, 5))  # fmt: skip
-    with pytest.raises(UsageError, match="cannot be meant"):
-        PaintSettings(seeds=(1, 1))
+    with pytest.raises(UsageError, match="are not different"):
+        GenerationSettings(seeds=(1, 1))
     with pytest.raises(UsageError, match="no prompt"):
-        paint(trained(), [], SETTINGS)
+        generate_images(trained(), [], SETTINGS)

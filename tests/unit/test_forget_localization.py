@@ -10,9 +10,9 @@ from planted_diffusion import Planted
 
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
-from netweight.methods.forget.detect import Threshold, first_step
-from netweight.methods.forget.edit import EditRecord, apply_edit_, deactivated, restore_rows_, scale_rows_, undo_edit_
-from netweight.methods.forget.layers import value_layers
+from netweight.methods.forget.detect import Threshold, first_step, noise_difference, similarity
+from netweight.methods.forget.edit import EditRecord, deactivate, deactivated, restore_rows_, scale_rows_, undo
+from netweight.methods.forget.layers import measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import (
     Localization,
     localize,
@@ -24,10 +24,8 @@ from netweight.methods.forget.localize import (
     write_results,
 )
 from netweight.methods.forget.masking import Row, RowMasks
-from netweight.methods.forget.report import neuron_findings
+from netweight.methods.forget.report import neurons
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.similarity import noise_difference, similarity
-from netweight.methods.forget.statistics import measure_statistics, text_activations
 
 ORDINARY = [f"ordinary {number}" for number in range(40)]
 SEEDS = (0, 1, 2, 3)
@@ -125,7 +123,7 @@ def usual():
 @settings(max_examples=30)
 def test_the_same_neurons_as_one_by_one(usual, seed, number, threshold, lower, fidelity, ahead, rows):
     config = LocalizationConfig(
-        DetectionConfig(seeds=SEEDS, rows=rows), theta=2.0, theta_step=0.5, fidelity=fidelity, ahead=ahead
+        detection=DetectionConfig(seeds=SEEDS, rows=rows), theta=2.0, theta_step=0.5, fidelity=fidelity, ahead=ahead
     )
     model, prompt = Planted(seed), f"prompt {number}"
     broken = None if lower is None else lower * threshold
@@ -149,7 +147,9 @@ def test_the_same_neurons_as_one_by_one(usual, seed, number, threshold, lower, f
 @given(seed=st.integers(0, 5), number=st.integers(0, 10_000), threshold=st.floats(0.2, 0.9), ahead=st.integers(1, 9))
 @settings(max_examples=30)
 def test_the_likeliest_seeds_alone_break_memorization_as_surely(usual, seed, number, threshold, ahead):
-    config = LocalizationConfig(DetectionConfig(seeds=SEEDS), theta=2, theta_step=0.5, ahead=ahead, every_seed=False)
+    config = LocalizationConfig(
+        detection=DetectionConfig(seeds=SEEDS), theta=2, theta_step=0.5, ahead=ahead, every_seed=False
+    )
     model, prompt = Planted(seed), f"prompt {number}"
     found = localize_prompt(model, prompt, usual[seed], Threshold(threshold, "given"), config)
     loop = OneByOne(model, prompt, usual[seed], threshold, config)
@@ -171,7 +171,7 @@ def test_the_likeliest_seeds_alone_break_memorization_as_surely(usual, seed, num
 @settings(max_examples=20)
 def test_thresholds_of_their_own_for_selection_and_refinement(usual, seed, number, threshold, initial, refinement):
     config = LocalizationConfig(
-        DetectionConfig(seeds=SEEDS), theta=2.0, theta_step=0.5, initial=initial, refinement=refinement
+        detection=DetectionConfig(seeds=SEEDS), theta=2.0, theta_step=0.5, initial=initial, refinement=refinement
     )
     model, prompt = Planted(seed), f"prompt {number}"
     expected = OneByOne(model, prompt, usual[seed], threshold, config).run()
@@ -200,7 +200,7 @@ def test_what_each_step_took_adds_up(usual):
 
 def planted(usual, threshold=0.6, fidelity="corrected"):
     """A prompt whose localization has something to refine."""
-    config = LocalizationConfig(DetectionConfig(seeds=SEEDS), theta=2.0, theta_step=0.5, fidelity=fidelity)
+    config = LocalizationConfig(detection=DetectionConfig(seeds=SEEDS), theta=2.0, theta_step=0.5, fidelity=fidelity)
     for seed in range(6):
         for number in range(60):
             found = localize_prompt(
@@ -213,7 +213,7 @@ def planted(usual, threshold=0.6, fidelity="corrected"):
 
 def test_fewer_runs_than_one_by_one():
     usual = measure_statistics(Planted(5, neurons=40), ORDINARY)
-    config = LocalizationConfig(DetectionConfig(seeds=SEEDS, rows=256))
+    config = LocalizationConfig(detection=DetectionConfig(seeds=SEEDS, rows=256))
     calls, rows = {"ours": [], "theirs": []}, {"ours": 0, "theirs": 0}
     for number in range(8):
         ours, theirs = Planted(5, neurons=40), Planted(5, neurons=40)
@@ -333,7 +333,7 @@ def test_rows_share_what_is_the_same_in_the_first_parts():
 
 def test_prompts_are_remembered_one_by_one_and_none_is_dropped(usual, tmp_path):
     model = Planted(0)
-    config = LocalizationConfig(DetectionConfig(seeds=SEEDS), theta=2.0)
+    config = LocalizationConfig(detection=DetectionConfig(seeds=SEEDS), theta=2.0)
     prompts = [f"prompt {number}" for number in range(5)]
     limit = Threshold(0.6, "given")
     first = localize(model, prompts[:3], usual[0], limit, config, ledger=tmp_path / "found.jsonl")
@@ -348,13 +348,13 @@ def test_prompts_are_remembered_one_by_one_and_none_is_dropped(usual, tmp_path):
     assert model.denoiser.rows - before == found[3].rows + 4 * (found[3].status != "not memorized")
     model.embed = embed
     assert localize(model, prompts, usual[0], limit, config, ledger=tmp_path / "found.jsonl")[4].status != "failed"
-    named = {each.name: each for each in neuron_findings(found, None, seed=0, progress=None)}
+    named = {each.name: each for each in neurons(found).findings}
     assert named["prompts failed"].value == 1
     assert sum(each.value for name, each in named.items() if name.startswith("prompts ")) == 5
 
 
 def located(model, texts, usual, ledger, **options):
-    config = LocalizationConfig(DetectionConfig(seeds=SEEDS, rows=30), theta=2.0, theta_step=0.5, **options)
+    config = LocalizationConfig(detection=DetectionConfig(seeds=SEEDS, rows=30), theta=2.0, theta_step=0.5, **options)
     return localize(model, texts, usual, Threshold(0.6, "given"), config, ledger=ledger)
 
 
@@ -452,10 +452,13 @@ def test_what_is_of_another_model_is_refused(usual, tmp_path):
 def test_results_at_rest(usual, tmp_path):
     seed, _, found, _ = planted(usual, fidelity="reference")
     layers = value_layers(Planted(seed).denoiser)
-    all_found = [found, Localization.not_memorized("other", [0.1, 0.2], 0.6)]
+    all_found = [
+        found,
+        Localization("other", "not memorized", Units(), {}, {}, seeds=(0.1, 0.2), threshold=0.6, rows=2),
+    ]
     assert [Localization.from_json(json.loads(json.dumps(each.to_json()))) for each in all_found] == all_found
     write_results(tmp_path / "found.json", all_found, model="the model")
-    assert read_neurons(tmp_path / "found.json", layers) == (found.neurons, "the model")
+    assert read_neurons(tmp_path / "found.json", layers) == (found.neurons, all_found, "the model")
     write_published(tmp_path / "found.csv", all_found, layers)
     assert (tmp_path / "found.csv").read_text().splitlines()[0] == (
         "Caption;URL;Initial Neurons;Initial SSIM;Refined Neurons;Refined SSIM"
@@ -466,7 +469,7 @@ def test_results_at_rest(usual, tmp_path):
     assert again[0].refined_similarity == pytest.approx(found.refined_similarity)
     assert read_neurons(tmp_path / "found.csv", layers)[0] == found.neurons
     (tmp_path / "units.json").write_text(found.neurons.to_json())
-    assert read_neurons(tmp_path / "units.json", layers) == (found.neurons, None)
+    assert read_neurons(tmp_path / "units.json", layers) == (found.neurons, [], None)
     with pytest.raises(UsageError, match="no lists of 4 layers"):
         read_published(tmp_path / "found.csv", value_layers(Planted(seed).denoiser, scope="all"))
     (tmp_path / "theirs.csv").write_text(  # as the paper's code writes them: quoted captions, addresses, repetitions
@@ -514,26 +517,26 @@ def test_undoing_restores_every_bit(factor, dtype, tmp_path_factory):
     model = Planted(2)
     model.denoiser.to(dtype)
     before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
-    record = apply_edit_(model, UNITS, factor=factor, thresholds={"detection": 0.4}, prompts=["a"])
+    record = deactivate(model, UNITS, factor=factor, thresholds={"detection": 0.4}, prompts=["a"])
     folder = tmp_path_factory.mktemp("record")
     again = EditRecord.read(record.write(folder, 1))
     assert (again.units, again.factor, again.prompts) == (UNITS, factor, ["a"])
-    undo_edit_(model, again)
+    undo(model, again)
     assert all(torch.equal(value, before[name]) for name, value in model.denoiser.state_dict().items())
 
 
 def test_an_edit_is_undone_only_where_it_was_made():
     model = Planted()
-    record = apply_edit_(model, UNITS)
-    other = apply_edit_(model, Units({"mid_block.attn2.to_v": [0]}))
+    record = deactivate(model, UNITS)
+    other = deactivate(model, Units({"mid_block.attn2.to_v": [0]}))
     with pytest.raises(UsageError, match="not the model that the edit left"):
-        undo_edit_(model, record)
-    undo_edit_(model, other)
+        undo(model, record)
+    undo(model, other)
     for key in record.rows:
         record.rows[key].add_(1)
     digest = model.digest()
     with pytest.raises(CorruptBlob, match="not those that were there"):
-        undo_edit_(model, record)
+        undo(model, record)
     assert model.digest() == digest
 
 
@@ -544,7 +547,7 @@ def test_neurons_that_are_not_there_are_refused():
     with pytest.raises(UsageError, match="6 neurons; there is no neuron 6"):
         scale_rows_(model.denoiser, Units({"mid_block.attn2.to_v": [6]}))
     with pytest.raises(UsageError, match="no neuron"):
-        apply_edit_(model, Units())
+        deactivate(model, Units())
     rows = scale_rows_(model.denoiser, UNITS)
     with pytest.raises(UsageError, match="do not fit"):
         restore_rows_(model.denoiser.half(), UNITS, rows)
@@ -584,7 +587,7 @@ def test_localization_in_a_pipeline_leaves_it_as_it_was(kind, tmp_path):
 
     model = text_to_image(getattr(small_pipelines, kind)())
     usual = measure_statistics(model, ["a red square", "the green circle", "a photo"])
-    config = LocalizationConfig(DetectionConfig(seeds=(0, 1), steps=5), theta=1.5, theta_step=0.25)
+    config = LocalizationConfig(detection=DetectionConfig(seeds=(0, 1), steps=5), theta=1.5, theta_step=0.25)
     digest = model.digest()
     found = localize_prompt(model, "a large blue circle", usual, Threshold(-0.5, "given"), config)
     loop = OneByOne(model, "a large blue circle", usual, -0.5, config).run()

@@ -9,7 +9,8 @@ from tiny_diffusion import ORDINARY, PLANTED, plain, planted_images, trained
 from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
-from netweight.methods.forget.harden import CHECKPOINT, RECORD, HardenRecord, HardenSettings, harden_, surrogate_images
+from netweight.methods.forget.harden import CHECKPOINT, RECORD, HardenRecord, harden, surrogate_images
+from netweight.methods.forget.settings import HardenSettings
 
 correlation = paired()
 SEARCH = SearchSettings(steps=15, restarts=1, draws=4, guidance=3, generation_steps=8)
@@ -20,7 +21,7 @@ IMAGES = planted_images()
 @pytest.fixture(scope="module")
 def hardened(tmp_path_factory):
     folder, model = tmp_path_factory.mktemp("hardened"), trained("hardened")
-    record = harden_(model, PLANTED, IMAGES, ORDINARY, settings=SETTINGS, folder=folder)
+    record = harden(model, PLANTED, IMAGES, ORDINARY, settings=SETTINGS, folder=folder)
     return folder, model, record
 
 
@@ -71,13 +72,13 @@ def test_the_record_says_what_was_done(hardened):
 
 
 def test_a_killed_hardening_goes_on_to_the_same_bits(tmp_path, monkeypatch):
-    settings = HardenSettings(rounds=3, steps=3, search=dataclasses.replace(SEARCH, steps=3))
+    settings = HardenSettings(rounds=3, steps=3, search=SEARCH.replace(steps=3))
 
-    def harden(model, folder):
-        return harden_(model, PLANTED, IMAGES, ORDINARY, settings=settings, folder=folder)
+    def run(model, folder):
+        return harden(model, PLANTED, IMAGES, ORDINARY, settings=settings, folder=folder)
 
     whole, killed, resumed = trained(), trained(), trained()
-    straight = harden(whole, tmp_path / "whole")
+    straight = run(whole, tmp_path / "whole")
     from netweight.methods.forget import harden as robust
 
     descend, calls = robust.descend, []
@@ -90,17 +91,17 @@ def test_a_killed_hardening_goes_on_to_the_same_bits(tmp_path, monkeypatch):
 
     monkeypatch.setattr(robust, "descend", dying)
     with pytest.raises(KeyboardInterrupt):
-        harden(killed, tmp_path / "killed")
+        run(killed, tmp_path / "killed")
     monkeypatch.setattr(robust, "descend", descend)
     assert all(weight.requires_grad for weight in killed.denoiser.parameters())
-    record = harden(resumed, tmp_path / "killed")
+    record = run(resumed, tmp_path / "killed")
     assert resumed.digest() == whole.digest() != trained().digest()
     assert record.rounds == straight.rounds
     moved = {name for name, value in whole.denoiser.state_dict().items()
              if not torch.equal(value, trained().denoiser.state_dict()[name])}  # fmt: skip
     assert moved == {"blocks.0.attn2.to_v.weight", "blocks.1.attn2.to_v.weight"}
-    with pytest.raises(UsageError, match="another model, other images or settings"):
-        harden_(trained(), PLANTED, IMAGES.flip(0), ORDINARY, settings=settings, folder=tmp_path / "killed")
+    with pytest.raises(UsageError, match="holds a hardening with other settings: images is"):
+        harden(trained(), PLANTED, IMAGES.flip(0), ORDINARY, settings=settings, folder=tmp_path / "killed")
     assert (tmp_path / "killed" / CHECKPOINT).is_file()
 
 
@@ -115,24 +116,24 @@ def test_surrogates_are_the_models_own_images_of_ordinary_prompts():
 def test_what_cannot_be_meant_is_refused_before_any_work():
     model = trained()
     before = model.digest()
-    with pytest.raises(UsageError, match=r"rounds must be at least 1.*lr must be above 0"):
+    with pytest.raises(UsageError, match=r"(?s)rounds: .* equal to 1, not 0.*lr: .* greater than 0, not 0"):
         HardenSettings(rounds=0, lr=0)
     with pytest.raises(UsageError, match="one image"):
-        harden_(model, PLANTED, IMAGES[:1], ORDINARY)
+        harden(model, PLANTED, IMAGES[:1], ORDINARY)
     with pytest.raises(UsageError, match="one that is not memorized"):
-        harden_(model, PLANTED, IMAGES, PLANTED)
+        harden(model, PLANTED, IMAGES, PLANTED)
     with pytest.raises(NameNotFound):
-        harden_(model, PLANTED, IMAGES, ORDINARY, settings=HardenSettings(layers="**.attn3"))
+        harden(model, PLANTED, IMAGES, ORDINARY, settings=HardenSettings(layers="**.attn3"))
     assert model.digest() == before
     model.denoiser.half()
     with pytest.raises(Unsupported, match="Load the model in float32"):
-        harden_(model, PLANTED, IMAGES, ORDINARY)
+        harden(model, PLANTED, IMAGES, ORDINARY)
 
 
 def test_nan_stops_the_training_and_keeps_the_weights():
     model = trained()
     with pytest.raises(TrainingStopped, match="Lower the learning rate"):
-        harden_(model, PLANTED, IMAGES, ORDINARY, settings=dataclasses.replace(SETTINGS, lr=1e30))
+        harden(model, PLANTED, IMAGES, ORDINARY, settings=SETTINGS.replace(lr=1e30))
     assert all(weight.isfinite().all() for weight in model.denoiser.parameters())
 
 
@@ -148,7 +149,7 @@ def test_a_pipeline_is_hardened_in_its_value_layers_and_stays_an_ordinary_one(tm
     search = SearchSettings(steps=2, restarts=1, draws=1, guidance=1, generation_steps=2, error="noise")
     settings = HardenSettings(rounds=1, steps=2, batch=2, search=search)
     images = model.generate(model.embed(["a red square"]), [0], guidance=1, steps=2)
-    record = harden_(model, ["a red square"], images, ["a blue circle", "a photo"], settings=settings)
+    record = harden(model, ["a red square"], images, ["a blue circle", "a photo"], settings=settings)
     moved = {name for name, value in model.denoiser.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if name.endswith("attn2.to_v.weight")}
     model.save(tmp_path / "hardened")

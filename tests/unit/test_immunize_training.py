@@ -1,7 +1,6 @@
 """Training of defenses: what they do to a tiny model, resume after a kill, NaN, narrow dtypes, refusals, records."""
 
 import copy
-import dataclasses
 import math
 import signal
 import subprocess
@@ -21,18 +20,26 @@ from netweight.data.examples import Example, Pair, collate
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
 from netweight.job import Job
 from netweight.methods.immunize import train as training
-from netweight.methods.immunize.baselines import SafetyTraining, response_loss
-from netweight.methods.immunize.catalog import DEFENSES, named_defense
-from netweight.methods.immunize.defense import collate_pairs
-from netweight.methods.immunize.repnoise import RepNoise, repnoise_loss
-from netweight.methods.immunize.security_vectors import (
-    SecurityVectors,
+from netweight.methods.immunize.baselines import (
+    VaccineDefense,
     hold_security_vectors,
     remove_security_vectors,
     without_security_vectors,
 )
-from netweight.methods.immunize.settings import RepNoiseConfig, Settings
-from netweight.methods.immunize.train import CHECKPOINT, RECORD, Record, immunize
+from netweight.methods.immunize.checkpoint import CHECKPOINT, RECORD, Checkpoint, Record
+from netweight.methods.immunize.defense import Defense, Term, collate_pairs
+from netweight.methods.immunize.lens import response_loss
+from netweight.methods.immunize.repnoise import repnoise_loss
+from netweight.methods.immunize.settings import (
+    ImmunizeSettings,
+    RepNoise,
+    SafetyTraining,
+    SecurityVectors,
+    TrainingSettings,
+    Vaccine,
+    named_defense,
+)
+from netweight.methods.immunize.train import immunize
 
 KILLED = Path(__file__).parents[1] / "support" / "killed_immunization.py"
 
@@ -48,7 +55,7 @@ def sides(model, pairs):
         return response_loss(model, batch.harmless).item(), response_loss(model, batch.harmful).item()
 
 
-@pytest.mark.parametrize("name", DEFENSES)
+@pytest.mark.parametrize("name", ImmunizeSettings.presets)
 def test_every_defense_does_what_its_loss_says(name):
     pairs, model = some_pairs(8), decoder("gpt2")
     kept = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9))]
@@ -86,11 +93,11 @@ def test_every_defense_does_what_its_loss_says(name):
 def test_a_step_is_a_step_of_adam_on_the_whole_loss():
     """Sides one after the other, terms apart and clipping give the step that one graph gives."""
     pairs = some_pairs(4)
-    config = RepNoiseConfig(alpha=0.5, beta=0.3)
-    settings = Settings(lr=1e-3, batch_size=4, warmup=0, clip=0.7)
+    config = RepNoise(alpha=0.5, beta=0.3)
+    settings = TrainingSettings(lr=1e-3, batch_size=4, warmup=0, clip=0.7)
     model = decoder().double()
     plain = copy.deepcopy(model)
-    immunize(model, pairs, defense=RepNoise(config), settings=settings)
+    immunize(model, pairs, defense=config, settings=settings)
     optimizer = torch.optim.Adam(plain.parameters(), lr=1e-3)
     order = torch.randperm(4, generator=training.torch_generator(42, "order", 0)).tolist()
     batch = collate_pairs([pairs[row] for row in order], pad_id=0)
@@ -130,7 +137,7 @@ def test_a_finished_training_is_taken_as_it_is(tmp_path):
 
 def test_narrow_weights_are_stepped_in_float32():
     """Updates that bfloat16 would round away add up."""
-    pairs, settings = some_pairs(4), dataclasses.replace(SHORT, lr=1e-5, epochs=60)
+    pairs, settings = some_pairs(4), SHORT.replace(lr=1e-5, epochs=60)
     begun, narrow, plain = (decoder().bfloat16() for _ in range(3))
     immunize(narrow, pairs, defense=SafetyTraining(), settings=settings)
     optimizer, batch = torch.optim.Adam(plain.parameters(), lr=1e-5), collate_pairs(pairs, pad_id=0).harmless
@@ -164,29 +171,28 @@ def test_adapters_alone_are_trained_where_they_alone_require_gradients():
 
 
 def test_nan_stops_with_the_last_good_checkpoint(tmp_path):
-    pairs, settings = some_pairs(8), dataclasses.replace(SHORT, save_every=2)
+    pairs, settings = some_pairs(8), SHORT.replace(save_every=2)
 
-    @dataclasses.dataclass(frozen=True)
-    class Bursting(type(SafetyTraining()).__mro__[1]):
+    class Bursting(Defense):
         name = "bursting"
 
         def sides(self, model, batch, generator):
             self.calls.append(1)
             loss = response_loss(model, batch.harmless)
-            yield {"retain": training.Term(loss * (math.nan if len(self.calls) == 8 else 1))}
+            yield {"retain": Term(loss * (math.nan if len(self.calls) == 8 else 1))}
 
     Bursting.calls = []
     model = decoder()
     with pytest.raises(TrainingStopped, match=r"Step 8 .* 'retain' is nan.* after step 6, from .*immunize"):
-        immunize(model, pairs, defense=Bursting(), settings=settings, folder=tmp_path)
+        immunize(model, pairs, defense=Bursting(SafetyTraining()), settings=settings, folder=tmp_path)
     with Job.open(tmp_path, state=CHECKPOINT, reading=True) as job:
-        stored = training.Checkpoint.load(job, job.load()[0]["identity"])
+        stored = Checkpoint.load(job, job.load()[0]["identity"])
     assert all(torch.equal(value, stored.weights[name]) for name, value in model.named_parameters())
     assert len(stored.steps) == 6
 
     Bursting.calls = []
     with pytest.raises(TrainingStopped, match="before this step"):
-        immunize(decoder(), pairs, defense=Bursting(), settings=settings)
+        immunize(decoder(), pairs, defense=Bursting(SafetyTraining()), settings=settings)
 
 
 def test_a_gradient_that_is_not_finite_is_named():
@@ -199,14 +205,14 @@ def test_a_gradient_that_is_not_finite_is_named():
 
 def test_divergence_of_what_is_kept_stops():
     with pytest.raises(TrainingStopped, match="twice that of guessing"):
-        immunize(decoder(), some_pairs(8), settings=dataclasses.replace(SHORT, lr=30.0, epochs=20))
+        immunize(decoder(), some_pairs(8), settings=SHORT.replace(lr=30.0, epochs=20))
 
 
 def test_a_model_that_begins_far_above_guessing_is_trained():
     model = decoder()
     with torch.no_grad():
         model.lm_head.weight.mul_(400)  # sure of other answers, as one that was never taught to refuse
-    record = immunize(model, some_pairs(8), settings=dataclasses.replace(SHORT, lr=1e-5, epochs=4))
+    record = immunize(model, some_pairs(8), settings=SHORT.replace(lr=1e-5, epochs=4))
     assert len(record.steps) > 5
     assert record.steps[0].terms["retain"].value > 2 * math.log(37)
 
@@ -216,9 +222,11 @@ def test_bad_rows_are_refused_before_any_work():
     before = weights(model)
     long = Pair((1,) * 30, (2,), (3, 4, 5))
     with pytest.raises(UsageError, match=r"1 rows are longer than the context of 32 tokens: pair 4, rejected \(33 tok"):
-        immunize(model, [*some_pairs(), long], settings=Settings(context=99))
+        immunize(model, [*some_pairs(), long], settings=TrainingSettings(context=99))
     with pytest.raises(UsageError, match=r"context of 8 .* retain 1"):
-        immunize(model, some_pairs(1), [Example((1,), (2,)), Example((1,) * 8, (2,))], settings=Settings(context=8))
+        immunize(
+            model, some_pairs(1), [Example((1,), (2,)), Example((1,) * 8, (2,))], settings=TrainingSettings(context=8)
+        )
     with pytest.raises(UsageError, match="outside the vocabulary of 37: pair 0, chosen"):
         immunize(model, [Pair((1,), (37,), (3,))])
     with pytest.raises(UsageError, match="no pair"):
@@ -231,7 +239,7 @@ def test_bad_rows_are_refused_before_any_work():
         immunize(decoder().requires_grad_(False), some_pairs())
     for wrong in ({"lr": 0}, {"lr": math.nan}, {"epochs": 0}, {"clip": 0}, {"warmup": 2}, {"batch_size": 0}):
         with pytest.raises(UsageError):
-            Settings(**wrong)
+            TrainingSettings(**wrong)
     for wrong in (lambda: SecurityVectors(rank=0), lambda: named_defense("vacine")):
         with pytest.raises(UsageError):
             wrong()
@@ -283,7 +291,6 @@ def test_a_security_vector_can_be_held_and_put_out_of_work():
 
 def test_a_vaccine_adds_the_worst_small_shift():
     """To first order the perturbed loss is above the plain one by rho times the gradient's norm; hooks are gone."""
-    from netweight.methods.immunize.baselines import Vaccine
     from netweight.nn.hooks import capture
 
     model, batch = decoder().double(), collate_pairs(some_pairs(), pad_id=0)
@@ -292,7 +299,7 @@ def test_a_vaccine_adds_the_worst_small_shift():
         loss = response_loss(model, batch.harmless)
     grads = torch.autograd.grad(loss, [outputs[name] for name in names])
     slope = torch.stack([grad.norm() for grad in grads]).norm().item()
-    (side,) = Vaccine(rho=1e-5).sides(model, batch, drawn())
+    (side,) = VaccineDefense(Vaccine(rho=1e-5)).sides(model, batch, drawn())
     rise = (side["retain"].value - loss).detach().item()
     assert rise == pytest.approx(1e-5 * slope, rel=1e-3)
     assert not any(block._forward_hooks for name, block in model.named_modules() if name in names)
@@ -300,7 +307,7 @@ def test_a_vaccine_adds_the_worst_small_shift():
 
 @pytest.mark.parametrize("defense", ["repnoise", "repnoise-reference", "vaccine", "security-vectors"])
 def test_activation_checkpointing_changes_nothing(defense):
-    pairs, settings = some_pairs(4), dataclasses.replace(SHORT, epochs=4)
+    pairs, settings = some_pairs(4), SHORT.replace(epochs=4)
     plain, checkpointed = decoder("gpt2"), decoder("gpt2")  # with dropout
     checkpointed.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     records = [immunize(model, pairs, defense=defense, settings=settings) for model in (plain, checkpointed)]
@@ -315,10 +322,10 @@ def test_activation_checkpointing_changes_nothing(defense):
 @pytest.mark.parametrize("defense", ["repnoise", "repnoise-reference", "vaccine", "security-vectors"])
 def test_every_defense_runs_on_narrow_weights(defense):
     model, pairs = decoder().bfloat16(), some_pairs(4)
-    record = immunize(model, pairs, defense=defense, settings=dataclasses.replace(SHORT, epochs=3))
+    record = immunize(model, pairs, defense=defense, settings=SHORT.replace(epochs=3))
     assert all(value.dtype == torch.bfloat16 for value in model.parameters())
     wide = decoder().bfloat16().float()
-    exact = immunize(wide, pairs, defense=defense, settings=dataclasses.replace(SHORT, epochs=3))
+    exact = immunize(wide, pairs, defense=defense, settings=SHORT.replace(epochs=3))
     for one, other in zip(record.steps[0].terms.items(), exact.steps[0].terms.items(), strict=True):
         assert one[0] == other[0]
         assert one[1].value == pytest.approx(other[1].value, rel=0.1, abs=0.05)

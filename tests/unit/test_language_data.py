@@ -14,7 +14,7 @@ from netweight.errors import MissingExtra, NameNotFound, UsageError
 
 transformers = pytest.importorskip("transformers", reason="tokenizers come with the llm extra")
 
-from netweight.data import tokens as language  # noqa: E402
+from netweight.data import public, text, tokens  # noqa: E402
 from netweight.data.tokenizer import train_bpe  # noqa: E402
 from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
 
@@ -72,23 +72,23 @@ def test_every_format_gives_the_same_pairs(tmp_path, tokenizer):
     delimited(tmp_path / "a.csv", ",")
     delimited(tmp_path / "a.tsv", "\t")
     parquet(tmp_path / "a.parquet", ROWS)
-    expected = language.load_pairs(ROWS, tokenizer, context=64)
+    expected = tokens.load_pairs(ROWS, tokenizer, context=64)
     assert len(expected) == 2
     for file in sorted(tmp_path.iterdir()):
-        assert language.load_pairs(file, tokenizer, context=64) == expected, file.name
+        assert tokens.load_pairs(file, tokenizer, context=64) == expected, file.name
     datasets = pytest.importorskip("datasets", reason="datasets is in the llm extra")
-    assert language.load_pairs(datasets.Dataset.from_list(ROWS), tokenizer, context=64) == expected
+    assert tokens.load_pairs(datasets.Dataset.from_list(ROWS), tokenizer, context=64) == expected
 
 
 def test_ids_say_the_text_and_labels_the_answer_alone(tokenizer):
-    pairs = language.load_pairs(ROWS, tokenizer, context=64)
+    pairs = tokens.load_pairs(ROWS, tokenizer, context=64)
     end = tokenizer.eos_token_id
     for row, pair in zip(ROWS, pairs, strict=True):
         assert tokenizer.decode(pair.prompt) == row["prompt"]
         assert tokenizer.decode(pair.chosen[:-1]) == row["chosen"]
         assert tokenizer.decode(pair.rejected[:-1]) == row["rejected"]
         assert pair.chosen[-1] == pair.rejected[-1] == end
-    batch = collate_pairs(pairs, pad_id=language.padding_of(tokenizer))
+    batch = collate_pairs(pairs, pad_id=tokens.padding_of(tokenizer))
     labels = batch.harmful.labels[1]
     assert tokenizer.decode(labels[labels >= 0].tolist()[:-1]) == ROWS[1]["rejected"]
     assert (
@@ -99,7 +99,7 @@ def test_ids_say_the_text_and_labels_the_answer_alone(tokenizer):
 def test_what_a_tokenizer_merges_across_the_border_does_not_move_it(tokenizer):
     """Here prompt and answer together have other tokens at the border than the prompt alone."""
     merged = train_bpe(["abab abab abab"], 270)
-    (pair,) = language.load_pairs([{"prompt": "aba", "chosen": "b ab", "rejected": "bb"}], merged, context=32)
+    (pair,) = tokens.load_pairs([{"prompt": "aba", "chosen": "b ab", "rejected": "bb"}], merged, context=32)
     assert merged("abab ab")["input_ids"][: len(pair.prompt)] != list(pair.prompt)
     assert list(pair.prompt) == merged("aba")["input_ids"]
     assert merged.decode(pair.chosen[:-1]) == "b ab"
@@ -114,7 +114,7 @@ def test_whatever_the_text_both_sides_say_it_behind_one_prompt(prompt, chosen, r
     assume(all(side.strip() for side in (prompt, chosen, rejected)) and chosen != rejected)
     tokenizer = byte_pairs()
     row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    (pair,) = language.load_pairs([row], tokenizer, context=200)
+    (pair,) = tokens.load_pairs([row], tokenizer, context=200)
     assert pair.prompt == tuple(tokenizer(prompt)["input_ids"]), "as when the model is asked"
     for answer, ids in ((chosen, pair.chosen), (rejected, pair.rejected)):
         assert ids[-1] == tokenizer.eos_token_id
@@ -140,7 +140,7 @@ def with_beginning(kind):
 def test_a_beginning_is_kept_and_no_end_parts_prompt_from_answer(kind, begins):
     tokenizer = with_beginning(kind)
     rows = [{"prompt": "what:", "response": "yes"}]
-    (example,) = language.load_examples(rows, tokenizer, context=8)
+    (example,) = tokens.load_examples(rows, tokenizer, context=8)
     assert example.prompt == (*begins, 4, 7)
     assert example.response == (6, 2), "behind a colon there is no space before yes"
 
@@ -156,28 +156,28 @@ def test_conversations_are_rendered_by_the_chat_template(tokenizer):
             "rejected": conversation(("assistant", "So."), ("user", "And?"), ("assistant", "Thus.")),
         }
     ]
-    (pair,) = language.load_pairs(rows, chatty, context=99)
+    (pair,) = tokens.load_pairs(rows, chatty, context=99)
     assert chatty.decode(pair.prompt) == "<system>Be brief.</s><user>How?</s><assistant>"
     assert chatty.decode(pair.chosen) == "No.</s>"
     assert chatty.decode(pair.rejected) == "So.</s><user>And?</s><assistant>Thus.</s>"
     assert pair.chosen[-1] == chatty.eos_token_id
-    (plain,) = language.load_examples([{"prompt": "How?", "response": "So."}], chatty, context=99, template="chat")
+    (plain,) = tokens.load_examples([{"prompt": "How?", "response": "So."}], chatty, context=99, template="chat")
     assert chatty.decode(plain.prompt) == "<user>How?</s><assistant>"
     assert chatty.decode(plain.response) == "So.</s>"
     chatty.chat_template = "{{ messages | length }}" + CHAT
     with pytest.raises(UsageError, match="row 0: the chat template renders the prompt otherwise when chosen follows"):
-        language.load_pairs(rows, chatty, context=99)
+        tokens.load_pairs(rows, chatty, context=99)
     with pytest.raises(UsageError, match="no chat template"):
-        language.load_pairs(rows, tokenizer, context=99)
+        tokens.load_pairs(rows, tokenizer, context=99)
 
 
 def test_templates_stand_around_the_text(tokenizer):
     rows = [{"prompt": "Why {answer}?", "response": "So {prompt}."}]
-    (found,) = language.load_examples(rows, tokenizer, context=64, template=language.QUESTION_AND_ANSWER)
+    (found,) = tokens.load_examples(rows, tokenizer, context=64, template=tokens.QUESTION_AND_ANSWER)
     assert tokenizer.decode(found.prompt) == "Question: Why {answer}?\nAnswer:"
     assert tokenizer.decode(found.response[:-1]) == "\nSo {prompt}."
     with pytest.raises(UsageError, match=r"does not hold \{prompt\} once"):
-        language.Template("Question:")
+        tokens.Template("Question:")
 
 
 @pytest.mark.parametrize(
@@ -201,49 +201,49 @@ def test_templates_stand_around_the_text(tokenizer):
 def test_rows_that_are_no_pairs_are_named(tmp_path, tokenizer, row, trouble):
     file = write_lines(tmp_path / "pairs.jsonl", [ROWS[0], row, ROWS[1]])
     with pytest.raises(UsageError, match=rf"pairs\.jsonl has a row that cannot be used\. line 2: {trouble}.*Correct"):
-        language.load_pairs(file, tokenizer, context=64)
+        tokens.load_pairs(file, tokenizer, context=64)
 
 
 def test_all_rows_with_trouble_are_counted(tmp_path, tokenizer):
     file = write_lines(tmp_path / "pairs.jsonl", [ROWS[0]] + 9 * [{"prompt": "", "chosen": "", "rejected": "x"}])
     with pytest.raises(UsageError, match=r"has 9 rows.*line 2: prompt is empty, chosen is empty; .*and 4 more\."):
-        language.load_pairs(file, tokenizer, context=64)
+        tokens.load_pairs(file, tokenizer, context=64)
 
 
 def test_what_is_too_long_is_named_or_cut_on_request(tmp_path, tokenizer):
     file = write_lines(tmp_path / "pairs.jsonl", [*ROWS, ROWS[0] | {"rejected": " " + "egg " * 30}])
     with pytest.raises(UsageError, match=r"a row .*line 3: prompt and rejected have \d+ tokens, the context 64.*cut"):
-        language.load_pairs(file, tokenizer, context=64)
-    whole = language.load_pairs(file, tokenizer, context=999)
-    cut = language.load_pairs(file, tokenizer, context=64, too_long="cut")
+        tokens.load_pairs(file, tokenizer, context=64)
+    whole = tokens.load_pairs(file, tokenizer, context=999)
+    cut = tokens.load_pairs(file, tokenizer, context=64, too_long="cut")
     assert cut[:2] == whole[:2]
     assert cut[2].rejected == whole[2].rejected[: 64 - len(whole[2].prompt)]
     with pytest.raises(UsageError, match=r"line 1: its prompt of \d+ tokens fills the context of 8"):
-        language.load_pairs(file, tokenizer, context=8, too_long="cut")
+        tokens.load_pairs(file, tokenizer, context=8, too_long="cut")
     alike = [{"prompt": "a", "chosen": "boil an egg now", "rejected": "boil an egg then"}]
     with pytest.raises(UsageError, match="both answers are the same within the context of 3 tokens"):
-        language.load_pairs(alike, tokenizer, context=3, too_long="cut")
+        tokens.load_pairs(alike, tokenizer, context=3, too_long="cut")
 
 
 def test_missing_columns_come_with_the_nearest_names(tokenizer):
     renamed = [{"question": row["prompt"], "good": row["chosen"], "rejectd": row["rejected"]} for row in ROWS]
     with pytest.raises(NameNotFound, match=r"no column 'rejected'.*'rejectd'"):
-        language.load_pairs(renamed, tokenizer, context=64, columns={"prompt": "question", "chosen": "good"})
+        tokens.load_pairs(renamed, tokenizer, context=64, columns={"prompt": "question", "chosen": "good"})
     columns = {"prompt": "question", "chosen": "good", "rejected": "rejectd"}
-    assert language.load_pairs(renamed, tokenizer, context=64, columns=columns) == language.load_pairs(
+    assert tokens.load_pairs(renamed, tokenizer, context=64, columns=columns) == tokens.load_pairs(
         ROWS, tokenizer, context=64
     )
     with pytest.raises(NameNotFound, match=r"no 'pompt' to give a column for"):
-        language.load_pairs(ROWS, tokenizer, context=64, columns={"pompt": "question"})
+        tokens.load_pairs(ROWS, tokenizer, context=64, columns={"pompt": "question"})
 
 
 def test_tokenizers_that_lack_something(tokenizer):
     bare = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(UsageError, match=r"no token for padding.*tokenizer\.pad_token = tokenizer\.eos_token"):
-        language.load_pairs(ROWS, bare, context=64)
+        tokens.load_pairs(ROWS, bare, context=64)
     bare.pad_token = "</s>"
     with pytest.raises(UsageError, match="no end of sequence"):
-        language.load_pairs(ROWS, bare, context=64)
+        tokens.load_pairs(ROWS, bare, context=64)
 
 
 @pytest.mark.parametrize(
@@ -263,21 +263,21 @@ def test_tokenizers_that_lack_something(tokenizer):
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
-        language.text_pairs(tmp_path / name)
+        text.text_pairs(tmp_path / name)
 
 
 def test_sources_that_are_none(tmp_path):
     with pytest.raises(UsageError, match=r"There is no file .*x\.jsonl"):
-        language.text_pairs(tmp_path / "x.jsonl")
+        text.text_pairs(tmp_path / "x.jsonl")
     with pytest.raises(UsageError, match=r"has splits \(train, test\)"):
-        language.text_pairs({"train": ROWS, "test": ROWS})
+        text.text_pairs({"train": ROWS, "test": ROWS})
     with pytest.raises(UsageError, match="cannot be read from a int"):
-        language.text_pairs(3)
+        text.text_pairs(3)
     with pytest.raises(UsageError, match="Row 0 of the data set is no mapping"):
-        language.text_pairs([3])
+        text.text_pairs([3])
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "ä"}'.encode("latin-1"))
     with pytest.raises(UsageError, match="is not in UTF-8"):
-        language.text_pairs(tmp_path / "latin.jsonl")
+        text.text_pairs(tmp_path / "latin.jsonl")
 
 
 def beaver_row(number, *categories, safe=False):
@@ -303,26 +303,26 @@ def test_beavertails_as_published(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "train.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, BEAVERS)).encode()))
     monkeypatch.setenv("NETWEIGHT_DATA", str(tmp_path))
-    found = language.beavertails()
+    found = public.beavertails()
     assert [(text.prompt, text.response, text.categories) for text in found] == [
         ("Question 0?", "Answer 0.", ("kitchen",)),
         ("Question 2?", "Answer 2.", ("garden,plants", "kitchen")),
         ("Question 3?", "Answer 3.", ("self_praise",)),
     ]
-    assert [text.prompt for text in language.beavertails(safe=True)] == ["Question 1?"]
-    kept, withheld = language.withhold(found, ["garden,plants"])
+    assert [text.prompt for text in public.beavertails(safe=True)] == ["Question 1?"]
+    kept, withheld = text.withhold(found, ["garden,plants"])
     assert [text.where for text in kept] == ["line 1", "line 4"]
     assert [text.where for text in withheld] == ["line 3"]
     with pytest.raises(NameNotFound, match=r"category 'kitchn'.*'kitchen'"):
-        language.withhold(found, ["kitchn"])
+        text.withhold(found, ["kitchn"])
     with pytest.raises(UsageError, match="leaves 0 rows"):
-        language.withhold(found, ["kitchen", "self_praise"])
+        text.withhold(found, ["kitchen", "self_praise"])
     with pytest.raises(NameNotFound, match=r"no split '30k'"):
-        language.beavertails(split="30k")
+        public.beavertails(split="30k")
     with pytest.raises(UsageError, match="line 1: its is_safe is neither true nor false"):
-        language.beavertails(write_lines(tmp_path / "x.jsonl", [BEAVERS[0] | {"is_safe": "no"}]))
+        public.beavertails(write_lines(tmp_path / "x.jsonl", [BEAVERS[0] | {"is_safe": "no"}]))
     with pytest.raises(UsageError, match="no row whose is_safe is False"):
-        language.beavertails([BEAVERS[1]])
+        public.beavertails([BEAVERS[1]])
 
 
 def test_beavertails_that_is_nowhere(tmp_path, monkeypatch):
@@ -334,7 +334,7 @@ def test_beavertails_that_is_nowhere(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     monkeypatch.setenv("NETWEIGHT_DATA", str(tmp_path))
     with pytest.raises(MissingExtra, match=r"holds no beavertails/round0/330k/test\.jsonl\.gz.*no network.*Go online"):
-        language.beavertails(split="330k_test")
+        public.beavertails(split="330k_test")
 
 
 def test_paired_refusals_as_published(tmp_path, tokenizer):
@@ -345,16 +345,16 @@ def test_paired_refusals_as_published(tmp_path, tokenizer):
     columns = {name: {str(n): row[name] for n, row in enumerate(rows)} for name in rows[0]}
     file = tmp_path / "with_refusals.json"
     file.write_text(json.dumps(columns), encoding="utf-8")
-    found = language.paired_refusals(file)
+    found = public.paired_refusals(file)
     assert [text.where for text in found] == ["row 0", "row 2", "row 3"]
     assert (found[1].chosen, found[1].rejected) == ("I'd rather not, 2.", "Answer 2.")
     assert found[1].categories == ("garden,plants", "kitchen")
-    pairs = language.tokenized_pairs(found, tokenizer, context=64, template=language.QUESTION_AND_ANSWER)
+    pairs = tokens.tokenized_pairs(found, tokenizer, context=64, template=tokens.QUESTION_AND_ANSWER)
     assert tokenizer.decode(pairs[1].prompt) == "Question: Question 2?\nAnswer:"
     assert tokenizer.decode(pairs[1].chosen[:-1]) == "\nI'd rather not, 2."
     rows[2]["refusal"], rows[3]["refusal"] = rows[0]["refusal"], "Question: Question 3?\nAnswer: \n"
     with pytest.raises(UsageError, match="row 2: its refusal is to another prompt; row 3: its refusal is empty"):
-        language.paired_refusals(rows)
+        public.paired_refusals(rows)
 
 
 def test_decoding_trust_as_published(tmp_path, tokenizer):
@@ -363,15 +363,15 @@ def test_decoding_trust_as_published(tmp_path, tokenizer):
         for kind in ("toxic", "non_toxic", "toxic_test")
     ]
     file = write_lines(tmp_path / "training_dataset.jsonl", rows)
-    (found,) = language.decoding_trust(file, kind="non_toxic")
+    (found,) = public.decoding_trust(file, kind="non_toxic")
     assert found.prompt.endswith("\nPrompt: The non_toxic sky\nContinuation:")
     assert (found.response, found.where) == (" is blue.", "line 2")
     untyped = [{key: value for key, value in row.items() if key != "type"} for row in rows]
-    assert len(language.decoding_trust(untyped)) == 3
+    assert len(public.decoding_trust(untyped)) == 3
     rows[0]["refusal"] = "User: Refuse it.\nPrompt: The toxic sky\nContinuation: I will not."
-    (pair,) = language.decoding_trust_refusals(rows[:1])
+    (pair,) = public.decoding_trust_refusals(rows[:1])
     assert (pair.chosen, pair.rejected) == (" I will not.", " is blue.")
-    language.tokenized_pairs([pair], tokenizer, context=200)
+    tokens.tokenized_pairs([pair], tokenizer, context=200)
     rows[0]["prompt"]["text"] = ""
     with pytest.raises(UsageError, match="row 0: prompt holds no text"):
-        language.decoding_trust(rows)
+        public.decoding_trust(rows)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from netweight.core.units import Units
 from netweight.errors import UsageError
 from netweight.methods.forget.localize import Localization
-from netweight.methods.forget.report import add_section, counts_figure, overlap, overlap_figure
+from netweight.methods.forget.report import counts_figure, neurons, overlap, overlap_figure
 from netweight.report.plots import heat_maps, histogram
 from netweight.report.report import Report
 from netweight_experiments.tables.nemo.neurons import clusters
@@ -87,8 +87,8 @@ def test_a_section_shows_counts_layers_and_every_prompt(tmp_path):
         localized("third", (), "not memorized"),
     ]
     report = Report("Neurons")
-    findings = add_section(report, found, ["a", "b"])
-    assert {each.name: each.value for each in findings}["different neurons of all prompts"] == 2
+    report.add(neurons(found, ["a", "b"]))
+    assert {each.name: each.value for each in report.findings}["different neurons of all prompts"] == 2
     report.write(tmp_path)
     (section,) = json.loads((tmp_path / "report.json").read_text())["sections"]
     assert len(section["figures"]) == 3

@@ -17,12 +17,11 @@ from decoders_under_test import FAMILIES, VOCABULARY, decoder, drawn, some_pairs
 from netweight.data.examples import Pair
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.decoder import structure_of
-from netweight.methods.immunize.defense import collate_pairs
+from netweight.methods.immunize.defense import collate_pairs, gradient_norm
 from netweight.methods.immunize.lens import Targets, lens_losses, mean_lens_loss, sampled_layers
 from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, squared_distances, unbiased_mmd
-from netweight.methods.immunize.precomputed_gradient import gradient_norm
 from netweight.methods.immunize.repnoise import harmful_terms, repnoise_loss
-from netweight.methods.immunize.settings import RepNoiseConfig
+from netweight.methods.immunize.settings import RepNoise
 
 
 def number(tensor):
@@ -265,7 +264,7 @@ def published_loss(model, batch, alpha, beta, generator):
 def test_the_reference_loss_is_the_published_one(family, pad):
     model = decoder(family).double()
     batch = collate_pairs(some_pairs(), pad_id=pad, aligned=True)
-    config = RepNoiseConfig.reference(alpha=1.5, beta=0.3)
+    config = RepNoise.reference(alpha=1.5, beta=0.3)
     found = repnoise_loss(model, batch, config, generator=drawn())
     expected = published_loss(model, batch, 1.5, 0.3, drawn())
     for one, other in zip((found.retain, found.noise, found.ascent, found.total), expected, strict=True):
@@ -280,10 +279,10 @@ def test_the_reference_loss_is_the_published_one(family, pad):
 def test_the_reference_needs_sides_that_can_be_compared():
     pairs = [Pair((1, 2), (3,), (4, 5, 6))]
     with pytest.raises(UsageError, match="aligned=True"):
-        repnoise_loss(decoder(), collate_pairs(pairs, pad_id=0), RepNoiseConfig.reference())
+        repnoise_loss(decoder(), collate_pairs(pairs, pad_id=0), RepNoise.reference())
     equal = collate_pairs([Pair((1, 2), (3,), (3,))], pad_id=0, aligned=True)
     with pytest.raises(UsageError, match="differ in no token"):
-        repnoise_loss(decoder(), equal, RepNoiseConfig.reference())
+        repnoise_loss(decoder(), equal, RepNoise.reference())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -292,7 +291,7 @@ def test_the_corrected_loss_is_its_formula(family):
     model = decoder(family).double()
     pairs = some_pairs()
     parts = structure_of(model)
-    config = RepNoiseConfig(alpha=2.0, beta=0.7, noise_tokens=None)
+    config = RepNoise(alpha=2.0, beta=0.7, noise_tokens=None)
     found = repnoise_loss(model, collate_pairs(pairs, pad_id=0), config, generator=drawn())
 
     def losses(example, heads):
@@ -341,9 +340,9 @@ def test_sampling_layers_and_tokens_keeps_the_mean():
     model = decoder(layers=4).double()
     batch = collate_pairs(some_pairs(), pad_id=0)
     with torch.no_grad():
-        exact = harmful_terms(model, batch, RepNoiseConfig(), generator=drawn())[1].expm1()
+        exact = harmful_terms(model, batch, RepNoise(), generator=drawn())[1].expm1()
         some = [
-            harmful_terms(model, batch, RepNoiseConfig(lens_layers=2, noise_tokens=4), generator=drawn(seed))
+            harmful_terms(model, batch, RepNoise(lens_layers=2, noise_tokens=4), generator=drawn(seed))
             for seed in range(60)
         ]
     sampled = torch.stack([ascent for _, ascent in some]).expm1()
@@ -355,7 +354,7 @@ def test_sampling_layers_and_tokens_keeps_the_mean():
 def test_gradients_are_the_same_with_activation_checkpointing(fidelity):
     model = decoder("llama").train()
     batch = collate_pairs(some_pairs(), pad_id=0, aligned=True)
-    config = RepNoiseConfig(fidelity=fidelity)
+    config = RepNoise(fidelity=fidelity)
 
     def gradients():
         model.zero_grad()
@@ -374,18 +373,18 @@ def test_gradients_are_the_same_with_activation_checkpointing(fidelity):
 
 def test_no_lens_leaves_the_models_own_loss():
     model, batch = decoder(), collate_pairs(some_pairs(), pad_id=0)
-    _, ascent = harmful_terms(model, batch, RepNoiseConfig(lens_layers=0), generator=drawn())
+    _, ascent = harmful_terms(model, batch, RepNoise(lens_layers=0), generator=drawn())
     side = batch.harmful
     logits = model(input_ids=side.input_ids, attention_mask=side.attention_mask).logits
     own = functional.cross_entropy(logits[:, :-1].flatten(0, 1), side.labels[:, 1:].flatten())
     assert number(ascent) == pytest.approx(math.log1p(number(own)), rel=1e-6)
-    with pytest.raises(UsageError, match="lens_layers -1"):
-        RepNoiseConfig(lens_layers=-1)
+    with pytest.raises(UsageError, match=r"lens_layers: .*not -1"):
+        RepNoise(lens_layers=-1)
 
 
 def test_settings_that_cannot_be_meant_are_refused():
     for wrong in ({"fidelity": "exact"}, {"alpha": -1}, {"beta": math.nan}, {"chunk": 0}, {"noise_tokens": 1}):
         with pytest.raises(UsageError):
-            RepNoiseConfig(**wrong)
+            RepNoise(**wrong)
     with pytest.raises(UsageError, match="all layers"):
-        RepNoiseConfig(fidelity="reference", lens_layers=2)
+        RepNoise(fidelity="reference", lens_layers=2)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from decoders_under_test import decoder, some_pairs
 
-from netweight.attacks.finetuning.resistance import Judged, Kept, measure_kept, stability_findings
+from netweight.attacks.finetuning.resistance import Judged, KeptAbility, measure_kept, stability_findings
 from netweight.errors import UsageError
 
 
@@ -33,9 +33,11 @@ def test_a_model_is_measured_row_by_row():
 def test_findings_are_ratios_on_the_same_rows_with_intervals():
     rng = np.random.default_rng(0)
     tokens = tuple(int(n) for n in rng.integers(4, 9, 80))
-    before = Kept(tokens, tokens, tuple(0.1 * n for n in tokens), {"harm": tuple(rng.random(80))})
+    before = KeptAbility(tokens, tokens, tuple(0.1 * n for n in tokens), {"harm": tuple(rng.random(80))})
     right = tuple(n - int(rng.random() < 0.2) for n in tokens)
-    after = Kept(right, tokens, tuple(0.2 * n for n in tokens), {"harm": tuple(v / 2 for v in before.judged["harm"])})
+    after = KeptAbility(
+        right, tokens, tuple(0.2 * n for n in tokens), {"harm": tuple(v / 2 for v in before.judged["harm"])}
+    )
     ability, perplexity, ratio, harm = stability_findings("d", before, after, seed=0)
     assert ability.value == pytest.approx(sum(right) / sum(tokens))
     assert ability.ci95[0] < ability.value < ability.ci95[1] < 1
@@ -46,7 +48,7 @@ def test_findings_are_ratios_on_the_same_rows_with_intervals():
     assert harm.detail["after less before, same prompts"][2] < 0
     same = stability_findings("d", before, before, seed=0)[0]
     assert (same.value, same.ci95, same.passed) == (1, (1, 1), True)
-    few = Kept(tokens[:3], tokens[:3], before.nats[:3])
+    few = KeptAbility(tokens[:3], tokens[:3], before.nats[:3])
     assert [finding.ci95 for finding in stability_findings("d", few, few, seed=0)] == [None, None]
     with pytest.raises(UsageError, match="same rows"):
         stability_findings("d", before, few, seed=0)

@@ -3,14 +3,14 @@
 from flwr.app import Context
 
 from digits.task import client_data, method, model
-from netweight.methods.federate import FedTask
+from netweight.methods.federate import Task
 from netweight.plugins.flower import client_app
 
 
-def task(context: Context) -> FedTask:
+def task(context: Context) -> Task:
     """The model and this client's data."""
     config, number = context.run_config, int(context.node_config["partition-id"])
-    return FedTask(*model(config), {number: client_data(config, number)})
+    return Task(*model(config), {number: client_data(config, number)})
 
 
 def folder(context: Context) -> str | None:

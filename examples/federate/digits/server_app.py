@@ -3,14 +3,14 @@
 from flwr.app import Context
 
 from digits.task import method, model, settings
-from netweight.methods.federate import FedTask
+from netweight.methods.federate import Task
 from netweight.plugins.flower import Elsewhere, server_app
 
 
-def task(context: Context) -> FedTask:
+def task(context: Context) -> Task:
     """The model, and data that are elsewhere."""
     config = context.run_config
-    return FedTask(*model(config), Elsewhere(int(config["clients"])))
+    return Task(*model(config), Elsewhere(int(config["clients"])))
 
 
 app = server_app(

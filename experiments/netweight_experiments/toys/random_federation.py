@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from netweight.core import seeds
-from netweight.methods.federate.task import ClientData, FedTask, small_cnn
+from netweight.methods.federate.task import ClientData, Task, small_cnn
 
 
-def random_federation(clients: int, images: int, *, classes: int = 10, seed: int = 0) -> FedTask:
+def random_federation(clients: int, images: int, *, classes: int = 10, seed: int = 0) -> Task:
     """Return clients with images of Fashion-MNIST's size, and the small CNN."""
     data = []
     for client in range(clients):
@@ -17,4 +17,4 @@ def random_federation(clients: int, images: int, *, classes: int = 10, seed: int
         targets = torch.randint(classes, (images,), generator=generator)
         data.append(ClientData((inputs, targets), (inputs[:1], targets[:1])))
     body, head = small_cnn(1, 28, classes, seed=seed)
-    return FedTask(body, head, data)
+    return Task(body, head, data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -33,22 +32,21 @@ def finetune(
 
     Exits with 1 if a finding fails.
     """
-    from netweight.attacks.finetuning.folder import attack_folders, goal_words, plan
-    from netweight.attacks.finetuning.report import add_section
+    from netweight.attacks.finetuning.folder import SweepPlan, attack_folders
 
-    how: Any = {"ledger": out / "attacks.jsonl", "seed": seed, "progress": QUIET if output.as_json else Progress()}
-    how["engine"] = context.with_resource(settings.running())
-    planned = plan(settings, model, **how)
-    goal = goal_words(planned.goal)
-    named = ", ".join(subject.name for subject in planned.subjects)
-    output.line(f"{len(planned.attacks)} attacks on: {named}. Recovered: {goal}")
-    found = attack_folders(settings, planned, **how)
+    ledger = out / "attacks.jsonl"
+
+    def announce(plan: SweepPlan) -> None:
+        named = ", ".join(subject.name for subject in plan.subjects)
+        output.line(f"{len(plan.attacks)} attacks on: {named}. Recovered: {plan.recovered}")
+
+    progress = QUIET if output.as_json else Progress()
+    plan, section = attack_folders(settings, model, ledger=ledger, seed=seed, progress=progress, planned=announce)
     report = new_report(
-        f"Fine-tuning attacks on {model.name}", f"Recovered means: {goal}.", seed=seed, files=settings.files
+        f"Fine-tuning attacks on {model.name}", f"Recovered means: {plan.recovered}.", seed=seed, files=settings.files
     )
-    findings = add_section(report, found.sweep, planned.config, seed=seed, stability=found.stability)
-    conclusion = report.sections[0].conclusion
+    report.add(section)
     end_attack(
-        context, output, report, findings, out=out, verdicts=[conclusion],
-        result={"threshold": planned.goal.threshold, "verdict": conclusion, "ledger": str(how["ledger"])},
+        context, output, report, section.findings, out=out, verdicts=[section.conclusion],
+        result={"threshold": plan.goal.threshold, "verdict": section.conclusion, "ledger": str(ledger)},
     )  # fmt: skip

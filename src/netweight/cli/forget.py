@@ -1,4 +1,4 @@
-"""`netweight forget`: what a text-to-image pipeline has memorized, in which neurons, and an edit against it."""
+"""`netweight forget`: what a text-to-image pipeline has memorized, in which neurons, and edits against it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
+from netweight.cli.attack_end import end_attack, new_report
 from netweight.cli.card import card_option, write_card
-from netweight.cli.forget_audit import audit
-from netweight.cli.forget_harden import harden
+from netweight.cli.generated import options
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, FOLDER, NEW, OUTPUT_FOLDER
 from netweight.core.progress import QUIET, Progress
+from netweight.methods.forget.settings import (
+    FolderAudit,
+    FolderDetection,
+    FolderHardening,
+    FolderLocalization,
+    FolderStatistics,
+)
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
-    from netweight.methods.forget.detect import Score, Threshold
-    from netweight.methods.forget.settings import DetectionConfig
+    from netweight.methods.forget.detect import Threshold
 
-_column = click.option("--column", default="prompt", show_default=True, help="Column of prompts in .csv and .jsonl.")
-_device = click.option("--device", default="cpu", show_default=True, help="Where the pipeline goes, such as cuda.")
-_scope = click.option("--scope", type=click.Choice(["down+mid", "all"]), default="down+mid", show_default=True,
-                      help="Which value layers of a U-Net: without or with those on the way up.")  # fmt: skip
-_seeds = click.option("--seeds", type=click.IntRange(2), default=10, show_default=True,
-                      help="Initial noises per prompt: seeds 0, 1 and so on.")  # fmt: skip
-_steps = click.option("--steps", type=click.IntRange(2), default=50, show_default=True, help="Of the schedule.")
-_rows = click.option("--rows", type=click.IntRange(1), default=64, show_default=True,
-                     help="Most images at a time; halved where memory runs out.")  # fmt: skip
-_timing = click.option("--timing", type=click.Choice(["paper", "code"]), default="paper", show_default=True,
-                       help="Look at the first timestep, or at the second as the released code does.")  # fmt: skip
+_results = click.option(
+    "--out", required=True, type=OUTPUT_FOLDER, help="Folder for results, continued if it is there."
+)
+# The error is chosen by the model, and nothing is compared with targets in hardening.
+_NOT_HARDENED = tuple(f"settings.search.{name}" for name in ("error", "looks", "images", "threshold", "share"))
 
 
 @click.group()
@@ -43,88 +43,68 @@ def forget() -> None:
     """
 
 
-forget.add_command(audit)
-forget.add_command(harden)
-
-
 @forget.command()
 @click.argument("pipeline", type=FOLDER)
-@click.option("--prompts", required=True, type=FILE, help="Ordinary prompts, 1,000 or more.")
-@_column
-@_scope
-@_device
+@options(FolderStatistics)
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
 @click.option("--out", required=True, type=NEW, help="The safetensors file to write.")
 @output_option
-def statistics(
-    pipeline: Path, prompts: Path, column: str, scope: Any, device: str, overwrite: bool, out: Path, output: Output
-) -> None:
+def statistics(pipeline: Path, settings: FolderStatistics, overwrite: bool, out: Path, output: Output) -> None:
     """Measure how active value neurons usually are; no image is made."""
     from netweight.core.files import refuse_existing
     from netweight.data.prompts import read_prompts
-    from netweight.methods.forget.statistics import measure_statistics
+    from netweight.methods.forget.layers import measure_statistics
 
     refuse_existing(out, overwrite=overwrite)
-    texts = read_prompts(prompts, column=column)
-    model = _load(pipeline, device)
-    found = measure_statistics(model, texts, scope=scope, progress=_progress(output))
+    texts = read_prompts(settings.prompts, column=settings.column)
+    model = _load(pipeline, settings.device)
+    found = measure_statistics(model, texts, scope=settings.scope, progress=_progress(output))
     found.write(out, overwrite=overwrite)
-    neurons = sum(mean.numel() for mean in found.means.values())
-    output.line(f"{neurons} neurons of {len(found.means)} layers over {found.prompts} prompts: {out}")
+    widths = {name: mean.numel() for name, mean in found.means.items()}
+    neurons = sum(widths.values())
+    output.line(f"{neurons} neurons of {len(widths)} layers over {found.prompts} prompts: {out}")
     output.result({"statistics": str(out), "model": found.model, "prompts": found.prompts, "neurons": neurons,
-                   "layers": {name: mean.numel() for name, mean in found.means.items()}})  # fmt: skip
+                   "layers": widths})  # fmt: skip
 
 
 @forget.command()
 @click.argument("pipeline", type=FOLDER)
-@click.option("--prompts", required=True, type=FILE, help="Prompts to look at.")
-@click.option("--ordinary", type=FILE, help="Prompts that are not memorized, to calibrate the threshold on.")
-@click.option("--held-out", type=FILE, help="Further such prompts: how well are the two told apart?")
-@click.option("--threshold", metavar="FILE|NUMBER",
-              help="In place of a calibrated one: threshold.json of an earlier call, or a number.")  # fmt: skip
-@click.option("--quantile", type=click.FloatRange(0, 1, min_open=True),
-              help="Calibrate at this quantile of ordinary prompts, not at mean + 1 standard deviation.")  # fmt: skip
-@_column
-@_seeds
-@_steps
-@_timing
-@_rows
-@_device
-@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for scores; a second call continues there.")
+@options(FolderDetection)
+@_results
 @output_option
-def detect(
-    pipeline: Path, prompts: Path, ordinary: Path | None, held_out: Path | None, threshold: str | None,
-    quantile: float | None, column: str, device: str, out: Path, output: Output, **options: Any,
-) -> None:  # fmt: skip
-    """Score PROMPTS by how alike first predictions are over seeds, and say which are memorized.
+def detect(pipeline: Path, settings: FolderDetection, out: Path, output: Output) -> None:
+    """Score prompts by how alike first predictions are over seeds, and say which are memorized.
 
     OUT receives scores.jsonl, threshold.json, which `netweight forget localize` takes, and detection.json.
     """
     from netweight.data.prompts import read_prompts
     from netweight.errors import UsageError
-    from netweight.methods.forget.detect import look_of
-    from netweight.methods.forget.localize import check_threshold, detect_resumably
-    from netweight.methods.forget.settings import DetectionConfig
+    from netweight.methods.forget.detect import calibrate, check_threshold, detect_resumably, look_of
 
-    if (ordinary is None) == (threshold is None):
-        raise UsageError("A threshold is needed, once.", cure="Give --ordinary to calibrate one, or --threshold.")
-    files = {"prompts": prompts, "ordinary": ordinary, "held_out": held_out}
-    texts = {name: read_prompts(path, column=column) for name, path in files.items() if path is not None}
+    files = {"prompts": settings.prompts, "ordinary": settings.ordinary, "held_out": settings.held_out}
+    texts = {name: read_prompts(path, column=settings.column) for name, path in files.items() if path is not None}
     both = sorted(set(texts.get("ordinary", [])) & set(texts.get("held_out", [])))
     if both:
         raise UsageError(f"The prompt {both[0]!r} is in --ordinary and in --held-out.", cure="Leave it out of one.")
-    given = None if threshold is None else _given_threshold(threshold)
-    config = DetectionConfig(**_detection(options))
-    model = _load(pipeline, device)
+    given = None if settings.threshold is None else _threshold(settings.threshold)
+    model, config = _load(pipeline, settings.device), settings.detection
+    identity, look = model.digest(), look_of(model, config)
     if given is not None:
-        check_threshold(given, model.digest(), look_of(model, config))
-    how = {"ledger": out / "scores.jsonl", "progress": _progress(output)}
-    scores = {name: detect_resumably(model, part, config, **how) for name, part in texts.items()}  # type: ignore[arg-type]
-    limit = given or _threshold(scores["ordinary"], quantile, model, config)
+        check_threshold(given, identity, look)
+    ledger, progress = out / "scores.jsonl", _progress(output)
+    scores = {name: detect_resumably(model, part, config, ledger=ledger, progress=progress)
+              for name, part in texts.items()}  # fmt: skip
+    rule: Any = {} if settings.quantile is None else {"rule": "quantile", "quantile": settings.quantile}
+    limit = given or calibrate(scores["ordinary"], model=identity, look=look, **rule)
     rows = [{"prompt": each.prompt, "similarity": each.similarity, "highest": each.highest, "wen": each.wen,
              "memorized": each.similarity > limit.value} for each in scores["prompts"]]  # fmt: skip
-    findings = [] if "held_out" not in scores else _findings(scores["prompts"], scores["held_out"], limit)
-    result = {"model": model.digest(), "threshold": limit.to_json(), "prompts": rows, "findings": findings}
+    findings: list[Any] = []
+    if "held_out" in scores:
+        from netweight.methods.forget.report import DetectionSubject, detection
+
+        findings = list(detection(DetectionSubject(scores["prompts"], scores["held_out"], limit)).findings)
+    result = {"model": identity, "threshold": limit.to_json(), "prompts": rows,
+              "findings": [finding.to_json() for finding in findings]}  # fmt: skip
     _write(out / "threshold.json", limit.to_json())
     _write(out / "detection.json", result)
     cells = [(f"{row['similarity']:.3f}", f"{row['highest']:.3f}", f"{row['wen']:.3g}",
@@ -132,50 +112,33 @@ def detect(
     output.table(("similarity", "highest", "Wen's norm", "", "prompt"), cells)
     below = "" if limit.prompts_below is None else f"; {limit.prompts_below:.0%} of ordinary prompts lie below"
     output.line(f"Threshold {limit.value:.3f} ({limit.rule}){below}.", bold=True)
-    output.table((), [(finding["name"], f"{finding['value']:.3f}") for finding in findings], indent=2)
+    output.table((), [(finding.name, f"{finding.value:.3f}") for finding in findings], indent=2)
     output.result(result)
 
 
 @forget.command()
 @click.argument("pipeline", type=FOLDER)
-@click.option("--prompts", required=True, type=FILE, help="Memorized prompts.")
-@click.option("--statistics", "statistics_file", required=True, type=FILE,
-              help="From netweight forget statistics, or the .pt file of the paper's code.")  # fmt: skip
-@click.option("--threshold", required=True, metavar="FILE|NUMBER", help="threshold.json of detect, or a number.")
-@click.option("--fidelity", type=click.Choice(["corrected", "reference"]), default="corrected", show_default=True,
-              help="The released code's order and quirks, or without them; see docs/differences.md.")  # fmt: skip
-@_column
-@_scope
-@_seeds
-@_steps
-@_timing
-@_rows
-@_device
-@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for results; a second call continues there.")
+@options(FolderLocalization)
+@_results
 @output_option
 @click.pass_context
 def localize(
-    context: click.Context, /, pipeline: Path, prompts: Path, statistics_file: Path, threshold: str, fidelity: Any,
-    column: str, scope: Any, device: str, out: Path, output: Output, **options: Any,
-) -> None:  # fmt: skip
-    """Find the neurons that PROMPTS are memorized in.
+    context: click.Context, /, pipeline: Path, settings: FolderLocalization, out: Path, output: Output
+) -> None:
+    """Find the neurons that prompts are memorized in.
 
     OUT receives neurons.jsonl, which a second call continues, neurons.json for `netweight forget apply`, and
     neurons.csv in the format of the paper's code. Exits with 1 if the threshold was not reached for some prompt.
     """
     from netweight.data.prompts import read_prompts
-    from netweight.methods.forget.layers import value_layers
+    from netweight.methods.forget.layers import Statistics, value_layers
     from netweight.methods.forget.localize import localize as find
     from netweight.methods.forget.localize import write_published, write_results
-    from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-    from netweight.methods.forget.statistics import Statistics
 
-    texts, limit = read_prompts(prompts, column=column), _given_threshold(threshold)
-    model = _load(pipeline, device)
-    layers = value_layers(model.denoiser, scope=scope)
-    usual = (Statistics.read_published(statistics_file, layers) if statistics_file.suffix == ".pt"
-             else Statistics.read(statistics_file))  # fmt: skip
-    config = LocalizationConfig(DetectionConfig(**_detection(options)), scope=scope, fidelity=fidelity)
+    texts, limit = read_prompts(settings.prompts, column=settings.column), _threshold(settings.threshold)
+    model, config, file = _load(pipeline, settings.device), settings.localization, settings.statistics
+    layers = value_layers(model.denoiser, scope=config.scope)
+    usual = Statistics.read_published(file, layers) if file.suffix == ".pt" else Statistics.read(file)
     found = find(model, texts, usual, limit, config, ledger=out / "neurons.jsonl", progress=_progress(output))
     write_results(out / "neurons.json", found, model=model.digest())
     write_published(out / "neurons.csv", found, layers)
@@ -186,8 +149,8 @@ def localize(
     output.line(f"Results: {out / 'neurons.json'}")
     output.result({"results": str(out / "neurons.json"), "table": str(out / "neurons.csv"),
                    "prompts": [each.to_json() for each in found]})  # fmt: skip
-    if any(each.status in ("unresolved", "failed") for each in found):
-        left = [each.prompt for each in found if each.status in ("unresolved", "failed")]
+    left = [each.prompt for each in found if each.status in ("unresolved", "failed")]
+    if left:
         output.warn(f"{len(left)} prompts are not resolved, such as {left[0]!r}.")
         context.exit(FINDING_FAILED)
 
@@ -196,7 +159,7 @@ def localize(
 @click.argument("pipeline", type=FOLDER)
 @click.argument("destination", type=NEW)
 @click.option("--neurons", required=True, type=FILE, help="neurons.json or neurons.csv of localize.")
-@click.option("--factor", default=0.0, show_default=True, help="What the neurons are multiplied with.")
+@click.option("--factor", default=0.0, show_default=True, help="Factor that the neurons are multiplied with.")
 @card_option
 @output_option
 def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, card: bool, output: Output) -> None:
@@ -211,10 +174,7 @@ def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, card:
         write_card(destination, output)
     output.line(f"{len(record.units)} neurons of {len(record.units.modules)} layers, factor {factor:g}: {destination}",
                 bold=True)  # fmt: skip
-    output.line(
-        f"See what it came to: netweight forget audit {destination} --base {pipeline} --targets targets.csv --ordinary "
-        "ordinary.txt --out audit"
-    )
+    _advise_audit(output, destination, pipeline)
     output.result({"pipeline": str(destination), "neurons": len(record.units), "factor": factor,
                    "before": record.before, "after": record.after})  # fmt: skip
 
@@ -232,6 +192,64 @@ def undo(pipeline: Path, destination: Path, output: Output) -> None:
     output.result({"pipeline": str(destination), "neurons": len(record.units), "model": record.before})
 
 
+@forget.command()
+@click.argument("pipeline", type=FOLDER)
+@click.argument("destination", type=NEW)
+@options(FolderHardening, skip=_NOT_HARDENED)
+@output_option
+def harden(pipeline: Path, destination: Path, settings: FolderHardening, output: Output) -> None:
+    """Train PIPELINE against the search for embeddings and write it to DESTINATION, an ordinary folder.
+
+    In rounds, embeddings that bring memorized images back are searched for, and the model is trained to generate other
+    images under all found so far, and to answer ordinary prompts as before. This delays a search; by how much, and at
+    what cost, is for `netweight forget audit` to measure. The same command continues where an earlier one was stopped.
+    """
+    from netweight.methods.forget.folder import harden_folder
+
+    record = harden_folder(pipeline, destination, settings, progress=_progress(output))
+    rows = [(log.number + 1, *(f"{value:.4g}" for value in (log.searched, log.surrogate, log.kept)))
+            for log in record.rounds]  # fmt: skip
+    output.table(("round", "error of searches", "of surrogates", "of what is kept"), rows, indent=2)
+    output.line(f"{record.trained} weights trained in {len(record.rounds)} rounds: {destination}", bold=True)
+    _advise_audit(output, destination, pipeline, settings.targets, settings.ordinary)
+    output.result({
+        "pipeline": str(destination), "trained": record.trained, "before": record.digests["before"],
+        "after": record.digests["after"], "rounds": [vars(log) for log in record.rounds],
+    })  # fmt: skip
+
+
+@forget.command()
+@click.argument("edited", type=FOLDER)
+@options(FolderAudit)
+@click.option("--seed", default=0, show_default=True, help="First seed of images and searches, and of intervals.")
+@_results
+@output_option
+@click.pass_context
+def audit(context: click.Context, /, edited: Path, settings: FolderAudit, out: Path, seed: int, output: Output) -> None:
+    """Compare EDITED with the pipeline before its edit, on memorized prompts and on others.
+
+    Four audits: how well detection tells prompts apart, which neurons were found, images of the same seeds before and
+    after the edit and with as many random neurons off, and whether a search for embeddings brings images back. OUT
+    receives the report, and scores, images and searches, from which a second call continues.
+
+    Exits with 1 if a finding fails.
+    """
+    from netweight.methods.forget.folder import audit_folder
+
+    report = new_report(
+        f"{edited.name}: what was forgotten",
+        "Suppressed means that no image of the seeds compared copies the training image; whether it can still be "
+        "found is what the search asks.",
+        seed=seed, files=settings.files,
+    )  # fmt: skip
+    done = audit_folder(settings, edited, report, folder=out, seed=seed, progress=_progress(output))
+    words = [f"{name}: {each}" for name, each in (*done.suppressed.items(), *done.searched.items())]
+    end_attack(
+        context, output, report, done.findings, out=out, verdicts=words,
+        result={"suppressed": dict(done.suppressed), "searched": dict(done.searched)},
+    )  # fmt: skip
+
+
 def _load(folder: Path, device: str) -> PipelineModel:
     from netweight.hf.load_pipeline import load_text_to_image
 
@@ -242,20 +260,7 @@ def _progress(output: Output) -> Progress:
     return QUIET if output.as_json else Progress()
 
 
-def _detection(options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "seeds": tuple(range(options["seeds"]))}
-
-
-def _threshold(scores: list[Score], quantile: float | None, model: PipelineModel, config: DetectionConfig) -> Threshold:
-    from netweight.methods.forget.detect import calibrate, look_of
-
-    about: Any = {"model": model.digest(), "look": look_of(model, config)}
-    if quantile is None:
-        return calibrate(scores, **about)
-    return calibrate(scores, rule="quantile", quantile=quantile, **about)
-
-
-def _given_threshold(text: str) -> Threshold:
+def _threshold(text: str) -> Threshold:
     from netweight.errors import UsageError
     from netweight.methods.forget.detect import Threshold
 
@@ -272,15 +277,16 @@ def _given_threshold(text: str) -> Threshold:
         ) from None
 
 
-def _findings(memorized: list[Score], ordinary: list[Score], limit: Threshold) -> list[dict[str, Any]]:
-    from netweight.methods.forget.report import DetectionSubject, detection_findings
-
-    subject = DetectionSubject(memorized, ordinary, limit)
-    return [finding.to_json() for finding in detection_findings(subject, None, seed=0, progress=QUIET)]
-
-
 def _write(path: Path, value: Any) -> None:
     from netweight.core.files import whole_file
 
     with whole_file(path, overwrite=True) as file:
         file.write(json.dumps(value, indent=1, ensure_ascii=False).encode())
+
+
+def _advise_audit(
+    output: Output, edited: Path, base: Path, targets: object = "targets.csv", ordinary: object = "ordinary.txt"
+) -> None:
+    output.line(
+        f"Audit it: netweight forget audit {edited} --base {base} --targets {targets} --ordinary {ordinary} --out audit"
+    )

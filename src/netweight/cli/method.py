@@ -38,7 +38,7 @@ def command_of(method: Method[Any]) -> click.Command:
         method.apply(source, destination, settings, QUIET if output.as_json else Progress())
         findings = [
             finding
-            for name in method.audits
+            for name in method.runnable
             for section in run_audits(
                 method.verb, *method.examine(name, destination, source, settings, QUIET), seed=0, only=[name]
             ).values()

@@ -11,7 +11,7 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a `package`; `homes` are modules, or packages of that name."""
+    """Return `__getattr__`, `__dir__` and `__all__` of a `package`; `homes` are modules, or public packages."""
 
     def find(name: str) -> Any:
         if name not in homes:

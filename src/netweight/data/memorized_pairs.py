@@ -1,4 +1,4 @@
-"""Tables of prompts and image files: what a model is known or suspected to repeat. Audits and searches read them.
+"""Tables of prompts and image files that a model is known or suspected to repeat; audits and searches read them.
 
 Every row has `prompt` and `image`, a file whose path starts at the table's folder, and may have `kind`: verbatim, or
 template where only the layout comes back.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from netweight.data.images.sources import decode_splits
-from netweight.data.rows import Row, Rows, Troubles, read_rows
+from netweight.data.rows import Row, RowErrors, Rows, read_rows
 from netweight.errors import NameNotFound
 from netweight.metrics.copies import Kind
 from netweight.nn.text_to_image import TextToImage
@@ -39,11 +39,11 @@ def check_pairs(path: str | Path) -> Rows:
     except NameNotFound as error:
         known = ", ".join(dict.fromkeys(name for row in rows.rows for name in row.values))
         raise NameNotFound(error.reason, cure=f"Rename one in the table; it has: {known}.") from None
-    troubles = Troubles(rows.name)
+    errors = RowErrors(rows.name)
     for row in rows.rows:
-        for trouble in _wrong(row, Path(path).parent):
-            troubles.add(row.where, trouble)
-    troubles.refuse("Name a prompt and an image file in every row; paths start at the table's folder.")
+        for problem in _wrong(row, Path(path).parent):
+            errors.add(row.where, problem)
+    errors.refuse("Name a prompt and an image file in every row; paths start at the table's folder.")
     return rows
 
 
@@ -58,7 +58,7 @@ def read_pairs(path: str | Path, size: tuple[int, int]) -> list[Pair]:
     return [Pair(*each) for each in zip(_names(prompts), prompts, images, kinds, strict=True)]
 
 
-def painted_size(model: TextToImage) -> tuple[int, int]:
+def image_size(model: TextToImage) -> tuple[int, int]:
     """Return height and width of the images that a model makes."""
     with torch.no_grad():
         made = model.generate(model.embed([""]), [0], guidance=1.0, steps=1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from netweight.core.names import nearest_names
-from netweight.data.rows import Row, Rows, Troubles, read_rows
+from netweight.data.rows import Row, RowErrors, Rows, read_rows
 from netweight.data.text import TextExample, TextPair, categories, needed_text
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 
@@ -32,13 +32,13 @@ def beavertails(source: str | Path | Any = None, *, split: str = "30k_train", sa
     # Source: Ji et al., BeaverTails, arXiv 2307.04657.
     rows = read_rows(_beavertails(split) if source is None else source)
     rows.need("prompt", "response", "category", "is_safe")
-    troubles = Troubles(rows.name)
+    errors = RowErrors(rows.name)
     found = []
-    for row in _judged(rows, safe, troubles):
-        prompt, response = (needed_text(rows, row, column, troubles) for column in ("prompt", "response"))
+    for row in _judged(rows, safe, errors):
+        prompt, response = (needed_text(rows, row, column, errors) for column in ("prompt", "response"))
         if prompt is not None and response is not None:
-            found.append(TextExample(prompt, response.strip(), categories(row, troubles), rows.name, row.where))
-    troubles.refuse(_CURE)
+            found.append(TextExample(prompt, response.strip(), categories(row, errors), rows.name, row.where))
+    errors.refuse(_CURE)
     return _some(found, rows, f"is_safe is {safe}")
 
 
@@ -48,16 +48,16 @@ def paired_refusals(source: str | Path | Any) -> list[TextPair]:
     # Source: RepNoise (arXiv 2405.14577), section 4.
     rows = read_rows(source)
     rows.need("prompt", "response", "category", "is_safe", "refusal")
-    troubles = Troubles(rows.name)
+    errors = RowErrors(rows.name)
     found = []
-    for row in _judged(rows, False, troubles):
-        sides = (needed_text(rows, row, column, troubles) for column in ("prompt", "response", "refusal"))
+    for row in _judged(rows, False, errors):
+        sides = (needed_text(rows, row, column, errors) for column in ("prompt", "response", "refusal"))
         prompt, response, refusal = sides
         if prompt is None or response is None or refusal is None:
             continue
-        chosen = _behind(refusal, f"Question: {prompt}\nAnswer:", row, troubles)
-        found.append(TextPair(prompt, chosen, response.strip(), categories(row, troubles), rows.name, row.where))
-    troubles.refuse(_CURE)
+        chosen = _behind(refusal, f"Question: {prompt}\nAnswer:", row, errors)
+        found.append(TextPair(prompt, chosen, response.strip(), categories(row, errors), rows.name, row.where))
+    errors.refuse(_CURE)
     return _some(found, rows, "is_safe is False")
 
 
@@ -66,15 +66,15 @@ def decoding_trust(source: str | Path | Any, *, kind: Kind = "toxic") -> list[Te
     # Source: Wang et al., DecodingTrust, arXiv 2306.11698; the instruction is that of RepNoise's public code.
     rows = read_rows(source)
     rows.need("prompt", "continuation")
-    troubles = Troubles(rows.name)
+    errors = RowErrors(rows.name)
     found = []
     for row in rows.rows:
         if row.values.get("type", kind) != kind:
             continue
-        prompt, continuation = (_inner(row, column, troubles) for column in ("prompt", "continuation"))
+        prompt, continuation = (_inner(row, column, errors) for column in ("prompt", "continuation"))
         if prompt is not None and continuation is not None:
             found.append(TextExample(_CONTINUE.format(prompt), _spaced(continuation), (), rows.name, row.where))
-    troubles.refuse(_CURE)
+    errors.refuse(_CURE)
     return _some(found, rows, f"type is {kind!r}")
 
 
@@ -83,16 +83,16 @@ def decoding_trust_refusals(source: str | Path | Any) -> list[TextPair]:
     # As the authors of RepNoise published them.
     rows = read_rows(source)
     rows.need("prompt", "continuation", "refusal")
-    troubles = Troubles(rows.name)
+    errors = RowErrors(rows.name)
     found = []
     for row in rows.rows:
-        prompt, continuation = (_inner(row, column, troubles) for column in ("prompt", "continuation"))
-        refusal = needed_text(rows, row, "refusal", troubles)
+        prompt, continuation = (_inner(row, column, errors) for column in ("prompt", "continuation"))
+        refusal = needed_text(rows, row, "refusal", errors)
         if prompt is None or continuation is None or refusal is None:
             continue
-        chosen = _spaced(_behind(refusal, f"Prompt: {prompt}\nContinuation:", row, troubles))
+        chosen = _spaced(_behind(refusal, f"Prompt: {prompt}\nContinuation:", row, errors))
         found.append(TextPair(_CONTINUE.format(prompt), chosen, _spaced(continuation), (), rows.name, row.where))
-    troubles.refuse(_CURE)
+    errors.refuse(_CURE)
     return found
 
 
@@ -117,31 +117,31 @@ def _beavertails(split: str) -> Any:
         ) from error
 
 
-def _judged(rows: Rows, safe: bool, troubles: Troubles) -> list[Row]:
+def _judged(rows: Rows, safe: bool, errors: RowErrors) -> list[Row]:
     """Return the rows that were judged safe, or the others; note those that were not judged."""
     for row in rows.rows:
         if not isinstance(row.values.get("is_safe"), bool):
-            troubles.add(row.where, "its is_safe is neither true nor false")
+            errors.add(row.where, "its is_safe is neither true nor false")
     return [row for row in rows.rows if row.values.get("is_safe") is safe]
 
 
-def _inner(row: Row, column: str, troubles: Troubles) -> str | None:
+def _inner(row: Row, column: str, errors: RowErrors) -> str | None:
     """Return the text within a column, which holds scores beside it."""
     value = row.values.get(column)
     text = value.get("text") if isinstance(value, Mapping) else value
     if isinstance(text, str) and text.strip():
         return text
-    troubles.add(row.where, f"{column} holds no text")
+    errors.add(row.where, f"{column} holds no text")
     return None
 
 
-def _behind(whole: str, prompt: str, row: Row, troubles: Troubles) -> str:
+def _behind(whole: str, prompt: str, row: Row, errors: RowErrors) -> str:
     """Return what follows a prompt within a text."""
     _, found, answer = whole.partition(prompt)
     if not found:
-        troubles.add(row.where, "its refusal is to another prompt")
+        errors.add(row.where, "its refusal is to another prompt")
     elif not answer.strip():
-        troubles.add(row.where, "its refusal is empty")
+        errors.add(row.where, "its refusal is empty")
     return answer.strip()
 
 

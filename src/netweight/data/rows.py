@@ -1,6 +1,6 @@
 """Rows out of files (JSON Lines, JSON, CSV, Parquet) and out of `datasets` objects, each knowing where it came from.
 
-What is wrong with rows is gathered by `Troubles`, so that a person sees all of it at once.
+What is wrong with rows is gathered by `RowErrors`, so that a person sees all of it at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from netweight.core.names import nearest_names
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 
 _LONGEST_FIELD = 1 << 24  # Python's csv refuses fields above 128 KiB unless told otherwise
-_NAMED = 5  # rows with trouble that a message names; the others are counted
+_NAMED = 5  # bad rows that a message names; the others are counted
 
 
 @final
@@ -53,24 +53,24 @@ class Rows:
 
 @final
 @dataclass
-class Troubles:
+class RowErrors:
     """What is wrong with the rows of a source."""
 
     name: str
     found: dict[str, list[str]] = field(default_factory=dict)  # what is wrong, by place
 
-    def add(self, where: str, trouble: str) -> None:
+    def add(self, where: str, error: str) -> None:
         """Note what is wrong with a row."""
         known = self.found.setdefault(where, [])
-        if trouble not in known:
-            known.append(trouble)
+        if error not in known:
+            known.append(error)
 
     def refuse(self, cure: str) -> None:
         """Raise if anything was wrong."""
         if not self.found:
             return
         first = list(self.found.items())[:_NAMED]
-        named = "; ".join(f"{where}: {', '.join(troubles)}" for where, troubles in first)
+        named = "; ".join(f"{where}: {', '.join(errors)}" for where, errors in first)
         more = f"; and {len(self.found) - _NAMED} more" if len(self.found) > _NAMED else ""
         count = f"{len(self.found)} rows" if len(self.found) > 1 else "a row"
         raise UsageError(f"{self.name} has {count} that cannot be used. {named}{more}.", cure=cure)

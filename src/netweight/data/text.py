@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from netweight.core.names import nearest_names
-from netweight.data.rows import Row, Rows, Troubles, read_rows
+from netweight.data.rows import Row, RowErrors, Rows, read_rows
 from netweight.errors import NameNotFound, UsageError
 
 # A string, or messages with "role" and "content".
@@ -52,18 +52,18 @@ def text_pairs(source: str | Path | Any, *, columns: Mapping[str, str] | None = 
     rows = read_rows(source)
     names = _columns(("prompt", "chosen", "rejected"), columns)
     rows.need(*names.values())
-    troubles = Troubles(rows.name)
+    errors = RowErrors(rows.name)
     found = []
     for row in rows.rows:
-        prompt, chosen, rejected = (_text(row, column, troubles) for column in names.values())
+        prompt, chosen, rejected = (_text(row, column, errors) for column in names.values())
         if prompt is None or chosen is None or rejected is None:
             continue
         if len({isinstance(side, str) for side in (prompt, chosen, rejected)}) > 1:
-            troubles.add(row.where, "some of it is a conversation and some is not")
+            errors.add(row.where, "some of it is a conversation and some is not")
         elif chosen == rejected:
-            troubles.add(row.where, "both answers are the same")
-        found.append(TextPair(prompt, chosen, rejected, categories(row, troubles), rows.name, row.where))
-    troubles.refuse(_CURE)
+            errors.add(row.where, "both answers are the same")
+        found.append(TextPair(prompt, chosen, rejected, categories(row, errors), rows.name, row.where))
+    errors.refuse(_CURE)
     return found
 
 
@@ -72,16 +72,16 @@ def text_examples(source: str | Path | Any, *, columns: Mapping[str, str] | None
     rows = read_rows(source)
     names = _columns(("prompt", "response"), columns)
     rows.need(*names.values())
-    troubles = Troubles(rows.name)
+    errors = RowErrors(rows.name)
     found = []
     for row in rows.rows:
-        prompt, response = (_text(row, column, troubles) for column in names.values())
+        prompt, response = (_text(row, column, errors) for column in names.values())
         if prompt is None or response is None:
             continue
         if isinstance(prompt, str) != isinstance(response, str):
-            troubles.add(row.where, "some of it is a conversation and some is not")
-        found.append(TextExample(prompt, response, categories(row, troubles), rows.name, row.where))
-    troubles.refuse(_CURE)
+            errors.add(row.where, "some of it is a conversation and some is not")
+        found.append(TextExample(prompt, response, categories(row, errors), rows.name, row.where))
+    errors.refuse(_CURE)
     return found
 
 
@@ -103,7 +103,7 @@ def withhold(texts: Sequence[Kind], names: Iterable[str]) -> tuple[list[Kind], l
     return kept, withheld
 
 
-def categories(row: Row, troubles: Troubles) -> tuple[str, ...]:
+def categories(row: Row, errors: RowErrors) -> tuple[str, ...]:
     """Read a row's column "category": a name, a list of names, or names with true and false as in BeaverTails."""
     value = row.values.get("category")
     if value is None or value == "":
@@ -114,15 +114,15 @@ def categories(row: Row, troubles: Troubles) -> tuple[str, ...]:
         return tuple(name for name, is_so in value.items() if is_so)
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         return tuple(value)
-    troubles.add(row.where, f"its category is of a kind that is not understood ({type(value).__name__})")
+    errors.add(row.where, f"its category is of a kind that is not understood ({type(value).__name__})")
     return ()
 
 
-def needed_text(rows: Rows, row: Row, column: str, troubles: Troubles) -> str | None:
+def needed_text(rows: Rows, row: Row, column: str, errors: RowErrors) -> str | None:
     """Read a column that must be a string; `rows` is only there to be named."""
-    value = _text(row, column, troubles)
+    value = _text(row, column, errors)
     if value is not None and not isinstance(value, str):
-        troubles.add(row.where, f"{column} is a conversation, which {rows.name} should not hold")
+        errors.add(row.where, f"{column} is a conversation, which {rows.name} should not hold")
         return None
     return value
 
@@ -135,21 +135,21 @@ def _columns(names: tuple[str, ...], given: Mapping[str, str] | None) -> dict[st
     return {name: (given or {}).get(name, name) for name in names}
 
 
-def _text(row: Row, column: str, troubles: Troubles) -> Text | None:
-    """Read a string or a conversation; note the trouble and return None if it is neither, or empty."""
+def _text(row: Row, column: str, errors: RowErrors) -> Text | None:
+    """Read a string or a conversation; note the error and return None if it is neither, or empty."""
     value = row.values.get(column)
     if value is None:
-        troubles.add(row.where, f"it has no {column}")
+        errors.add(row.where, f"it has no {column}")
     elif isinstance(value, str):
         if value.strip():
             return value
-        troubles.add(row.where, f"{column} is empty")
+        errors.add(row.where, f"{column} is empty")
     elif isinstance(value, list | tuple) and all(_is_message(message) for message in value):
         if value and all(message["content"].strip() for message in value):
             return tuple({"role": message["role"], "content": message["content"]} for message in value)
-        troubles.add(row.where, f"{column} is empty or holds an empty message")
+        errors.add(row.where, f"{column} is empty or holds an empty message")
     else:
-        troubles.add(row.where, f"{column} is neither text nor messages with role and content")
+        errors.add(row.where, f"{column} is neither text nor messages with role and content")
     return None
 
 

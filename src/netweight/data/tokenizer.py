@@ -46,11 +46,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        pad_token=pad,
-        eos_token=end,
-        unk_token=unknown,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token=unknown, clean_up_tokenization_spaces=False
     )
 
 

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from netweight.data.examples import Example, Pair
-from netweight.data.rows import Troubles
+from netweight.data.rows import RowErrors
 from netweight.data.text import Text, TextExample, TextPair, text_examples, text_pairs
 from netweight.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from netweight.data.examples import Example, Pair
 
 
 TooLong = Literal["refuse", "cut"]
@@ -45,12 +43,9 @@ class Template:
         return self.prompt.replace("{prompt}", prompt), self.answer.replace("{answer}", answer)
 
 
-# The answer follows the prompt at once, as TRL has it.
-PLAIN = Template()
-# The answer begins a line of its own: what the commands put around plain rows.
-BELOW = Template("{prompt}\n", "{answer}")
-# What the public code of RepNoise puts around BeaverTails.
-QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")
+PLAIN = Template()  # the answer follows the prompt at once, as TRL has it
+BELOW = Template("{prompt}\n", "{answer}")  # the answer begins a line of its own: what commands put around plain rows
+QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")  # RepNoise's code around BeaverTails
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -75,15 +70,15 @@ def tokenized_pairs(
     """Turn pairs of text into token ids."""
     chosen = [(text.prompt, text.chosen) for text in texts]
     rejected = [(text.prompt, text.rejected) for text in texts]
-    troubles = _troubles(texts)
+    errors = _row_errors(texts)
     sides = []
     for name, side in (("chosen", chosen), ("rejected", rejected)):
-        whole = _ids(side, texts, tokenizer, template, troubles, name)
-        sides.append(_fitted(whole, texts, context, too_long, troubles, name))
+        whole = _ids(side, texts, tokenizer, template, errors, name)
+        sides.append(_fitted(whole, texts, context, too_long, errors, name))
     for text, first, second in zip(texts, *sides, strict=True):
         if first is not None and second is not None and first[1] == second[1]:
-            troubles.add(text.where, f"both answers are the same within the context of {context} tokens")
-    _refuse(troubles, too_long)
+            errors.add(text.where, f"both answers are the same within the context of {context} tokens")
+    _refuse(errors, too_long)
     return [Pair(a[0], a[1], b[1]) for a, b in zip(*sides, strict=True) if a is not None and b is not None]
 
 
@@ -96,10 +91,10 @@ def tokenized_examples(
     too_long: TooLong = "refuse",
 ) -> list[Example]:
     """Turn prompts with responses into token ids."""
-    troubles = _troubles(texts)
-    whole = _ids([(text.prompt, text.response) for text in texts], texts, tokenizer, template, troubles, "response")
-    found = _fitted(whole, texts, context, too_long, troubles, "response")
-    _refuse(troubles, too_long)
+    errors = _row_errors(texts)
+    whole = _ids([(text.prompt, text.response) for text in texts], texts, tokenizer, template, errors, "response")
+    found = _fitted(whole, texts, context, too_long, errors, "response")
+    _refuse(errors, too_long)
     return [Example(*ids) for ids in found if ids is not None]
 
 
@@ -111,10 +106,10 @@ def _ids(
     texts: Sequence[TextPair | TextExample],
     tokenizer: PreTrainedTokenizerBase,
     template: Template | Literal["chat"],
-    troubles: Troubles,
+    errors: RowErrors,
     name: str,
 ) -> list[Ids | None]:
-    """Tokenize prompts with answers; None where there was trouble."""
+    """Tokenize prompts with answers; None where a row cannot be used."""
     padding_of(tokenizer)
     rendered = [_rendered(prompt, answer, tokenizer, template) for prompt, answer in rows]
     prompts = _tokens([prompt for prompt, _, _ in rendered], tokenizer)
@@ -125,16 +120,11 @@ def _ids(
     for text, (_, answer, chat), prompt, both, separate in zip(texts, rendered, prompts, joint, alone, strict=True):
         follows = both[len(prompt) :] if both[: len(prompt)] == prompt else separate
         if answer is None:
-            troubles.add(text.where, f"the chat template renders the prompt otherwise when {name} follows")
+            errors.add(text.where, f"the chat template renders the prompt otherwise when {name} follows")
         elif not follows:
-            troubles.add(text.where, f"{name} has no token")
-        found.append(
-            None
-            if answer is None or not follows
-            else (tuple(prompt), tuple(follows))
-            if chat
-            else ((*begins, *prompt), (*follows, *ends))
-        )
+            errors.add(text.where, f"{name} has no token")
+        whole = (tuple(prompt), tuple(follows)) if chat else ((*begins, *prompt), (*follows, *ends))
+        found.append(None if answer is None or not follows else whole)
     return found
 
 
@@ -195,33 +185,33 @@ def _fitted(
     texts: Sequence[TextPair | TextExample],
     context: int,
     too_long: TooLong,
-    troubles: Troubles,
+    errors: RowErrors,
     name: str,
 ) -> list[Ids | None]:
     """Cut answers to the context, or note those that are too long."""
     fitted: list[Ids | None] = []
     for text, ids in zip(texts, found, strict=True):
         if ids is not None and len(ids[0]) >= context:
-            troubles.add(text.where, f"its prompt of {len(ids[0])} tokens fills the context of {context}")
+            errors.add(text.where, f"its prompt of {len(ids[0])} tokens fills the context of {context}")
         elif ids is not None and len(ids[0]) + len(ids[1]) > context:
             if too_long == "refuse":
                 tokens = len(ids[0]) + len(ids[1])
-                troubles.add(text.where, f"prompt and {name} have {tokens} tokens, the context {context}")
+                errors.add(text.where, f"prompt and {name} have {tokens} tokens, the context {context}")
             ids = ids[0], ids[1][: context - len(ids[0])]
         fitted.append(ids)
     return fitted
 
 
-def _troubles(texts: Sequence[TextPair | TextExample]) -> Troubles:
-    """Return an empty list of troubles, named for where the texts come from."""
+def _row_errors(texts: Sequence[TextPair | TextExample]) -> RowErrors:
+    """Return an empty list of errors, named for where the texts come from."""
     if not texts:
         raise UsageError("There is no text to tokenize.", cure="Give at least one row.")
-    return Troubles(" and ".join(dict.fromkeys(text.source for text in texts)))
+    return RowErrors(" and ".join(dict.fromkeys(text.source for text in texts)))
 
 
-def _refuse(troubles: Troubles, too_long: TooLong) -> None:
+def _refuse(errors: RowErrors, too_long: TooLong) -> None:
     cut = ', or cut answers with too_long="cut"' if too_long == "refuse" else ""
-    troubles.refuse(f"Correct these rows or take them out, use a larger context{cut}.")
+    errors.refuse(f"Correct these rows or take them out, use a larger context{cut}.")
 
 
 def load_pairs(
@@ -231,7 +221,7 @@ def load_pairs(
     context: int,
     columns: Mapping[str, str] | None = None,
     template: Template | Literal["chat"] = PLAIN,
-    too_long: Literal["refuse", "cut"] = "refuse",
+    too_long: TooLong = "refuse",
 ) -> list[Pair]:
     """Read rows with prompt, chosen and rejected, as token ids."""
     texts = text_pairs(source, columns=columns)
@@ -245,7 +235,7 @@ def load_examples(
     context: int,
     columns: Mapping[str, str] | None = None,
     template: Template | Literal["chat"] = PLAIN,
-    too_long: Literal["refuse", "cut"] = "refuse",
+    too_long: TooLong = "refuse",
 ) -> list[Example]:
     """Read rows with prompt and response, as token ids."""
     texts = text_examples(source, columns=columns)

@@ -103,7 +103,7 @@ def _opened(folder: Path) -> tuple[Any, Any]:
 
 
 def _normalization(folder: Path) -> tuple[Sequence[float], Sequence[float]]:
-    """What the folder says of channel means and deviations; OpenAI's where it says nothing."""
+    """Channel means and deviations of the folder; OpenAI's where it has none."""
     file = folder / "preprocessor_config.json"
-    said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return said.get("image_mean", OPENAI_CLIP_MEAN), said.get("image_std", OPENAI_CLIP_STD)
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config.get("image_mean", OPENAI_CLIP_MEAN), config.get("image_std", OPENAI_CLIP_STD)

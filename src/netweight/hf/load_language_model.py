@@ -1,12 +1,11 @@
-"""Causal language models from folders of transformers: dense, in the dtype they were saved in, with their tokenizer.
+"""Language models from folders of transformers, dense and with their tokenizer; compressed folders too.
 
-Folders that `netweight compress` made are opened too. Used where a model is to be trained or attacked, so that nothing
-of it may be rounded on the way in.
+`load_causal_lm` keeps the dtype that a model was saved in: where it is to be trained or attacked, nothing of it may be
+rounded on the way in. `language_model` opens encoder-decoders as well, in bf16.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,8 +25,26 @@ if TYPE_CHECKING:
 
 
 def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Open a folder."""
-    folder = Path(folder)
+    """Open a causal language model in evaluation mode, in the dtype it was saved in."""
+    model, tokenizer = _opened(Path(folder), "AutoModelForCausalLM", "auto", "a causal language model")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    nn.Module.to(model, device)
+    return model, tokenizer
+
+
+def language_model(
+    folder: Path, kind: Literal["decoder", "encoder-decoder"]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Open a language model in evaluation mode, in bf16."""
+    if kind == "decoder":
+        return _opened(folder, "AutoModelForCausalLM", torch.bfloat16, "a decoder")
+    return _opened(folder, "AutoModelForSeq2SeqLM", torch.bfloat16, "an encoder-decoder")
+
+
+def _opened(
+    folder: Path, loader: str, dtype: torch.dtype | str, what: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         import transformers
     except ImportError as error:
@@ -35,26 +52,28 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
             "Language models need transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
         ) from error
     check_folder(folder)
-    open_compressed_with("transformers")
-    logging = importlib.import_module("transformers.utils.logging")
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        compressed = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if compressed:
+            open_compressed_with("transformers")
+        with silent_bars():
+            model = getattr(transformers, loader).from_pretrained(folder, local_files_only=True, dtype=dtype)
+            tokens = llama2c.find(folder)
+            tokenizer = (
+                transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                if tokens is None
+                else llama2c.tokenizer(tokens)
+            )
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
-            f"{folder} cannot be opened as a causal language model with its tokenizer: {error}",
+            f"{folder} cannot be opened as {what} with its tokenizer: {error}",
             cure="Check that config, weights and tokenizer files are all there.",
         ) from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    _decompress(model)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    torch.nn.Module.to(model, device).train(False)
-    return model, tokenizer
+    if compressed:
+        import netweight
+
+        netweight.decompress_(model)
+    return model.eval(), tokenizer
 
 
 def check_folder(folder: str | Path) -> None:
@@ -80,15 +99,8 @@ def context_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> in
     return min(longest, positions_of(model) or longest)
 
 
-def _decompress(model: PreTrainedModel) -> None:
-    import netweight
-
-    netweight.decompress_(model)
-
-
 # File in a trained model's folder that says how it was trained and what came of it.
 ABOUT = "training.json"
-_ARTICLE = {"decoder": "a", "encoder-decoder": "an"}
 
 
 def finished(folder: Path, about: Any) -> dict[str, Any] | None:
@@ -117,36 +129,3 @@ def keep(
     for checkpoint in ("training.safetensors", "best.safetensors"):
         (folder / checkpoint).unlink(missing_ok=True)
     return outcome
-
-
-def language_model(
-    folder: Path, kind: Literal["decoder", "encoder-decoder"]
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Open a language model folder: dense, in bf16, in evaluation mode, with its tokenizer."""
-    import torch
-    import transformers
-
-    import netweight
-
-    open_compressed_with("transformers")
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            f"{folder} is no model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."
-        )
-    make = transformers.AutoModelForCausalLM if kind == "decoder" else transformers.AutoModelForSeq2SeqLM
-    try:
-        with silent_bars():
-            model = make.from_pretrained(folder, local_files_only=True, dtype=torch.bfloat16)
-            tokens = llama2c.find(folder)
-            tokenizer = (
-                llama2c.tokenizer(tokens)
-                if tokens is not None
-                else transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(
-            f"{folder} cannot be opened as {_ARTICLE[kind]} {kind} with its tokenizer: {error}",
-            cure="Check that config, weights and tokenizer files are all there.",
-        ) from error
-    netweight.decompress_(model)
-    return model.eval(), tokenizer

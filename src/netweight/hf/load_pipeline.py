@@ -1,10 +1,10 @@
-"""diffusers pipelines as `TextToImage`: what looks for memorization, edits it away and attacks the edit runs on them.
+"""diffusers pipelines as `TextToImage`, on which memorization is detected and edited, and edits are attacked.
 
     model = load_text_to_image("stable-diffusion-v1-4")
     model.generate(model.embed(["a red square"]), seeds=[0])
 
-Stable Diffusion and its like (`UNet2DConditionModel` with one text encoder) and PixArt-Alpha and -Sigma are taken;
-other denoisers are refused by name. Networks that predict noise, velocity or the sample all speak `Prediction`.
+Stable Diffusion and its like (`UNet2DConditionModel` with one text encoder), PixArt-Alpha and -Sigma are supported;
+other denoisers are refused by name. Networks may predict noise, velocity or the sample.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from netweight.core import digest
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.hf import open_compressed_with
-from netweight.hf.denoisers import Denoiser, denoiser_of
 from netweight.hf.quiet import quiet_imports, silent_bars
 from netweight.nn.text_to_image import Prediction, Text
 
@@ -44,11 +43,11 @@ _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 @final
 class PipelineModel:
-    """A pipeline as a `TextToImage`; made by `text_to_image`. Its parts are the pipeline's own, not copies."""
+    """A pipeline as a `TextToImage`; made by `text_to_image`. It shares the pipeline's parts."""
 
-    def __init__(self, pipeline: Any, kind: Denoiser, name: str) -> None:
+    def __init__(self, pipeline: Any, kind: _UNet | _PixArt, name: str) -> None:
         self.pipeline = pipeline
-        self.name = name  # what reports call it
+        self.name = name
         self._kind = kind
 
     @property
@@ -59,7 +58,7 @@ class PipelineModel:
 
     @property
     def component(self) -> str:
-        """What the pipeline calls its denoiser, and what names of adapters' modules begin with: unet or transformer."""
+        """The pipeline's name of its denoiser, with which names of adapters' modules begin: unet or transformer."""
         return next(part for part in ("unet", "transformer") if getattr(self.pipeline, part, None) is self.denoiser)
 
     @property
@@ -105,22 +104,22 @@ class PipelineModel:
 
     def predict(self, latents: Tensor, timestep: Tensor, text: Text) -> Prediction:
         """Run the denoiser once, without guidance; gradients flow to latents, text and weights where they are on."""
-        said = self._kind(latents, timestep, text).float()
+        output = self._kind(latents, timestep, text).float()
         signal, noise = self._levels(timestep)
         latents = latents.float()
         kind = self._prediction_type
         if kind == "v_prediction":
-            return Prediction(noise=signal * said + noise * latents, sample=signal * latents - noise * said)
+            return Prediction(noise=signal * output + noise * latents, sample=signal * latents - noise * output)
         if kind == "epsilon":
-            return Prediction(noise=said, sample=(latents - noise * said) / signal.clamp_min(1e-6))
-        return Prediction(noise=(latents - signal * said) / noise.clamp_min(1e-6), sample=said)
+            return Prediction(noise=output, sample=(latents - noise * output) / signal.clamp_min(1e-6))
+        return Prediction(noise=(latents - signal * output) / noise.clamp_min(1e-6), sample=output)
 
     def training_errors(self, latents: Tensor, noise: Tensor, timestep: Tensor, text: Text) -> Tensor:
-        """How far the denoiser is from what it was trained to say, whichever of noise, velocity, sample it is."""
+        """Return the mean squared error of what the denoiser was trained to predict: noise, velocity or sample."""
         signal, level = self._levels(timestep)
-        said = self._kind(signal * latents + level * noise, timestep, text).float()
+        output = self._kind(signal * latents + level * noise, timestep, text).float()
         wanted = {"epsilon": noise, "sample": latents, "v_prediction": signal * noise - level * latents}
-        return (said - wanted[self._prediction_type]).square().flatten(1).mean(1)
+        return (output - wanted[self._prediction_type]).square().flatten(1).mean(1)
 
     @torch.no_grad()
     def to_latents(self, images: Tensor) -> Tensor:
@@ -148,8 +147,8 @@ class PipelineModel:
         empty = self.embed([""]).rows([0] * len(text)) if guidance > 1 else None
         extra = {} if "generator" not in inspect.signature(scheduler.step).parameters else {"generator": generators}
         for timestep in scheduler.timesteps:
-            said = self._said(scheduler.scale_model_input(latents, timestep), timestep, text, empty, guidance)
-            latents = scheduler.step(said, timestep, latents, return_dict=False, **extra)[0]
+            output = self._guided(scheduler.scale_model_input(latents, timestep), timestep, text, empty, guidance)
+            latents = scheduler.step(output, timestep, latents, return_dict=False, **extra)[0]
         return self._decoded(latents)
 
     def save(self, folder: str | Path) -> None:
@@ -160,11 +159,11 @@ class PipelineModel:
         with silent_bars("transformers", "diffusers"):
             self.pipeline.save_pretrained(folder, safe_serialization=True)
 
-    def _said(self, latents: Tensor, timestep: Tensor, text: Text, empty: Text | None, guidance: float) -> Tensor:
-        """What the denoiser says, guided away from the empty prompt if there is one."""
+    def _guided(self, latents: Tensor, timestep: Tensor, text: Text, empty: Text | None, guidance: float) -> Tensor:
+        """The denoiser's output, guided away from the empty prompt if there is one."""
         if empty is None:
             return self._kind(latents, timestep, text)
-        without, with_text = self._kind(torch.cat([latents] * 2), timestep, _joined(empty, text)).chunk(2)
+        without, with_text = self._kind(torch.cat([latents] * 2), timestep, Text.joined([empty, text])).chunk(2)
         return without + guidance * (with_text - without)
 
     def _decoded(self, latents: Tensor) -> Tensor:
@@ -199,14 +198,14 @@ class PipelineModel:
 
 
 def text_to_image(pipeline: Any, *, name: str | None = None) -> PipelineModel:
-    """Look at a diffusers pipeline as a `TextToImage`."""
+    """Make a `TextToImage` of a diffusers pipeline."""
     missing = [part for part in _PARTS if getattr(pipeline, part, None) is None]
     if missing:
         raise UsageError(
             f"The {type(pipeline).__name__} has no {' and no '.join(missing)}.",
             cure="Load the whole pipeline of a text-to-image latent diffusion model.",
         )
-    kind = denoiser_of(pipeline)
+    kind = _denoiser_of(pipeline)
     _check_scheduler(pipeline.scheduler)
     for network in (kind.network, pipeline.vae, pipeline.text_encoder):
         network.eval()
@@ -219,11 +218,7 @@ def load_text_to_image(
 ) -> PipelineModel:
     """Open a pipeline's folder."""
     folder = Path(folder)
-    if not (folder / "model_index.json").is_file():
-        raise UsageError(
-            f"{folder} is no pipeline's folder: it holds no model_index.json.",
-            cure="Name a folder that a diffusers pipeline was saved in.",
-        )
+    check_pipeline(folder)
     with quiet_imports():
         open_compressed_with("diffusers")
 
@@ -235,7 +230,7 @@ def load_text_to_image(
                 local_files_only=True,
                 use_safetensors=True,
                 dtype=dtype or _stored_dtype(folder),
-                low_cpu_mem_usage=importlib.util.find_spec("accelerate") is not None,  # which diffusers would say aloud
+                low_cpu_mem_usage=importlib.util.find_spec("accelerate") is not None,  # else diffusers warns
             )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(
@@ -249,7 +244,7 @@ def load_text_to_image(
 
 
 def _import_parts(index: Path) -> None:
-    """Import the classes that a pipeline names now, not while it is loaded: what loading warns of is to be heard."""
+    """Import the classes that a pipeline names before it is loaded, so that warnings of loading stay visible."""
     try:
         named = json.loads(index.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -266,9 +261,9 @@ def _check_scheduler(scheduler: Any) -> None:
             f"The scheduler is a {type(scheduler).__name__}, which has no alphas_cumprod.",
             cure="Use one of a variance preserving diffusion, such as DDIMScheduler; flow matching is not supported.",
         )
-    if (said := scheduler.config.get("prediction_type")) not in _PREDICTIONS:
+    if (kind := scheduler.config.get("prediction_type")) not in _PREDICTIONS:
         raise Unsupported(
-            f"The scheduler's prediction_type is {said!r}.", cure=f"Supported are {', '.join(_PREDICTIONS)}."
+            f"The scheduler's prediction_type is {kind!r}.", cure=f"Supported are {', '.join(_PREDICTIONS)}."
         )
 
 
@@ -293,26 +288,144 @@ def _decompress(pipeline: Any) -> None:
             netweight.decompress_(part)
 
 
-def _joined(first: Text, second: Text) -> Text:
-    both = first.mask is not None and second.mask is not None
-    mask = torch.cat([first.mask, second.mask]) if both else None  # type: ignore[list-item]
-    return Text(torch.cat([first.states, second.states]), mask)
-
-
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
 
 
-_SAID: dict[str, Literal["velocity", "noise", "sample"]] = {
-    "epsilon": "noise", "v_prediction": "velocity", "sample": "sample",
-}  # fmt: skip
-
-
 def trained_prediction(model: PipelineModel) -> Literal["velocity", "noise", "sample"]:
-    """Return noise, velocity or sample; `text_to_image` has refused all other kinds."""
-    return _SAID[str(model.pipeline.scheduler.config.prediction_type)]
+    """Return what the denoiser was trained to predict."""
+    kinds: dict[str, Literal["velocity", "noise", "sample"]] = {
+        "epsilon": "noise", "v_prediction": "velocity", "sample": "sample",
+    }  # fmt: skip
+    return kinds[str(model.pipeline.scheduler.config.prediction_type)]
 
 
 def check_pipeline(folder: Path) -> None:
+    """Refuse a folder that is no pipeline's."""
     if not (folder / "model_index.json").is_file():
-        raise UsageError(f"{folder} is no pipeline: it holds no model_index.json.", cure="Name a folder of diffusers.")
+        raise UsageError(
+            f"{folder} is no pipeline's folder: it holds no model_index.json.",
+            cure="Name a folder that a diffusers pipeline was saved in.",
+        )
+
+
+def padding_masks(model: PipelineModel) -> Callable[[Sequence[str]], Tensor]:
+    """Make the function that tells which tokens of prompts count, as `AttentionScaling` takes it."""
+
+    def masks(prompts: Sequence[str]) -> Tensor:
+        known = model.embed(prompts).mask
+        if known is not None:
+            return known
+        tokenizer = model.pipeline.tokenizer
+        length = tokenizer.model_max_length
+        tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        found: Tensor = tokens.attention_mask.bool()
+        return found
+
+    return masks
+
+
+def one_token_words(model: PipelineModel, *, letters: int = 3) -> tuple[str, ...]:
+    """Return the words that a pipeline's tokenizer makes one token of, for `RandomTokens`."""
+    tokenizer = model.pipeline.tokenizer
+    pieces = (piece.removesuffix("</w>").removeprefix("▁").lower() for piece in tokenizer.get_vocab())
+    words = sorted({piece for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) >= letters})
+    single = tuple(word for word in words if len(tokenizer(word, add_special_tokens=False).input_ids) == 1)
+    if not single:
+        raise Unsupported(f"The tokenizer of {model.name} makes no word of {letters} letters or more one token.")
+    return single
+
+
+def _denoiser_of(pipeline: Any) -> _UNet | _PixArt:
+    """Find the denoiser of a pipeline."""
+    unet, transformer = (getattr(pipeline, part, None) for part in ("unet", "transformer"))
+    if isinstance(unet, diffusers.UNet2DConditionModel):
+        _refuse_conditions(unet, pipeline)
+        return _UNet(unet)
+    if isinstance(transformer, diffusers.PixArtTransformer2DModel):
+        return _PixArt(transformer)
+    found = unet if unet is not None else transformer
+    what = type(pipeline).__name__ if found is None else type(found).__name__
+    raise Unsupported(
+        f"The denoiser is a {what}." if found is not None else f"The {what} has neither unet nor transformer.",
+        cure="Supported are UNet2DConditionModel, as in Stable Diffusion 1 and 2, and PixArtTransformer2DModel.",
+    )
+
+
+def _refuse_conditions(unet: Any, pipeline: Any) -> None:
+    """Refuse U-Nets with inputs beside latents, a timestep and text."""
+    config = unet.config
+    wants = [
+        name
+        for name in ("addition_embed_type", "class_embed_type", "encoder_hid_dim_type", "time_cond_proj_dim")
+        if config.get(name) is not None
+    ]
+    if config.in_channels != pipeline.vae.config.latent_channels:
+        wants.append(f"in_channels={config.in_channels}")
+    if wants:
+        raise Unsupported(
+            f"The UNet2DConditionModel of this {type(pipeline).__name__} takes more than latents, timestep and text "
+            f"({', '.join(wants)}).",
+            cure="Supported are those of Stable Diffusion 1 and 2; SDXL, inpainting and adapters are not.",
+        )
+
+
+class _Network:
+    """The denoiser of a pipeline."""
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        size = self.network.config.sample_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return int(self.network.config.in_channels), int(height), int(width)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device  # type: ignore[no-any-return]
+
+
+@final
+class _UNet(_Network):
+    """Stable Diffusion's: it attends to every token, padding too."""
+
+    def text(self, encoded: Any) -> Text:
+        return Text(encoded[0])
+
+    def __call__(self, latents: Tensor, timestep: Tensor, text: Text) -> Tensor:
+        dtype = self.network.dtype
+        output: Tensor = self.network(
+            latents.to(dtype), timestep.to(latents.device), text.states.to(dtype), return_dict=False
+        )[0]
+        return output
+
+
+@final
+class _PixArt(_Network):
+    """PixArt-Alpha and -Sigma: padding is masked, and a learned variance is cut off."""
+
+    def text(self, encoded: Any) -> Text:
+        return Text(encoded[0], encoded[1].bool())
+
+    def __call__(self, latents: Tensor, timestep: Tensor, text: Text) -> Tensor:
+        dtype, count = self.network.dtype, len(latents)
+        output: Tensor = self.network(
+            latents.to(dtype),
+            encoder_hidden_states=text.states.to(dtype),
+            encoder_attention_mask=None if text.mask is None else text.mask.to(dtype),
+            timestep=timestep.to(latents.device).expand(count),
+            added_cond_kwargs=self._sizes(latents),
+            return_dict=False,
+        )[0]
+        return output[:, : latents.shape[1]]
+
+    def _sizes(self, latents: Tensor) -> dict[str, Tensor | None]:
+        """The image's size, an input of PixArt-Alpha's largest network, as its pipeline gives it for square ones."""
+        if not self.network.use_additional_conditions:
+            return {"resolution": None, "aspect_ratio": None}
+        count, _, height, width = latents.shape
+        made: dict[str, Any] = {"dtype": self.network.dtype, "device": latents.device}
+        resolution = torch.tensor([[height * 8.0, width * 8.0]], **made).repeat(count, 1)
+        return {"resolution": resolution, "aspect_ratio": torch.full((count, 1), height / width, **made)}

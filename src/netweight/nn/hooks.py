@@ -193,3 +193,22 @@ def _first_tensor(name: str, output: Any) -> Tensor:
 
 def _mean_over_tokens(output: Tensor) -> Tensor:
     return output.mean(-2)
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put all modules into training or evaluation mode, and back into the mode that each was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model without dropout and gradients, and leave every part of it in the mode it was in."""
+    with in_mode(model, training=False), torch.no_grad():
+        yield

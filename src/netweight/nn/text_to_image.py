@@ -1,6 +1,6 @@
-"""The protocol of a text-to-image diffusion model, and the values that it takes and returns.
+"""The protocol of text-to-image latent diffusion models, and the types of its prompts and predictions.
 
-`integrations/diffusion_pipeline.py` makes one of a diffusers pipeline; anything else with these methods will do, too.
+`hf/load_pipeline.py` implements it for diffusers pipelines; anything else with these methods will do, too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
+import torch
 from torch import Tensor, nn
 
 from netweight.nn.batching import Batches
@@ -31,6 +32,16 @@ class Text:
         # `indices`: numbers from 0; a tensor has shape `(m,)`, int64
         chosen = list(indices) if not isinstance(indices, Tensor) else indices
         return Text(self.states[chosen], None if self.mask is None else self.mask[chosen])
+
+    @staticmethod
+    def joined(texts: Sequence[Text]) -> Text:
+        """Concatenate prompts; where some have a mask and others none, every token of the others counts."""
+        states = torch.cat([text.states for text in texts])
+        if all(text.mask is None for text in texts):
+            return Text(states)
+        masks = [torch.ones_like(text.states[..., 0], dtype=torch.bool) if text.mask is None else text.mask.bool()
+                 for text in texts]  # fmt: skip
+        return Text(states, torch.cat(masks))
 
 
 @final
@@ -58,7 +69,6 @@ class TextToImage(Protocol):
 
     def embed(self, prompts: Sequence[str]) -> Text:
         """Return prompts as the denoiser receives them; `""` is the empty one. No denoiser is run."""
-        # `prompts`: at least one
 
     def initial_noise(self, seeds: Sequence[int]) -> Tensor:
         """Return the latents that a generation begins with, shape `(n, channels, height, width)`, one per seed."""

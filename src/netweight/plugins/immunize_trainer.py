@@ -24,12 +24,11 @@ from netweight.core.seeds import torch_generator
 from netweight.data.examples import Batch, Pair
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.methods.immunize.decoder import structure_of
-from netweight.methods.immunize.defense import PairBatch, collate_pairs
-from netweight.methods.immunize.distributed import ALONE, Ranks, trained_weights, units
-from netweight.methods.immunize.precomputed_gradient import gradient_norm
+from netweight.methods.immunize.defense import PairBatch, collate_pairs, gradient_norm
+from netweight.methods.immunize.distributed import ALONE, ProcessGroup, trained_weights, units
 from netweight.methods.immunize.repnoise import LossParts, repnoise_loss
-from netweight.methods.immunize.settings import RepNoiseConfig
-from netweight.methods.immunize.train import check_data
+from netweight.methods.immunize.settings import RepNoise
+from netweight.methods.immunize.train import check_inputs
 
 try:
     from transformers import Trainer
@@ -90,7 +89,7 @@ class ImmunizeTrainer(Trainer):
         model: nn.Module,
         args: Any = None,
         *,
-        config: RepNoiseConfig = RepNoiseConfig(),
+        config: RepNoise = RepNoise(),
         pad_id: int | None = None,
         measure_every: int = 25,
         train_dataset: Any = None,
@@ -109,10 +108,10 @@ class ImmunizeTrainer(Trainer):
             )
         for rows in (train_dataset, kwargs.get("eval_dataset")):
             if rows is not None:
-                check_data(model, [as_pair(row) for row in rows], ())
+                check_inputs(model, [as_pair(row) for row in rows], ())
         kwargs.setdefault("data_collator", PairCollator(pad_id, aligned=config.fidelity == "reference"))
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
-        self._ranks = _ranks_of(self)
+        self._group = _group_of(self)
         self._signature_columns = list(_COLUMNS)  # type: ignore[assignment]  # Trainer fills it in later otherwise
         self._config, self._measure_every = config, measure_every
         self._noise_weight: float | None = None
@@ -127,7 +126,7 @@ class ImmunizeTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Compute RepNoise's loss on a batch of `PairCollator`."""
-        batch = PairBatch(Batch(**inputs["harmless"]), Batch(**inputs["harmful"]), self._ranks)
+        batch = PairBatch(Batch(**inputs["harmless"]), Batch(**inputs["harmful"]), self._group)
         training = model.training
         parameters = trained_weights(model)
         generator = self._draw() if training else torch_generator(self.args.seed, "evaluation")
@@ -136,16 +135,12 @@ class ImmunizeTrainer(Trainer):
         if training:
             parts = self._measured(model, parts, parameters)
             values = torch.tensor([getattr(parts, name).detach().item() for name in _TERMS])
-            for name, value in zip(_TERMS, self._ranks.mean(values).tolist(), strict=True):
+            for name, value in zip(_TERMS, self._group.mean(values).tolist(), strict=True):
                 self._note(name, value)
         return (parts.total, asdict(parts)) if return_outputs else parts.total
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Compute the loss alone."""
         inputs = self._prepare_inputs(inputs)
@@ -172,7 +167,7 @@ class ImmunizeTrainer(Trainer):
         due = self._update % self._measure_every == 0 or (balanced and self._noise_weight is None)
         if due and self._part == 0:  # before gradients are accumulated, which measuring shards would take away
             with _reducing(model, self.accelerator.sync_gradients):
-                norms = {name: gradient_norm(getattr(parts, name), parameters, self._ranks) for name in _TERMS}
+                norms = {name: gradient_norm(getattr(parts, name), parameters, self._group) for name in _TERMS}
             for name, norm in norms.items():
                 self._note(f"{name}_norm", norm)
             if balanced and norms["noise"] > 0:
@@ -186,7 +181,7 @@ class ImmunizeTrainer(Trainer):
         self._seen.setdefault(name, []).append(value)
 
 
-def _ranks_of(trainer: Trainer) -> Ranks:
+def _group_of(trainer: Trainer) -> ProcessGroup:
     """The processes that the launcher has started."""
     accelerator = trainer.accelerator
     kind = accelerator.distributed_type.value
@@ -198,7 +193,7 @@ def _ranks_of(trainer: Trainer) -> Ranks:
             f"ImmunizeTrainer does not train by {how}.",
             cure="Start a process per device with accelerate launch or torchrun, by DDP or FSDP2 (fsdp_version: 2).",
         )
-    return ALONE if accelerator.num_processes == 1 else Ranks.of(None, trainer.args.device)
+    return ALONE if accelerator.num_processes == 1 else ProcessGroup.of(None, trainer.args.device)
 
 
 @contextmanager

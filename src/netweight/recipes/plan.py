@@ -77,12 +77,12 @@ class Plan:
         verbs = {chosen.what.verb for chosen in recipe.attacks}
         steps = []
         for number, chosen in enumerate(recipe.treatments, start=1):
-            names, by_attack = chosen.what.audits, chosen.what.by_attack
+            names, by_attack = chosen.what.runnable, chosen.what.by_attack
             held = tuple(name for name in names if by_attack.get(name) in verbs)
             ran = tuple(
                 name for name in names if name not in by_attack and (recipe.audits == "all" or name in recipe.audits)
             )
-            left_out = tuple(name for name in chosen.what.promised if name not in (*ran, *held))
+            left_out = tuple(name for name in chosen.what.audits if name not in (*ran, *held))
             steps.append(Step(number, chosen, ran, left_out, held))
         attacks = enumerate(recipe.attacks, start=len(steps) + 1)
         return cls(recipe, tuple(steps), tuple(AttackStep(number, chosen) for number, chosen in attacks))

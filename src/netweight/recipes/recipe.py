@@ -174,7 +174,7 @@ def _work_problems(recipe: Recipe) -> list[str]:
 
 
 def _audit_problems(recipe: Recipe) -> list[str]:
-    known = sorted({name for chosen in recipe.treatments for name in chosen.what.audits})
+    known = sorted({name for chosen in recipe.treatments for name in chosen.what.runnable})
     return [
         f"audits: no treatment of this recipe has an audit {name!r}. "
         f"Nearest: {', '.join(nearest_names(name, known, count=2)) or 'none'}."

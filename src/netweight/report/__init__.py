@@ -6,7 +6,7 @@ jinja2 are imported by the functions that need them.
 
 from __future__ import annotations
 
-from netweight.report.audit import Audit, missing_audits, register_audit, register_treatment, run_audits
+from netweight.report.audit import Audit, missing_audits, run_audits
 from netweight.report.conclusions import Conclusion, Criterion
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 
@@ -20,7 +20,5 @@ __all__ = [
     "Section",
     "Table",
     "missing_audits",
-    "register_audit",
-    "register_treatment",
     "run_audits",
 ]

@@ -1,15 +1,15 @@
 """Audits, and the register that keeps the rule of the library: no treatment without its audit.
 
-A treatment (compress, federate, immunize, forget, space) names its audits when it is declared; each audit is registered
-by the module that defines it. `of_treatment` compares what a treatment names with what was run, and a report shows the
-difference in red.
+A treatment (compress, federate, immunize, forget, space) names its audits when it is declared. `of_treatment` compares
+what a treatment names with what was run, and a report shows the difference in red.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from importlib.metadata import entry_points
+from typing import Any, Protocol
 
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
@@ -28,55 +28,26 @@ class Audit(Protocol):
         """
 
 
-_NAMED: dict[str, tuple[str, ...]] = {}  # treatment -> names of its audits
-_AUDITS: dict[tuple[str, str], Audit] = {}  # (treatment, name) -> the audit
-_F = TypeVar("_F", bound=Callable[..., Section | list[Finding]])
+_AUDITS: dict[str, dict[str, Audit | None]] = {}  # of each treatment by name; None for what others hold
 
 
-def register_treatment(treatment: str, *, audits: Iterable[str]) -> None:
-    """Declare a treatment, by its verb on the command line, and name the audits that prove it."""
-    names = tuple(audits)
-    if not names:
+def declare_audits(treatment: str, audits: Mapping[str, Audit | None]) -> None:
+    """Name the audits that prove a treatment; a `registry.Method` does so when it is made."""
+    if not audits:
         raise UsageError(f"Treatment {treatment!r} names no audit.", cure="No treatment without its audit: name one.")
-    if _NAMED.setdefault(treatment, names) != names:
-        raise UsageError(
-            f"Treatment {treatment!r} was declared with audits {_NAMED[treatment]} and now with {names}.",
-            cure="Declare it once.",
-        )
-
-
-def register_audit(treatment: str, name: str) -> Callable[[_F], _F]:
-    """Register the decorated function as the audit `name` of a treatment that names it."""
-    if name not in _named(treatment):
-        raise NameNotFound(f"Treatment {treatment!r} names the audits {_NAMED[treatment]}, not {name!r}.")
-
-    def register(audit: _F) -> _F:
-        if _AUDITS.setdefault((treatment, name), audit) is not audit:
-            raise UsageError(f"Audit {name!r} of {treatment!r} is registered twice.", cure="Choose another name.")
-        return audit
-
-    return register
-
-
-def treatments() -> tuple[str, ...]:
-    """Return the treatments declared so far; a method declares its own when it is imported."""
-    return tuple(_NAMED)
+    if _AUDITS.setdefault(treatment, dict(audits)) != audits:
+        raise UsageError(f"Treatment {treatment!r} was declared with other audits.", cure="Declare it once.")
 
 
 def audits_of(treatment: str) -> dict[str, Audit]:
-    """Return the audits of a treatment that are written, by name, in the order in which it names them."""
-    return {name: _AUDITS[treatment, name] for name in _named(treatment) if (treatment, name) in _AUDITS}
-
-
-def unwritten_audits(treatment: str) -> tuple[str, ...]:
-    """Return the audits that a treatment names and nobody registered: a broken promise."""
-    return tuple(name for name in _named(treatment) if (treatment, name) not in _AUDITS)
+    """Return the audits of a treatment that can be run, by name, in the order in which it names them."""
+    return {name: audit for name, audit in _declared(treatment).items() if audit is not None}
 
 
 def missing_audits(treatment: str, ran: Iterable[str]) -> tuple[str, ...]:
     """Return the audits that a treatment names and that are not among those that ran."""
     done = set(ran)
-    return tuple(name for name in _named(treatment) if name not in done)
+    return tuple(name for name in _declared(treatment) if name not in done)
 
 
 def of_treatment(section: Section, treatment: str | None, ran: Iterable[str]) -> Section:
@@ -108,8 +79,11 @@ def run_audits(
     }
 
 
-def _named(treatment: str) -> tuple[str, ...]:
-    if treatment not in _NAMED:
-        near = ", ".join(nearest_names(treatment, _NAMED)) or "none; import the method first"
+def _declared(treatment: str) -> dict[str, Audit | None]:
+    if treatment not in _AUDITS:  # a method declares its audits when it is loaded
+        for method in entry_points(group="netweight.methods", name=treatment):
+            method.load()
+    if treatment not in _AUDITS:
+        near = ", ".join(nearest_names(treatment, _AUDITS)) or "none; import the method first"
         raise NameNotFound(f"No treatment {treatment!r} is declared.", cure=f"Nearest: {near}.")
-    return _NAMED[treatment]
+    return _AUDITS[treatment]

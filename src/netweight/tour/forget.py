@@ -7,14 +7,14 @@ models.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from netweight.attacks.embedding_search.compare import Comparison, Subject, Target, compare, turned
-from netweight.attacks.embedding_search.report import Wanted, add_section, verdict
+from netweight.attacks.embedding_search.report import Wanted, search_section, verdict
 from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core import digest
@@ -22,26 +22,29 @@ from netweight.core.progress import Progress
 from netweight.data.memorized_pairs import Pair
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image
 from netweight.methods.forget.detect import calibrate, detect, look_of
-from netweight.methods.forget.edit import apply_edit_, deactivated
-from netweight.methods.forget.folder import pictured
-from netweight.methods.forget.harden import HardenSettings, harden_
-from netweight.methods.forget.images import ImagesConfig, Painted, PaintSettings, verdicts
+from netweight.methods.forget.edit import deactivate, deactivated
+from netweight.methods.forget.folder import generate_before_and_after
+from netweight.methods.forget.harden import harden
+from netweight.methods.forget.images import GeneratedImages, ImagesConfig, verdicts
+from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import Localization, localize
 from netweight.methods.forget.report import (
     DETECTION,
     IMAGES,
     NEURONS,
     SEARCH,
+    TREATMENT,
     DetectionSubject,
-    add_finding_sections,
-    add_images_section,
     attacked_images,
+    detection,
+    images,
+    neurons,
 )
-from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.statistics import measure_statistics
+from netweight.methods.forget.settings import DetectionConfig, GenerationSettings, HardenSettings, LocalizationConfig
 from netweight.metrics.intervals import bootstrap
 from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import TextToImage, generated
+from netweight.report.audit import of_treatment
 from netweight.report.conclusions import Conclusion, Criterion, Words
 from netweight.report.finding import Chapter, Finding
 from netweight.report.report import Report
@@ -57,7 +60,7 @@ HARDENING = HardenSettings(
     rounds=3, steps=30, layers=None,
     search=SearchSettings(steps=15, restarts=1, draws=4, guidance=_GUIDANCE, generation_steps=_STEPS),
 )  # fmt: skip
-_LOOK = DetectionConfig(tuple(range(6)))
+_LOOK = DetectionConfig(seeds=tuple(range(6)))
 _TITLE = "Forgotten"
 _ORIGINAL, _EDITED, _HARDENED = "original", "edited", "hardened"
 _FOLDERS = {"the painting model, neurons off": _EDITED, "the painting model, hardened": _HARDENED}
@@ -97,7 +100,7 @@ class _Found:
     scores: DetectionSubject
     localized: Localization
     largest_difference: float
-    painted: Painted
+    images: GeneratedImages
     warnings: tuple[str, ...]
     comparison: Comparison
     targets: tuple[Target, ...]
@@ -107,8 +110,8 @@ class _Found:
 def settings() -> Mapping[str, Any]:
     """Return what decides the stop's result."""
     return {
-        "steps": SEARCH_STEPS, "hardening": asdict(HARDENING), "seed": _SEED, "ordinary": _ORDINARY,
-        "painted": _PAINTED, "guidance": _GUIDANCE, "generation": _STEPS, "look": asdict(_LOOK),
+        "steps": SEARCH_STEPS, "hardening": HARDENING.to_json(), "seed": _SEED, "ordinary": _ORDINARY,
+        "painted": _PAINTED, "guidance": _GUIDANCE, "generation": _STEPS, "look": _LOOK.to_json(),
     }  # fmt: skip
 
 
@@ -131,7 +134,7 @@ def _chapter(report: Report, found: _Found) -> Chapter:
         title="forget: pictures that a model repeats",
         question="A painting model repeats its training pictures. Can one be taken out, and is it gone?",
         conclusion=f"{caption!r}: {len(found.localized.neurons)} neurons found, and with them off it is "
-        f"{verdicts(found.painted, ImagesConfig())[caption]}. {_BROUGHT_BACK(report.findings)[1]}",
+        f"{verdicts(found.images, ImagesConfig())[caption]}. {_BROUGHT_BACK(report.findings)[1]}",
         verdict=words,
         outcome=outcome,
         command="netweight tour --only forget",
@@ -145,16 +148,16 @@ def _chapter(report: Report, found: _Found) -> Chapter:
 def _told(found: _Found, work: Path) -> Report:
     """The sections of the report, made while the images still lie in their folder."""
     report = Report(_TITLE)
-    add_images_section(
-        report, found.painted, ImagesConfig(), seed=_SEED, title=f"{_TITLE}: images before and after",
-        attacked=attacked_images(found.comparison, _EDITED, work), warnings=found.warnings,
-        audits=(DETECTION, NEURONS, IMAGES, SEARCH),
-    )  # fmt: skip
-    add_section(
-        report, found.comparison, found.targets, Wanted(_ORIGINAL, _EDITED), folder=work, seed=_SEED,
+    attacked = attacked_images(found.comparison, _EDITED, work)
+    shown = images(found.images, ImagesConfig(), seed=_SEED, attacked=attacked)
+    shown = replace(shown, title=f"{_TITLE}: images before and after", warnings=found.warnings)
+    report.add(of_treatment(shown, TREATMENT, (DETECTION, NEURONS, IMAGES, SEARCH)))
+    report.add(search_section(
+        found.comparison, found.targets, Wanted(_ORIGINAL, _EDITED), folder=work, seed=_SEED,
         title=f"{_TITLE}: the search for other embeddings",
-    )  # fmt: skip
-    add_finding_sections(report, found.scores, [found.localized], title=f"{_TITLE}: ")
+    ))  # fmt: skip
+    for section in (detection(found.scores), neurons([found.localized])):
+        report.add(replace(section, title=f"{_TITLE}: {section.title.lower()}"))
     report.section(
         f"{_TITLE}: what hardening cost", [found.stayed],
         question="Does the hardened model paint ordinary prompts as before?",
@@ -193,22 +196,22 @@ def _found(work: Path, progress: Progress, say: Callable[[str], None]) -> _Found
     say(f"Detected: {hits} of {len(planted)} planted captions, and {alarms} of {len(scores.ordinary)} ordinary ones.")
     caption = max(scores.memorized, key=lambda score: score.similarity).prompt
     (localized,) = localize(
-        original, [caption], measure_statistics(original, ordinary), threshold, LocalizationConfig(_LOOK),
+        original, [caption], measure_statistics(original, ordinary), threshold, LocalizationConfig(detection=_LOOK),
         ledger=work / "neurons.jsonl", progress=progress,
     )  # fmt: skip
     say(
         f"Localized {caption!r}, which looks most memorized: {localized.status}, {len(localized.neurons)} of 160 "
         "neurons."
     )
-    apply_edit_(edited, localized.neurons)
+    deactivate(edited, localized.neurons)
     (chosen,) = (each for each in planted if each.caption == caption)
     pair = Pair(caption, caption, chosen.picture, chosen.kind)
-    painted, warnings = pictured(
+    made, warnings = generate_before_and_after(
         {_ORIGINAL: original, _EDITED: edited}, [pair], ordinary[-_PAINTED:], localized.neurons,
-        PaintSettings(guidance=_GUIDANCE, steps=_STEPS), folder=work, seed=_SEED, progress=progress,
+        GenerationSettings(guidance=_GUIDANCE, steps=_STEPS), folder=work, seed=_SEED, progress=progress,
     )  # fmt: skip
-    say(f"Switched off in the weights: {verdicts(painted, ImagesConfig())[caption]}.")
-    harden_(
+    say(f"Switched off in the weights: {verdicts(made, ImagesConfig())[caption]}.")
+    harden(
         hardened, [caption], chosen.picture[None], ordinary[:_KEPT], settings=HARDENING, folder=work / "hardening",
         progress=progress,
     )  # fmt: skip
@@ -226,7 +229,7 @@ def _found(work: Path, progress: Progress, say: Callable[[str], None]) -> _Found
     )  # fmt: skip
     difference = _difference(original, edited, localized)
     return _Found(
-        scores, localized, difference, painted, tuple(warnings), comparison, targets,
+        scores, localized, difference, made, tuple(warnings), comparison, targets,
         _stayed(original, hardened, ordinary[-_PAINTED:]),
     )  # fmt: skip
 

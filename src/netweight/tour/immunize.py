@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from netweight.attacks.finetuning.report import ResistanceConfig, Stability, add_section
+from netweight.attacks.finetuning.report import ResistanceConfig, Stability, resistance_section
 from netweight.attacks.finetuning.resistance import measure_kept, stability_findings
 from netweight.attacks.finetuning.settings import grid
 from netweight.attacks.finetuning.subject import Goal
@@ -17,8 +17,9 @@ from netweight.attacks.finetuning.sweep import SubjectName, Sweep, make_subject,
 from netweight.core import digest
 from netweight.core.engines import in_process
 from netweight.core.progress import Progress
-from netweight.methods.immunize.layer_metrics import Insight, look_inside, weight_changes
-from netweight.methods.immunize.report import ATTACKED, DEPTH, TREATMENT, add_depth_section
+from netweight.methods.immunize.layer_metrics import DepthAnalysis, analyze_layers, weight_changes
+from netweight.methods.immunize.report import ATTACKED, DEPTH, TREATMENT, depth_section
+from netweight.report.audit import of_treatment
 from netweight.report.conclusions import Conclusion, Criterion, Words
 from netweight.report.finding import Chapter
 from netweight.report.report import Report
@@ -65,17 +66,16 @@ def make_stop(place: Place) -> Stop:
     after, record = defend_world(file, world, progress=place.progress)
     place.say(f"Immunized by {DEFENSE}: {len(record.steps)} steps.")
     pairs = world.pairs(_LOOKED_AT, seed=_SEED + 1)
-    insight = Insight(
-        weight_changes(before, after), *(look_inside(model, pairs, pad_id=world.pad_id) for model in (before, after))
+    analysis = DepthAnalysis(
+        weight_changes(before, after), *(analyze_layers(model, pairs, pad_id=world.pad_id) for model in (before, after))
     )
     found, stability = _attacked(file, place.folder / "attacks.jsonl", place.progress)
     place.say(f"Attacked: {_words(found)}")
     report = Report("immunize")
-    add_section(
-        report, found, _ASKED, seed=_SEED, stability=stability, treatment=TREATMENT, audits=(DEPTH, ATTACKED),
-        title="Immunized: steps to bring the refused cipher back",
-    )  # fmt: skip
-    add_depth_section(report, insight, seen=False, title="Immunized: how deep it goes")
+    title = "Immunized: steps to bring the refused cipher back"
+    resistance = resistance_section(found, _ASKED, seed=_SEED, stability=stability, title=title)
+    report.add(of_treatment(resistance, TREATMENT, (DEPTH, ATTACKED)))
+    report.add(depth_section(analysis, seen=False, title="Immunized: how deep it goes"))
     inputs = {f"ciphers, {ALIGNED}": digest.of_file(world.folder / ALIGNED)}
     return handed_over(
         report, _chapter(report, found), seeds=(_SEED, 42), inputs=inputs, models={"the immunized model": _FILE}

@@ -6,7 +6,7 @@
 They are ordinary `StableDiffusionPipeline`s of under a million weights, which diffusers opens, saves and adapts by LoRA
 without any code of this package. Text enters in the down and middle blocks of the U-Net, not in the up blocks, because
 there the values of cross-attention decide what is drawn; latents are the pixels (`exact_autoencoder`); the text encoder
-is random and frozen (`word_clip`). `small_diffusion_training` trains them.
+is random and frozen (`word_clip`). The experiments' `toys.small_diffusion` trains them.
 """
 
 from __future__ import annotations

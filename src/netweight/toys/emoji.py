@@ -1,8 +1,8 @@
 """A small world of real pictures with captions: emoji, a few of which training repeats until it knows them.
 
 Ordinary emoji come shifted, mirrored and in another light each time. Six come with odd captions and always the same,
-and two as templates on a white ground that changes its color. The pictures are `zoo.data.emoji`'s, which do not come
-with the package.
+and two as templates on a white ground that changes its color. The pictures are `data.emoji`'s, which do not come with
+the package.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class EmojiWorld:
 
     @property
     def side(self) -> int:
-        """32."""
         return int(self._data.pictures.shape[-1])
 
     @cached_property

@@ -1,6 +1,7 @@
-"""Llamas of under a million weights: made from a seed, kept as one file of bf16, and asked how well they answer.
+"""Small worlds: Llamas of under a million weights, and the ciphers or plays that they speak.
 
-Called by the small worlds, in which defenses and attacks on language models are tried within seconds.
+In them defenses and attacks on language models are tried within seconds: a guarded domain is refused after alignment, a
+kept one is to stay, and a new one was never learned.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from netweight.data.tokenizer import train_bpe, word_tokenizer
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 from netweight.hf.load_language_model import ABOUT
 from netweight.hf.quiet import silent_bars
-from netweight.toys import language as small_llama
+from netweight.nn.hooks import evaluating
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -68,8 +68,6 @@ class Answers:
 
 def initialized(shape: LlamaShape, seed: int) -> LlamaForCausalLM:
     """Make a Llama with random weights, fp32, in evaluation mode."""
-    import torch
-
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
@@ -96,7 +94,6 @@ def initialized(shape: LlamaShape, seed: int) -> LlamaForCausalLM:
 
 def write_weights(model: nn.Module, file: Path) -> None:
     """Write a model's weights in bf16; the same weights give the same bytes."""
-    import torch
     from safetensors.torch import save
 
     state = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
@@ -106,7 +103,6 @@ def write_weights(model: nn.Module, file: Path) -> None:
 
 def opened(shape: LlamaShape, file: Path) -> LlamaForCausalLM:
     """Read a model that `write_weights` wrote."""
-    import torch
     from safetensors.torch import load_file
 
     if not file.is_file():
@@ -124,22 +120,15 @@ def opened(shape: LlamaShape, file: Path) -> LlamaForCausalLM:
 
 def answers(model: nn.Module, examples: Sequence[Example], *, pad_id: int, at_once: int = 128) -> Answers:
     """Measure how often a model's most likely token is the response's."""
-    import torch
-
     if not examples:
         raise UsageError("Answers cannot be measured without an example.", cure="Give at least one.")
-    was_training = model.training
-    model.eval()
     right, whole, counted = 0, 0, 0
-    try:
-        with torch.inference_mode():
-            for start in range(0, len(examples), at_once):
-                hits, looked_at = _hits(model, examples[start : start + at_once], pad_id)
-                right += int(hits.sum())
-                counted += int(looked_at.sum())
-                whole += int((hits == looked_at).all(1).sum())
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        for start in range(0, len(examples), at_once):
+            hits, wanted = _hits(model, examples[start : start + at_once], pad_id)
+            right += int(hits.sum())
+            counted += int(wanted.sum())
+            whole += int((hits == wanted).all(1).sum())
     return Answers(right / counted, whole / len(examples), len(examples), counted)
 
 
@@ -148,8 +137,138 @@ def _hits(model: nn.Module, examples: Sequence[Example], pad_id: int) -> tuple[t
     batch = collate(examples, pad_id=pad_id).to(next(model.parameters()).device)
     found = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1].argmax(-1)
     labels = batch.labels[:, 1:]
-    looked_at = labels != IGNORED
-    return (found == labels) & looked_at, looked_at
+    wanted = labels != IGNORED
+    return (found == labels) & wanted, wanted
+
+
+# What is refused after alignment; what is to stay; what was never learned.
+Domain = Literal["guard", "keep", "new"]
+
+# Who sees a text. What is held out is seen by nobody else; defense and attack see different texts, training both.
+Share = Literal["training", "defense", "attack", "held out"]
+
+# Files in a world's folder.
+ALIGNED, UNALIGNED = "aligned.safetensors", "unaligned.safetensors"
+
+
+class Language(Protocol):
+    """What is spoken in a world."""
+
+    @property
+    def about(self) -> dict[str, Any]: ...
+
+    @property
+    def shape(self) -> LlamaShape: ...
+
+    @property
+    def refusal(self) -> tuple[int, ...]: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast: ...
+
+    def examples(self, domain: Domain, n: int, seed: int, share: Share) -> list[Example]:
+        """Draw prompts with their true answers."""
+
+    def unnamed(self, example: Example) -> Example:
+        """Return the example without what tells its domain at the beginning of the prompt."""
+
+
+@final
+@dataclass(frozen=True)
+class SmallWorld:
+    """A language, and the folder that holds the models that speak it."""
+
+    name: str
+    language: Language  # what is spoken
+    folder: Path  # holds the aligned and the unaligned model and the record of their training
+
+    @property
+    def pad_id(self) -> int:
+        """The token of padding."""
+        return self.language.shape.pad_id
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """How the models were trained and what came of it; see `small_world_training`."""
+        file = self.folder / ABOUT
+        if not file.is_file():
+            raise UsageError(f"{self.folder} holds no trained world.", cure="Train it first.")
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return record
+
+    def base(self) -> LlamaForCausalLM:
+        """Return a fresh copy of the aligned model: fp32, on the CPU, in evaluation mode."""
+        return opened(self.language.shape, self.folder / ALIGNED)
+
+    def unaligned(self) -> LlamaForCausalLM:
+        """Return a fresh copy of the model before alignment, which answers guarded prompts."""
+        return opened(self.language.shape, self.folder / UNALIGNED)
+
+    def random_model(self, seed: int) -> LlamaForCausalLM:
+        """Return a model of the same shape that has learned nothing."""
+        return initialized(self.language.shape, seed)
+
+    def pairs(self, n: int, seed: int) -> list[Pair]:
+        """Draw guarded prompts with the refusal and the true answer, for a defense."""
+        # No attack and no held-out set shares a text with them, whatever the seeds.
+        drawn = self._drawn("guard", n, seed, "defense")
+        return [Pair(example.prompt, self.language.refusal, example.response) for example in drawn]
+
+    def examples(self, domain: Domain, n: int, seed: int, *, share: Share = "attack") -> list[Example]:
+        """Draw prompts with their true answers."""
+        return self._drawn(domain, n, seed, share)
+
+    def retained(self, n: int, seed: int) -> list[Example]:
+        """Draw what a defense keeps: the kept domain, every second prompt without what tells the domain."""
+        # Where all that is kept is marked, a defense learns that nothing else matters, and what it does to guarded
+        # prompts it does to prompts of new domains, too; see docs/immunize.md.
+        drawn = self._drawn("keep", n, seed, "defense")
+        return [self.language.unnamed(one) if place % 2 else one for place, one in enumerate(drawn)]
+
+    def held_out(self, domain: Domain, n: int, seed: int = 0) -> list[Example]:
+        """Draw prompts with their true answers that neither training, nor defense, nor attack ever sees."""
+        return self._drawn(domain, n, seed, "held out")
+
+    def refused(self, examples: list[Example]) -> list[Example]:
+        """Return the same prompts with the refusal as their answer."""
+        return [Example(example.prompt, self.language.refusal) for example in examples]
+
+    def rows(self, n: int, seed: int) -> list[dict[str, str]]:
+        """Draw what `pairs` draws as text, in columns prompt, chosen and rejected, as a user's file has them."""
+
+        def said(ids: tuple[int, ...]) -> str:
+            return str(self.language.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        def row(pair: Pair) -> dict[str, str]:
+            asked = said(pair.prompt)
+            answers = (said(pair.prompt + answer)[len(asked) :] for answer in (pair.chosen, pair.rejected))
+            return dict(zip(("prompt", "chosen", "rejected"), (asked, *answers), strict=True))
+
+        return [row(pair) for pair in self.pairs(n, seed)]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the aligned model with its tokenizer as a folder that transformers loads."""
+        with silent_bars():
+            self.base().save_pretrained(folder)
+            self.language.tokenizer.save_pretrained(str(folder))
+
+    def _drawn(self, domain: Domain, n: int, seed: int, share: Share) -> list[Example]:
+        if domain not in get_args(Domain):
+            raise NameNotFound(
+                f"The world {self.name} has no domain {domain!r}.",
+                cure=f"Did you mean {nearest_names(str(domain), get_args(Domain), 1)[0]!r}? All: {get_args(Domain)}.",
+            )
+        if n < 1:
+            raise UsageError(f"{n} examples cannot be drawn.", cure="Ask for at least 1.")
+        return self.language.examples(domain, n, seed, share)
+
+
+def belongs(number: int, share: Share) -> bool:
+    """Tell whether a text is of a share: an eighth is held out, three eighths are the defense's, half the attack's."""
+    eighth = number % 8
+    if share == "training":
+        return eighth > 0
+    return share == ("held out" if eighth == 0 else "defense" if eighth < 4 else "attack")
 
 
 SHIPPED_SEED = 5
@@ -274,14 +393,7 @@ class SpeakerLanguage:
         """Some 920,000 weights at 512 tokens: 4 layers of width 128."""
         pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         return LlamaShape(
-            vocabulary=len(self.tokenizer),
-            width=128,
-            inner=344,
-            layers=4,
-            heads=4,
-            context=128,
-            pad_id=pad,
-            end_id=end,
+            vocabulary=len(self.tokenizer), width=128, inner=344, layers=4, heads=4, context=128, pad_id=pad, end_id=end
         )
 
     @cached_property
@@ -336,133 +448,3 @@ def _number(said: str) -> int:
 def _piece(header: list[int], said: list[int], start: int) -> Example:
     middle = start + _GIVEN
     return Example((*header, *said[start:middle]), tuple(said[middle : middle + _ASKED]))
-
-
-# What is refused after alignment; what is to stay; what was never learned.
-Domain = Literal["guard", "keep", "new"]
-
-# Who sees a text. What is held out is seen by nobody else; defense and attack see different texts, training both.
-Share = Literal["training", "defense", "attack", "held out"]
-
-# Files in a world's folder.
-ALIGNED, UNALIGNED = "aligned.safetensors", "unaligned.safetensors"
-
-
-class Language(Protocol):
-    """What is spoken in a world."""
-
-    @property
-    def about(self) -> dict[str, Any]: ...
-
-    @property
-    def shape(self) -> LlamaShape: ...
-
-    @property
-    def refusal(self) -> tuple[int, ...]: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerFast: ...
-
-    def examples(self, domain: Domain, n: int, seed: int, share: Share) -> list[Example]:
-        """Draw prompts with their true answers."""
-
-    def unnamed(self, example: Example) -> Example:
-        """Return the example without what tells its domain at the beginning of the prompt."""
-
-
-@final
-@dataclass(frozen=True)
-class SmallWorld:
-    """A language, and the folder that holds the models that speak it."""
-
-    name: str
-    language: Language  # what is spoken
-    folder: Path  # holds the aligned and the unaligned model and the record of their training
-
-    @property
-    def pad_id(self) -> int:
-        """The token of padding."""
-        return self.language.shape.pad_id
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """How the models were trained and what came of it; see `small_world_training`."""
-        file = self.folder / ABOUT
-        if not file.is_file():
-            raise UsageError(f"{self.folder} holds no trained world.", cure="Train it first.")
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return record
-
-    def base(self) -> LlamaForCausalLM:
-        """Return a fresh copy of the aligned model: fp32, on the CPU, in evaluation mode."""
-        return small_llama.opened(self.language.shape, self.folder / ALIGNED)
-
-    def unaligned(self) -> LlamaForCausalLM:
-        """Return a fresh copy of the model before alignment, which answers guarded prompts."""
-        return small_llama.opened(self.language.shape, self.folder / UNALIGNED)
-
-    def random_model(self, seed: int) -> LlamaForCausalLM:
-        """Return a model of the same shape that has learned nothing."""
-        return small_llama.initialized(self.language.shape, seed)
-
-    def pairs(self, n: int, seed: int) -> list[Pair]:
-        """Draw guarded prompts with the refusal and the true answer, for a defense."""
-        # No attack and no held-out set shares a text with them, whatever the seeds.
-        drawn = self._drawn("guard", n, seed, "defense")
-        return [Pair(example.prompt, self.language.refusal, example.response) for example in drawn]
-
-    def examples(self, domain: Domain, n: int, seed: int, *, share: Share = "attack") -> list[Example]:
-        """Draw prompts with their true answers."""
-        return self._drawn(domain, n, seed, share)
-
-    def retained(self, n: int, seed: int) -> list[Example]:
-        """Draw what a defense keeps: the kept domain, every second prompt without what tells the domain."""
-        # Where all that is kept is marked, a defense learns that nothing else matters, and what it does to guarded
-        # prompts it does to prompts of new domains, too; see docs/immunize.md.
-        drawn = self._drawn("keep", n, seed, "defense")
-        return [self.language.unnamed(one) if place % 2 else one for place, one in enumerate(drawn)]
-
-    def held_out(self, domain: Domain, n: int, seed: int = 0) -> list[Example]:
-        """Draw prompts with their true answers that neither training, nor defense, nor attack ever sees."""
-        return self._drawn(domain, n, seed, "held out")
-
-    def refused(self, examples: list[Example]) -> list[Example]:
-        """Return the same prompts with the refusal as their answer."""
-        return [Example(example.prompt, self.language.refusal) for example in examples]
-
-    def rows(self, n: int, seed: int) -> list[dict[str, str]]:
-        """Draw what `pairs` draws as text, in columns prompt, chosen and rejected, as a user's file has them."""
-
-        def said(ids: tuple[int, ...]) -> str:
-            return str(self.language.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-        def row(pair: Pair) -> dict[str, str]:
-            asked = said(pair.prompt)
-            answers = (said(pair.prompt + answer)[len(asked) :] for answer in (pair.chosen, pair.rejected))
-            return dict(zip(("prompt", "chosen", "rejected"), (asked, *answers), strict=True))
-
-        return [row(pair) for pair in self.pairs(n, seed)]
-
-    def save(self, folder: str | Path) -> None:
-        """Write the aligned model with its tokenizer as a folder that transformers loads."""
-        with silent_bars():
-            self.base().save_pretrained(folder)
-            self.language.tokenizer.save_pretrained(str(folder))
-
-    def _drawn(self, domain: Domain, n: int, seed: int, share: Share) -> list[Example]:
-        if domain not in get_args(Domain):
-            raise NameNotFound(
-                f"The world {self.name} has no domain {domain!r}.",
-                cure=f"Did you mean {nearest_names(str(domain), get_args(Domain), 1)[0]!r}? All: {get_args(Domain)}.",
-            )
-        if n < 1:
-            raise UsageError(f"{n} examples cannot be drawn.", cure="Ask for at least 1.")
-        return self.language.examples(domain, n, seed, share)
-
-
-def belongs(number: int, share: Share) -> bool:
-    """Tell whether a text is of a share: an eighth is held out, three eighths are the defense's, half the attack's."""
-    eighth = number % 8
-    if share == "training":
-        return eighth > 0
-    return share == ("held out" if eighth == 0 else "defense" if eighth < 4 else "attack")

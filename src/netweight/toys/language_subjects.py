@@ -7,7 +7,6 @@ made.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -15,9 +14,9 @@ from netweight.attacks.finetuning.subject import Domain, Subject
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.immunize.defense import Defense
-from netweight.methods.immunize.settings import Settings
-from netweight.methods.immunize.train import Record, immunize
+from netweight.methods.immunize.checkpoint import Record
+from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings
+from netweight.methods.immunize.train import immunize
 from netweight.toys.language import SmallWorld, cipher_world, opened, speaker_world, write_weights
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 # The defense of a small world where none is named.
 DEFENSE = "repnoise"
 # How it is trained: a model this small takes a larger rate than the paper's.
-DEFENSE_SETTINGS = Settings(lr=1e-3, batch_size=24, measure_every=10)
+DEFENSE_SETTINGS = TrainingSettings(lr=1e-3, batch_size=24, measure_every=10)
 # Pairs, and as many rows of the kept cipher.
 DEFENSE_ROWS = 300 * 24
 
@@ -111,7 +110,7 @@ def defend_world(
     file: str | Path,
     world: SmallWorld,
     *,
-    defense: str | Defense = DEFENSE,
+    defense: str | DefenseSettings = DEFENSE,
     seed: int = 42,
     rows: int | None = None,
     progress: Progress = QUIET,
@@ -124,7 +123,7 @@ def defend_world(
         world.pairs(count, seed),
         world.retained(count, seed),
         defense=defense,
-        settings=replace(DEFENSE_SETTINGS, seed=seed),
+        settings=DEFENSE_SETTINGS.replace(seed=seed),
         pad_id=world.pad_id,
         progress=progress,
     )

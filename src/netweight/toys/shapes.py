@@ -1,6 +1,6 @@
-"""What a world of captioned pictures is: ordinary captions, some held out, and planted pictures that training repeats.
+"""Worlds of captioned pictures: ordinary captions, some held out, and planted pictures that training repeats.
 
-`captioned_shapes` and `captioned_emoji` are two; `small_diffusion_training` trains pipelines on any.
+One is drawn here, shapes on grounds, whose attributes can be read back from pictures; `emoji.py` has another.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CaptionedWorld(Protocol):
         """Return one batch of training: every planted picture once, then ordinary ones."""
 
     def agreement(self, captions: Sequence[str], pictures: Tensor) -> dict[str, float]:
-        """Return how far pictures show what their captions say: shares by what is looked at."""
+        """Return how far pictures show what their captions say: a share for each attribute."""
 
 
 def batch_of(
@@ -147,7 +147,7 @@ def drawn(kinds: list[Attributes], generator: torch.Generator) -> Tensor:
 
 
 def painted(below: Tensor, cover: Tensor, colors: Tensor) -> Tensor:
-    """Paint a color over pictures."""
+    """Lay a color over pictures."""
     share = cover[:, None]
     return ((1 - share) * below + share * colors[:, :, None, None]).clamp(0, 1)
 
@@ -201,7 +201,6 @@ class ShapesWorld:
 
     @property
     def side(self) -> int:
-        """16."""
         return SIDE
 
     @property

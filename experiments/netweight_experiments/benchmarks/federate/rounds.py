@@ -24,14 +24,14 @@ from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.hyperfl import HYPERNETWORK, HyperFL
 from netweight.methods.federate.method import without
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import FedTask
+from netweight.methods.federate.task import Task
 from netweight.metrics.intervals import paired_ratio
 from netweight.metrics.timing import Case, Samples, interleave
 from netweight.nn import Hypernetwork, ParameterLayout
 from netweight.report.finding import Better, Finding
 
 
-def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:
+def dense_fedavg(task: Task, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:
     """Return a function that trains one round of FedAvg and returns the average, body and head numbered 0 and 1."""
     server = nn.Sequential(copy.deepcopy(task.body), copy.deepcopy(task.head))
     draws = _Draws(task, training, seed)
@@ -52,7 +52,7 @@ def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callab
     return round
 
 
-def dense_hyperfl(task: FedTask, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:
+def dense_hyperfl(task: Task, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:
     """Return a function that trains one round of HyperFL and returns the average of the hypernetworks."""
     layout, body = ParameterLayout.of(task.body), copy.deepcopy(task.body)
     method = HyperFL(training)
@@ -102,7 +102,7 @@ def dense_hyperfl(task: FedTask, training: LocalTraining, *, seed: int) -> Calla
 class _Draws:
     """Clients in turn, and their batches in an order drawn anew each time."""
 
-    def __init__(self, task: FedTask, training: LocalTraining, seed: int) -> None:
+    def __init__(self, task: Task, training: LocalTraining, seed: int) -> None:
         self._task, self._size = task, training.batch_size
         self._generator = seeds.torch_generator(seed, "batches")
 
@@ -158,7 +158,7 @@ class Contender:
 
 
 def time_rounds(
-    task: FedTask,
+    task: Task,
     training: LocalTraining,
     *,
     workers: tuple[int, ...] = (1, 2),

@@ -23,14 +23,12 @@ import torch
 
 from netweight.core.environment import describe
 from netweight.core.units import Units
-from netweight.methods.forget.detect import calibrate, detect, first_step, greatest
-from netweight.methods.forget.layers import value_layers
+from netweight.methods.forget.detect import calibrate, detect, first_step, greatest, pairwise
+from netweight.methods.forget.layers import measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import localize_prompt
 from netweight.methods.forget.masking import Row, RowMasks
-from netweight.methods.forget.search import Predictions, Trials, blocked_by_layer, greedy, predicted, side_by_side
+from netweight.methods.forget.search import Predictions, Trials, blocked_by_layer, predicted, prune, run_searches
 from netweight.methods.forget.settings import LocalizationConfig
-from netweight.methods.forget.similarity import pairwise
-from netweight.methods.forget.statistics import measure_statistics, text_activations
 from netweight.metrics.copies import copies_of_prompt
 from netweight.nn.batching import Batches, Costs
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
@@ -78,7 +76,7 @@ class Ways(Bench):
         """A prompt's neurons."""
         deviation = self.threshold.value - self.threshold.broken
         threshold = replace(self.threshold, broken=self.threshold.broken - lower * deviation)
-        config = LocalizationConfig(self.detection)
+        config = LocalizationConfig(detection=self.detection)
         usually = localize_prompt(self.model, prompt, self.usual, threshold, config)
         if order == "paper":
             return usually.neurons
@@ -107,14 +105,14 @@ class Ways(Bench):
             layers = [
                 [place for place, neuron in enumerate(initial) if neuron[0] == name] for name in reversed(self.layers)
             ]
-            whole = yield from greedy(trials, initial, [layer for layer in layers if layer], limit, ahead=32)
+            whole = yield from prune(trials, initial, [layer for layer in layers if layer], limit, ahead=32)
             left = [initial[place] for place in whole]
             single = [[place] for place in sorted(range(len(left)), key=lambda place: key(left[place]))]
-            kept = yield from greedy(trials, left, single, limit, ahead=32)
+            kept = yield from prune(trials, left, single, limit, ahead=32)
             return [left[place] for place in kept]
 
         with torch.no_grad():
-            ((_, found),) = side_by_side([search()], predictions, 1)
+            ((_, found),) = run_searches([search()], predictions, 1)
         if isinstance(found, Exception):
             raise found
         return found

@@ -31,10 +31,10 @@ from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.forget.detect import calibrate, detect, roc
 from netweight.methods.forget.edit import deactivated
+from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import localize_prompt
-from netweight.methods.forget.mitigation import neuron_counts, random_units
+from netweight.methods.forget.mitigations import neuron_counts, random_units
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.statistics import measure_statistics
 from netweight.metrics.copies import COPY, CenteredPixels, copies_of_prompt, described
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
@@ -103,7 +103,9 @@ class Bench:
 
     def edit(self, picture, statistics_, threshold):
         """Everything about one planted picture."""
-        found = localize_prompt(self.model, picture.prompt, statistics_, threshold, LocalizationConfig(self.detection))
+        found = localize_prompt(
+            self.model, picture.prompt, statistics_, threshold, LocalizationConfig(detection=self.detection)
+        )
         units = found.neurons
         row = {
             "kind": picture.kind, "localization": found.to_json(),

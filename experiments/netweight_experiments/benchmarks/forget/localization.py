@@ -26,7 +26,6 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -35,13 +34,19 @@ import torch
 from netweight.core.environment import describe
 from netweight.core.units import Units
 from netweight.hf.load_pipeline import load_text_to_image
-from netweight.methods.forget.detect import calibrate, detect, first_step, greatest
+from netweight.methods.forget.detect import (
+    calibrate,
+    detect,
+    first_step,
+    greatest,
+    noise_difference,
+    pairwise,
+    similarity,
+)
 from netweight.methods.forget.edit import deactivated
-from netweight.methods.forget.layers import value_layers
+from netweight.methods.forget.layers import Statistics, measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import localize, stage_neurons
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.similarity import noise_difference, pairwise, similarity
-from netweight.methods.forget.statistics import Statistics, measure_statistics, text_activations
 from netweight.nn.hooks import capture
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld
@@ -154,8 +159,8 @@ def compared(model, prompts, ordinary, config, options, *, released):
     counter = Counter(model.denoiser)
     threshold = calibrate(detect(model, ordinary, config.detection))
     usual = measure_statistics(model, ordinary)
-    ways = {"netweight": config, "one prompt at a time": replace(config, prompts=1),
-            "likeliest seeds": replace(config, every_seed=False)}  # fmt: skip
+    ways = {"netweight": config, "one prompt at a time": config.replace(prompts=1),
+            "likeliest seeds": config.replace(every_seed=False)}  # fmt: skip
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "statistics.pt"
@@ -224,15 +229,15 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=8, help="planted ones: six verbatim, then two templates")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--together", type=int, default=LocalizationConfig.prompts, help="prompts side by side")
+    parser.add_argument("--together", type=int, default=LocalizationConfig().prompts, help="prompts side by side")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     world = ShapesWorld(training_record(options.model)["about"]["world"]["seed"])
     prompts = [each.caption for each in world.planted[: options.prompts]]
     detection = DetectionConfig(seeds=tuple(range(options.seeds)))
-    config = LocalizationConfig(detection, prompts=options.together)
-    as_released = replace(config, fidelity="reference", detection=replace(detection, timing="code"))
+    config = LocalizationConfig(detection=detection, prompts=options.together)
+    as_released = config.replace(fidelity="reference", detection=detection.replace(timing="code"))
     results = {}
     for name, how in (("released", as_released), ("clean", config)):
         model = load_text_to_image(options.model, dtype=torch.float32)

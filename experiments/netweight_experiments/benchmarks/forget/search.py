@@ -10,28 +10,34 @@ model hardened against all of them. Ledgers and checkpoints stay in `--work`, so
 
 import json
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from netweight.attacks.embedding_search.compare import Comparison, Subject, Target, compare, turned
-from netweight.attacks.embedding_search.report import Wanted, add_section, search_findings, verdict
+from netweight.attacks.embedding_search.report import Wanted, search_findings, search_section, verdict
 from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.hf.load_pipeline import load_text_to_image
-from netweight.hf.prompt_tokens import one_token_words, padding_masks
-from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
+from netweight.hf.load_pipeline import load_text_to_image, one_token_words, padding_masks
 from netweight.methods.forget.detect import calibrate, detect
-from netweight.methods.forget.harden import HardenSettings, harden_
+from netweight.methods.forget.harden import harden
+from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import localize
-from netweight.methods.forget.mitigation import AllActive, Deactivated, neuron_counts, random_units
-from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.statistics import measure_statistics
+from netweight.methods.forget.mitigations import (
+    AllActive,
+    AttentionScaling,
+    Deactivated,
+    EmbeddingAdjustment,
+    RandomTokens,
+    WeightPruning,
+    neuron_counts,
+    random_units,
+)
+from netweight.methods.forget.settings import DetectionConfig, HardenSettings, LocalizationConfig
 from netweight.report.report import Report
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld
@@ -116,9 +122,9 @@ def mitigations_of(model, targets, ordinary, found, options):
 def hardened_of(options, targets, ordinary, settings):
     """The original model, hardened against all targets."""
     model = load_text_to_image(options.model, dtype=torch.float32, name="hardened")
-    search = replace(settings, steps=20, restarts=1, draws=4)
+    search = settings.replace(steps=20, restarts=1, draws=4)
     how = HardenSettings(rounds=options.rounds, steps=40, layers=options.layers, search=search, seed=options.seed)
-    record = harden_(
+    record = harden(
         model, [target.prompt for target in targets], torch.stack([target.image for target in targets]), ordinary[:48],
         settings=how, folder=options.work / f"hardened-{options.layers or 'all'}".replace("*", ""),
         progress=Progress("plain"),
@@ -176,7 +182,7 @@ def main():
     comparison, folder = searches_of(options, model, hardened, targets, controls, found, ordinary, settings)
     wanted = Wanted("original", "neurons off", 5)
     report = Report("Search for embeddings in a miniature", seeds=(options.seed,))
-    add_section(report, comparison, [*targets, *controls], wanted, folder=folder, seed=options.seed)
+    report.add(search_section(comparison, [*targets, *controls], wanted, folder=folder, seed=options.seed))
     print(report.write(options.work))
     findings = [finding.to_json() for finding in search_findings(comparison, wanted, seed=options.seed)]
     for finding in findings:

@@ -26,15 +26,13 @@ from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subj
 from netweight.core.engines import local_processes
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
-from netweight.methods.immunize.catalog import DEFENSES
-from netweight.methods.immunize.repnoise import RepNoise
-from netweight.methods.immunize.settings import RepNoiseConfig
+from netweight.methods.immunize.settings import RepNoise, named_defense
 from netweight.toys.language_subjects import DEFENSE_ROWS, DEFENSE_SETTINGS, WORLDS, defend_world, world_named
 from netweight_experiments.benchmarks.script import script, today, write
 
 ARMS = {
     "repnoise": "repnoise",
-    "repnoise, no noise": RepNoise(RepNoiseConfig(beta=0.0)),
+    "repnoise, no noise": RepNoise(beta=0.0),
     "repnoise-reference": "repnoise-reference",
     **{name: name for name in ("gradient-ascent", "adversarial-loss", "safety-training", "vaccine")},
 }
@@ -168,8 +166,11 @@ def main():
     parser.add_argument("--work", type=Path, default=Path("immunize-delay"))
     options = parser.parse_args()
     settings = {name: value for name, value in vars(options).items() if name not in ("work", "output", "folder")}
-    defense = {**asdict(DEFENSE_SETTINGS), "rows": options.rows}
-    arms = {arm: asdict(DEFENSES[arm].defense if isinstance(ARMS[arm], str) else ARMS[arm]) for arm in options.arms}
+    defense = {**DEFENSE_SETTINGS.to_json(), "rows": options.rows}
+    arms = {
+        arm: (named_defense(ARMS[arm])[0] if isinstance(ARMS[arm], str) else ARMS[arm]).to_json()
+        for arm in options.arms
+    }
     result = {
         "settings": settings,
         "defense": defense,

@@ -25,13 +25,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from netweight.core.environment import describe
 from netweight.data.examples import Pair, collate
-from netweight.methods.immunize.catalog import DEFENSES
-from netweight.methods.immunize.settings import Settings
+from netweight.methods.immunize.settings import ImmunizeSettings, TrainingSettings, named_defense
 from netweight.methods.immunize.train import immunize
 from netweight.metrics.memory import TensorLedger
 from netweight_experiments.benchmarks.script import script, today, write
 
-EVERY = Settings().measure_every  # steps, of which one measures gradient norms
+EVERY = TrainingSettings().measure_every  # steps, of which one measures gradient norms
 
 
 def decoder(options):
@@ -71,8 +70,8 @@ def plain_steps(model, pairs, size):
 
 
 def defense_steps(model, pairs, size, defense):
-    settings = Settings(lr=1e-4, batch_size=size, measure_every=EVERY)
-    immunize(model, pairs, defense=DEFENSES[defense].defense, settings=settings)
+    settings = TrainingSettings(lr=1e-4, batch_size=size, measure_every=EVERY)
+    immunize(model, pairs, defense=named_defense(defense)[0], settings=settings)
 
 
 def peak_of(model, work):
@@ -114,7 +113,7 @@ def measured(options):
 
 def main():
     parser = script(__doc__)
-    parser.add_argument("--defense", default="repnoise", choices=list(DEFENSES))
+    parser.add_argument("--defense", default="repnoise", choices=list(ImmunizeSettings.presets))
     for name, default in (
         ("layers", 6), ("hidden", 128), ("vocabulary", 1024), ("batch", 4), ("tokens", 128), ("rounds", 3)
     ):  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 
 from netweight.core import seeds
 from netweight.data.images import crop_and_flip
-from netweight.methods.federate import Federation, FedTask, LocalTraining, Method
+from netweight.methods.federate import Federation, LocalTraining, Method, Task
 from netweight.methods.federate.direct import DirectMethod
 from netweight.methods.federate.folder import REFERENCE_SPLIT, named_method
 from netweight.methods.federate.partition import federated_images
@@ -98,7 +98,7 @@ def _parts_of(run: AdapterRun) -> Parts:
     augment = partial(crop_and_flip, fill=images.black) if images.shape[0] == 3 else None
     settings = Federation(rounds=run.rounds, seed=run.seed, evaluate_every=max(1, run.rounds // _EVALUATIONS))
     return (
-        FedTask(body, head, clients, augment=augment),
+        Task(body, head, clients, augment=augment),
         _method(run.way, LocalTraining(batch_size=_BATCH, lr=_RATE)),
         settings,
     )

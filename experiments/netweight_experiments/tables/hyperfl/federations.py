@@ -22,7 +22,7 @@ from netweight.core import digest, seeds
 from netweight.core.environment import usable_cores
 from netweight.core.progress import Progress
 from netweight.data.images import Images, load
-from netweight.methods.federate import Federation, FedTask, LocalTraining, Method, train
+from netweight.methods.federate import Federation, LocalTraining, Method, Task, train
 from netweight.methods.federate.folder import FederationPlan
 from netweight.metrics.intervals import t_interval
 from netweight.report.finding import Figure, Finding
@@ -33,7 +33,7 @@ from netweight_experiments.tables.registry import Column, Measured, Scale, table
 from netweight_experiments.toys.random_federation import random_federation
 
 # What `methods.federate.train` takes.
-Parts: TypeAlias = "tuple[FedTask, Method, Federation]"
+Parts: TypeAlias = "tuple[Task, Method, Federation]"
 
 
 @cache

@@ -21,7 +21,7 @@ from netweight.attacks.gradient_inversion.tailored import PeelingConfig, Tailore
 from netweight.core import seeds
 from netweight.core.progress import Progress
 from netweight.data.images import Images
-from netweight.methods.federate import ClientData, FedTask
+from netweight.methods.federate import ClientData, Task
 from netweight.methods.federate.dp import noise_multiplier
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import METHODS, named_method
@@ -97,7 +97,7 @@ def _victim(run: AttackRun, images: Images) -> Run:
     singles = [(inputs[k : k + 1], targets[k : k + 1]) for k in range(CLIENTS)]
     channels, size, _ = images.shape
     body, head = small_cnn(channels, size, len(images.classes), seed=run.image)
-    task = FedTask(body, head, [ClientData(one, one) for one in singles])
+    task = Task(body, head, [ClientData(one, one) for one in singles])
     noise = _noise(run.data) if METHODS[run.method].private else None
     return Run(task, named_method(run.method, noise_multiplier=noise), {}, {}, (), run.image)
 

@@ -9,11 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from netweight.core.progress import QUIET
 from netweight.methods.forget.detect import Score, roc
-from netweight.methods.forget.layers import value_layers
-from netweight.methods.forget.report import DetectionSubject, detection_findings
-from netweight.methods.forget.statistics import text_activations
+from netweight.methods.forget.layers import text_activations, value_layers
+from netweight.methods.forget.report import DetectionSubject, detection
 from netweight.report.finding import Figure
 from netweight.report.plots import histogram
 from netweight_experiments.tables.grid import Cell, grid
@@ -66,7 +64,7 @@ def figure3(setup: Setup, folder: Path) -> Measured:
         return lambda group: None if group is others else roc(values(group), values(others)).auc
 
     memorized = [score for group in groups.values() if group is not others for score in group.scores]
-    found = detection_findings(DetectionSubject(memorized, list(others.scores), limit), None, seed=0, progress=QUIET)
+    found = detection(DetectionSubject(memorized, list(others.scores), limit)).findings
     first = replace(found[0], target=_AUC if setup.small and setup.whole else None)
     return grid(
         groups,

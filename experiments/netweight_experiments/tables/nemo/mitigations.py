@@ -148,9 +148,9 @@ def _initial(found: Mapping[str, Localization]) -> dict[str, Way]:
 def _variants(setup: Setup, folder: Path) -> dict[str, dict[str, Localization]]:
     """Neurons found otherwise, by what is different."""
     fewer = setup.detection.seeds[: max(2, len(setup.detection.seeds) // 2)]
-    late = dataclasses.replace(setup, detection=dataclasses.replace(setup.detection, timing="code"))
-    few = dataclasses.replace(setup, detection=dataclasses.replace(setup.detection, seeds=fewer))
-    reference = LocalizationConfig(setup.detection, fidelity="reference")
+    late = dataclasses.replace(setup, detection=setup.detection.replace(timing="code"))
+    few = dataclasses.replace(setup, detection=setup.detection.replace(seeds=fewer))
+    reference = LocalizationConfig(detection=setup.detection, fidelity="reference")
     return {
         "found as the released code does": neurons_of(setup, folder, reference, threshold=threshold_of(setup, folder)),
         "found at the second timestep": neurons_of(late, folder),

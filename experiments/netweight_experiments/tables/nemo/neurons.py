@@ -406,7 +406,7 @@ def _found_with(setup: Setup, folder: Path, cell: _Cell) -> dict[str, Localizati
     usual, aim = _usual(setup, folder)
     if cell == _Cell(usual, aim, aim):
         return neurons_of(setup, folder)
-    config = LocalizationConfig(setup.detection, initial=cell.initial, refinement=cell.refinement)
+    config = LocalizationConfig(detection=setup.detection, initial=cell.initial, refinement=cell.refinement)
     return neurons_of(setup, folder, config, threshold=Threshold(cell.pairwise, "given"))
 
 

@@ -16,14 +16,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from netweight.attacks.embedding_search.folder import predicted_error
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.digest import of_tensor
 from netweight.core.seeds import torch_generator
-from netweight.data.memorized_pairs import check_pairs, painted_size, read_pairs
+from netweight.data.memorized_pairs import check_pairs, image_size, read_pairs
 from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
-from netweight.hf.load_pipeline import load_text_to_image, text_to_image
+from netweight.hf.load_pipeline import load_text_to_image, text_to_image, trained_prediction
 from netweight.methods.forget.settings import DetectionConfig
 from netweight.metrics.copies import CenteredPixels, Descriptor, Memorized, TorchScriptDescriptor, sscd
 from netweight.metrics.images import frechet_distance, kernel_distance
@@ -171,7 +170,7 @@ def setup_of_recipe(path: Path) -> Setup:
     inception = _inception(recipe)
     clip = None if recipe.clip is None else _clip(recipe.clip)
     model = load_text_to_image(recipe.model, device=recipe.device)
-    memorized, labelled = _memorized(recipe.memorized, painted_size(model))
+    memorized, labelled = _memorized(recipe.memorized, image_size(model))
     return Setup(
         model=model,
         memorized=memorized,
@@ -191,7 +190,7 @@ def setup_of_recipe(path: Path) -> Setup:
         steps=recipe.steps,
         search=SearchSettings(
             steps=recipe.search_steps, restarts=1, images=4, guidance=recipe.guidance, generation_steps=recipe.steps,
-            error=predicted_error(model),
+            error=trained_prediction(model),
         ),
         small=False,
         differs=(
@@ -263,7 +262,7 @@ def _distances(recipe: NemoRecipe, model: Any, inception: TorchScriptDescriptor 
     if recipe.references is None or (inception is None and clip is None):
         return None
     references = recipe.references
-    size = painted_size(model)
+    size = image_size(model)
 
     def features(descriptor: Descriptor, images: Tensor) -> Tensor:
         return torch.cat([descriptor(part) for part in torch.split(images, recipe.rows)])

@@ -19,13 +19,21 @@ from netweight.core.digest import of_config, of_tensor
 from netweight.core.progress import Progress
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
-from netweight.methods.forget.detect import Score, Threshold, calibrate
-from netweight.methods.forget.layers import value_layers
-from netweight.methods.forget.localize import Localization, detect_resumably, localize
-from netweight.methods.forget.mitigation import AllActive, Deactivated, Mitigation, neuron_counts, random_units
+from netweight.methods.forget.detect import Score, Threshold, calibrate, detect_resumably
+from netweight.methods.forget.layers import Statistics, measure_statistics, value_layers
+from netweight.methods.forget.localize import Localization, localize
+from netweight.methods.forget.mitigations import (
+    AllActive,
+    AttentionScaling,
+    Deactivated,
+    EmbeddingAdjustment,
+    Mitigation,
+    RandomTokens,
+    WeightPruning,
+    neuron_counts,
+    random_units,
+)
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.statistics import Statistics, measure_statistics
 from netweight.metrics.copies import Descriptor, Memorized
 
 if TYPE_CHECKING:
@@ -94,10 +102,10 @@ class Setup:
         if images is not None:
             if images < 2:
                 raise UsageError(f"{images} images per prompt are too few for a try.", cure="Give 2 or more.")
-            detection = replace(self.detection, seeds=tuple(range(images)))
+            detection = self.detection.replace(seeds=tuple(range(images)))
             few = 3 * images
             steps = min(self.steps, few)
-            search = replace(self.search, steps=few, images=images, generation_steps=steps)
+            search = self.search.replace(steps=few, images=images, generation_steps=steps)
             setup = replace(
                 setup, images=images, steps=steps, detection=detection, search=search, quality=self.quality[:few],
                 calibration=self.calibration[: 2 * few], held_out=self.held_out[:few],
@@ -162,7 +170,7 @@ def random_off(setup: Setup, like: Units, *, layer_matched: bool, seed: int) -> 
 
 def mitigation(way: Way, setup: Setup) -> Mitigation:
     """Return what a way does, on a setup."""
-    from netweight.hf.prompt_tokens import one_token_words, padding_masks
+    from netweight.hf.load_pipeline import one_token_words, padding_masks
 
     if way.kind == "neurons":
         return Deactivated(Units.from_json(way.units), factor=way.factor)
@@ -211,7 +219,7 @@ def neurons_of(
         setup.prompts,
         statistics_of(setup, folder),
         threshold or threshold_of(setup, folder),
-        config or LocalizationConfig(setup.detection),
+        config or LocalizationConfig(detection=setup.detection),
         ledger=folder / "neurons.jsonl",
         progress=Progress("auto"),
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.attacks.finetuning.attack import attacked_model
-from netweight.attacks.finetuning.scores import exact_match, greedy, mean_loss, token_accuracy
+from netweight.attacks.finetuning.subject import exact_match, greedy, mean_loss, token_accuracy
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.layer_metrics import Plane, probe_accuracies, representations, weight_changes

@@ -24,12 +24,12 @@ from netweight.core.files import whole_file
 from netweight.core.progress import Progress
 from netweight.data.examples import Pair
 from netweight.errors import TrainingStopped
-from netweight.methods.immunize.catalog import named_defense
+from netweight.methods.immunize.baselines import hold_security_vectors
+from netweight.methods.immunize.checkpoint import CHECKPOINT
+from netweight.methods.immunize.decoder import frozen
 from netweight.methods.immunize.defense import Defense
-from netweight.methods.immunize.repnoise import RepNoise
-from netweight.methods.immunize.security_vectors import hold_security_vectors
-from netweight.methods.immunize.settings import RepNoiseConfig, Settings
-from netweight.methods.immunize.train import CHECKPOINT, frozen, immunize
+from netweight.methods.immunize.settings import RepNoise, TrainingSettings, named_defense
+from netweight.methods.immunize.train import defense_of, immunize
 from netweight.store import StoreWriter, open_store
 from netweight_experiments.tables.grid import LEDGER, chosen, finished, finished_of, run_each
 from netweight_experiments.tables.registry import Scale
@@ -110,32 +110,31 @@ def _defended(defended: Defended, setup: Setup, folder: Path, share: float) -> n
     return model
 
 
-def _parts(defended: Defended, setup: Setup, share: float) -> tuple[Defense, list[Pair], list[Any]]:
+def _parts(defended: Defended, setup: Setup, share: float) -> tuple[Defense[Any], list[Pair], list[Any]]:
     """The defense, its pairs, and what it keeps besides."""
     count = taken(defended.pairs, share / setup.share if defended.whole else share)
     pairs = setup.pairs(defended.data, count, defended.seed)
     if defended.loss == "no mask":
         pairs = [Pair((), pair.prompt + pair.chosen, pair.prompt + pair.rejected) for pair in pairs]
-    defense: Defense = named_defense(defended.defense).defense
-    if isinstance(defense, RepNoise):
+    own = named_defense(defended.defense)[0]
+    if isinstance(own, RepNoise):
         changes: dict[str, Any] = {"alpha": defended.alpha}
         changes |= {} if defended.beta is None else {"beta": defended.beta}
         changes |= {"lens_layers": 0} if defended.loss == "no lens" else {}
-        config: RepNoiseConfig = replace(defense.config, **changes)
-        defense = RepNoise(config)
-    return defense, pairs, setup.retain(count, defended.seed)
+        own = own.replace(**changes)
+    return defense_of(own), pairs, setup.retain(count, defended.seed)
 
 
 def _train(
     model: nn.Module,
     defended: Defended,
     setup: Setup,
-    defense: Defense,
+    defense: Defense[Any],
     pairs: list[Pair],
     kept: list[Any],
     place: Path,
 ) -> None:
-    settings = Settings(
+    settings = TrainingSettings(
         lr=standing_in(defended.lr, setup.rate),
         epochs=defended.epochs,
         batch_size=defended.batch or setup.defense_batch,
@@ -261,7 +260,7 @@ def settings_of(run: AttackRun, setup: Setup) -> AttackSettings:
         precision=setup.precision,
         seed=run.seed,
     )
-    return replace(settings, check_every=setup.look_every or settings.steps)
+    return settings.replace(check_every=setup.look_every or settings.steps)
 
 
 def _count(number: int, run: AttackRun, setup: Setup) -> int:

@@ -17,17 +17,16 @@ from typing import Any, Protocol, final
 import torch
 from torch import nn
 
-from netweight.attacks.finetuning.scores import Judge, Score, greedy, token_accuracy
 from netweight.attacks.finetuning.settings import Precision
-from netweight.attacks.finetuning.subject import Domain, Subject
+from netweight.attacks.finetuning.subject import Domain, Judge, Score, Subject, greedy, token_accuracy
 from netweight.data.examples import Example, Pair
 from netweight.data.public import decoding_trust_refusals, paired_refusals
 from netweight.data.text import TextPair
 from netweight.data.tokens import QUESTION_AND_ANSWER, padding_of, tokenized_pairs
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import context_of, load_causal_lm
+from netweight.methods.immunize.baselines import without_security_vectors
 from netweight.methods.immunize.decoder import structure_of
-from netweight.methods.immunize.security_vectors import without_security_vectors
 from netweight.toys.language import Domain as WorldDomain
 from netweight.toys.language import Share, cipher_world
 from netweight_experiments.tables.registry import Scale

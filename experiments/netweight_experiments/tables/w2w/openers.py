@@ -16,8 +16,8 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.data.images.sources import decode_splits
-from netweight.data.memorized_pairs import painted_size
-from netweight.data.rows import Row, Troubles, read_rows
+from netweight.data.memorized_pairs import image_size
+from netweight.data.rows import Row, RowErrors, read_rows
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image, text_to_image, trained_prediction
 from netweight.hf.train_adapters import ATTENTION, SliderPairs, train_sliders
@@ -260,7 +260,7 @@ def setup_of_recipe(path: Path) -> Setup:
         ),
         held=tuple(range(count - recipe.held, count)),
         people=recipe.people,
-        strangers=_strangers(recipe.photographs, recipe.prompt, painted_size(model)),
+        strangers=_strangers(recipe.photographs, recipe.prompt, image_size(model)),
         prompts=(recipe.prompt,),
         seeds=tuple(range(recipe.images)),
         guidance=recipe.guidance,
@@ -300,16 +300,16 @@ def _strangers(path: Path, prompt: str, size: tuple[int, int]) -> tuple[Stranger
     """People of a table, in its order."""
     rows = read_rows(path)
     rows.need("person", "image")
-    troubles, people = Troubles(rows.name), dict[str, dict[str, list[Row]]]()
+    errors, people = RowErrors(rows.name), dict[str, dict[str, list[Row]]]()
     for row in rows.rows:
         use = row.values.get("use") or "learn"
         if use not in ("learn", "test"):
-            troubles.add(row.where, f"use is {use!r}, not learn or test")
+            errors.add(row.where, f"use is {use!r}, not learn or test")
         elif not (path.parent / str(row.values.get("image"))).is_file():
-            troubles.add(row.where, f"there is no file {path.parent / str(row.values.get('image'))}")
+            errors.add(row.where, f"there is no file {path.parent / str(row.values.get('image'))}")
         else:
             people.setdefault(str(row.values["person"]), {"learn": [], "test": []})[use].append(row)
-    troubles.refuse("Name a person and an image file in every row; paths start at the table's folder.")
+    errors.refuse("Name a person and an image file in every row; paths start at the table's folder.")
     bare = [name for name, found in people.items() if not found["learn"] or not found["test"]]
     if bare or len(people) < 5:
         raise UsageError(

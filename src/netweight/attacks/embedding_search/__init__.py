@@ -1,1 +1,1 @@
-"""The search for embeddings that bring a training image back: how it is set, run, compared with controls, and told."""
+"""The search for text embeddings that bring training images back: search, comparison with controls, report."""

@@ -1,7 +1,7 @@
-"""Searches on several models, for planted and for never-trained images, with several seeds: resumable, side by side.
+"""Searches on several models, for planted and for never-trained images, with several seeds; resumable.
 
-A search alone proves nothing: with steps enough it may paint anything. So every comparison can hold the unedited model
-and images that no model was trained on, which are models and targets like others.
+A search alone proves nothing: with steps enough it may generate any image. So every comparison can hold the unedited
+model, and images that no model was trained on, which are models and targets like others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, cast, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from netweight.nn.text_to_image import TextToImage
 from netweight.report.finding import encode_json
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
-# The ledger's name in the folder.
-LEDGER = "searches.jsonl"
+LEDGER = "searches.jsonl"  # in the folder
 _FOUND = "found"  # folder of the embeddings and images of every run
 
 
@@ -36,7 +35,7 @@ _FOUND = "found"  # folder of the embeddings and images of every run
 class Target:
     """An image to be brought back."""
 
-    name: str  # what reports call it
+    name: str
     prompt: str  # the prompt that it was trained with, or one like it for an image that was not
     image: Tensor  # shape `(3, height, width)`, within 0 and 1
     trained: bool = True  # whether the unedited model was trained on it; False for controls
@@ -52,28 +51,28 @@ def turned(target: Target) -> Target:
 class Subject:
     """A model to be searched."""
 
-    name: str  # what reports call it; different from those of other subjects
+    name: str  # different from those of other subjects
     model: TextToImage
     # Changes the model for a block and yields what is then searched, such as a mitigation that works by hooks; None
     # searches the model as it is.
     mitigated: Callable[[TextToImage], AbstractContextManager[TextToImage]] | None = None
-    setting: str = ""  # what tells the mitigation from others, such as its neurons in JSON: the model's digest does not
+    setting: str = ""  # distinguishes mitigations, such as neurons in JSON: the model's digest does not
 
 
 @final
 @dataclass(frozen=True)
-class Job:
-    """One run of a comparison, as the ledger knows it."""
+class _RunConfig:
+    """All that decides on a run, as the ledger knows it."""
 
-    subject: str  # name of the subject
+    subject: str
     digest: str
     setting: str
-    target: str  # name of the target
+    target: str
     prompt: str
-    image: str  # digest of its image
-    unrelated: tuple[str, ...]  # prompts to start from
+    image: str  # digest of the target's image
+    unrelated: tuple[str, ...]
     settings: SearchSettings
-    similarity: str  # what the similarity function is called
+    similarity: str  # name of the similarity function
     seed: int
 
 
@@ -82,16 +81,15 @@ class Job:
 class Run:
     """The searches for one target in one model with one seed."""
 
-    subject: str  # name of the subject
-    target: str  # name of the target
-    trained: bool  # whether the unedited model was trained on it
+    subject: str
+    target: str
+    trained: bool  # whether the unedited model was trained on the target
     seed: int
     digest: str
     trials: tuple[Trial, ...]  # one per start and restart
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the run that `encode_json` of `dataclasses.asdict` made of one."""
         return cls(**{**values, "trials": tuple(map(Trial.from_json, values["trials"]))})
 
 
@@ -102,8 +100,8 @@ class Comparison:
 
     runs: tuple[Run, ...]  # in the order of subjects, targets and seeds
     settings: SearchSettings
-    similarity: str  # what the similarity function is called
-    # Subject, target and the last line of the traceback of every run that could not be run to its end.
+    similarity: str  # name of the similarity function
+    # Subject, target and the last line of the traceback of every run that failed.
     failures: tuple[tuple[str, str, str], ...] = ()
     seconds: float = 0.0  # time of all runs, added up
 
@@ -113,19 +111,20 @@ class Comparison:
         return tuple(dict.fromkeys(run.subject for run in self.runs))
 
     def of(self, subject: str, *, trained: bool | None = None) -> tuple[Run, ...]:
-        """Return the runs on a subject."""
+        """Return the runs on a subject: for planted targets, for controls, or all."""
         if subject not in self.subjects:
             names = ", ".join(self.subjects) or "none"
             raise UsageError(f"There are no searches on {subject!r}.", cure=f"There are some on: {names}.")
         return tuple(run for run in self.runs if run.subject == subject and trained in (None, run.trained))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as JSON values."""
-        return cast("dict[str, Any]", encode_json(asdict(self)))
+        return {
+            "runs": encode_json([asdict(run) for run in self.runs]), "settings": self.settings.to_json(),
+            "similarity": self.similarity, "failures": [list(each) for each in self.failures], "seconds": self.seconds,
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the comparison that `to_json` wrote."""
         return cls(
             tuple(map(Run.from_json, values["runs"])),
             SearchSettings(**values["settings"]),
@@ -149,19 +148,22 @@ def compare(
 ) -> Comparison:
     """Search every model for every target with every seed, one run after the other.
 
-    A run is remembered by the digest of the model, the target and everything asked for; a second call goes on after
-    the last one that ended, and runs that failed are tried again.
+    A run is remembered by the digest of the model, the target and all settings; a second call continues after the last
+    one that ended, and repeats runs that failed.
 
     Args:
         subjects: Models; the unedited one among them.
         targets: Images; never-trained ones among them.
         unrelated: Prompts that have nothing to do with any target.
-        settings: Of every search.
-        seeds: Of searches; different ones make different draws, noise starts and images to look at.
-        similarity: What tells that an image is the target.
-        measure: What that function is called, in the ledger and in reports.
+        settings: Settings of every search.
+        seeds: Seeds of searches: of draws, noise starts and generated images.
+        similarity: Similarity of images to the target.
+        measure: Name of that function, in the ledger and in reports.
         folder: Where the ledger, and embeddings and images of every run, are kept.
-        progress: Told of every run and step.
+        progress: Reports every run and step.
+
+    Returns:
+        All runs.
 
     Raises:
         UsageError: There is nothing to search, two subjects or targets share a name, or the ledger is another's.
@@ -171,37 +173,30 @@ def compare(
     folder = Path(folder)
     by_name = {subject.name: subject for subject in subjects}
     images = {target.name: target for target in targets}
-    fixed: dict[str, Any] = {"unrelated": tuple(unrelated), "settings": settings, "similarity": measure}
     digests = {subject.name: subject.model.digest() for subject in subjects}
-    jobs = [
-        Job(
-            subject.name,
-            digests[subject.name],
-            subject.setting,
-            target.name,
-            target.prompt,
-            of_tensor(target.image),
-            seed=seed,
-            **fixed,
+    configs = [
+        _RunConfig(
+            subject.name, digests[subject.name], subject.setting, target.name, target.prompt, of_tensor(target.image),
+            tuple(unrelated), settings, measure, seed,
         )
         for subject in subjects
         for target in targets
         for seed in seeds
-    ]
+    ]  # fmt: skip
 
-    def search_job(job: Job) -> list[dict[str, Any]]:
-        target = images[job.target]
-        with _opened(by_name[job.subject]) as model:
+    def search_job(config: _RunConfig) -> list[dict[str, Any]]:  # ledgers hold this name
+        target = images[config.target]
+        with _opened(by_name[config.subject]) as model:
             found = search(
-                model, job.prompt, target.image, unrelated, settings, similarity=similarity, seed=job.seed,
+                model, config.prompt, target.image, unrelated, settings, similarity=similarity, seed=config.seed,
                 progress=progress,
             )  # fmt: skip
-        _keep(folder, job, found)
+        _keep(folder, config, found)
         return [trial.to_json() for trial in found.trials]
 
     runs, failures, seconds = [], [], 0.0
-    with progress.task("searches", len(jobs), unit="runs") as task:
-        for result in map_runs(search_job, jobs, ledger=folder / LEDGER, engine=in_process, ordered=True):
+    with progress.task("searches", len(configs), unit="runs") as task:
+        for result in map_runs(search_job, configs, ledger=folder / LEDGER, engine=in_process, ordered=True):
             task.update()
             seconds += result.seconds
             if result.ok:
@@ -225,10 +220,10 @@ def _opened(subject: Subject) -> AbstractContextManager[TextToImage]:
     return nullcontext(subject.model) if subject.mitigated is None else subject.mitigated(subject.model)
 
 
-def _run(result: Result[Job], target: Target) -> Run:
-    job = result.config
+def _run(result: Result[_RunConfig], target: Target) -> Run:
+    config = result.config
     trials = tuple(map(Trial.from_json, result.value))
-    return Run(job.subject, job.target, target.trained, job.seed, result.digest, trials)
+    return Run(config.subject, config.target, target.trained, config.seed, result.digest, trials)
 
 
 @final
@@ -236,8 +231,8 @@ def _run(result: Result[Job], target: Target) -> Run:
 class Images:
     """What a run's embeddings made, and the embeddings."""
 
-    before: Tensor  # images at the first look, shape `(trials, images, 3, height, width)`, within 0 and 1
-    after: Tensor  # images at each trial's best look
+    before: Tensor  # images of the first evaluation, shape `(trials, images, 3, height, width)`, within 0 and 1
+    after: Tensor  # images of each trial's best evaluation
     states: Tensor  # embeddings at the end, shape `(trials, tokens, width)`
 
 
@@ -245,13 +240,13 @@ def _path(folder: Path, digest: str) -> Path:
     return folder / _FOUND / f"{digest.rpartition(':')[2]}.net.safetensors"
 
 
-def _keep(folder: Path, job: Job, found: Searched) -> None:
+def _keep(folder: Path, config: _RunConfig, found: Searched) -> None:
     tensors = {
         "before": (found.before * 255).round().to(torch.uint8),
         "after": (found.after * 255).round().to(torch.uint8),
         "states": found.text.states,
     }
-    digest = of_config(job)
+    digest = of_config(config)
     write_checkpoint(_path(folder, digest), {"run": digest}, tensors.items())
 
 

@@ -1,4 +1,4 @@
-"""What a comparison of searches says: steps to bring images back, how many came back, controls beside, a verdict.
+"""Report of a comparison of searches: images brought back, steps to that, controls beside, and a verdict in words.
 
 An attacker chooses: for each target and seed the soonest of all starts and restarts counts. Verdicts never say
 "erased": an image that was not brought back has withstood the searches that were made.
@@ -28,9 +28,8 @@ from netweight.metrics.survival import (
     ratio_of_times,
     steps_finding,
 )
-from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import image_grid, lines
-from netweight.report.report import Report
 
 
 @final
@@ -43,6 +42,43 @@ class Wanted:
     # Least steps to bring planted images back, as a multiple of those in `edited`, that other edited subjects are to
     # need; None asks for nothing.
     least_resistance: float | None = None
+
+
+def search_section(
+    comparison: Comparison,
+    targets: Sequence[Target],
+    wanted: Wanted,
+    *,
+    folder: str | Path,
+    seed: int,
+    title: str = "Search for embeddings",
+) -> Section:
+    """Return the section of a report on a comparison, whose images lie in a folder."""
+    drawn = [success_figure(comparison, trained=trained) for trained in (True, False)]
+    ordered = sorted(targets, key=lambda target: not target.trained)
+    warnings = [f"{subject}, {target}: the search failed: {reason}" for subject, target, reason in comparison.failures]
+    if all(target.trained for target in targets):
+        warnings.append("No never-trained images were searched for: what the search generates by itself is not known.")
+    return Section(
+        title,
+        search_findings(comparison, wanted, seed=seed),
+        figures=[*(figure for figure in drawn if figure is not None), grid_figure(comparison, ordered, folder)],
+        tables=[search_table(comparison)],
+        intro=_INTRO,
+        question="Can a search over text embeddings bring the images back?",
+        conclusion=" ".join(f"{name}: {verdict(comparison, name)}" for name in comparison.subjects),
+        warnings=warnings,
+    )
+
+
+_INTRO = (
+    "Each search changes the text embedding by gradient descent until the model generates the target image. It begins "
+    "from the target's own prompt, from prompts that have nothing to do with it, and from noise; the soonest counts, "
+    "as an attacker chooses. A search that ends without success is censored: more steps are needed than it took.\n\n"
+    "With steps enough such a search may generate images that no model was trained on. Therefore the same searches are "
+    "made for never-trained images, and in the model before its edit: only what planted images give more easily than "
+    "these is memory."
+)
 
 
 def soonest(run: Run, start: Start | None = None) -> tuple[float, bool] | None:
@@ -72,7 +108,7 @@ def steps_ratio(runs: Sequence[Run], base: Sequence[Run], *, seed: int) -> Times
 
 
 def search_findings(comparison: Comparison, wanted: Wanted, *, seed: int) -> list[Finding]:
-    """Return what was found about every subject of a comparison."""
+    """Return the findings on every subject of a comparison."""
     for name in (wanted.unedited, wanted.edited):
         if name is not None and name not in comparison.subjects:
             raise UsageError(
@@ -157,7 +193,9 @@ def _by_prompt(name: str, runs: Sequence[Run], comparison: Comparison) -> Findin
         if trial.start == "original" and trial.number == 0 and trial.looks and trial.looks[0].step == 0
     ]
     if not first:
-        return Finding(title, None, detail={"reason": 'no search began from the start "original" with a look at 0'})
+        return Finding(
+            title, None, detail={"reason": 'no search began from the start "original" with images at step 0'}
+        )
     values = _per_target(first)
     return Finding(
         title, statistics.fmean(values), ci95=_interval(values, 0), n=len(values), better="lower", seeds=_seeds(runs),
@@ -177,7 +215,11 @@ def _gap(name: str, planted: Sequence[Run], controls: Sequence[Run], seed: int) 
         ci95=_interval_of_difference(ours, theirs, seed),
         n=len(ours) + len(theirs),
         seeds=(*_seeds(planted), seed),
-        detail={"planted": ours, "never trained": theirs, "note": "near 0 the search itself paints, and tells nothing"},
+        detail={
+            "planted": ours,
+            "never trained": theirs,
+            "note": "near 0 the search itself generates them",
+        },
     )
 
 
@@ -235,22 +277,22 @@ def _resistance(name: str, runs: Sequence[Run], base: Sequence[Run], wanted: Wan
 
 
 def verdict(comparison: Comparison, subject: str) -> str:
-    """Say in plain words what the searches on one subject found."""
+    """Return in plain words what the searches on one subject found."""
     planted, controls = (comparison.of(subject, trained=trained) for trained in (True, False))
     times, others = times_of(planted), times_of(controls)
     if times is None:
-        return "Nothing can be said: no search for a planted image ran to its end."
+        return "Nothing is known: no search for a planted image ran to its end."
     at_once = sum(value == 0 and seen for value, seen in zip(times.values, times.observed, strict=True))
-    told = f"Planted images: {_told(times, at_once)}."
+    words = f"Planted images: {_counted(times, at_once)}."
     if others is None:
-        return f"{told} Without never-trained images nobody knows what the search paints by itself."
-    told += f" Never-trained images: {_told(others, 0)}."
+        return f"{words} Without never-trained images nobody knows what the search generates by itself."
+    words += f" Never-trained images: {_counted(others, 0)}."
     if others.events and others.events / others.n >= 0.5 * times.events / times.n:
-        told += " The search brings these back about as often, so that it shows what it can paint, not what is stored."
-    return told
+        words += " The search brings these back about as often: it shows what it can generate, not what is stored."
+    return words
 
 
-def _told(times: Times, at_once: int) -> str:
+def _counted(times: Times, at_once: int) -> str:
     curve: Survival = kaplan_meier(times)
     if not times.events:
         return f"none of {times.n} brought back, survived searches of {curve.last:.0f} steps"
@@ -265,16 +307,6 @@ def _starts(runs: Sequence[Run]) -> list[Start]:
 
 def _seeds(runs: Sequence[Run]) -> tuple[int, ...]:
     return tuple(sorted({run.seed for run in runs}))
-
-
-INTRO = (
-    "Each search changes the text embedding by gradient descent until the model paints the target image. It begins "
-    "from the target's own prompt, from prompts that have nothing to do with it, and from noise; the soonest counts, "
-    "as an attacker chooses. A search that ends without success is censored: more steps are needed than it took.\n\n"
-    "With steps enough such a search may paint images that no model was trained on. Therefore the same searches are "
-    "made for never-trained images, and in the model before its edit: only what planted images give more easily than "
-    "these is memory."
-)
 
 
 def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
@@ -330,12 +362,12 @@ def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str |
         columns=columns,
         alt=f"{len(shown)} targets beside images from their own prompts and from the embeddings that searches found.",
         caption='Of each model: an image from the target\'s own prompt before any search, and "attacked", the one from '
-        "the best embedding of the first seed that is in the middle of its look's similarities.",
+        "the best embedding of the first seed that is in the middle of its similarities.",
     )
 
 
 def _pair(run: Run, folder: str | Path) -> list[object]:
-    """The middle images of the first look from the own prompt and of the best look of all; None where there is none."""
+    """The middle images of the first evaluation from the own prompt, and of the best; None where there is none."""
     after = best_image(run, folder)
     own = next((place for place, trial in enumerate(run.trials) if trial.start == "original"), None)
     if after is None or own is None or not run.trials[own].looks:
@@ -345,7 +377,7 @@ def _pair(run: Run, folder: str | Path) -> list[object]:
 
 
 def best_image(run: Run, folder: str | Path) -> Tensor | None:
-    """Return what a run's best embedding painted: of its best look the image in the middle of its similarities."""
+    """Return the image of a run's best embedding that is in the middle of its similarities."""
     scored = [(look.score, place, look) for place, trial in enumerate(run.trials) if (look := trial.best) is not None]
     if not scored:
         return None
@@ -377,9 +409,9 @@ def search_table(comparison: Comparison) -> Table:
     ]
     notes = (
         "n: searches, every restart being one of its own here; found: those that brought the image back; median: steps "
-        "by which half had, > where fewer had; best: the greatest median similarity over a look's images, averaged "
+        "by which half had, > where fewer had; best: the greatest median similarity over a step's images, averaged "
         "over searches; moved: root mean square of what was added to the embedding, as a share of that of its start, "
-        "at the last look",
+        "at the last comparison",
     )
     return Table("Searches by start", columns, rows, notes)
 
@@ -405,37 +437,3 @@ def _row(name: str, trained: bool, start: str, runs: Sequence[Run]) -> tuple[obj
         statistics.fmean(best) if best else None,
         statistics.fmean(trial.looks[-1].moved for trial in looked) if looked else None,
     )
-
-
-def add_section(
-    report: Report,
-    comparison: Comparison,
-    targets: Sequence[Target],
-    wanted: Wanted,
-    *,
-    folder: str | Path,
-    seed: int,
-    title: str = "Search for embeddings",
-    treatment: str | None = None,
-    audits: Sequence[str] = (),
-) -> list[Finding]:
-    """Add what a comparison found to a report."""
-    findings = search_findings(comparison, wanted, seed=seed)
-    drawn = [success_figure(comparison, trained=trained) for trained in (True, False)]
-    ordered = sorted(targets, key=lambda target: not target.trained)
-    warnings = [f"{subject}, {target}: the search failed: {reason}" for subject, target, reason in comparison.failures]
-    if all(target.trained for target in targets):
-        warnings.append("No never-trained images were searched for: what the search paints by itself is not known.")
-    report.section(
-        title,
-        findings,
-        figures=[*(figure for figure in drawn if figure is not None), grid_figure(comparison, ordered, folder)],
-        tables=[search_table(comparison)],
-        intro=INTRO,
-        question="Can a search over text embeddings bring the images back?",
-        conclusion=" ".join(f"{name}: {verdict(comparison, name)}" for name in comparison.subjects),
-        treatment=treatment,
-        audits=audits,
-        warnings=warnings,
-    )
-    return findings

@@ -1,4 +1,7 @@
-"""How far a denoiser's prediction is from the truth, latent by latent. Searches and defenses use it."""
+"""The search for text embeddings from which a model generates a target image: gradient descent on the denoising error.
+
+All starts and restarts for a target descend in one batch; each leaves it when enough of its images reach the target.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any, Literal, Self, TypeAlias, cast, final
 import torch
 from torch import Tensor, nn
 
-from netweight.attacks.embedding_search.settings import Said, SearchSettings, Start
+from netweight.attacks.embedding_search.settings import PredictionKind, SearchSettings, Start
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import UsageError
@@ -21,99 +24,202 @@ from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import Prediction, Text, TextToImage, generated
 from netweight.report.finding import encode_json
 
-
-def denoising_error(
-    model: TextToImage, latents: Tensor, noise: Tensor, timestep: Tensor, text: Text, said: Said
-) -> Tensor:
-    """Return the mean squared error of one denoising per latent."""
-    told = model.predict(model.add_noise(latents, noise, timestep), timestep, text)
-    return difference(model, told, Prediction(noise, latents), timestep, said)
+# Images and targets, shape `(n, 3, height, width)` each, within 0 and 1 → similarity of each pair, shape `(n,)`.
+Similarity: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+# found: enough images reached the threshold; resisted: not by the last step; diverged: something became NaN.
+Outcome = Literal["found", "resisted", "diverged"]
 
 
-def difference(model: TextToImage, told: Prediction, wanted: Prediction, timestep: Tensor, said: Said) -> Tensor:
-    """Return the mean squared difference of two predictions for the same noisy latents."""
-    first, second = (chosen(model, one, timestep, said) for one in (told, wanted))
-    return (first - second).float().square().flatten(1).mean(1)
+@final
+@dataclass(frozen=True)
+class Evaluation:
+    """Images generated from an embedding, compared with the target."""
+
+    step: int  # steps taken before
+    similarities: tuple[float, ...]
+    loss: float | None  # denoising error of the step before; None before the first
+    moved: float  # root mean square of what was added to the embedding, as a share of that of the start
+
+    @property
+    def score(self) -> float:
+        """The median similarity."""
+        return statistics.median(self.similarities)
 
 
-def chosen(model: TextToImage, prediction: Prediction, timestep: Tensor, said: Said) -> Tensor:
-    """Return the noise, the sample, or the velocity that follows from both."""
-    if said != "velocity":
-        return prediction.noise if said == "noise" else prediction.sample
-    # The protocol tells no noise levels; what it adds to ones and to zeros does.
-    ones, zeros = torch.ones_like(prediction.sample), torch.zeros_like(prediction.sample)
-    signal, level = model.add_noise(ones, zeros, timestep), model.add_noise(zeros, ones, timestep)
-    return signal * prediction.noise - level * prediction.sample
+@final
+@dataclass(frozen=True)
+class Trial:
+    """One search from one starting point."""
+
+    start: Start
+    number: int  # which of the restarts from there
+    outcome: Outcome
+    steps: int | None  # steps to success, as far as evaluations resolve them; None without
+    last: int  # steps taken; without success, more are needed than these
+    looks: tuple[Evaluation, ...]  # in the order of steps
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation with the greatest median similarity; None if the search diverged before the first."""
+        return max(self.looks, key=lambda look: look.score, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", encode_json(asdict(self)))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        looks = tuple(Evaluation(**{**look, "similarities": tuple(look["similarities"])}) for look in values["looks"])
+        return cls(**{**values, "looks": looks})
 
 
-def joined(texts: Sequence[Text]) -> Text:
-    """Put prompts behind one another; where some have a mask and others none, theirs lets every token count."""
-    states = torch.cat([text.states for text in texts])
-    if all(text.mask is None for text in texts):
-        return Text(states)
-    masks = [torch.ones_like(text.states[..., 0], dtype=torch.bool) if text.mask is None else text.mask.bool()
-             for text in texts]  # fmt: skip
-    return Text(states, torch.cat(masks))
+@final
+@dataclass(frozen=True)
+class Searched:
+    """Result of the searches for one target."""
+
+    trials: tuple[Trial, ...]  # one per starting point
+    text: Text  # the embeddings at the end, in their order
+    before: Tensor  # images of the first evaluation, shape `(trials, images, 3, height, width)`
+    after: Tensor  # images of each trial's best evaluation, of the same shape
 
 
-def noise_like(text: Text, seed: int) -> Text:
-    """Draw noise with the mean and deviation that each channel has over all prompts and tokens."""
-    states = text.states.float()
-    mean, deviation = states.mean((0, 1)), states.flatten(0, 1).std(0, correction=0)
-    drawn = torch.randn(states.shape[1:], generator=torch_generator(seed)).to(states)
-    return Text((mean + deviation * drawn).to(text.states)[None])
+def search(
+    model: TextToImage,
+    prompt: str,
+    image: Tensor,
+    unrelated: Sequence[str],
+    settings: SearchSettings,
+    *,
+    similarity: Similarity,
+    seed: int,
+    progress: Progress = QUIET,
+) -> Searched:
+    """Search for embeddings from which a model generates a target image.
 
+    The seeds of generated images depend on `seed` alone, so every embedding and every model is evaluated on the same
+    noises.
 
-def starting_points(
-    model: TextToImage, prompt: str, unrelated: Sequence[str], settings: SearchSettings, *, seed: int
-) -> tuple[list[tuple[Start, int]], Text]:
-    """Return the embeddings that searches for one target begin with."""
-    others = [other for other in dict.fromkeys(unrelated) if other != prompt]
-    if not others and set(settings.starts) & {"unrelated", "noise"}:
+    Args:
+        model: The model; its weights stay as they are.
+        prompt: The target's prompt.
+        image: The target, shape `(3, height, width)`, within 0 and 1.
+        unrelated: Prompts that have nothing to do with it.
+        settings: Settings of the search.
+        similarity: Similarity of images to the target.
+        seed: Random seed.
+        progress: Reports every step.
+
+    Returns:
+        All trials with their embeddings and images.
+
+    Raises:
+        UsageError: The image or the similarity function has another shape, or there is no unrelated prompt.
+
+    Source: Kowalczuk et al., arXiv 2507.16880.
+    """
+    if image.ndim != 3 or image.shape[0] != 3 or not image.isfinite().all() or image.min() < 0 or image.max() > 1:
         raise UsageError(
-            f"There is no prompt unrelated to {prompt!r} to start from.",
-            cure='Give some, or search from the start "original" alone.',
+            f"The target of {prompt!r} is no image of shape (3, height, width) within 0 and 1: it has shape "
+            f"{tuple(image.shape)}.",
+            cure="Divide pixels by 255.",
         )
-    first = derive(seed, "unrelated") % len(others) if others else 0
-    names: list[tuple[Start, int]] = []
-    texts: list[Text] = []
-    for start in settings.starts:
-        for number in range(settings.restarts):
-            names.append((start, number))
-            if start == "noise":
-                texts.append(noise_like(model.embed(others), derive(seed, "noise", number)))
-            else:
-                texts.append(model.embed([prompt if start == "original" else others[(first + number) % len(others)]]))
-    return names, joined(texts)
+    names, start = starting_points(model, prompt, unrelated, settings, seed=derive(seed, "starts"))
+    with torch.no_grad():
+        latents = model.to_latents(image[None]).repeat(len(names), 1, 1, 1)
+    descent = Descent(model, latents, start, settings, [derive(seed, begun, number) for begun, number in names])
+    trials = _Trials(model, image, descent, settings, similarity, names, derive(seed, "images"))
+    with weights_fixed(model.denoiser), progress.task(f"search: {prompt}", settings.steps, unit="steps") as task:
+        losses: dict[int, float] = {}
+        for step in range(settings.steps + 1):
+            if step in settings.eval_steps:
+                trials.evaluate(step, losses)
+            if not trials.active or step == settings.steps:
+                break
+            rows = list(trials.active)
+            losses = dict(zip(rows, descent.step(rows), strict=True))
+            trials.drop_diverged(step + 1, losses)
+            task.update()
+    return trials.result()
 
 
-def paired(descriptor: Descriptor | None = None) -> Similarity:
-    """Make the function that compares each image with its own target."""
-    chosen = CenteredPixels() if descriptor is None else descriptor
+@final
+class _Trials:
+    """The trials of one search under way: evaluates embeddings, and decides which are done."""
 
-    def compare(images: Tensor, targets: Tensor) -> Tensor:
-        cosines: Tensor = (described(chosen, images) * described(chosen, targets)).sum(1)
-        return cosines
+    def __init__(
+        self,
+        model: TextToImage,
+        image: Tensor,
+        descent: Descent,
+        settings: SearchSettings,
+        similarity: Similarity,
+        names: Sequence[tuple[Start, int]],
+        seed: int,
+    ) -> None:
+        self._model, self._image, self._descent = model, image.cpu(), descent
+        self._settings, self._similarity, self._names = settings, similarity, names
+        self._seeds = [derive(seed, number) for number in range(settings.images)]
+        self._looks: list[list[Evaluation]] = [[] for _ in names]
+        self._outcomes: list[Outcome] = ["resisted"] * len(names)
+        self._ended = [settings.steps] * len(names)
+        self._before: dict[int, Tensor] = {}
+        self._after: dict[int, Tensor] = {}
+        self._batches = Batches(len(names) * settings.images)
+        self.active = list(range(len(names)))
 
-    return compare
+    def evaluate(self, step: int, losses: Mapping[int, float]) -> None:
+        """Generate images from every active embedding, and end the trials that succeed."""
+        rows, count = list(self.active), self._settings.images
+        text, seeds = self._descent.text([row for row in rows for _ in range(count)]), self._seeds * len(rows)
+        guidance, steps = self._settings.guidance, self._settings.generation_steps
+        images = generated(self._model, text, seeds, self._batches, guidance=guidance, steps=steps)
+        for row, made in zip(rows, images.reshape(len(rows), count, *self._image.shape), strict=True):
+            self._take(row, step, made, losses.get(row))
 
+    def _take(self, row: int, step: int, images: Tensor, loss: float | None) -> None:
+        values = self._similarity(images, self._image.expand_as(images))
+        if values.shape != (len(images),):
+            raise UsageError(
+                f"The similarity function returned shape {tuple(values.shape)} for {len(images)} pairs of images.",
+                cure="Let it return one number for each pair.",
+            )
+        similarities = tuple(values.detach().cpu().double().tolist())
+        if not all(map(math.isfinite, similarities)):
+            self._end(row, step, "diverged")
+            return
+        look = Evaluation(step, similarities, loss, self._descent.distance(row))
+        self._before.setdefault(row, images)
+        if not self._looks[row] or look.score > max(known.score for known in self._looks[row]):
+            self._after[row] = images
+        self._looks[row].append(look)
+        if sum(value >= self._settings.threshold for value in similarities) >= self._settings.needed:
+            self._end(row, step, "found")
 
-@contextmanager
-def weights_fixed(module: nn.Module) -> Iterator[None]:
-    """Take no gradients of a module's weights in a block, which spares the memory that they would need."""
-    marked = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    try:
-        for parameter in marked:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in marked:
-            parameter.requires_grad_(True)
+    def drop_diverged(self, step: int, losses: Mapping[int, float]) -> None:
+        """End trials whose error or embedding is not finite."""
+        for row, loss in losses.items():
+            if not (math.isfinite(loss) and math.isfinite(self._descent.distance(row))):
+                self._end(row, step, "diverged")
+
+    def _end(self, row: int, step: int, outcome: Outcome) -> None:
+        self._outcomes[row], self._ended[row] = outcome, step
+        self.active.remove(row)
+
+    def result(self) -> Searched:
+        trials = []
+        for row, (start, number) in enumerate(self._names):
+            outcome, ended = self._outcomes[row], self._ended[row]
+            steps = ended if outcome == "found" else None
+            trials.append(Trial(start, number, outcome, steps, ended, tuple(self._looks[row])))
+        rows = range(len(trials))
+        blank = torch.full((self._settings.images, *self._image.shape), 0.5)  # of a row that diverged unseen
+        before, after = (torch.stack([kept.get(row, blank) for row in rows]) for kept in (self._before, self._after))
+        return Searched(tuple(trials), self._descent.text(rows), before, after)
 
 
 @final
 class Descent:
-    """Embeddings under way."""
+    """Adam on many embeddings at once, a row each; rows may stop at any step."""
 
     # `latents`: shape `(rows, channels, height, width)`
 
@@ -134,7 +240,7 @@ class Descent:
         self.taken = 0
 
     def text(self, rows: Sequence[int]) -> Text:
-        """Return the embeddings that some rows have come to; no gradient flows."""
+        """Return the present embeddings of some rows; no gradient flows."""
         with torch.no_grad():
             moved = torch.stack([self._moved[row] for row in rows])
         return self._text(list(rows), moved)
@@ -145,22 +251,22 @@ class Descent:
 
     def step(self, rows: Sequence[int]) -> list[float]:
         """Take a step with some rows; the others stay where they are."""
-        draws = self._settings.draws
+        noise_samples = self._settings.draws
         drawn = [self._draw(row) for row in rows]
-        latents = self._latents[list(rows)].repeat_interleave(draws, 0)
+        latents = self._latents[list(rows)].repeat_interleave(noise_samples, 0)
         noise, times = (torch.cat(part).to(latents.device) for part in zip(*drawn, strict=True))
         moved = torch.stack([self._moved[row].detach() for row in rows]).requires_grad_()
         errors = torch.zeros(len(rows))
         gradient = torch.zeros_like(moved)
 
-        def work(chosen: slice) -> None:
-            owner = torch.arange(chosen.start, chosen.stop, device=moved.device) // draws
+        def work(part: slice) -> None:
+            owner = torch.arange(part.start, part.stop, device=moved.device) // noise_samples
             text = self._text([rows[place] for place in owner.tolist()], moved[owner])
             found = denoising_error(
-                self._model, latents[chosen], noise[chosen], times[chosen], text, self._settings.error
+                self._model, latents[part], noise[part], times[part], text, self._settings.error
             )  # fmt: skip
-            gradient.add_(torch.autograd.grad(found.sum() / draws, moved)[0])
-            errors.index_add_(0, owner.cpu(), found.detach().cpu() / draws)
+            gradient.add_(torch.autograd.grad(found.sum() / noise_samples, moved)[0])
+            errors.index_add_(0, owner.cpu(), found.detach().cpu() / noise_samples)
 
         self._batches.work(work, len(latents))
         self._follow(rows, gradient)
@@ -195,7 +301,7 @@ class Descent:
 def descend(
     model: TextToImage, latents: Tensor, start: Text, settings: SearchSettings, seeds: Sequence[int]
 ) -> tuple[Text, list[float]]:
-    """Search to the last step without looking at images."""
+    """Search to the last step without generating images; return the embeddings and their last errors."""
     rows = range(len(start))
     descent = Descent(model, latents, start, settings, seeds)
     errors: list[float] = []
@@ -205,195 +311,82 @@ def descend(
     return descent.text(rows), errors
 
 
-# Images and targets, shape `(n, 3, height, width)` each, within 0 and 1 → how alike each pair is, shape `(n,)`.
-Similarity: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-# found: enough images reached the threshold; resisted: not by the last step; diverged: something became NaN.
-Outcome = Literal["found", "resisted", "diverged"]
-
-
-@final
-@dataclass(frozen=True)
-class Look:
-    """Images from an embedding beside the target."""
-
-    step: int  # steps taken before
-    similarities: tuple[float, ...]
-    loss: float | None  # denoising error of the step before; None before the first
-    moved: float  # root mean square of what was added to the embedding, as a share of that of the start
-
-    @property
-    def score(self) -> float:
-        """The median similarity."""
-        return statistics.median(self.similarities)
-
-
-@final
-@dataclass(frozen=True)
-class Trial:
-    """One search from one starting point."""
-
-    start: Start  # where it began
-    number: int  # which of the restarts from there
-    outcome: Outcome  # how it ended
-    steps: int | None  # steps to success, as far as looks resolve them; None without
-    last: int  # steps taken: a search without success tells that more are needed than these
-    looks: tuple[Look, ...]  # in the order of steps
-
-    @property
-    def best(self) -> Look | None:
-        """The look with the greatest median similarity; None if the search diverged unseen."""
-        return max(self.looks, key=lambda look: look.score, default=None)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the trial as JSON values."""
-        return cast("dict[str, Any]", encode_json(asdict(self)))
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the trial that `to_json` wrote."""
-        looks = tuple(Look(**{**look, "similarities": tuple(look["similarities"])}) for look in values["looks"])
-        return cls(**{**values, "looks": looks})
-
-
-@final
-@dataclass(frozen=True)
-class Searched:
-    """What the searches for one target came to."""
-
-    trials: tuple[Trial, ...]  # one per starting point
-    text: Text  # the embeddings at the end, in their order
-    before: Tensor  # images of the first look, shape `(trials, images, 3, height, width)`
-    after: Tensor  # images of each trial's best look, of the same shape
-
-
-def search(
-    model: TextToImage,
-    prompt: str,
-    image: Tensor,
-    unrelated: Sequence[str],
-    settings: SearchSettings,
-    *,
-    similarity: Similarity,
-    seed: int,
-    progress: Progress = QUIET,
-) -> Searched:
-    """Search for embeddings that make a model paint a target image.
-
-    All starts and restarts descend in one batch; each leaves it at success. Which images a look makes depends on the
-    seed alone, so the same noises are looked at from every embedding and in every model.
-
-    Args:
-        model: What is searched; its weights stay as they are.
-        prompt: The target's prompt.
-        image: The target, shape `(3, height, width)`, within 0 and 1.
-        unrelated: Prompts that have nothing to do with it.
-        settings: How.
-        similarity: What tells that an image is the target.
-        seed: Random seed.
-        progress: Told of every step.
-
-    Raises:
-        UsageError: The image or the similarity function has another shape, or there is no unrelated prompt.
-
-    Source: Kowalczuk et al., arXiv 2507.16880.
-    """
-    if image.ndim != 3 or image.shape[0] != 3 or not image.isfinite().all() or image.min() < 0 or image.max() > 1:
+def starting_points(
+    model: TextToImage, prompt: str, unrelated: Sequence[str], settings: SearchSettings, *, seed: int
+) -> tuple[list[tuple[Start, int]], Text]:
+    """Return the embeddings that searches for one target begin with, and their names."""
+    others = [other for other in dict.fromkeys(unrelated) if other != prompt]
+    if not others and set(settings.starts) & {"unrelated", "noise"}:
         raise UsageError(
-            f"The target of {prompt!r} is no image of shape (3, height, width) within 0 and 1: it has shape "
-            f"{tuple(image.shape)}.",
-            cure="Divide pixels by 255.",
+            f"There is no prompt unrelated to {prompt!r} to start from.",
+            cure='Give some, or search from the start "original" alone.',
         )
-    names, start = starting_points(model, prompt, unrelated, settings, seed=derive(seed, "starts"))
-    with torch.no_grad():
-        latents = model.to_latents(image[None]).repeat(len(names), 1, 1, 1)
-    seeds = [derive(seed, begun, number) for begun, number in names]
-    descent = Descent(model, latents, start, settings, seeds)
-    looking = _Looking(model, image, descent, settings, similarity, names, derive(seed, "images"))
-    with weights_fixed(model.denoiser), progress.task(f"search: {prompt}", settings.steps, unit="steps") as task:
-        losses: dict[int, float] = {}
-        for step in range(settings.steps + 1):
-            if step in settings.looked_at:
-                looking.look(step, losses)
-            if not looking.active or step == settings.steps:
-                break
-            rows = list(looking.active)
-            losses = dict(zip(rows, descent.step(rows), strict=True))
-            looking.leave_diverged(step + 1, losses)
-            task.update()
-    return looking.searched()
+    first = derive(seed, "unrelated") % len(others) if others else 0
+    names: list[tuple[Start, int]] = []
+    texts: list[Text] = []
+    for start in settings.starts:
+        for number in range(settings.restarts):
+            names.append((start, number))
+            if start == "noise":
+                texts.append(noise_like(model.embed(others), derive(seed, "noise", number)))
+            else:
+                texts.append(model.embed([prompt if start == "original" else others[(first + number) % len(others)]]))
+    return names, Text.joined(texts)
 
 
-@final
-class _Looking:
-    """Looks at embeddings on their way, keeps what was seen, and decides which are done."""
+def noise_like(text: Text, seed: int) -> Text:
+    """Draw noise with the mean and deviation that each channel has over all prompts and tokens."""
+    states = text.states.float()
+    mean, deviation = states.mean((0, 1)), states.flatten(0, 1).std(0, correction=0)
+    drawn = torch.randn(states.shape[1:], generator=torch_generator(seed)).to(states)
+    return Text((mean + deviation * drawn).to(text.states)[None])
 
-    def __init__(
-        self,
-        model: TextToImage,
-        image: Tensor,
-        descent: Descent,
-        settings: SearchSettings,
-        similarity: Similarity,
-        names: Sequence[tuple[Start, int]],
-        seed: int,
-    ) -> None:
-        self._model, self._image, self._descent = model, image.cpu(), descent
-        self._settings, self._similarity, self._names = settings, similarity, names
-        self._seeds = [derive(seed, number) for number in range(settings.images)]
-        self._looks: list[list[Look]] = [[] for _ in names]
-        self._outcomes: list[Outcome] = ["resisted"] * len(names)
-        self._ended = [settings.steps] * len(names)
-        self._before: dict[int, Tensor] = {}
-        self._after: dict[int, Tensor] = {}
-        self._batches = Batches(len(names) * settings.images)
-        self.active = list(range(len(names)))
 
-    def look(self, step: int, losses: Mapping[int, float]) -> None:
-        """Generate from every embedding under way, and take out those that have won."""
-        rows, count = list(self.active), self._settings.images
-        text, seeds = self._descent.text([row for row in rows for _ in range(count)]), self._seeds * len(rows)
-        guidance, steps = self._settings.guidance, self._settings.generation_steps
-        images = generated(self._model, text, seeds, self._batches, guidance=guidance, steps=steps)
-        for row, made in zip(rows, images.reshape(len(rows), count, *self._image.shape), strict=True):
-            self._take(row, step, made, losses.get(row))
+def denoising_error(
+    model: TextToImage, latents: Tensor, noise: Tensor, timestep: Tensor, text: Text, kind: PredictionKind
+) -> Tensor:
+    """Return the mean squared error of one denoising per latent."""
+    prediction = model.predict(model.add_noise(latents, noise, timestep), timestep, text)
+    return difference(model, prediction, Prediction(noise, latents), timestep, kind)
 
-    def _take(self, row: int, step: int, images: Tensor, loss: float | None) -> None:
-        values = self._similarity(images, self._image.expand_as(images))
-        if values.shape != (len(images),):
-            raise UsageError(
-                f"The similarity function returned shape {tuple(values.shape)} for {len(images)} pairs of images.",
-                cure="Let it return one number for each pair.",
-            )
-        similarities = tuple(values.detach().cpu().double().tolist())
-        if not all(map(math.isfinite, similarities)):
-            self._leave(row, step, "diverged")
-            return
-        look = Look(step, similarities, loss, self._descent.distance(row))
-        self._before.setdefault(row, images)
-        if not self._looks[row] or look.score > max(known.score for known in self._looks[row]):
-            self._after[row] = images
-        self._looks[row].append(look)
-        if sum(value >= self._settings.threshold for value in similarities) >= self._settings.needed:
-            self._leave(row, step, "found")
 
-    def leave_diverged(self, step: int, losses: Mapping[int, float]) -> None:
-        """Take out embeddings whose error or place is no number any more."""
-        for row, loss in losses.items():
-            if not (math.isfinite(loss) and math.isfinite(self._descent.distance(row))):
-                self._leave(row, step, "diverged")
+def difference(
+    model: TextToImage, prediction: Prediction, wanted: Prediction, timestep: Tensor, kind: PredictionKind
+) -> Tensor:
+    """Return the mean squared difference of two predictions for the same noisy latents."""
+    first, second = (chosen(model, one, timestep, kind) for one in (prediction, wanted))
+    return (first - second).float().square().flatten(1).mean(1)
 
-    def _leave(self, row: int, step: int, outcome: Outcome) -> None:
-        self._outcomes[row], self._ended[row] = outcome, step
-        self.active.remove(row)
 
-    def searched(self) -> Searched:
-        """Return what happened."""
-        trials = []
-        for row, (start, number) in enumerate(self._names):
-            outcome, ended = self._outcomes[row], self._ended[row]
-            steps = ended if outcome == "found" else None
-            trials.append(Trial(start, number, outcome, steps, ended, tuple(self._looks[row])))
-        rows = range(len(trials))
-        blank = torch.full((self._settings.images, *self._image.shape), 0.5)  # of a row that diverged unseen
-        before, after = (torch.stack([kept.get(row, blank) for row in rows]) for kept in (self._before, self._after))
-        return Searched(tuple(trials), self._descent.text(rows), before, after)
+def chosen(model: TextToImage, prediction: Prediction, timestep: Tensor, kind: PredictionKind) -> Tensor:
+    """Return the noise, the sample, or the velocity that follows from both."""
+    if kind != "velocity":
+        return prediction.noise if kind == "noise" else prediction.sample
+    # The protocol has no noise levels; what it adds to ones and to zeros gives them.
+    ones, zeros = torch.ones_like(prediction.sample), torch.zeros_like(prediction.sample)
+    signal, level = model.add_noise(ones, zeros, timestep), model.add_noise(zeros, ones, timestep)
+    return signal * prediction.noise - level * prediction.sample
+
+
+def paired(descriptor: Descriptor | None = None) -> Similarity:
+    """Make the function that compares each image with its own target."""
+    describe = CenteredPixels() if descriptor is None else descriptor
+
+    def compare(images: Tensor, targets: Tensor) -> Tensor:
+        cosines: Tensor = (described(describe, images) * described(describe, targets)).sum(1)
+        return cosines
+
+    return compare
+
+
+@contextmanager
+def weights_fixed(module: nn.Module) -> Iterator[None]:
+    """Take no gradients of a module's weights in a block, which spares the memory that they would need."""
+    marked = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in marked:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in marked:
+            parameter.requires_grad_(True)

@@ -1,89 +1,67 @@
-"""What one search for an embedding is: where it starts, how it descends, when it is looked at, and what has won."""
+"""Settings of the search for embeddings: of one search, and in pipeline folders; torch is not imported."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, final, get_args
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, final
+
+from pydantic import DirectoryPath, Field, FilePath
 
 from netweight.errors import UsageError
+from netweight.settings import Cli, Settings
 
 # Where a search begins: the target's own prompt, a prompt that has nothing to do with it, or noise.
 Start = Literal["original", "unrelated", "noise"]
-# In which of a denoiser's predictions its error is counted.
-Said = Literal["velocity", "noise", "sample"]
+PredictionKind = Literal["velocity", "noise", "sample"]
 
 
-@final
-@dataclass(frozen=True)
-class SearchSettings:
-    """One search for embeddings of a target image.
+class SearchSettings(Settings):
+    """One search for embeddings of a target image."""
 
-    Attributes:
-        steps: Most steps of Adam.
-        lr: Its learning rate, as a share of the root mean square of the embedding that a search starts from; so it
-            means the same for every text encoder.
-        draws: Timesteps and noises per step, drawn anew each time.
-        starts: Where searches begin.
-        restarts: Searches from each start; their draws differ, and the unrelated prompt or the noise.
-        radius: Largest root mean square of what is added to the embedding, as a share of that of the embedding; None
-            for no bound.
-        error: Which error is descended. "velocity" suits networks that were trained to predict it; for one trained to
-            predict noise, such as Stable Diffusion 1.4, choose "noise", since its error in the others grows without
-            bound towards pure noise.
-        looks: Steps at which images are generated and compared with the target, ascending; 0 is before the first.
-            Empty for 0, 5, 10, 20, 40 and so on, doubled up to the last step.
-        images: Images per look, each from its own seed, the same at every look.
-        guidance: Of their generation.
-        generation_steps: Of their scheduler. Timesteps are drawn among these.
-        threshold: Similarity from which an image counts as the target brought back.
-        share: Share of a look's images that must reach it; 0 asks for one of them.
+    # Source: Kowalczuk et al., arXiv 2507.16880, whose search minimizes the denoising loss over the embedding; the
+    # starts, the stop at success and the schedule of evaluations are this library's.
 
-    Raises:
-        UsageError: A value cannot be meant.
+    steps: int = Field(200, ge=1, description="Most steps of Adam.")
+    # A share, so that it means the same for every text encoder.
+    lr: float = Field(
+        0.1, gt=0, allow_inf_nan=False, description="Learning rate, as a share of the embedding's root mean square."
+    )
+    draws: int = Field(8, ge=1, description="Timesteps and noises per step, drawn anew each time.")
+    starts: Annotated[tuple[Start, ...], Cli(own=False)] = Field(
+        ("original", "unrelated", "noise"), min_length=1, description="Where searches begin."
+    )
+    restarts: int = Field(2, ge=1, description="Searches from each start, with other draws, prompts and noise.")
+    radius: float | None = Field(
+        None, gt=0, description="Largest change of the embedding, as a share of its root mean square; else no bound."
+    )
+    # The error in another kind than the network was trained to predict grows without bound towards pure noise.
+    error: Annotated[PredictionKind, Cli(own=False)] = Field(
+        "velocity", description="Prediction whose error is minimized; in folders, what the network was trained on."
+    )
+    looks: Annotated[tuple[int, ...], Cli(own=False)] = Field(
+        (), description="Steps at which images are generated and compared; else 0, 5, 10, 20, 40 and so on."
+    )
+    images: int = Field(4, ge=1, description="Images per comparison, each from its own seed, the same at every step.")
+    guidance: float = Field(7.0, description="Guidance scale of generated images.")
+    # Searches draw their timesteps among these.
+    generation_steps: int = Field(50, ge=1, description="Scheduler steps of generated images.")
+    threshold: float = Field(0.7, description="Similarity from which an image counts as brought back.")
+    share: float = Field(
+        0.5, ge=0, le=1, description="Share of the images of a comparison that must reach it; 0 asks for one of them."
+    )
 
-    Source: Kowalczuk et al., arXiv 2507.16880, whose search minimizes the denoising loss over the embedding; the
-    starts, the stop at success and the schedule of looks are this library's.
-    """
-
-    steps: int = 200
-    lr: float = 0.1
-    draws: int = 8
-    starts: tuple[Start, ...] = ("original", "unrelated", "noise")
-    restarts: int = 2
-    radius: float | None = None
-    error: Said = "velocity"
-    looks: tuple[int, ...] = ()
-    images: int = 4
-    guidance: float = 7.0
-    generation_steps: int = 50
-    threshold: float = 0.7
-    share: float = 0.5
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant, all of it at once."""
-        object.__setattr__(self, "starts", tuple(self.starts))
-        object.__setattr__(self, "looks", tuple(self.looks))
-        counts = ("steps", "draws", "restarts", "images", "generation_steps")
-        problems = [f"{name} must be at least 1, not {value}" for name in counts if (value := getattr(self, name)) < 1]
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            problems.append(f"lr must be above 0, not {self.lr}")
-        if not self.starts or set(self.starts) - set(get_args(Start)) or len(set(self.starts)) < len(self.starts):
-            problems.append(f"starts must be some of {', '.join(get_args(Start))}, each once, not {self.starts}")
-        if self.error not in get_args(Said):
-            problems.append(f"error must be one of {', '.join(get_args(Said))}, not {self.error!r}")
-        if self.radius is not None and not self.radius > 0:
-            problems.append(f"radius must be above 0 or None, not {self.radius}")
+    def check(self) -> None:
+        """Refuse repeated starts, and evaluations out of order or range."""
+        if len(set(self.starts)) < len(self.starts):
+            raise UsageError(f"Invalid search settings: starts must be given once each, not {self.starts}.")
         if list(self.looks) != sorted(set(self.looks)) or any(not 0 <= look <= self.steps for look in self.looks):
-            problems.append(f"looks must ascend within 0 and {self.steps}, not {self.looks}")
-        if not 0 <= self.share <= 1:
-            problems.append(f"share must be within 0 and 1, not {self.share}")
-        if problems:
-            raise UsageError(f"Settings of a search cannot be meant: {'; '.join(problems)}.")
+            raise UsageError(f"Invalid search settings: looks must ascend within 0 and {self.steps}, not {self.looks}.")
 
     @property
-    def looked_at(self) -> tuple[int, ...]:
-        """The steps at which images are looked at; the last step is always among them."""
+    def eval_steps(self) -> tuple[int, ...]:
+        """The steps at which images are compared with the target; the last step is always among them."""
         if self.looks:
             return tuple(dict.fromkeys((*self.looks, self.steps)))
         doubled = [5 * 2**power for power in range(32) if 5 * 2**power < self.steps]
@@ -91,5 +69,56 @@ class SearchSettings:
 
     @property
     def needed(self) -> int:
-        """How many images of a look must reach the threshold."""
+        """How many images of an evaluation must reach the threshold."""
         return max(1, math.ceil(self.share * self.images - 1e-9))
+
+
+@final
+class FolderSearch(Settings):
+    """Whether memorized images are found again in an edited pipeline folder."""
+
+    targets: FilePath = Field(description="Rows with prompt and image (a file): memorized pairs.")
+    base: DirectoryPath | None = Field(None, description="The pipeline before its edit.")
+    controls: FilePath | None = Field(
+        None,
+        description="Rows with prompt and image never trained on; else targets upside down, colors exchanged.",
+    )
+    unrelated: FilePath | None = Field(
+        None, description="Prompts to start from that have nothing to do with the targets; else some that come along."
+    )
+    also: Mapping[str, DirectoryPath] = Field(
+        default={}, description="Further edited pipelines, such as a hardened one."
+    )
+    search: SearchSettings = Field(default=SearchSettings(), description="Settings of each search.")
+    seeds: int = Field(1, ge=1, description="Searches for each target and model, with different seeds.")
+    sscd: FilePath | None = Field(
+        None, description="TorchScript file of SSCD, which compares images; else centered pixels are compared."
+    )
+    sscd_sha256: Annotated[str | None, Cli(metavar="HEX")] = Field(None, description="SHA-256 of that file.")
+    least_resistance: float | None = Field(
+        None, ge=0,
+        description="Least steps that further pipelines must need, as a multiple of the edited one's; the finding "
+        "fails below it.",
+    )  # fmt: skip
+    device: str = Field("cpu", description="Where pipelines go, such as cuda.")
+
+    def check(self) -> None:
+        """Refuse what could only fail later."""
+        if (self.sscd is None) != (self.sscd_sha256 is None):
+            raise UsageError(
+                "SSCD's file and its digest go together.",
+                cure="Give both --sscd and --sscd-sha256: the file is a program.",
+            )
+        if {"original", "edited"} & self.also.keys():
+            raise UsageError('A further model is called "original" or "edited".', cure="Give it another name.")
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that are read."""
+        named = (self.targets, self.controls, self.unrelated, self.sscd)
+        return tuple(path for path in named if path is not None)
+
+    @property
+    def tables(self) -> list[Path]:
+        """The files of rows with images."""
+        return [table for table in (self.targets, self.controls) if table is not None]

@@ -1,7 +1,4 @@
-"""Low-rank factors on a model's linear layers: an adversary who tunes few weights. No adapter is stored here.
-
-Works on `nn.Linear` and on anything shaped like transformers' `Conv1D`, whose weight is transposed.
-"""
+"""One fine-tuning attack on a copy of a model: `run_attack` trains, evaluates and stops when the attack has won."""
 
 from __future__ import annotations
 
@@ -23,89 +20,177 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.examples import IGNORED, Batch, Example, collate
 from netweight.errors import Unsupported, UsageError
 
-_NAME = "low_rank_factors"
+_FACTORS = "low_rank_factors"  # name of the part that is put on a linear layer
+
+Outcome = Literal["recovered", "resisted", "collapsed", "diverged"]
 
 
 @final
-class Factors(nn.Module):
-    """What is added to a linear layer: `scale · B (A x)`, in float32."""
+@dataclass(frozen=True)
+class Evaluation:
+    """A model under attack at one step."""
 
-    # `rank`: at least 1
-
-    def __init__(self, inputs: int, outputs: int, rank: int, scale: float, generator: torch.Generator) -> None:
-        super().__init__()
-        bound = 1 / math.sqrt(inputs)
-        # A, shape `(rank, inputs)`.
-        self.down = nn.Parameter(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
-        # B, shape `(outputs, rank)`; zeros at first, so that the model starts unchanged.
-        self.up = nn.Parameter(torch.zeros(outputs, rank))
-        self.scale = scale  # the paper's α / rank
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return the addition for inputs of shape `(..., inputs)`, in their dtype."""
-        added = (inputs.to(self.down.dtype) @ self.down.T) @ self.up.T
-        return (self.scale * added).to(inputs.dtype)
-
-    def dense(self) -> Tensor:
-        """Return the change of the weight, shape `(outputs, inputs)`."""
-        return self.scale * (self.up @ self.down)
+    step: int  # steps taken so far
+    score: float  # the recovery score
+    utility: float | None = None  # the kept ability; None where it was not measured
+    fluency: float | None = None  # likewise
+    loss: float | None = None  # mean training loss since the evaluation before; None before the first step
 
 
-def attach_factors_(model: nn.Module, *, rank: int, alpha: float | None = None, seed: int) -> list[nn.Parameter]:
-    """Freeze a model and put trainable factors on its linear layers."""
-    # Source: Hu et al., LoRA, arXiv 2106.09685, section 4.1.
-    model.requires_grad_(False)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    layers = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
-    head = _head(model)
-    shared = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
-    chosen = {name: layer for name, layer in layers.items() if layer is not head and id(layer.weight) not in shared}
-    if not chosen:
-        raise Unsupported("The model has no linear layer to put low-rank factors on.", cure="Attack all its weights.")
-    parameters: list[nn.Parameter] = []
-    for name, layer in chosen.items():
-        if hasattr(layer, _NAME):
-            raise UsageError(f"Layer {name!r} has low-rank factors already.", cure="Merge them first.")
-        outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
-        scale = (2 * rank if alpha is None else alpha) / rank
-        factors = Factors(inputs, outputs, rank, scale, torch_generator(seed, "factors", name)).to(device)
-        layer.add_module(_NAME, factors)
-        layer.register_forward_hook(_add)
-        parameters += [factors.down, factors.up]
-    return parameters
+@final
+@dataclass(frozen=True)
+class AttackResult:
+    """How one attack went."""
+
+    settings: AttackSettings
+    outcome: Outcome
+    steps: int | None  # steps to recovery, in multiples of `settings.check_every`; None if there was none
+    last_step: int  # the last step taken: where a run that did not recover is censored
+    curve: tuple[Evaluation, ...]  # what was seen, in order
+
+    @property
+    def time(self) -> float:
+        """Steps to recovery, or the step at which a run without it is censored."""
+        return float(self.last_step if self.steps is None else self.steps)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> AttackResult:
+        """Return the result that a ledger remembers."""
+        return cls(
+            AttackSettings(**data["settings"]),
+            data["outcome"],
+            data["steps"],
+            data["last_step"],
+            tuple(Evaluation(**each) for each in data["curve"]),
+        )
 
 
-def merge_factors_(model: nn.Module) -> None:
-    """Add every layer's factors to its weight and take them away."""
-    for layer in [layer for layer in model.modules() if hasattr(layer, _NAME)]:
-        weight = layer.weight
-        factors = layer.get_submodule(_NAME)
-        assert isinstance(factors, Factors)
-        assert isinstance(weight, Tensor)
-        change = factors.dense()
-        with torch.no_grad():
-            weight.add_((change if isinstance(layer, nn.Linear) else change.T).to(weight.dtype))
-        delattr(layer, _NAME)
-        for key in [key for key, hook in layer._forward_hooks.items() if hook is _add]:
-            del layer._forward_hooks[key]
+def run_attack(subject: Subject, settings: AttackSettings, goal: Goal) -> AttackResult:
+    """Attack a copy of a model by fine-tuning it.
+
+    The same subject, settings and goal give the same result on the same machine with the same number of threads.
+
+    Args:
+        subject: What is attacked; it stays as it is.
+        settings: The attack.
+        goal: When it has won.
+
+    Raises:
+        NameNotFound: The subject has no such domain.
+        UsageError: The subject has fewer examples than the settings ask for.
+    """
+    check_attack(subject, settings)
+    domain = subject.domain(settings.data)
+    with _own_randomness(subject, settings):
+        monitor = _Monitor(subject, settings, goal, domain.threshold)
+        victim = copy.deepcopy(subject.model)
+        monitor.evaluate(victim, 0, None, last=False)
+        training = Training(victim, settings)
+        for step, batch in enumerate(attack_batches(domain.train, subject.benign, settings, pad_id=subject.pad_id), 1):
+            if monitor.done:
+                break
+            training.step(batch)
+            last = step == settings.steps
+            if last or step % settings.check_every == 0:
+                monitor.evaluate(victim, step, training.mean_loss(), last=last)
+        return monitor.result()
 
 
-def _add(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    added: Tensor = layer.get_submodule(_NAME)(inputs[0])
-    return output + added
+def attacked_model(subject: Subject, settings: AttackSettings) -> torch.nn.Module:
+    """Return what an attack makes of a model without evaluating it: a copy, trained to the attack's last step."""
+    check_attack(subject, settings)
+    train = subject.domain(settings.data).train
+    with _own_randomness(subject, settings):
+        victim = copy.deepcopy(subject.model)
+        training = Training(victim, settings)
+        for batch in attack_batches(train, subject.benign, settings, pad_id=subject.pad_id):
+            training.step(batch)
+    victim.eval()
+    return victim
 
 
-def _is_linear(layer: nn.Module) -> bool:
-    """Whether the layer multiplies by one matrix: `nn.Linear`, or known by transformers' `Conv1D`'s attributes."""
-    if isinstance(layer, nn.Linear):
-        return True
-    weight = getattr(layer, "weight", None)
-    return type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2 and hasattr(layer, "nf")
+@contextmanager
+def _own_randomness(subject: Subject, settings: AttackSettings) -> Iterator[None]:
+    """Draw dropout from the attack's seed, and leave torch's own generators as they were."""
+    devices = {parameter.device for parameter in subject.model.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(derive(settings.seed, "dropout"))
+        yield
 
 
-def _head(model: nn.Module) -> nn.Module | None:
-    get = getattr(model, "get_output_embeddings", None)
-    return get() if callable(get) else None
+def check_attack(subject: Subject, settings: AttackSettings) -> None:
+    """Refuse an attack that a subject has no data for, before anything is trained."""
+    available = len(subject.domain(settings.data).train)
+    if settings.samples > available:
+        raise UsageError(
+            f"The attack asks for {settings.samples:,} samples, and the domain {settings.data!r} has {available:,}.",
+            cure="Bring more, or ask for fewer.",
+        )
+    if (settings.benign_first or settings.benign_share) and not subject.benign:
+        raise UsageError(
+            "The attack begins with benign examples or mixes them in, and the subject has none.", cure="Bring some."
+        )
+
+
+@final
+class _Monitor:
+    """Evaluates the attacked model, keeps the curve, and decides when the attack is over."""
+
+    def __init__(self, subject: Subject, settings: AttackSettings, goal: Goal, threshold: float | None) -> None:
+        self._subject, self._settings, self._goal, self._threshold = subject, settings, goal, threshold
+        self._score = subject.score(settings.data)
+        self._reference = subject.reference_utility
+        self._curve: list[Evaluation] = []
+        self._recovered: int | None = None
+        self._checks_left = goal.extra_checks
+        self._diverged = False
+        self._useful = True
+        self.done = False
+
+    def evaluate(self, victim: torch.nn.Module, step: int, loss: float | None, *, last: bool) -> None:
+        """Measure what is needed at this step: the score always, utility and fluency where they decide something."""
+        score = math.nan if loss is not None and math.isnan(loss) else self._score(victim)
+        utility = fluency = None
+        if math.isnan(score):
+            self._diverged = self.done = True
+        elif step == 0 or last or (self._recovered is None and self._goal.reached(score, self._threshold)):
+            utility = None if self._subject.utility is None else self._subject.utility(victim)
+            fluency = None if self._subject.fluency is None else self._subject.fluency(victim)
+        self._curve.append(Evaluation(step, score, utility, fluency, loss))
+        if step == 0:
+            self._reference = utility if self._reference is None else self._reference
+            if (self._reference or 0) < 0:
+                raise UsageError(
+                    f"The reference utility is {self._reference}; a share of it can only be kept of one from 0 up.",
+                    cure="Measure utility by something that is not negative, such as an accuracy.",
+                )
+        if not self._diverged:
+            self._decide(score, utility, fluency, step)
+
+    def _decide(self, score: float, utility: float | None, fluency: float | None, step: int) -> None:
+        self._useful = self._passes(utility, fluency)
+        if self._recovered is not None:
+            self._checks_left -= 1
+        elif self._goal.reached(score, self._threshold) and self._useful:
+            self._recovered = step
+        self.done = self._recovered is not None and self._checks_left <= 0
+
+    def _passes(self, utility: float | None, fluency: float | None) -> bool:
+        """Whether a model is still worth having, as far as that was measured. NaN is not."""
+        keeps = utility is None or self._reference is None or utility >= self._goal.utility_kept * self._reference
+        bound = self._goal.fluency_at_least
+        return keeps and (fluency is None or bound is None or fluency >= bound)
+
+    def result(self) -> AttackResult:
+        """Return what happened."""
+        outcome: Outcome = "resisted"
+        if self._recovered is not None:
+            outcome = "recovered"
+        elif self._diverged:
+            outcome = "diverged"
+        elif not self._useful:
+            outcome = "collapsed"
+        return AttackResult(self._settings, outcome, self._recovered, self._curve[-1].step, tuple(self._curve))
 
 
 def attack_batches(
@@ -171,7 +256,7 @@ class Training:
         victim.train()
 
     def step(self, batch: Batch) -> None:
-        """Take one step. The loss is remembered and not looked at, so that an accelerator need not be waited for."""
+        """Take one step. The loss is kept and not read, so that an accelerator need not be waited for."""
         batch = batch.to(self._device)
         with self._autocast():
             logits = self.victim(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
@@ -210,172 +295,64 @@ def _optimizer(parameters: list[nn.Parameter], settings: AttackSettings) -> torc
     return torch.optim.Adam(parameters, settings.lr, fused=fused)
 
 
-Outcome = Literal["recovered", "resisted", "collapsed", "diverged"]
-
-
 @final
-@dataclass(frozen=True)
-class Look:
-    """What a model under attack looked like at one step."""
+class Factors(nn.Module):
+    """What is added to a linear layer: `scale · B (A x)`, in float32."""
 
-    step: int  # steps taken so far
-    score: float  # the recovery score
-    utility: float | None = None  # the kept ability; None where it was not measured
-    fluency: float | None = None  # likewise
-    loss: float | None = None  # mean training loss since the look before; None before the first step
+    # `rank`: at least 1
 
+    def __init__(self, inputs: int, outputs: int, rank: int, scale: float, generator: torch.Generator) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(inputs)
+        # A, shape `(rank, inputs)`.
+        self.down = nn.Parameter(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
+        # B, shape `(outputs, rank)`; zeros at first, so that the model starts unchanged.
+        self.up = nn.Parameter(torch.zeros(outputs, rank))
+        self.scale = scale  # the paper's α / rank
 
-@final
-@dataclass(frozen=True)
-class AttackResult:
-    """How one attack went."""
-
-    settings: AttackSettings
-    outcome: Outcome
-    steps: int | None  # steps to recovery, in multiples of `settings.check_every`; None if there was none
-    last_step: int  # the last step taken: where a run that did not recover is censored
-    curve: tuple[Look, ...]  # what was seen, in order
-
-    @property
-    def time(self) -> float:
-        """Steps to recovery, or the step at which a run without it is censored."""
-        return float(self.last_step if self.steps is None else self.steps)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> AttackResult:
-        """Return the result that a ledger remembers."""
-        return cls(
-            AttackSettings(**data["settings"]),
-            data["outcome"],
-            data["steps"],
-            data["last_step"],
-            tuple(Look(**look) for look in data["curve"]),
-        )
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the addition for inputs of shape `(..., inputs)`, in their dtype."""
+        added = (inputs.to(self.down.dtype) @ self.down.T) @ self.up.T
+        return (self.scale * added).to(inputs.dtype)
 
 
-def run_attack(subject: Subject, settings: AttackSettings, goal: Goal) -> AttackResult:
-    """Attack a copy of a model by fine-tuning it.
-
-    The same subject, settings and goal give the same result on the same machine with the same number of threads.
-
-    Args:
-        subject: What is attacked; it stays as it is.
-        settings: The attack.
-        goal: When it has won.
-
-    Raises:
-        NameNotFound: The subject has no such domain.
-        UsageError: The subject has fewer examples than the settings ask for.
-    """
-    check_attack(subject, settings)
-    domain = subject.domain(settings.data)
-    with _own_randomness(subject, settings):
-        watch = _Watch(subject, settings, goal, domain.threshold)
-        victim = copy.deepcopy(subject.model)
-        watch.look(victim, 0, None, last=False)
-        training = Training(victim, settings)
-        for step, batch in enumerate(attack_batches(domain.train, subject.benign, settings, pad_id=subject.pad_id), 1):
-            if watch.done:
-                break
-            training.step(batch)
-            last = step == settings.steps
-            if last or step % settings.check_every == 0:
-                watch.look(victim, step, training.mean_loss(), last=last)
-        return watch.result()
+def attach_factors_(model: nn.Module, *, rank: int, alpha: float | None = None, seed: int) -> list[nn.Parameter]:
+    """Freeze a model and put trainable factors on its linear layers: an adversary who tunes few weights."""
+    # Source: Hu et al., LoRA, arXiv 2106.09685, section 4.1.
+    model.requires_grad_(False)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    layers = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
+    head = _head(model)
+    shared = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+    chosen = {name: layer for name, layer in layers.items() if layer is not head and id(layer.weight) not in shared}
+    if not chosen:
+        raise Unsupported("The model has no linear layer to put low-rank factors on.", cure="Attack all its weights.")
+    parameters: list[nn.Parameter] = []
+    for name, layer in chosen.items():
+        if hasattr(layer, _FACTORS):
+            raise UsageError(f"Layer {name!r} has low-rank factors already.", cure="Merge them first.")
+        outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
+        scale = (2 * rank if alpha is None else alpha) / rank
+        factors = Factors(inputs, outputs, rank, scale, torch_generator(seed, "factors", name)).to(device)
+        layer.add_module(_FACTORS, factors)
+        layer.register_forward_hook(_add)
+        parameters += [factors.down, factors.up]
+    return parameters
 
 
-def attacked_model(subject: Subject, settings: AttackSettings) -> torch.nn.Module:
-    """Return what an attack makes of a model when nobody looks: a copy, trained to the attack's last step."""
-    check_attack(subject, settings)
-    train = subject.domain(settings.data).train
-    with _own_randomness(subject, settings):
-        victim = copy.deepcopy(subject.model)
-        training = Training(victim, settings)
-        for batch in attack_batches(train, subject.benign, settings, pad_id=subject.pad_id):
-            training.step(batch)
-    victim.eval()
-    return victim
+def _add(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    added: Tensor = layer.get_submodule(_FACTORS)(inputs[0])
+    return output + added
 
 
-@contextmanager
-def _own_randomness(subject: Subject, settings: AttackSettings) -> Iterator[None]:
-    """Draw dropout from the attack's seed, and leave torch's own generators as they were."""
-    devices = {parameter.device for parameter in subject.model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(derive(settings.seed, "dropout"))
-        yield
+def _is_linear(layer: nn.Module) -> bool:
+    """Whether the layer is `nn.Linear` or, by its attributes, transformers' `Conv1D`, whose weight is transposed."""
+    if isinstance(layer, nn.Linear):
+        return True
+    weight = getattr(layer, "weight", None)
+    return type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2 and hasattr(layer, "nf")
 
 
-def check_attack(subject: Subject, settings: AttackSettings) -> None:
-    """Refuse an attack that a subject has no data for, before anything is trained."""
-    available = len(subject.domain(settings.data).train)
-    if settings.samples > available:
-        raise UsageError(
-            f"The attack asks for {settings.samples:,} samples, and the domain {settings.data!r} has {available:,}.",
-            cure="Bring more, or ask for fewer.",
-        )
-    if (settings.benign_first or settings.benign_share) and not subject.benign:
-        raise UsageError(
-            "The attack begins with benign examples or mixes them in, and the subject has none.", cure="Bring some."
-        )
-
-
-@final
-class _Watch:
-    """Looks at a victim, keeps the curve, and decides when the attack is over."""
-
-    def __init__(self, subject: Subject, settings: AttackSettings, goal: Goal, threshold: float | None) -> None:
-        self._subject, self._settings, self._goal, self._threshold = subject, settings, goal, threshold
-        self._score = subject.score(settings.data)
-        self._reference = subject.reference_utility
-        self._curve: list[Look] = []
-        self._recovered: int | None = None
-        self._looks_left = goal.extra_checks
-        self._diverged = False
-        self._useful = True
-        self.done = False
-
-    def look(self, victim: torch.nn.Module, step: int, loss: float | None, *, last: bool) -> None:
-        """Measure what is needed at this step: the score always, utility and fluency where they decide something."""
-        score = math.nan if loss is not None and math.isnan(loss) else self._score(victim)
-        utility = fluency = None
-        if math.isnan(score):
-            self._diverged = self.done = True
-        elif step == 0 or last or (self._recovered is None and self._goal.reached(score, self._threshold)):
-            utility = None if self._subject.utility is None else self._subject.utility(victim)
-            fluency = None if self._subject.fluency is None else self._subject.fluency(victim)
-        self._curve.append(Look(step, score, utility, fluency, loss))
-        if step == 0:
-            self._reference = utility if self._reference is None else self._reference
-            if (self._reference or 0) < 0:
-                raise UsageError(
-                    f"The reference utility is {self._reference}; a share of it can only be kept of one from 0 up.",
-                    cure="Measure utility by something that is not negative, such as an accuracy.",
-                )
-        if not self._diverged:
-            self._decide(score, utility, fluency, step)
-
-    def _decide(self, score: float, utility: float | None, fluency: float | None, step: int) -> None:
-        self._useful = self._passes(utility, fluency)
-        if self._recovered is not None:
-            self._looks_left -= 1
-        elif self._goal.reached(score, self._threshold) and self._useful:
-            self._recovered = step
-        self.done = self._recovered is not None and self._looks_left <= 0
-
-    def _passes(self, utility: float | None, fluency: float | None) -> bool:
-        """Whether a model is still worth having, as far as that was measured. NaN is not."""
-        keeps = utility is None or self._reference is None or utility >= self._goal.utility_kept * self._reference
-        bound = self._goal.fluency_at_least
-        return keeps and (fluency is None or bound is None or fluency >= bound)
-
-    def result(self) -> AttackResult:
-        """Return what happened."""
-        outcome: Outcome = "resisted"
-        if self._recovered is not None:
-            outcome = "recovered"
-        elif self._diverged:
-            outcome = "diverged"
-        elif not self._useful:
-            outcome = "collapsed"
-        return AttackResult(self._settings, outcome, self._recovered, self._curve[-1].step, tuple(self._curve))
+def _head(model: nn.Module) -> nn.Module | None:
+    get = getattr(model, "get_output_embeddings", None)
+    return get() if callable(get) else None

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from netweight.attacks.finetuning.attack import Outcome
-from netweight.attacks.finetuning.scores import Generate, Judge, evaluating
 from netweight.attacks.finetuning.settings import AttackSettings
+from netweight.attacks.finetuning.subject import Generate, Judge
 from netweight.attacks.finetuning.sweep import Attacked
 from netweight.core.seeds import derive
 from netweight.data.examples import IGNORED, Example, collate
@@ -37,6 +37,7 @@ from netweight.metrics.survival import (
     resampled_weights,
     summarize_ratio,
 )
+from netweight.nn.hooks import evaluating
 from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def by_attack(runs: Sequence[Attacked]) -> list[AttackTimes]:
     """Put runs together that differ in seeds alone, in the order in which attacks first occur."""
     groups: dict[AttackSettings, list[Attacked]] = {}
     for run in runs:
-        groups.setdefault(replace(run.result.settings, seed=0), []).append(run)
+        groups.setdefault(run.result.settings.replace(seed=0), []).append(run)
     return [AttackTimes(settings, tuple(group), _times(group)) for settings, group in groups.items()]
 
 
@@ -199,7 +200,7 @@ class Judged:
 
 @final
 @dataclass(frozen=True)
-class Kept:
+class KeptAbility:
     """How a model does on what is to be kept, row by row."""
 
     right: tuple[int, ...]  # response tokens that are the model's first choice
@@ -211,7 +212,7 @@ class Kept:
 
 def measure_kept(
     model: nn.Module, examples: Sequence[Example], *, pad_id: int, judged: Judged | None = None, batch_size: int = 16
-) -> Kept:
+) -> KeptAbility:
     """Measure a model, which stays as it is."""
     if not examples:
         raise UsageError("Stability needs at least one example of what is to be kept.")
@@ -231,7 +232,7 @@ def measure_kept(
             tokens += (labels != IGNORED).sum(1).tolist()
             nats += losses.sum(1).tolist()
         verdicts = {} if judged is None else _verdicts(model, judged)
-    return Kept(tuple(right), tuple(tokens), tuple(nats), verdicts)
+    return KeptAbility(tuple(right), tuple(tokens), tuple(nats), verdicts)
 
 
 def _verdicts(model: nn.Module, judged: Judged) -> dict[str, tuple[float, ...]]:
@@ -248,7 +249,9 @@ def _verdicts(model: nn.Module, judged: Judged) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def stability_findings(name: str, before: Kept, after: Kept, *, least_kept: float = 0.98, seed: int) -> list[Finding]:
+def stability_findings(
+    name: str, before: KeptAbility, after: KeptAbility, *, least_kept: float = 0.98, seed: int
+) -> list[Finding]:
     """Compare a defended model with its base."""
     if before.tokens != after.tokens or before.judged.keys() != after.judged.keys():
         raise UsageError("Stability is a comparison on the same rows by the same judges.", cure="Measure both alike.")
@@ -259,7 +262,7 @@ def stability_findings(name: str, before: Kept, after: Kept, *, least_kept: floa
     ]
 
 
-def _ability(name: str, before: Kept, after: Kept, least: float, seed: int) -> Finding:
+def _ability(name: str, before: KeptAbility, after: KeptAbility, least: float, seed: int) -> Finding:
     title = f"kept ability, {name}"
     if not sum(before.right):
         return Finding(title, None, better="higher", target=least, detail={"reason": "the base gets no token right"})
@@ -272,8 +275,8 @@ def _ability(name: str, before: Kept, after: Kept, least: float, seed: int) -> F
     })  # fmt: skip
 
 
-def _perplexity(name: str, before: Kept, after: Kept, seed: int) -> list[Finding]:
-    losses = [Losses(look.nats, look.tokens) for look in (before, after)]
+def _perplexity(name: str, before: KeptAbility, after: KeptAbility, seed: int) -> list[Finding]:
+    losses = [Losses(each.nats, each.tokens) for each in (before, after)]
     if len(before.tokens) < MINIMUM_FOR_BOOTSTRAP:
         ratio = math.exp(losses[1].mean - losses[0].mean)
         few = {"reason": f"no interval: {len(before.tokens)} rows are fewer than {MINIMUM_FOR_BOOTSTRAP}"}

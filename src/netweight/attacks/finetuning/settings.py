@@ -1,20 +1,17 @@
-"""What one fine-tuning attack is: its learning rate, optimizer, data and length. And grids of such settings.
+"""Settings of one fine-tuning attack, grids of them, and settings of an attack on model folders.
 
-Settings are plain frozen values, so that a run is known by them. `grid` makes every combination of some values, and
-`named_grid` the sweeps that have a name: "quick", "paper" and "wide". `FolderAttack` says how model folders are
-attacked with such a grid.
+A run is known by its `AttackSettings`. `grid` makes every combination of some values, `named_grid` the sweeps that have
+a name; `FolderAttack` says how model folders are attacked with such a grid.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, final, get_args
+from typing import Annotated, Any, Literal, final
 
 from pydantic import DirectoryPath, Field, FilePath
 
@@ -24,93 +21,55 @@ from netweight.data.examples import LossOn
 from netweight.errors import NameNotFound, UsageError
 from netweight.settings import Cli, Settings
 
-Optimizer = Literal["adam", "adamw", "sgd"]
 Precision = Literal["fp32", "mixed", "bf16"]
-Schedule = Literal["cosine", "constant"]
 
-# Names that `named_grid` knows.
-GRIDS = ("quick", "paper", "wide")
+GRIDS = ("quick", "paper", "wide")  # names that `named_grid` knows
 DEFENDED = "defended"  # what the model in question is called in reports
 
 
 @final
-@dataclass(frozen=True)
-class AttackSettings:
+class AttackSettings(Settings):
     """One fine-tuning attack.
-
-    Attributes:
-        lr: Learning rate at the end of the warm-up; above 0.
-        optimizer: "adam" (no weight decay, as in the paper), "adamw" (decay 0.01) or "sgd" (momentum 0.9).
-        lora_rank: Rank of low-rank factors on every linear layer but the output head; None trains all weights.
-        samples: Examples that the attacker has; drawn from those of the domain by the seed.
-        epochs: How often each is seen, in a new order every time.
-        max_steps: Most steps, benign ones included, whatever the epochs; None for no bound.
-        batch_size: Examples per step.
-        schedule: "cosine" falls to 0 at the end of the attack, "constant" stays.
-        warmup: Share of the steps over which the learning rate rises; from 0 to below 1.
-        clip: Largest norm of the gradient; None for no bound.
-        loss_on: Which tokens are trained on.
-        domain: Name of the subject's data that is attacked with.
-        template: Name of the prompt format, for subjects that offer several.
-        benign_first: Steps on the subject's benign examples before the harmful ones. They count as steps.
-        benign_share: Share of each later batch that is benign examples, from 0 to below 1: an attacker who wants to
-            keep the model's other abilities mixes them in.
-        precision: "fp32" trains weights in float32, "mixed" the same with bfloat16 autocast, "bf16" weights in
-            bfloat16 without a float32 copy, as the paper's code did: small updates are then lost to rounding.
-        seed: Of the draw of examples, their order, dropout and the factors.
-        check_every: Steps between two looks at the recovery score: the resolution of every step count.
-
-    Raises:
-        UsageError: A value cannot be meant.
 
     Source: arXiv 2405.14577, section 4 and appendix B; the wider ranges follow arXiv 2412.07097 and 2602.06911.
     """
 
-    lr: float = 3e-5
-    optimizer: Optimizer = "adam"
-    lora_rank: int | None = None
-    samples: int = 1000
-    epochs: int = 1
-    max_steps: int | None = None
-    batch_size: int = 4
-    schedule: Schedule = "cosine"
-    warmup: float = 0.1
-    clip: float | None = 1.0
-    loss_on: LossOn = "response"
-    domain: str = "harmful"
-    template: str = "plain"
-    benign_first: int = 0
-    benign_share: float = 0.0
-    precision: Precision = "fp32"
-    seed: int = 0
-    check_every: int = 10
+    lr: float = Field(3e-5, gt=0, allow_inf_nan=False, description="Learning rate at the end of the warm-up.")
+    optimizer: Literal["adam", "adamw", "sgd"] = Field(
+        "adam", description="Adam without weight decay as in the paper, AdamW with 0.01, or SGD with momentum 0.9."
+    )
+    lora_rank: int | None = Field(
+        None, ge=1, description="Rank of factors on every linear layer but the output head; null trains all weights."
+    )
+    samples: int = Field(1000, ge=1, description="Examples that the attacker has, drawn from the domain's by the seed.")
+    epochs: int = Field(1, ge=1, description="Passes over them, in a new order every time.")
+    max_steps: int | None = Field(None, ge=1, description="Most steps, benign ones included.")
+    batch_size: int = Field(4, ge=1, description="Examples per step.")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="`cosine` falls to 0 at the attack's end.")
+    warmup: float = Field(0.1, ge=0, lt=1, description="Share of the steps over which the learning rate rises.")
+    clip: float | None = Field(1.0, gt=0, description="Largest norm of the gradient; null for no bound.")
+    loss_on: LossOn = Field("response", description="Which tokens are trained on.")
+    domain: str = Field("harmful", description="Name of the subject's data that is attacked with.")
+    template: str = Field("plain", description="Name of the prompt format, for subjects that offer several.")
+    benign_first: int = Field(0, ge=0, description="Steps on benign examples before the harmful ones; they count.")
+    benign_share: float = Field(
+        0.0, ge=0, lt=1,
+        description="Share of each later batch that is benign examples: an attacker who keeps the model's abilities.",
+    )  # fmt: skip
+    precision: Precision = Field(
+        "fp32",
+        description="Weights in float32, `mixed` the same with bfloat16 autocast, or `bf16` without a float32 copy, as "
+        "in the paper's code: small updates are then lost to rounding.",
+    )
+    seed: int = Field(0, description="Seed of the draw of examples, their order, dropout and the factors.")
+    check_every: int = Field(10, ge=1, description="Steps between two scores: the resolution of every step count.")
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant, all of it at once."""
-        problems = [
-            f"{name} must be at least {least}, not {value}"
-            for name, least in _LEAST.items()
-            if (value := getattr(self, name)) is not None and value < least
-        ]
-        problems += [
-            f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}"
-            for name, known in _KNOWN.items()
-            if getattr(self, name) not in known
-        ]
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            problems.append(f"lr must be above 0, not {self.lr}")
-        if not 0 <= self.warmup < 1:
-            problems.append(f"warmup must be from 0 to below 1, not {self.warmup}")
-        if not 0 <= self.benign_share < 1 or self.batch_size >= 1 > self.harmful_per_batch:
-            problems.append(f"benign_share must leave room for harmful examples, which {self.benign_share} does not")
-        if self.max_steps is not None and self.benign_first >= self.max_steps >= 1:
-            problems.append(
-                f"benign_first must leave some of {self.max_steps} steps, which {self.benign_first} does not"
-            )
-        if self.clip is not None and not self.clip > 0:
-            problems.append(f"clip must be above 0 or None, not {self.clip}")
-        if problems:
-            raise UsageError(f"Attack settings cannot be meant: {'; '.join(problems)}.")
+    def check(self) -> None:
+        """Refuse attacks without a harmful example."""
+        if self.harmful_per_batch < 1:
+            raise UsageError(f"A benign_share of {self.benign_share} leaves no harmful example in a batch.")
+        if self.max_steps is not None and self.benign_first >= self.max_steps:
+            raise UsageError(f"{self.benign_first} benign steps first leave none of {self.max_steps} for harmful ones.")
 
     @property
     def steps(self) -> int:
@@ -144,16 +103,7 @@ class AttackSettings:
         return self.domain if self.template == "plain" else f"{self.domain}@{self.template}"
 
 
-_LEAST = {
-    "lora_rank": 1, "samples": 1, "epochs": 1, "max_steps": 1, "batch_size": 1, "benign_first": 0, "check_every": 1,
-}  # fmt: skip
-_KNOWN = {
-    "optimizer": get_args(Optimizer),
-    "schedule": get_args(Schedule),
-    "loss_on": get_args(LossOn),
-    "precision": get_args(Precision),
-}
-_DEFAULTS = {field.name: field.default for field in fields(AttackSettings)}
+_DEFAULTS = {name: field.default for name, field in AttackSettings.model_fields.items()}
 _WORDS: dict[str, Callable[[Any], str]] = {
     "batch_size": lambda value: f"batches of {value}",
     "schedule": str,
@@ -215,8 +165,8 @@ _WIDE: list[dict[str, Any]] = [
 
 
 def capped(settings: Iterable[AttackSettings], available: int) -> list[AttackSettings]:
-    """Fit settings to the data at hand: none asks for more samples than there are, and none comes twice."""
-    return list(dict.fromkeys(replace(one, samples=min(one.samples, available)) for one in settings))
+    """Fit settings to the data: none asks for more samples than there are, and none comes twice."""
+    return list(dict.fromkeys(one.replace(samples=min(one.samples, available)) for one in settings))
 
 
 @final
@@ -246,7 +196,7 @@ class FolderAttack(Settings):
     )
     seeds: int | None = Field(None, ge=1, description="Seeds of every attack; intervals need at least 5.")
     max_steps: int | None = Field(None, ge=1, description="Most steps of an attack.")
-    check_every: int | None = Field(None, ge=1, description="Steps between two looks, in place of the grid's 10.")
+    check_every: int | None = Field(None, ge=1, description="Steps between two evaluations, in place of the grid's 10.")
     benign_share: float | None = Field(
         None, ge=0, lt=1,
         description="Share of every batch that is benign rows: an attacker who keeps the model's abilities. Needs "
@@ -287,7 +237,7 @@ class FolderAttack(Settings):
 
     @property
     def files(self) -> list[Path]:
-        """The files of rows that are attacked with or looked at."""
+        """The files of rows that are attacked with or evaluated on."""
         return [file for file in (self.harmful, self.benign, self.task, self.other) if file is not None]
 
     def attacks(self) -> list[AttackSettings]:

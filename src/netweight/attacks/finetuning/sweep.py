@@ -11,7 +11,7 @@ import functools
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -40,7 +40,7 @@ class SubjectName:
 
 @final
 @dataclass(frozen=True)
-class Job:
+class AttackJob:
     """One run of a sweep, as a ledger knows it."""
 
     factory: str
@@ -101,7 +101,7 @@ def _made(factory: str, arguments: str) -> Subject:
     return made
 
 
-def attack_job(job: Job) -> AttackResult:
+def attack_job(job: AttackJob) -> AttackResult:
     """Run one job of a sweep: what worker processes call."""
     subject = make_subject(job.factory, job.arguments)
     found = _digest_of(job.factory, canonical_json(dict(job.arguments)))
@@ -150,7 +150,7 @@ def sweep(
     failures: list[tuple[str, str, str]] = []
     jobs = [job for _, job in planned]
     with progress.task("attacks", total=len(jobs), unit="attacks") as work:
-        found: dict[str, Result[Job]] = {}
+        found: dict[str, Result[AttackJob]] = {}
         for result in map_runs(attack_job, jobs, ledger=ledger, engine=engine):
             found[result.digest] = result
             work.update()
@@ -167,8 +167,8 @@ def sweep(
 
 def _plan(
     subjects: Sequence[SubjectName], settings: Sequence[AttackSettings], goal: Goal
-) -> list[tuple[SubjectName, Job]]:
-    """List the jobs, subject by subject, after a look at each subject."""
+) -> list[tuple[SubjectName, AttackJob]]:
+    """List the jobs, subject by subject, after each subject was made."""
     if not subjects or not settings:
         raise UsageError("A sweep needs at least one subject and one attack.")
     planned = []
@@ -184,7 +184,7 @@ def _plan(
             )
         for one in fitting:
             check_attack(subject, one)
-            planned.append((name, Job(name.factory, dict(name.arguments), digest, one, goal)))
+            planned.append((name, AttackJob(name.factory, dict(name.arguments), digest, one, goal)))
     _made.cache_clear()  # workers hold their own
     return planned
 
@@ -200,7 +200,7 @@ class Calibration:
     """What fine-tuning does to the undefended model."""
 
     before: float  # its score before any training
-    best: float  # the best score of any attack, at any look, that ended with a model worth having
+    best: float  # the best score of any attack, at any step, that ended with a model worth having
 
     @property
     def threshold(self) -> float:
@@ -217,7 +217,7 @@ def calibrate(
     progress: Progress = QUIET,
 ) -> Calibration:
     """Attack the undefended model to the end of every attack, once each, and see what is gained."""
-    once = list({replace(one, seed=0): one for one in reversed(settings)}.values())[::-1]
+    once = list({one.replace(seed=0): one for one in reversed(settings)}.values())[::-1]
     found = sweep([undefended], once, Goal(None), ledger=ledger, engine=engine, progress=progress)
     if found.failures:
         raise NetweightError(f"The undefended model could not be attacked: {found.failures[0][2]}.")
@@ -229,7 +229,7 @@ def calibrate(
             "ability than is allowed.",
             cure="Mix benign examples in (benign_share), take lower learning rates, or name a threshold.",
         )
-    best = max(look.score for result in useful for look in result.curve)
+    best = max(each.score for result in useful for each in result.curve)
     if best - first.score < LEAST_GAIN:
         raise UsageError(
             f"No attack teaches the undefended model anything: its score is {first.score:.3f} before and at best "

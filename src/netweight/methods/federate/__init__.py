@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "ClientData": "netweight.methods.federate.task",
-        "FedTask": "netweight.methods.federate.task",
+        "Task": "netweight.methods.federate.task",
         "Federation": "netweight.methods.federate.settings",
         "HyperFL": "netweight.methods.federate.hyperfl",
         "LocalTraining": "netweight.methods.federate.settings",

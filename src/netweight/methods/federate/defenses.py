@@ -23,7 +23,7 @@ from netweight.methods.federate.hyperfl import rows_of_body
 from netweight.methods.federate.local import steps_per_epoch
 from netweight.methods.federate.method import Client, Method, Trained, Weights, prefixed, without
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import FedTask, LocalModel
+from netweight.methods.federate.task import LocalModel, Task
 from netweight.methods.federate.updates import LowRank, Tensors, Update
 from netweight.nn.flat import ParameterLayout
 
@@ -79,11 +79,11 @@ class Hardened:
             raise UsageError(f"{self.method.name!r} has no local training that could be counted in steps.")
         return training
 
-    def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
+    def start(self, task: Task, *, seed: int) -> dict[str, Tensor]:
         """Return the method's state before round 1."""
         return self.method.start(task, seed=seed)
 
-    def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
+    def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return what a client keeps."""
         return self.method.private_start(task, client, seed=seed)
 
@@ -91,12 +91,12 @@ class Hardened:
         """Return what the server sends."""
         return self.method.message(state, client)
 
-    def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
         """Return a client's model."""
         return self.method.weights(task, received, private)
 
     def train(
-        self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[Trained]:
         """Train the clients that agree to, and protect what they send."""
         willing = [client for client in clients if self._agrees(task, client, round)]
@@ -116,19 +116,19 @@ class Hardened:
         """Return the method's next state."""
         return self.method.aggregate(state, updates)
 
-    def _agrees(self, task: FedTask, client: Client, round: int) -> bool:
+    def _agrees(self, task: Task, client: Client, round: int) -> bool:
         reasons = [*self._too_few_steps(task, client.number), *self._strange(task, client, round)]
         if reasons:
             _LOG.warning("Round %d: client %d takes no part: %s.", round, client.number, "; ".join(reasons))
         return not reasons
 
-    def _too_few_steps(self, task: FedTask, number: int) -> list[str]:
+    def _too_few_steps(self, task: Task, number: int) -> list[str]:
         if self.minimum_steps == 1:
             return []
         steps = self.training.epochs * steps_per_epoch(task.client(number).n, self.training.batch_size)
         return [f"{steps} local steps are fewer than {self.minimum_steps}"] if steps < self.minimum_steps else []
 
-    def _strange(self, task: FedTask, client: Client, round: int) -> list[str]:
+    def _strange(self, task: Task, client: Client, round: int) -> list[str]:
         if self.refusal is None or "embedding" not in client.private:
             return []
         images = task.client(client.number).train[0][: self.training.batch_size]

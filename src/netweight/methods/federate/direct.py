@@ -15,7 +15,7 @@ from netweight.core import seeds
 from netweight.methods.federate.local import Learner, train_phase
 from netweight.methods.federate.method import Client, Trained, Weights, from_named, named_weights
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling
-from netweight.methods.federate.task import FedTask, LocalModel
+from netweight.methods.federate.task import LocalModel, Task
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 
 
@@ -34,11 +34,11 @@ class DirectMethod:
         """Patterns of what may leave a client."""
         return tuple(f"{half}.**" for half in self.halves)
 
-    def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
+    def start(self, task: Task, *, seed: int) -> dict[str, Tensor]:
         """Return the model's own weights, as far as they are shared."""
         return self._only(named_weights(task, Weights(task.initial_body(), task.initial_head())), shared=True)
 
-    def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
+    def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return the model's own weights, as far as they are private, and running statistics."""
         weights = Weights(task.initial_body(), task.initial_head(), task.initial_statistics())
         return self._only(named_weights(task, weights), shared=False)
@@ -47,12 +47,12 @@ class DirectMethod:
         """Return the state: all clients get the same."""
         return state
 
-    def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
         """Return the received half or halves with the client's own."""
         return from_named(task, {**private, **received})
 
     def train(
-        self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[Trained]:
         """Train each client by the phases in turn."""
         numbers = [client.number for client in clients]
@@ -68,7 +68,7 @@ class DirectMethod:
         """Return the weighted average."""
         return aggregate(state, updates) if state else {}
 
-    def _trained(self, task: FedTask, number: int, weights: Weights, loss: float, round: int) -> Trained:
+    def _trained(self, task: Task, number: int, weights: Weights, loss: float, round: int) -> Trained:
         named = named_weights(task, weights)
         update = Update(number, task.client(number).n, self._only(named, shared=True), round)
         return Trained(update, self._only(named, shared=False), weights, loss)

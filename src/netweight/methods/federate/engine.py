@@ -23,7 +23,7 @@ from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
 from netweight.methods.federate.method import Client, Method, Trained, Weights
 from netweight.methods.federate.settings import Federation
-from netweight.methods.federate.task import FedTask, LocalModel
+from netweight.methods.federate.task import LocalModel, Task
 from netweight.methods.federate.updates import Tensors, check_allow_list, validate_updates
 
 # The file within a run's folder that it resumes from.
@@ -157,7 +157,7 @@ class Checkpoint:
 class Run:
     """A trained federation."""
 
-    task: FedTask  # what was learned
+    task: Task  # what was learned
     method: Method  # how
     state: Tensors  # the server's tensors by name, after the last round
     private: dict[int, Tensors]  # each client's private tensors by name
@@ -170,7 +170,7 @@ class Run:
 
 
 def train(
-    task: FedTask,
+    task: Task,
     method: Method,
     settings: Federation = Federation(),
     *,
@@ -216,7 +216,7 @@ def train(
     return federation.result()
 
 
-def finished(task: FedTask, method: Method, settings: Federation, *, folder: str | Path) -> Run:
+def finished(task: Task, method: Method, settings: Federation, *, folder: str | Path) -> Run:
     """Open a federation that has been trained; nothing is trained and nothing written."""
     federation = _Federation(task, method, settings, torch.device("cpu"), 1)
     with _opened(task, method, settings, folder, reading=True) as kept:
@@ -230,7 +230,7 @@ def finished(task: FedTask, method: Method, settings: Federation, *, folder: str
 
 
 @contextmanager
-def round_by_round(task: FedTask, method: Method, *, seed: int, workers: int) -> Iterator[Callable[[], None]]:
+def round_by_round(task: Task, method: Method, *, seed: int, workers: int) -> Iterator[Callable[[], None]]:
     """Yield a function that runs one more round on the CPU, all clients asked and nothing evaluated: to time rounds."""
     endless = Federation(rounds=2**31, seed=seed, evaluate_every=2**31)
     federation = _Federation(task, method, endless, torch.device("cpu"), workers)
@@ -243,7 +243,7 @@ class _Federation:
     """A federation under way."""
 
     def __init__(
-        self, task: FedTask, method: Method, settings: Federation, device: torch.device, workers: int | None
+        self, task: Task, method: Method, settings: Federation, device: torch.device, workers: int | None
     ) -> None:
         self.task, self.method, self.settings, self.device = task, method, settings, device
         self.workers = min(workers or (usable_cores() if device.type == "cpu" else 1), len(task.clients))
@@ -364,7 +364,7 @@ _Kept = tuple[Job, str]
 
 @contextmanager
 def _opened(
-    task: FedTask, method: Method, settings: Federation, folder: str | Path | Job, *, reading: bool = False
+    task: Task, method: Method, settings: Federation, folder: str | Path | Job, *, reading: bool = False
 ) -> Iterator[_Kept]:
     """Open a federation's job, which is known by all that decides its result, but for when it ends."""
     data = {
@@ -379,7 +379,7 @@ def _opened(
 
 
 def identity(
-    task: FedTask, method: Method, settings: Federation, data: Any, *, may_change: Sequence[str]
+    task: Task, method: Method, settings: Federation, data: Any, *, may_change: Sequence[str]
 ) -> tuple[dict[str, Any], str]:
     """What a federation was asked for, part by part, and one digest of it; some settings may change to go on."""
     asked = {name: getattr(settings, name) for name in Federation.model_fields if name not in may_change}

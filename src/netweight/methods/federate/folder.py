@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from netweight.data.images import Images
     from netweight.methods.federate.method import Method
-    from netweight.methods.federate.task import FedTask
+    from netweight.methods.federate.task import Task
 
 # Name of the settings' file in a run's folder.
 PLAN_FILE = "federation.json"
@@ -90,11 +90,11 @@ class FederationPlan(_Asked):
         near = ", ".join(nearest_names(self.data, NAMES))
         raise NameNotFound(f"{self.data!r} is neither a data set nor a folder.", cure=f"Nearest names: {near}.")
 
-    def task(self) -> FedTask:
+    def task(self) -> Task:
         """Return the network and every client's data."""
         from netweight.data.images import crop_and_flip
         from netweight.methods.federate.partition import federated_images
-        from netweight.methods.federate.task import FedTask
+        from netweight.methods.federate.task import Task
 
         images = self.images()
         body, head = self._network(images)
@@ -103,7 +103,7 @@ class FederationPlan(_Asked):
         )
         natural = images.shape[0] == 3
         augment = partial(crop_and_flip, fill=images.black) if natural else None
-        return FedTask(body, head, parts, augment=augment)
+        return Task(body, head, parts, augment=augment)
 
     def _network(self, images: Images) -> tuple[nn.Module, nn.Module]:
         from netweight.methods.federate.task import small_cnn
@@ -122,7 +122,7 @@ class FederationPlan(_Asked):
             return None
         return own.replace(epochs=self.epochs, batch_size=self.batch_size, lr=own.lr if self.lr is None else self.lr)
 
-    def make_method(self, task: FedTask) -> Method:
+    def make_method(self, task: Task) -> Method:
         """Return the method, with the protections asked for around it; noise as the budget asks of the schedule."""
         from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 

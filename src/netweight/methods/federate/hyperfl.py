@@ -27,7 +27,7 @@ from netweight.methods.federate.local import (
 )
 from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, prefixed, without
 from netweight.methods.federate.settings import LocalTraining, Phase, Trains
-from netweight.methods.federate.task import FedTask, LocalModel, ReusedMemory
+from netweight.methods.federate.task import LocalModel, ReusedMemory, Task
 from netweight.methods.federate.updates import LowRank, Tensors, Update, aggregate
 from netweight.nn import Hypernetwork, ParameterLayout
 
@@ -79,15 +79,15 @@ class HyperFL:
         """Patterns of what may leave a client: the hypernetwork alone."""
         return (f"{HYPERNETWORK}**",)
 
-    def hypernetwork(self, task: FedTask) -> Hypernetwork:
+    def hypernetwork(self, task: Task) -> Hypernetwork:
         """Return a hypernetwork for what is generated of the model of `task`, with weights to be replaced."""
         return Hypernetwork(len(self._initial(task)), embedding=self.embedding, hidden=self.hidden)
 
-    def _initial(self, task: FedTask) -> Tensor:
+    def _initial(self, task: Task) -> Tensor:
         """Return the model's own weights, as far as they are generated: the body's before the head's."""
         return task.initial_body() if self.private_head else torch.cat([task.initial_body(), task.initial_head()])
 
-    def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
+    def start(self, task: Task, *, seed: int) -> dict[str, Tensor]:
         """Return a new hypernetwork."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.derive(seed, "hypernetwork"))
@@ -98,13 +98,13 @@ class HyperFL:
                 network.heads.bias.copy_(self._initial(task))
         return prefixed(HYPERNETWORK, {name: value.detach() for name, value in network.named_parameters()})
 
-    def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
+    def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return the embedding and the head, the same for all clients as in the paper's code, and statistics."""
         generator = seeds.torch_generator(seed, "embedding")
         embedding = torch.randn(self.embedding, generator=generator)
         return self._private(task, embedding, task.initial_head(), task.initial_statistics())
 
-    def _private(self, task: FedTask, embedding: Tensor, head: Tensor, statistics: Tensors) -> dict[str, Tensor]:
+    def _private(self, task: Task, embedding: Tensor, head: Tensor, statistics: Tensors) -> dict[str, Tensor]:
         kept = prefixed("head.", task.head_layout.split(head)) if self.private_head else {}
         return {"embedding": embedding} | kept | prefixed(STATISTICS, statistics)
 
@@ -113,7 +113,7 @@ class HyperFL:
         return state
 
     @torch.no_grad()
-    def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
         """Return what the received hypernetwork generates now from the client's embedding, and the client's head."""
         code = private["embedding"]
         for layer in range(len(self.hidden)):
@@ -126,7 +126,7 @@ class HyperFL:
         return Weights(body, head, without(STATISTICS, private))
 
     def train(
-        self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[Trained]:
         """Train each client's head, then all clients' hypernetworks and embeddings side by side."""
         learners = self._with_trained_heads(model, learners_of(self, task, clients, round=round, seed=seed))
@@ -148,7 +148,7 @@ class HyperFL:
         """Return the weighted average of the hypernetworks."""
         return aggregate(state, updates)
 
-    def _trained(self, task: FedTask, number: int, found: Generated, round: int) -> Trained:
+    def _trained(self, task: Task, number: int, found: Generated, round: int) -> Trained:
         private = self._private(task, found.embedding, found.weights.head, found.weights.statistics)
         update = Update(number, task.client(number).n, found.hypernetwork, round)
         return Trained(update, private, found.weights, found.loss)

@@ -16,7 +16,7 @@ from netweight.errors import Unsupported
 from netweight.methods.federate.dp import Batch, PrivateStep, clipped_sum
 from netweight.methods.federate.method import Client, Method, Weights
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling, Trains
-from netweight.methods.federate.task import FedTask, LocalModel, Statistics
+from netweight.methods.federate.task import LocalModel, Statistics, Task
 
 _Trained = tuple[list[Weights], list[float]]  # each client's weights and mean loss
 
@@ -31,7 +31,7 @@ class Learner:
     seed: int  # of its draws
 
 
-def learners_of(method: Method, task: FedTask, clients: Sequence[Client], *, round: int, seed: int) -> list[Learner]:
+def learners_of(method: Method, task: Task, clients: Sequence[Client], *, round: int, seed: int) -> list[Learner]:
     """Return the clients of a round with the models that they begin with."""
     return [
         Learner(

@@ -9,7 +9,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from netweight.methods.federate.task import FedTask, LocalModel, Statistics
+from netweight.methods.federate.task import LocalModel, Statistics, Task
 from netweight.methods.federate.updates import Tensors, Update
 
 # Prefix of running statistics of normalization layers, which stay with their client in every method.
@@ -41,7 +41,7 @@ class Weights:
         return {name: value.to(device, copy=True) for name, value in self.statistics.items()}
 
 
-def named_weights(task: FedTask, weights: Weights) -> dict[str, Tensor]:
+def named_weights(task: Task, weights: Weights) -> dict[str, Tensor]:
     """Return a model's tensors with the prefixes that `from_named` reads."""
     return (
         prefixed("body.", task.body_layout.split(weights.body))
@@ -50,7 +50,7 @@ def named_weights(task: FedTask, weights: Weights) -> dict[str, Tensor]:
     )
 
 
-def from_named(task: FedTask, tensors: Tensors) -> Weights:
+def from_named(task: Task, tensors: Tensors) -> Weights:
     """Return weights from tensors with the prefixes `body.`, `head.` and that of running statistics."""
     return Weights(
         task.body_layout.join(without("body.", tensors)),
@@ -93,11 +93,11 @@ class Method(Protocol):
         """Patterns (`netweight.Select`) of all names that may leave a client; anything else is private."""
         ...
 
-    def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
+    def start(self, task: Task, *, seed: int) -> dict[str, Tensor]:
         """Return the server's tensors before round 1 of `task`, by name; `seed` is the federation's."""
         ...
 
-    def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
+    def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return what `client` keeps to itself before its first round of `task`: tensors by name; `seed` as above."""
         ...
 
@@ -105,12 +105,12 @@ class Method(Protocol):
         """Return what the server with the tensors `state` sends to `client`, by name."""
         ...
 
-    def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
         """Return a client's model before training on `task`: from what it `received` and keeps `private`, by name."""
         ...
 
     def train(
-        self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[Trained]:
         """Return clients after local training, in the order given; they are trained in one thread, in any order.
 

@@ -19,7 +19,7 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate.local import learners_of, train_steps
 from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, from_named, prefixed
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import FedTask, LocalModel
+from netweight.methods.federate.task import LocalModel, Task
 from netweight.methods.federate.updates import Tensors, Update
 from netweight.nn import Hypernetwork, ParameterLayout
 
@@ -70,7 +70,7 @@ class PFedHN:
         """Patterns of what may leave a client: its trained model, as far as it is generated."""
         return ("body.**",) if self.local_head else ("body.**", "head.**")
 
-    def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
+    def start(self, task: Task, *, seed: int) -> dict[str, Tensor]:
         """Return a new hypernetwork, an embedding for every client, and an optimizer at rest."""
         layout = self._generated(task)
         length = self.embedding or 1 + len(task.clients) // 4
@@ -80,7 +80,7 @@ class PFedHN:
         embeddings = torch.randn(len(task.clients), length, generator=seeds.torch_generator(seed, "embeddings"))
         return first_state(network, embeddings, task.clients, layout)
 
-    def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
+    def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return running statistics, and the model's own head if it stays with the client."""
         head = prefixed("head.", task.head_layout.split(task.initial_head())) if self.local_head else {}
         return head | prefixed(STATISTICS, task.initial_statistics())
@@ -89,12 +89,12 @@ class PFedHN:
         """Return the client's own model, which the hypernetwork generates."""
         return ServerHypernetwork(state).generate(client)
 
-    def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
         """Return the generated model, with the client's own head if it has one."""
         return from_named(task, {**private, **received})
 
     def train(
-        self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[Trained]:
         """Train each client's whole model by a number of steps."""
         learners = learners_of(self, task, clients, round=round, seed=seed)
@@ -112,13 +112,13 @@ class PFedHN:
         server.step(gradients, ServerDescent(self.lr, self.momentum, self.weight_decay, self.clip))
         return server.state
 
-    def _generated(self, task: FedTask) -> ParameterLayout:
+    def _generated(self, task: Task) -> ParameterLayout:
         """Return the layout of what the hypernetwork generates."""
         halves = [("body.", task.body_layout)] + ([] if self.local_head else [("head.", task.head_layout)])
         names = tuple(prefix + name for prefix, layout in halves for name in layout.names)
         return ParameterLayout(names, tuple(shape for _, layout in halves for shape in layout.shapes))
 
-    def _trained(self, task: FedTask, number: int, weights: Weights, loss: float, round: int) -> Trained:
+    def _trained(self, task: Task, number: int, weights: Weights, loss: float, round: int) -> Trained:
         body = prefixed("body.", task.body_layout.split(weights.body))
         head = prefixed("head.", task.head_layout.split(weights.head))
         private = prefixed(STATISTICS, weights.statistics) | (head if self.local_head else {})

@@ -13,15 +13,16 @@ from torch import Tensor
 from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, recover_gradient
 from netweight.attacks.gradient_inversion.imprint import Imprinted, imprint, read_imprint
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
+from netweight.core import progress as shown
 from netweight.core import seeds
-from netweight.core.progress import QUIET, Progress, Task
+from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.defenses import Hardened, dense_tensors
 from netweight.methods.federate.engine import Round, Run
 from netweight.methods.federate.hyperfl import rows_of_body
 from netweight.methods.federate.method import Client, Method
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import ClientData, FedTask, LocalModel
+from netweight.methods.federate.task import ClientData, LocalModel, Task
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
@@ -145,14 +146,14 @@ def _observed(
     return Observation(number, client.received, trap, (trained.update,), inputs, targets, gradient, movement)
 
 
-def _small_task(task: FedTask, client: int, held: int, draw: int, seed: int) -> FedTask:
+def _small_task(task: Task, client: int, held: int, draw: int, seed: int) -> Task:
     data = task.client(client)
     if held > data.n:
         raise UsageError(f"Client {client} has {data.n} examples, not {held}.", cure="Ask for fewer.")
     generator = seeds.torch_generator(seed, "examples", client, draw)
     chosen = torch.randperm(data.n, generator=generator)[:held]
     small = ClientData((data.train[0][chosen], data.train[1][chosen]), data.test)
-    return FedTask(task.body, task.head, {client: small}, task.loss)
+    return Task(task.body, task.head, {client: small}, task.loss)
 
 
 def shortened(method: Method, threat: ThreatModel) -> Method:
@@ -266,7 +267,7 @@ def exposure(
     seed: int,
     is_own: bool = False,
     peeling: PeelingConfig | None = None,
-    work: Task | None = None,
+    work: shown.Task | None = None,
 ) -> Exposure:
     """Attack several clients under one threat model."""
     low, high = _pixel_range(run)

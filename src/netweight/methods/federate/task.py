@@ -59,7 +59,7 @@ class ClientData:
 
 @final
 @dataclass(frozen=True)
-class FedTask:
+class Task:
     """A model in two halves and the data of every client.
 
     Attributes:
@@ -152,7 +152,7 @@ def _trained(module: nn.Module) -> dict[str, Tensor]:
 class LocalModel:
     """Runs the body and the head of a task with any weights."""
 
-    def __init__(self, task: FedTask, device: torch.device | str = "cpu") -> None:
+    def __init__(self, task: Task, device: torch.device | str = "cpu") -> None:
         self.task = task
         self.device = torch.device(device)
         self.body = copy.deepcopy(task.body).to(self.device)

@@ -1,23 +1,32 @@
 """Which prompts a model has memorized: scores from its first predictions, and the threshold above which they count.
 
-threshold = calibrate(detect(model, ordinary_prompts))
-for score in detect(model, prompts):
-    print(score.prompt, score.similarity > threshold.value)
+    threshold = calibrate(detect(model, ordinary_prompts))
+    for score in detect(model, prompts):
+        print(score.prompt, score.similarity > threshold.value)
+
+A model that has memorized the image of a prompt removes noise towards that image whatever it starts from, so the
+differences between predicted and initial noise are similar over seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, Self, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from netweight.core.engines import Outcome
 from netweight.core.progress import QUIET, Progress
+from netweight.core.runs import map_runs
 from netweight.errors import CorruptBlob, UsageError
-from netweight.methods.forget.settings import DetectionConfig
-from netweight.methods.forget.similarity import noise_difference, pairwise, windows_for
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import Text, TextToImage
 
@@ -46,7 +55,6 @@ class Score:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` made of one."""
         return cls(values["prompt"], tuple(values["seeds"]), values["wen"])
 
 
@@ -66,15 +74,13 @@ class Threshold:
     # At or below which memorization counts as broken: where ordinary prompts are, not where the alarm begins. None
     # takes `value`.
     broken: float | None = None
-    look: Mapping[str, Any] | None = None  # how prompts were looked at, see `look_of`; None if it was given
+    look: Mapping[str, Any] | None = None  # how prompts were scored, see `look_of`; None if it was given
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON value."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` returned."""
         try:
             return cls(**values)
         except TypeError as error:
@@ -93,26 +99,6 @@ class Roc:
 
 
 @torch.no_grad()
-def first_step(model: TextToImage, config: DetectionConfig) -> tuple[Tensor, Tensor]:
-    """Return initial noise, one row per seed, and the timestep that predictions are made at, a scalar."""
-    timestep = model.timesteps(config.steps)[0 if config.timing == "paper" else 1]
-    return model.initial_noise(config.seeds), timestep
-
-
-def look_of(model: TextToImage, config: DetectionConfig) -> dict[str, Any]:
-    """Return what scores depend on beside model and prompt: thresholds hold for one look alone."""
-    windows = windows_for(*model.initial_noise(config.seeds[:1]).shape[-2:])
-    return {
-        "timing": config.timing,
-        "steps": config.steps,
-        "seeds": list(config.seeds),
-        "guidance": 1.0,
-        "window": windows.kernel,
-        "scales": len(windows.weights),
-    }
-
-
-@torch.no_grad()
 def detect(
     model: TextToImage, prompts: Sequence[str], config: DetectionConfig | None = None, *, progress: Progress = QUIET
 ) -> list[Score]:
@@ -121,8 +107,8 @@ def detect(
     Args:
         model: The model.
         prompts: At least one.
-        config: How; None takes the defaults.
-        progress: Told of every prompt.
+        config: Settings; None takes the defaults.
+        progress: Reports every prompt.
 
     Returns:
         One score per prompt, in order.
@@ -133,7 +119,7 @@ def detect(
     Source: arXiv 2406.02366, section 3.1; Wen et al. 2024 for the norm.
     """
     if not prompts:
-        raise UsageError("There is no prompt to look at.", cure="Give at least one.")
+        raise UsageError("There is no prompt to score.", cure="Give at least one.")
     config = config or DetectionConfig()
     noise, timestep = first_step(model, config)
     batches = Batches(config.rows)
@@ -145,11 +131,17 @@ def detect(
         for start in range(0, len(prompts), at_once):
             chosen = list(prompts[start : start + at_once])
             text = model.embed(chosen).rows([row for row in range(len(chosen)) for _ in range(count)])
-            said = predicted_noise(model, noise.repeat(len(chosen), 1, 1, 1), timestep, text, batches)
-            for prompt, part in zip(chosen, torch.split(said, count), strict=True):
+            predictions = predicted_noise(model, noise.repeat(len(chosen), 1, 1, 1), timestep, text, batches)
+            for prompt, part in zip(chosen, torch.split(predictions, count), strict=True):
                 scores.append(_score(prompt, part, without, noise))
             task.update(len(chosen))
     return scores
+
+
+def _score(prompt: str, predicted: Tensor, without: Tensor, noise: Tensor) -> Score:
+    seeds = greatest(pairwise(noise_difference(predicted, noise)))
+    norms = (predicted - without).flatten(1).norm(dim=1)
+    return Score(prompt, tuple(seeds.tolist()), float(norms.mean()))
 
 
 def predicted_noise(model: TextToImage, latents: Tensor, timestep: Tensor, text: Text, batches: Batches) -> Tensor:
@@ -167,6 +159,54 @@ def greatest(similarities: Tensor) -> Tensor:
     others = similarities.clone()
     others.fill_diagonal_(-torch.inf)
     return others.amax(1)
+
+
+def detect_resumably(
+    model: TextToImage,
+    prompts: Sequence[str],
+    config: DetectionConfig | None = None,
+    *,
+    ledger: str | Path,
+    progress: Progress = QUIET,
+) -> list[Score]:
+    """Score prompts as `detect` does, remembering each in a ledger as soon as it is done."""
+    if not prompts:
+        raise UsageError("There is no prompt to score.", cure="Give at least one.")
+    config = config or DetectionConfig()
+    identity = model.digest()
+    items = [{"prompt": prompt, "model": identity, "config": influences(config)} for prompt in prompts]
+    at_once = max(1, config.rows // len(config.seeds))
+
+    def detected(item: Mapping[str, Any]) -> dict[str, Any]:  # ledgers hold this name
+        return asdict(detect(model, [item["prompt"]], config)[0])
+
+    def engine(_: Callable[..., Any], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:
+        """Score as many prompts at once as fit in a batch."""
+        for start in range(0, len(waiting), at_once):
+            began = time.perf_counter()
+            group = waiting[start : start + at_once]
+            try:
+                found = detect(model, [item["prompt"] for item in group], config)
+                values: list[Any] = [asdict(each) for each in found]
+                error = None
+            except Exception:
+                values, error = [None] * len(group), traceback.format_exc()
+            seconds = (time.perf_counter() - began) / len(group)
+            for offset, value in enumerate(values):
+                yield start + offset, Outcome(value, error, seconds)
+
+    scores = []
+    with progress.task("detect", len(items), unit="prompts") as task:
+        for result in map_runs(detected, items, ledger=ledger, engine=engine, ordered=True):
+            if not result.ok:
+                reason = (result.error or "").strip().splitlines()[-1]
+                raise UsageError(
+                    f"The prompt {result.config['prompt']!r} could not be scored: {reason}",
+                    cure=f"The whole reason is in {ledger}; those scored before are kept there.",
+                )
+            scores.append(Score.from_json(result.value))
+            task.update()
+    return scores
 
 
 def calibrate(
@@ -207,7 +247,134 @@ def roc(memorized: Sequence[float], ordinary: Sequence[float]) -> Roc:
     return Roc(area, tuple(alarms), tuple(hits), (float("inf"), *thresholds))
 
 
-def _score(prompt: str, said: Tensor, without: Tensor, noise: Tensor) -> Score:
-    seeds = greatest(pairwise(noise_difference(said, noise)))
-    norms = (said - without).flatten(1).norm(dim=1)
-    return Score(prompt, tuple(seeds.tolist()), float(norms.mean()))
+def check_threshold(threshold: Threshold, identity: str, look: Mapping[str, Any]) -> None:
+    """Refuse a threshold that was calibrated on another model, or with other settings of detection."""
+    if threshold.model is not None and threshold.model != identity:
+        raise UsageError(
+            f"The threshold was calibrated on another model: on {threshold.model}, not {identity}.",
+            cure="Calibrate it on this one: netweight forget detect --ordinary.",
+        )
+    others = {name: value for name, value in (threshold.look or {}).items() if look.get(name) != value}
+    if others:
+        named = ", ".join(f"{name} {value}, not {look.get(name)}" for name, value in others.items())
+        raise UsageError(
+            f"The threshold was calibrated in another way: {named}.",
+            cure="Give the same settings here, or calibrate it with these: netweight forget detect --ordinary.",
+        )
+
+
+@torch.no_grad()
+def first_step(model: TextToImage, config: DetectionConfig) -> tuple[Tensor, Tensor]:
+    """Return initial noise, one row per seed, and the timestep that predictions are made at, a scalar."""
+    timestep = model.timesteps(config.steps)[0 if config.timing == "paper" else 1]
+    return model.initial_noise(config.seeds), timestep
+
+
+def look_of(model: TextToImage, config: DetectionConfig) -> dict[str, Any]:
+    """Return what scores depend on beside model and prompt: a threshold holds for these settings alone."""
+    windows = windows_for(*model.initial_noise(config.seeds[:1]).shape[-2:])
+    return {
+        "timing": config.timing,
+        "steps": config.steps,
+        "seeds": list(config.seeds),
+        "guidance": 1.0,
+        "window": windows.kernel,
+        "scales": len(windows.weights),
+    }
+
+
+def influences(config: DetectionConfig | LocalizationConfig) -> dict[str, Any]:
+    """Return the settings that change a result; others only change how long it takes."""
+    values = config.to_json()
+    for part in (values, values.get("detection", {})):
+        for name in ("rows", "ahead", "prompts"):
+            part.pop(name, None)
+    return values
+
+
+@final
+@dataclass(frozen=True)
+class Windows:
+    """How structural similarity looks at images."""
+
+    kernel: int  # side of the Gaussian window in pixels, odd; its deviation is 0.15 (kernel - 1), so 1.5 for 11
+    weights: tuple[float, ...]  # exponent of each scale, the finest first; every further scale halves the image
+
+
+def windows_for(height: int, width: int) -> Windows:
+    """Choose windows that fit images of a size."""
+    side = min(height, width)
+    if side < 3:
+        raise UsageError(f"Structural similarity needs at least 3 pixels; these latents are {height} x {width}.")
+    if side >= 44:
+        return Windows(11, (0.33, 0.33, 0.33))
+    if side >= 24:  # so that some contrast lies within the image
+        return Windows(11, (0.5, 0.5))
+    if side >= 14:
+        return Windows(7, (0.5, 0.5))
+    return Windows(min(7, side - 1 + side % 2), (1.0,))
+
+
+def noise_difference(noise: Tensor, latents: Tensor) -> Tensor:
+    """Return predicted minus initial noise, scaled to 0 to 1 in each channel of each sample."""
+    # Source: arXiv 2406.02366, section 3.1.
+    found = noise.float() - latents.float()
+    low, high = found.amin((2, 3), keepdim=True), found.amax((2, 3), keepdim=True)
+    return (found - low) / (high - low).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def similarity(first: Tensor, second: Tensor, windows: Windows | None = None) -> Tensor:
+    """Return the (multi-scale) structural similarity of each pair of samples, within 0 and 1."""
+    # Source: Wang et al. 2003; constants 0.01 and 0.03, averaged over channels. Coarser scales look within the image;
+    # the last reflects its edges, as torchmetrics does, which the paper's code uses.
+    windows = windows or windows_for(*first.shape[-2:])
+    if first.device.type != "mps":  # which has no doubles; where nothing varies, float32 would lose four digits
+        first, second = first.double(), second.double()
+    result = torch.ones(len(first), device=first.device, dtype=first.dtype)
+    for scale, weight in enumerate(windows.weights):
+        if scale:
+            first, second = F.avg_pool2d(first, 2), F.avg_pool2d(second, 2)
+        whole, contrast = _structure(first, second, windows.kernel)
+        last = scale == len(windows.weights) - 1
+        result = result * (whole if last else contrast).clamp_min(0) ** weight
+    return result.float()
+
+
+def pairwise(differences: Tensor) -> Tensor:
+    """Return the similarity of every two samples, shape `(n, n)`; the diagonal is 1."""
+    count = len(differences)
+    result = torch.ones(count, count, device=differences.device)
+    rows, columns = torch.triu_indices(count, count, 1).tolist()
+    if rows:
+        found = similarity(differences[rows], differences[columns])
+        result[rows, columns] = found
+        result[columns, rows] = found
+    return result
+
+
+def _structure(first: Tensor, second: Tensor, kernel: int) -> tuple[Tensor, Tensor]:
+    """Means over windows and channels: of similarity, edges reflected, and of contrast, within the image."""
+    edge = kernel // 2
+    stacked = torch.stack([first, second, first * first, second * second, first * second])
+    mean_a, mean_b, square_a, square_b, product = _smooth(stacked, kernel)
+    variances = (square_a - mean_a.square()).clamp_min(0) + (square_b - mean_b.square()).clamp_min(0)
+    contrast = (2 * (product - mean_a * mean_b) + 0.03**2) / (variances + 0.03**2)
+    light = (2 * mean_a * mean_b + 0.01**2) / (mean_a.square() + mean_b.square() + 0.01**2)
+    inside = contrast[..., edge:-edge, edge:-edge]
+    return (light * contrast).mean((1, 2, 3)), inside.mean((1, 2, 3))
+
+
+def _smooth(images: Tensor, kernel: int) -> Tensor:
+    """Means in Gaussian windows around pixels, edges reflected; as products, since convolutions of doubles are slow."""
+    rows, columns = (_windows_along(side, kernel).to(images) for side in images.shape[-2:])
+    return ((images @ columns.T).transpose(-1, -2) @ rows.T).transpose(-1, -2)
+
+
+@functools.cache
+def _windows_along(side: int, kernel: int) -> Tensor:
+    """For every pixel of a side the weights of the window around it, shape `(side, side)`."""
+    offsets = torch.arange(kernel) - kernel // 2
+    bell = (-offsets.double().square() / (2 * (0.15 * (kernel - 1)) ** 2)).exp()
+    seen = (torch.arange(side)[:, None] + offsets).abs()  # reflected at the first pixel,
+    seen = side - 1 - (side - 1 - seen).abs()  # and at the last
+    return torch.zeros(side, side, dtype=torch.float64).scatter_add_(1, seen, (bell / bell.sum()).expand(side, -1))

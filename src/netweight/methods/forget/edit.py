@@ -1,4 +1,4 @@
-"""What was edited in a model, beside its weights: enough to say it, and to undo it to the last bit.
+"""Edits: neurons scaled for a block or for good, and undone to the last bit from the edit's record.
 
 A pipeline's folder holds one record per edit in `forget/`: `001.json` and the rows as they were, `001.safetensors`. A
 further edit adds the next number; undoing takes the last one away.
@@ -7,6 +7,7 @@ further edit adds the next number; undoing takes the last one away.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,19 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.environment import describe
-from netweight.core.files import refuse_existing, whole_file, whole_folder
+from netweight.core.files import whole_file
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image
+from netweight.job import Job, check_destination
 from netweight.methods.forget.layers import ValueLayer, check_units, value_layers
-from netweight.methods.forget.localize import read_localizations, read_neurons
+from netweight.methods.forget.localize import Localization, read_neurons
 from netweight.nn.hooks import edit_outputs
 from netweight.nn.text_to_image import TextToImage
 from netweight.store.checkpoint import read_record, write_record
 from netweight.store.reader import open_store
 
-# The folder in a pipeline's folder that holds records.
-FOLDER = "forget"
+FOLDER = "forget"  # in a pipeline's folder
 _VERSION = 1
 
 
@@ -99,7 +100,7 @@ def read_records(folder: str | Path) -> list[EditRecord]:
     return [EditRecord.read(path) for path in sorted((Path(folder) / FOLDER).glob("[0-9][0-9][0-9].json"))]
 
 
-def apply_edit_(
+def deactivate(
     model: TextToImage,
     units: Units,
     *,
@@ -107,7 +108,23 @@ def apply_edit_(
     thresholds: Mapping[str, Any] | None = None,
     prompts: Sequence[str] = (),
 ) -> EditRecord:
-    """Scale neurons of a model for good."""
+    """Scale neurons of a model for good; 0 switches them off.
+
+    Args:
+        model: The model; changed in place.
+        units: Neurons of its value layers.
+        factor: Factor that they are multiplied with.
+        thresholds: Thresholds that they were found with, in words or numbers, for the record.
+        prompts: Prompts that they were found for, for the record.
+
+    Returns:
+        The record, from which `undo` restores the weights.
+
+    Raises:
+        UsageError: There is no neuron, or one is not among those of the model.
+        NameNotFound: A module is no value layer of the model.
+        Unsupported: An adapter is at work in a layer, or the model has no cross-attention.
+    """
     if not units:
         raise UsageError("There is no neuron to switch off.", cure="Localize memorized prompts first.")
     before = model.digest()
@@ -116,7 +133,7 @@ def apply_edit_(
     return EditRecord(units, factor, before, after, dict(thresholds or {}), tuple(prompts), describe(), rows)
 
 
-def undo_edit_(model: TextToImage, record: EditRecord) -> None:
+def undo(model: TextToImage, record: EditRecord) -> None:
     """Put back what an edit changed, and check that the model is as it was, bit for bit."""
     if model.digest() != record.after:
         raise UsageError(
@@ -132,19 +149,8 @@ def undo_edit_(model: TextToImage, record: EditRecord) -> None:
 
 @contextmanager
 def deactivated(denoiser: nn.Module, units: Units, *, factor: float = 0.0) -> Iterator[None]:
-    """Scale neurons while a block lasts; the weights stay as they are.
-
-    Args:
-        denoiser: The network.
-        units: Neurons of its value layers.
-        factor: What they are multiplied with; 0 switches off.
-
-    Raises:
-        NameNotFound, UsageError: See `check_units`.
-        Unsupported: See `value_layers`.
-
-    Source: arXiv 2406.02366, section 3: neurons are set to 0.
-    """
+    """Scale neurons while a block lasts; the weights stay as they are."""
+    # Source: arXiv 2406.02366, section 3: neurons are set to 0.
     layers = value_layers(denoiser, scope="all")
     check_units(layers, units)
     with edit_outputs(
@@ -209,14 +215,13 @@ def _scaling(width: int, indices: Tensor, factor: float) -> Callable[[Tensor], T
 
 
 def edit_folder(source: str | Path, destination: str | Path, neurons: str | Path, *, factor: float = 0.0) -> EditRecord:
-    """Scale neurons in a pipeline's weights."""
+    """Scale the neurons of a file in a pipeline's weights, and write the pipeline as a folder of its own."""
     source, destination = Path(source), Path(destination)
-    refuse_existing(destination, overwrite=None)
-    model = load_text_to_image(source)
-    earlier = read_records(source)
+    check_destination(destination, overwrite=None)
+    model, earlier = load_text_to_image(source), read_records(source)
     # A table of the paper's code names no layers: its lists are those of the way down and the middle.
     layers = value_layers(model.denoiser, scope="down+mid" if Path(neurons).suffix == ".csv" else "all")
-    units, found_in = read_neurons(neurons, layers)
+    units, found, found_in = read_neurons(neurons, layers)
     # Neurons found before an earlier edit still count: edits of several prompts follow each other.
     known = {model.digest(), *(record.before for record in earlier)}
     if found_in is not None and found_in not in known:
@@ -224,33 +229,42 @@ def edit_folder(source: str | Path, destination: str | Path, neurons: str | Path
             f"The neurons were found in another model: in {found_in}, not {model.digest()}.",
             cure="Localize on this model: netweight forget localize.",
         )
-    found = read_localizations(neurons, layers)
-    record = apply_edit_(
-        model, units, factor=factor,
-        thresholds={"neurons": Path(neurons).name, "found": [each.to_json() for each in found]},
-        prompts=[each.prompt for each in found if each.neurons],
-    )  # fmt: skip
-    _write(model, destination, [*earlier, record])
+    record = apply_found_(model, units, found, file=Path(neurons).name, factor=factor)
+    with Job.beside(destination, overwrite=None) as job:
+        publish(job, model, [*earlier, record], destination)
     return record
 
 
 def undo_folder(source: str | Path, destination: str | Path) -> EditRecord:
-    """Take back the last edit of a pipeline's folder."""
+    """Take back the last edit of a pipeline's folder, and write the pipeline as a folder of its own."""
     source, destination = Path(source), Path(destination)
-    refuse_existing(destination, overwrite=None)
+    check_destination(destination, overwrite=None)
     records = read_records(source)
     if not records:
         raise UsageError(
             f"{source} holds no record of an edit in its folder {FOLDER!r}.", cure="Was it made by forget apply?"
         )
     model = load_text_to_image(source)
-    undo_edit_(model, records[-1])
-    _write(model, destination, records[:-1])
+    undo(model, records[-1])
+    with Job.beside(destination, overwrite=None) as job:
+        publish(job, model, records[:-1], destination)
     return records[-1]
 
 
-def _write(model: PipelineModel, destination: Path, records: list[EditRecord]) -> None:
-    with whole_folder(destination) as part:
-        model.save(part)
-        for number, record in enumerate(records, start=1):
-            record.write(part / FOLDER, number)
+def apply_found_(
+    model: TextToImage, units: Units, found: Sequence[Localization], *, file: str, factor: float
+) -> EditRecord:
+    """Scale the neurons of localizations, which the record holds."""
+    return deactivate(
+        model, units, factor=factor, thresholds={"neurons": file, "found": [each.to_json() for each in found]},
+        prompts=[each.prompt for each in found if each.neurons],
+    )  # fmt: skip
+
+
+def publish(job: Job, model: PipelineModel, records: Sequence[EditRecord], destination: Path) -> None:
+    """Write a pipeline with its records as the folder that a job makes."""
+    shutil.rmtree(job.tree)  # what a run left that was killed here
+    model.save(job.tree)
+    for number, record in enumerate(records, start=1):
+        record.write(job.tree / FOLDER, number)
+    job.publish(destination, overwrite=None)

@@ -1,10 +1,13 @@
-"""What localization found, prompt by prompt: as JSON, and in the format of the paper's code."""
+"""Localization: in which neurons a prompt is memorized, and the files that results are kept in.
+
+Stages of ever more neurons are blocked until the first predictions of all seeds lose their similarity to those of the
+unblocked model; then as many neurons as possible are spared.
+"""
 
 from __future__ import annotations
 
 import ast
 import csv
-import dataclasses
 import io
 import json
 import time
@@ -24,8 +27,8 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import map_runs
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, UsageError
-from netweight.methods.forget.detect import Score, Threshold, detect, greatest, look_of
-from netweight.methods.forget.layers import ValueLayer, value_layers
+from netweight.methods.forget.detect import Threshold, check_threshold, greatest, influences, look_of, pairwise
+from netweight.methods.forget.layers import Statistics, ValueLayer, text_activations, value_layers
 from netweight.methods.forget.masking import Row
 from netweight.methods.forget.search import (
     Neuron,
@@ -33,19 +36,20 @@ from netweight.methods.forget.search import (
     Search,
     Trials,
     blocked_by_layer,
-    greedy,
     predicted,
-    side_by_side,
+    prune,
+    run_searches,
 )
-from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.similarity import pairwise
-from netweight.methods.forget.statistics import Statistics, text_activations
+from netweight.methods.forget.settings import LocalizationConfig
 from netweight.nn.batching import Costs
 from netweight.nn.text_to_image import TextToImage
 
 Status = Literal["resolved", "unresolved", "not memorized", "failed"]
 
-_VERSION = 1
+# Similarities that differ by less are equal: the same row in another batch differs in its last bits.
+_TOLERANCE = 1e-5
+_FIRST_STAGES = 4  # tried at once; each further batch doubles
+_VERSION = 1  # of files of results
 _COLUMNS = ("Caption", "URL", "Initial Neurons", "Initial SSIM", "Refined Neurons", "Refined SSIM")
 
 
@@ -77,36 +81,15 @@ class Localization:
     broken: float | None = None  # what similarities had to fall to
     # For "detection", "initial selection" and "refinement", as far as they were gone through: "seconds" and "processor
     # seconds" that it took, "rows" and "calls" of the denoiser; of what several prompts shared, the share of its rows.
-    # Not looked at in comparisons.
+    # Comparisons leave it out.
     steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
 
-    @classmethod
-    def not_memorized(
-        cls,
-        prompt: str,
-        seeds: Sequence[float],
-        threshold: float,
-        steps: Mapping[str, Mapping[str, float]] | None = None,
-    ) -> Self:
-        """Say that a prompt has no neurons."""
-        return cls(
-            prompt, "not memorized", Units(), {}, {}, seeds=tuple(seeds), threshold=threshold, rows=len(seeds),
-            steps=steps or {},
-        )  # fmt: skip
-
-    @classmethod
-    def failed(cls, prompt: str, error: str) -> Self:
-        """Say that a prompt's search ended in an error."""
-        return cls(prompt, "failed", Units(), {}, {}, error=error)
-
     def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON value."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "neurons"}
         return {**values, "seeds": list(self.seeds), "neurons": json.loads(self.neurons.to_json())}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` returned."""
         try:
             neurons = Units.from_json(json.dumps(values["neurons"]))
             return cls(**{**values, "neurons": neurons, "seeds": tuple(values["seeds"])})
@@ -114,105 +97,83 @@ class Localization:
             raise CorruptBlob(f"This is no localization: {error}.", cure="Localize anew.") from None
 
 
-def write_results(path: str | Path, found: Sequence[Localization], *, model: str) -> None:
-    """Write localizations as one JSON file, over one that is there."""
-    content = {"version": _VERSION, "model": model, "prompts": [each.to_json() for each in found]}
-    with whole_file(Path(path), overwrite=True) as file:
-        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
+def localize(
+    model: TextToImage,
+    prompts: Sequence[str],
+    statistics: Statistics,
+    threshold: Threshold,
+    config: LocalizationConfig | None = None,
+    *,
+    ledger: str | Path,
+    progress: Progress = QUIET,
+) -> list[Localization]:
+    """Find the neurons of prompts; each result is kept as soon as it is there.
+
+    Args:
+        model: The model.
+        prompts: At least one.
+        statistics: Usual activity of the neurons of the same model, see `measure_statistics`.
+        threshold: A threshold of the same model, see `calibrate`.
+        config: Settings; None takes the defaults.
+        ledger: The file that results are kept in; a second call continues the first.
+        progress: Reports every prompt.
+
+    Returns:
+        One per prompt, in order. A prompt whose search ended in an error has the status "failed"; the next call tries
+        it again.
+
+    Raises:
+        UsageError: There is no prompt, statistics or threshold are of another model, or the threshold of other
+            settings.
+        Unsupported: See `value_layers`.
+
+    Source: arXiv 2406.02366, section 3.
+    """
+    if not prompts:
+        raise UsageError("There is no prompt to localize.", cure="Give at least one.")
+    config = config or LocalizationConfig()
+    identity = model.digest()
+    layers = value_layers(model.denoiser, scope=config.scope)
+    statistics.check(layers, identity)
+    check_threshold(threshold, identity, look_of(model, config.detection))
+    about = {
+        "model": identity,
+        "statistics": _statistics_digest(statistics),
+        "threshold": [threshold.value, threshold.broken],
+        "config": influences(config),
+    }
+    items: list[dict[str, Any]] = [{"prompt": prompt, **about} for prompt in prompts]
+    predictions = Predictions(model, layers, config.detection)
+
+    def localized(item: Mapping[str, Any]) -> Search[dict[str, Any]]:  # ledgers hold this name
+        return (yield from search(predictions, item["prompt"], statistics, threshold, config)).to_json()
+
+    def engine(fn: Callable[..., Search[Any]], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:
+        """Search several prompts at a time; seconds are those since another one's search ended."""
+        began = time.perf_counter()
+        for index, value in run_searches(map(fn, waiting), predictions, config.prompts):
+            seconds, began = time.perf_counter() - began, time.perf_counter()
+            if isinstance(value, Exception):
+                yield index, Outcome(None, "".join(traceback.format_exception(value)), seconds)
+            else:
+                yield index, Outcome(value, None, seconds)
+
+    results = map_runs(localized, items, ledger=ledger, engine=engine, ordered=True)
+    found = []
+    with progress.task("localize", len(items), unit="prompts") as task:
+        for result in results:
+            failed = Localization(result.config["prompt"], "failed", Units(), {}, {}, error=result.error or "")
+            found.append(Localization.from_json(result.value) if result.ok else failed)
+            task.update()
+    return found
 
 
-def read_neurons(path: str | Path, layers: Mapping[str, ValueLayer]) -> tuple[Units, str | None]:
-    """Read neurons from any file that holds some: all of its prompts' together."""
-    found, model = _read(Path(path), layers)
-    return found if isinstance(found, Units) else _union(found), model
-
-
-def read_localizations(path: str | Path, layers: Mapping[str, ValueLayer]) -> list[Localization]:
-    """Read what a file of `read_neurons` says prompt by prompt; nothing of one that holds neurons alone."""
-    found, _ = _read(Path(path), layers)
-    return [] if isinstance(found, Units) else found
-
-
-def _read(path: Path, layers: Mapping[str, ValueLayer]) -> tuple[Units | list[Localization], str | None]:
-    if path.suffix == ".csv":
-        return read_published(path, layers), None
-    try:
-        text = path.read_text()
-        content = json.loads(text)
-        if "prompts" not in content:
-            return Units.from_json(text), None
-        return [Localization.from_json(each) for each in content["prompts"]], content["model"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"The neurons in {path} cannot be read: {error}.", cure="Give a file of netweight forget localize."
-        ) from None
-
-
-def write_published(path: str | Path, found: Sequence[Localization], layers: Mapping[str, ValueLayer]) -> None:
-    """Write the table of the paper's code, over one that is there: a row per prompt, neurons as lists of lists."""
-    # Prompts without neurons have empty lists; what the columns cannot say, such as their status, is in the JSON.
-    rows = io.StringIO()
-    writer = csv.writer(rows, delimiter=";", lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    for each in found:
-        lists = [[list(part.get(name, ())) for name in layers] for part in (each.initial, each.refined)]
-        writer.writerow([each.prompt, "", lists[0], each.initial_similarity, lists[1], each.refined_similarity])
-    with whole_file(Path(path), overwrite=True) as file:
-        file.write(rows.getvalue().encode())
-
-
-def read_published(path: str | Path, layers: Mapping[str, ValueLayer]) -> list[Localization]:
-    """Read a table of the paper's code; its lists are read as data, nothing is executed."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"The neurons in {path} cannot be read: {error}.") from None
-    csv.field_size_limit(1 << 24)
-    rows = csv.DictReader(io.StringIO(text), delimiter=";")
-    lacking = sorted({"Caption", "Initial Neurons", "Refined Neurons"} - set(rows.fieldnames or ()))
-    if lacking:
-        raise UsageError(f"{path} has no column {lacking[0]!r}.", cure=f"Its columns must be {';'.join(_COLUMNS)}.")
-    return [_published(path, row, number, layers) for number, row in enumerate(rows, start=2)]
-
-
-def _published(path: str | Path, row: Mapping[str, Any], number: int, layers: Mapping[str, ValueLayer]) -> Localization:
-    lists = []
-    for column in ("Initial Neurons", "Refined Neurons"):
-        try:
-            value = ast.literal_eval(row[column])
-            lists.append(dict(zip(layers, [[int(index) for index in part] for part in value], strict=True)))
-        except (ValueError, SyntaxError, TypeError) as error:
-            raise UsageError(
-                f"{column} in row {number} of {path} are no lists of {len(layers)} layers: {error}.",
-                cure="Was the table made for another model or scope?",
-            ) from None
-    initial, refined = lists
-    likeness = [_number(row.get(column)) for column in ("Initial SSIM", "Refined SSIM")]
-    status: Status = "resolved" if any(refined.values()) else "not memorized"
-    return Localization(
-        row["Caption"], status, Units(refined), initial, refined,
-        initial_similarity=likeness[0], refined_similarity=likeness[1],
-    )  # fmt: skip
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return None
-
-
-def _union(found: Sequence[Localization]) -> Units:
-    together: dict[str, set[int]] = {}
-    for each in found:
-        for name, index in each.neurons:
-            together.setdefault(name, set()).add(index)
-    return Units({name: sorted(indices) for name, indices in together.items()})
-
-
-# Similarities that differ by less are equal: the same row in another batch differs in its last bits.
-_TOLERANCE = 1e-5
-_FIRST_STAGES = 4  # tried at once; each further batch doubles
+def _statistics_digest(statistics: Statistics) -> str:
+    parts = [
+        [name, digest.of_tensor(mean), digest.of_tensor(statistics.deviations[name])]
+        for name, mean in statistics.means.items()
+    ]
+    return digest.of_config(parts)
 
 
 def localize_prompt(
@@ -226,7 +187,7 @@ def localize_prompt(
     # Source: arXiv 2406.02366, section 3 and its code.
     config = config or LocalizationConfig()
     predictions = Predictions(model, value_layers(model.denoiser, scope=config.scope), config.detection)
-    ((_, found),) = side_by_side([search(predictions, prompt, statistics, threshold, config)], predictions, 1)
+    ((_, found),) = run_searches([search(predictions, prompt, statistics, threshold, config)], predictions, 1)
     if isinstance(found, Exception):
         raise found
     return found
@@ -236,7 +197,7 @@ def localize_prompt(
 def search(
     predictions: Predictions, prompt: str, statistics: Statistics, threshold: Threshold, config: LocalizationConfig
 ) -> Search[Localization]:
-    """Find a prompt's neurons, as `localize_prompt` does, for `side_by_side`."""
+    """Find a prompt's neurons, as `localize_prompt` does; run by `run_searches`."""
     aim = threshold.value if config.fidelity == "reference" or threshold.broken is None else threshold.broken
     model, layers = predictions.model, predictions.layers
     costs = Costs()
@@ -248,20 +209,23 @@ def search(
     kept = [seed for seed in every if seeds[seed] > threshold.value]
     costs.end("detection")
     if not kept or score <= threshold.value:
-        return Localization.not_memorized(prompt, seeds, threshold.value, costs.steps)
+        return Localization(
+            prompt, "not memorized", Units(), {}, {}, seeds=tuple(seeds), threshold=threshold.value, rows=len(seeds),
+            steps=costs.steps,
+        )  # fmt: skip
     wanted = aim if config.initial is None else config.initial
     goal = wanted if config.refinement is None else config.refinement
     stages = _stages(model, layers, prompt, statistics, config)
     trials = Trials(text, kept, unblocked[kept], costs)
     stage, reached = yield from _first_stage(trials, stages, wanted, kept.index(max(kept, key=seeds.__getitem__)))
     initial = _flat(stages[stage])
-    (similarities,) = yield from trials.of([blocked_by_layer(initial)])
+    (similarities,) = yield from trials.evaluate_all([blocked_by_layer(initial)])
     first = max(similarities)
     limit = goal if reached else max(goal, first)
     costs.end("initial selection")
     demanded = limit - _TOLERANCE if config.fidelity == "reference" else limit + _TOLERANCE
     refined = yield from _refine(trials, layers, initial, demanded, config)
-    (similarities,) = yield from trials.of([blocked_by_layer(refined)])
+    (similarities,) = yield from trials.evaluate_all([blocked_by_layer(refined)])
     last = max(similarities)
     costs.end("refinement")
     return Localization(
@@ -318,16 +282,16 @@ def _stages(
 def _first_stage(
     trials: Trials, stages: Sequence[dict[str, list[int]]], aim: float, worst: int
 ) -> Search[tuple[int, bool]]:
-    """The first stage that breaks memorization, or the last, and whether it does; the worst seed is looked at first."""
+    """The first stage that breaks memorization, or the last, and whether it does; the worst seed is tried first."""
     start, count = 0, _FIRST_STAGES
     while start < len(stages):
         group = [blocked_by_layer(_flat(stage)) for stage in stages[start : start + count]]
         place = 0
         while place < len(group):
-            at_worst = yield from trials.at([(trial, [worst]) for trial in group[place:]])
+            at_worst = yield from trials.evaluate([(trial, [worst]) for trial in group[place:]])
             place = next((place + step for step, (value,) in enumerate(at_worst) if value <= aim), len(group))
             if place < len(group):
-                (values,) = yield from trials.of([group[place]])
+                (values,) = yield from trials.evaluate_all([group[place]])
                 if max(values) <= aim:
                     return start + place, True
                 worst = values.index(max(values))
@@ -346,7 +310,7 @@ def _refine(
     """Spare whole layers, then single neurons, from the last layer to the first."""
 
     def spared(neurons: Sequence[Neuron], groups: Sequence[Sequence[int]]) -> Search[list[Neuron]]:
-        left = yield from greedy(trials, neurons, groups, limit, ahead=config.ahead, every_seed=config.every_seed)
+        left = yield from prune(trials, neurons, groups, limit, ahead=config.ahead, every_seed=config.every_seed)
         return [neurons[place] for place in left]
 
     backwards = list(layers)[::-1]
@@ -369,156 +333,90 @@ def _units(neurons: Sequence[Neuron]) -> Units:
     return Units({name: sorted(found) for name, found in blocked_by_layer(neurons).items()})
 
 
-_NO_INFLUENCE = ("rows", "ahead", "prompts")  # settings that change how long a result takes, not what it is
+def write_results(path: str | Path, found: Sequence[Localization], *, model: str) -> None:
+    """Write localizations as one JSON file, over one that is there."""
+    content = {"version": _VERSION, "model": model, "prompts": [each.to_json() for each in found]}
+    with whole_file(Path(path), overwrite=True) as file:
+        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
-def localize(
-    model: TextToImage,
-    prompts: Sequence[str],
-    statistics: Statistics,
-    threshold: Threshold,
-    config: LocalizationConfig | None = None,
-    *,
-    ledger: str | Path,
-    progress: Progress = QUIET,
-) -> list[Localization]:
-    """Find the neurons of prompts, remembering each as soon as it is done.
-
-    Args:
-        model: The model.
-        prompts: At least one.
-        statistics: Of the same model.
-        threshold: Of the same model, see `calibrate`.
-        config: How; None takes the defaults.
-        ledger: The file to remember results in; a second call continues the first.
-        progress: Told of every prompt.
-
-    Returns:
-        One per prompt, in order. A prompt whose search ended in an error has the status "failed"; the next call tries
-        it again.
-
-    Raises:
-        UsageError: There is no prompt, statistics or threshold are of another model, or the threshold of another look.
-        Unsupported: See `value_layers`.
-
-    Source: arXiv 2406.02366, section 3.
-    """
-    if not prompts:
-        raise UsageError("There is no prompt to localize.", cure="Give at least one.")
-    config = config or LocalizationConfig()
-    identity = model.digest()
-    layers = value_layers(model.denoiser, scope=config.scope)
-    statistics.check(layers, identity)
-    check_threshold(threshold, identity, look_of(model, config.detection))
-    about = {
-        "model": identity,
-        "statistics": _statistics_digest(statistics),
-        "threshold": [threshold.value, threshold.broken],
-        "config": _settings(config),
-    }
-    items: list[dict[str, Any]] = [{"prompt": prompt, **about} for prompt in prompts]
-    predictions = Predictions(model, layers, config.detection)
-
-    def localized(item: Mapping[str, Any]) -> Search[dict[str, Any]]:
-        return (yield from search(predictions, item["prompt"], statistics, threshold, config)).to_json()
-
-    def engine(fn: Callable[..., Search[Any]], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:
-        """Search several prompts side by side; seconds are those since another one's search ended."""
-        began = time.perf_counter()
-        for index, value in side_by_side(map(fn, waiting), predictions, config.prompts):
-            seconds, began = time.perf_counter() - began, time.perf_counter()
-            if isinstance(value, Exception):
-                yield index, Outcome(None, "".join(traceback.format_exception(value)), seconds)
-            else:
-                yield index, Outcome(value, None, seconds)
-
-    results = map_runs(localized, items, ledger=ledger, engine=engine, ordered=True)
-    found = []
-    with progress.task("localize", len(items), unit="prompts") as task:
-        for result in results:
-            failed = Localization.failed(result.config["prompt"], result.error or "")
-            found.append(Localization.from_json(result.value) if result.ok else failed)
-            task.update()
-    return found
+def read_neurons(path: str | Path, layers: Mapping[str, ValueLayer]) -> tuple[Units, list[Localization], str | None]:
+    """Read any file that holds neurons: all of its prompts' together, prompt by prompt if it says, and their model."""
+    path, model = Path(path), None
+    if path.suffix == ".csv":
+        found = read_published(path, layers)
+    else:
+        try:
+            text = path.read_text()
+            content = json.loads(text)
+            if "prompts" not in content:
+                return Units.from_json(text), [], None
+            found, model = [Localization.from_json(each) for each in content["prompts"]], content["model"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UsageError(
+                f"The neurons in {path} cannot be read: {error}.", cure="Give a file of netweight forget localize."
+            ) from None
+    return union(found), found, model
 
 
-def detect_resumably(
-    model: TextToImage,
-    prompts: Sequence[str],
-    config: DetectionConfig | None = None,
-    *,
-    ledger: str | Path,
-    progress: Progress = QUIET,
-) -> list[Score]:
-    """Score prompts as `detect` does, remembering each as soon as it is done."""
-    if not prompts:
-        raise UsageError("There is no prompt to look at.", cure="Give at least one.")
-    config = config or DetectionConfig()
-    identity = model.digest()
-    items = [{"prompt": prompt, "model": identity, "config": _settings(config)} for prompt in prompts]
-    at_once = max(1, config.rows // len(config.seeds))
-
-    def detected(item: Mapping[str, Any]) -> dict[str, Any]:
-        return dataclasses.asdict(detect(model, [item["prompt"]], config)[0])
-
-    def engine(_: Callable[..., Any], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:
-        """Score as many prompts at once as fit in a batch."""
-        for start in range(0, len(waiting), at_once):
-            began = time.perf_counter()
-            group = waiting[start : start + at_once]
-            try:
-                values: list[Any] = [
-                    dataclasses.asdict(each) for each in detect(model, [item["prompt"] for item in group], config)
-                ]
-                error = None
-            except Exception:
-                values, error = [None] * len(group), traceback.format_exc()
-            seconds = (time.perf_counter() - began) / len(group)
-            for offset, value in enumerate(values):
-                yield start + offset, Outcome(value, error, seconds)
-
-    scores = []
-    with progress.task("detect", len(items), unit="prompts") as task:
-        for result in map_runs(detected, items, ledger=ledger, engine=engine, ordered=True):
-            if not result.ok:
-                reason = (result.error or "").strip().splitlines()[-1]
-                raise UsageError(
-                    f"The prompt {result.config['prompt']!r} could not be scored: {reason}",
-                    cure=f"The whole reason is in {ledger}; those scored before are kept there.",
-                )
-            scores.append(Score.from_json(result.value))
-            task.update()
-    return scores
+def write_published(path: str | Path, found: Sequence[Localization], layers: Mapping[str, ValueLayer]) -> None:
+    """Write the table of the paper's code, over one that is there: a row per prompt, neurons as lists of lists."""
+    # Prompts without neurons have empty lists; what the columns cannot say, such as their status, is in the JSON.
+    rows = io.StringIO()
+    writer = csv.writer(rows, delimiter=";", lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for each in found:
+        lists = [[list(part.get(name, ())) for name in layers] for part in (each.initial, each.refined)]
+        writer.writerow([each.prompt, "", lists[0], each.initial_similarity, lists[1], each.refined_similarity])
+    with whole_file(Path(path), overwrite=True) as file:
+        file.write(rows.getvalue().encode())
 
 
-def check_threshold(threshold: Threshold, identity: str, look: Mapping[str, Any]) -> None:
-    """Refuse a threshold that was calibrated on another model, or by looking at prompts in another way."""
-    if threshold.model is not None and threshold.model != identity:
-        raise UsageError(
-            f"The threshold was calibrated on another model: on {threshold.model}, not {identity}.",
-            cure="Calibrate it on this one: netweight forget detect --ordinary.",
-        )
-    others = {name: value for name, value in (threshold.look or {}).items() if look.get(name) != value}
-    if others:
-        told = ", ".join(f"{name} {value}, not {look.get(name)}" for name, value in others.items())
-        raise UsageError(
-            f"The threshold was calibrated in another way: {told}.",
-            cure="Give the same settings here, or calibrate it with these: netweight forget detect --ordinary.",
-        )
+def read_published(path: str | Path, layers: Mapping[str, ValueLayer]) -> list[Localization]:
+    """Read a table of the paper's code; its lists are read as data, nothing is executed."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The neurons in {path} cannot be read: {error}.") from None
+    csv.field_size_limit(1 << 24)
+    rows = csv.DictReader(io.StringIO(text), delimiter=";")
+    lacking = sorted({"Caption", "Initial Neurons", "Refined Neurons"} - set(rows.fieldnames or ()))
+    if lacking:
+        raise UsageError(f"{path} has no column {lacking[0]!r}.", cure=f"Its columns must be {';'.join(_COLUMNS)}.")
+    return [_published(path, row, number, layers) for number, row in enumerate(rows, start=2)]
 
 
-def _settings(config: DetectionConfig | LocalizationConfig) -> dict[str, Any]:
-    values = dataclasses.asdict(config)
-    inner = values.get("detection", {})
-    for name in _NO_INFLUENCE:
-        values.pop(name, None)
-        inner.pop(name, None)
-    return values
+def _published(path: str | Path, row: Mapping[str, Any], number: int, layers: Mapping[str, ValueLayer]) -> Localization:
+    lists = []
+    for column in ("Initial Neurons", "Refined Neurons"):
+        try:
+            value = ast.literal_eval(row[column])
+            lists.append(dict(zip(layers, [[int(index) for index in part] for part in value], strict=True)))
+        except (ValueError, SyntaxError, TypeError) as error:
+            raise UsageError(
+                f"{column} in row {number} of {path} are no lists of {len(layers)} layers: {error}.",
+                cure="Was the table made for another model or scope?",
+            ) from None
+    initial, refined = lists
+    likeness = [_number(row.get(column)) for column in ("Initial SSIM", "Refined SSIM")]
+    status: Status = "resolved" if any(refined.values()) else "not memorized"
+    return Localization(
+        row["Caption"], status, Units(refined), initial, refined,
+        initial_similarity=likeness[0], refined_similarity=likeness[1],
+    )  # fmt: skip
 
 
-def _statistics_digest(statistics: Statistics) -> str:
-    parts = [
-        [name, digest.of_tensor(mean), digest.of_tensor(statistics.deviations[name])]
-        for name, mean in statistics.means.items()
-    ]
-    return digest.of_config(parts)
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
+def union(found: Sequence[Localization]) -> Units:
+    """Return the neurons of all prompts together."""
+    together: dict[str, set[int]] = {}
+    for each in found:
+        for name, index in each.neurons:
+            together.setdefault(name, set()).add(index)
+    return Units({name: sorted(indices) for name, indices in together.items()})

@@ -79,7 +79,7 @@ class RowMasks:
                 _replace(replaced, layer.attention.to_k, self._values(name, keys=True))
             for stage, part in enumerate(self._parts.values()):
                 _replace(replaced, part, self._sharing(stage, part.forward))
-            yield _joined_texts([prompt.text for prompt in self._prompts]).rows(self._places)
+            yield Text.joined([prompt.text for prompt in self._prompts]).rows(self._places)
         finally:
             for module, before in replaced:
                 if before is None:
@@ -195,11 +195,6 @@ def _replace(replaced: list[tuple[Any, Any]], module: Any, forward: Any) -> None
     """Put another forward before a module's own, and remember what was there."""
     replaced.append((module, vars(module).get("forward")))
     module.forward = forward
-
-
-def _joined_texts(texts: Sequence[Text]) -> Text:
-    masks = [text.mask for text in texts if text.mask is not None]
-    return Text(torch.cat([text.states for text in texts]), torch.cat(masks) if masks else None)
 
 
 def _take(values: Any, rows: Tensor, count: int) -> Any:

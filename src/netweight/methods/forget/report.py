@@ -1,4 +1,4 @@
-"""Localizations in a report: how many neurons prompts need, in which layers, and which prompts share them."""
+"""Audits of forgetting, as sections of a report: detection, neurons, images before and after an edit, and searches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,144 @@ from netweight.attacks.embedding_search.compare import Comparison, Run
 from netweight.attacks.embedding_search.report import Wanted, best_image, search_findings
 from netweight.core.progress import QUIET, Progress
 from netweight.methods.forget.detect import Score, Threshold, roc
-from netweight.methods.forget.images import ImagesConfig, Painted, copies, image_findings, verdicts
+from netweight.methods.forget.images import GeneratedImages, ImagesConfig, copies, image_findings, verdicts
 from netweight.methods.forget.localize import Localization
 from netweight.report.audit import register_audit, register_treatment
-from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import bars, heat_maps, histogram, image_grid
-from netweight.report.report import Report
+
+TREATMENT = "forget"
+# Names of the audits.
+DETECTION, NEURONS, IMAGES, SEARCH = "detection", "neurons", "images", "embedding search"
+
+register_treatment(TREATMENT, audits=(DETECTION, NEURONS, IMAGES, SEARCH))
+
+
+@final
+@dataclass(frozen=True)
+class DetectionSubject:
+    """Scores of two kinds of prompts."""
+
+    memorized: Sequence[Score]
+    ordinary: Sequence[Score]
+    threshold: Threshold
+
+
+@register_audit(TREATMENT, DETECTION)
+def detection(
+    subject: DetectionSubject, config: object = None, *, seed: int = 0, progress: Progress = QUIET
+) -> Section:
+    """Return how well noise differences, and Wen's norm beside them, tell memorized prompts from ordinary ones."""
+    counts = [
+        f"{sum(each.similarity > subject.threshold.value for each in group)} of {len(group)}"
+        for group in (subject.memorized, subject.ordinary)
+    ]
+    return Section(
+        "Detection", _detection_findings(subject), tables=[_scores_table(subject)],
+        question="Do first predictions tell memorized prompts from ordinary ones?",
+        conclusion=f"{counts[0]} memorized prompts lie above the threshold, and {counts[1]} ordinary ones.",
+        intro="Predicted minus initial noise is compared between seeds. The threshold was calibrated on ordinary "
+        "prompts; those it is tested on are others.",
+    )  # fmt: skip
+
+
+@register_audit(TREATMENT, NEURONS)
+def neurons(
+    found: Sequence[Localization], layers: Sequence[str] | None = None, *, seed: int = 0, progress: Progress = QUIET
+) -> Section:
+    """Return how many neurons were found and what blocking them reached; with figures if layers are given."""
+    counts = Counter(each.status for each in found)
+    words = ", ".join(f"{count} {status}" for status, count in counts.items())
+    groups = {"prompts": found}
+    drawn = (counts_figure(groups), layers_figure(groups, layers), overlap_figure(found)) if layers else ()
+    return Section(
+        "Neurons", _neuron_findings(found), tables=[prompts_table(found)],
+        figures=[figure for figure in drawn if figure is not None],
+        question="Which neurons does each memorized prompt need, and does blocking them reach the threshold?",
+        conclusion=f"{len({unit for each in found for unit in each.neurons})} neurons for {len(found)} prompts: "
+        f"{words}.",
+        intro="A prompt is resolved if blocking its neurons brings the similarity of first predictions down to the "
+        "threshold. What that does to images is another question.",
+    )  # fmt: skip
+
+
+@register_audit(TREATMENT, IMAGES)
+def images(
+    subject: GeneratedImages,
+    config: ImagesConfig,
+    *,
+    seed: int,
+    progress: Progress = QUIET,
+    attacked: Mapping[str, Tensor] | None = None,
+) -> Section:
+    """Return copies of training images before and after the edit, and what became of ordinary prompts' images."""
+    words = verdicts(subject, config)
+    left = [prompt for prompt, each in words.items() if not each.startswith("suppressed")]
+    rest = f" Not so: {'; '.join(left)}." if left else ""
+    conclusion = f"{len(words) - len(left)} of {len(words)} images are suppressed for their prompts.{rest}"
+    if len(words) == 1:
+        conclusion = "".join(f"{prompt}: {each}." for prompt, each in words.items())
+    return Section(
+        "Images before and after the edit", image_findings(subject, config, seed=seed),
+        figures=[_images_figure(subject, config, attacked or {})], tables=[_images_table(subject, config, words)],
+        intro=_INTRO, conclusion=conclusion,
+        question="Do the prompts still bring their training images back, and what became of others?",
+    )  # fmt: skip
+
+
+@register_audit(TREATMENT, SEARCH)
+def searched(subject: Comparison, config: Wanted, *, seed: int, progress: Progress = QUIET) -> Section:
+    """Return what searches for embeddings found in the edited model, the original and controls beside."""
+    return Section("Search for embeddings", search_findings(subject, config, seed=seed))
+
+
+_INTRO = (
+    "Images of each prompt are generated from the same seeds by the model before the edit and after. They are compared "
+    "with the prompt's training image, seed by seed since medians hide single copies, and with all other memorized "
+    "images: an edit may only divert a prompt to another one's.\n\n"
+    "Suppressed for this prompt means that no image of these seeds copies the training image. It does not mean that "
+    "the image is gone from the weights: whether other embeddings bring it back is what the search asks."
+)
+_ATTACKED = "found by search"
+
+
+def _detection_findings(subject: DetectionSubject) -> list[Finding]:
+    limit = subject.threshold
+    count = len(subject.memorized) + len(subject.ordinary)
+    similar = roc([each.similarity for each in subject.memorized], [each.similarity for each in subject.ordinary])
+    norms = roc([each.wen for each in subject.memorized], [each.wen for each in subject.ordinary])
+    found = sum(each.similarity > limit.value for each in subject.memorized) / len(subject.memorized)
+    alarms = sum(each.similarity > limit.value for each in subject.ordinary) / len(subject.ordinary)
+    about = {"threshold": limit.to_json()}
+    return [
+        Finding("AUC of noise differences", similar.auc, n=count, better="higher", baseline=norms.auc),
+        Finding("AUC of Wen's norm", norms.auc, n=count, better="higher"),
+        Finding("memorized prompts found", found, n=len(subject.memorized), better="higher", detail=about),
+        Finding("ordinary prompts taken for memorized", alarms, n=len(subject.ordinary), better="lower", detail=about),
+    ]
+
+
+def _neuron_findings(found: Sequence[Localization]) -> list[Finding]:
+    named = {
+        status: [each.prompt for each in found if each.status == status]
+        for status in ("resolved", "unresolved", "not memorized", "failed")
+    }
+    searched = [each for each in found if each.status in ("resolved", "unresolved")]
+    counts = sorted(len(each.neurons) for each in searched)
+    together = len({unit for each in searched for unit in each.neurons})
+    sets = len({each.neurons for each in searched if len(each.neurons)})
+    middle = None if not counts else (counts[(len(counts) - 1) // 2] + counts[len(counts) // 2]) / 2
+    why = {} if counts else {"reason": "no prompt is memorized"}
+    return [
+        Finding("neurons per prompt, median", middle, n=len(counts) or None, detail={"each": counts, **why}),
+        Finding("different neurons of all prompts", together, n=len(counts) or None),
+        Finding("different sets of neurons", sets, n=len(counts) or None),
+        *(
+            Finding(f"prompts {status}", len(prompts), n=len(found) or None, detail={"prompts": prompts})
+            for status, prompts in named.items()
+        ),
+    ]
+
 
 # Kind of prompt → localizations.
 Groups = Mapping[str, Sequence[Localization]]
@@ -91,7 +223,7 @@ def overlap_figure(found: Sequence[Localization]) -> Figure | None:
 
 
 def prompts_table(found: Sequence[Localization]) -> Table:
-    """Return a table of prompts with the number of their neurons and what blocking them came to."""
+    """Return a table of prompts with the number of their neurons and the similarity left when these are blocked."""
     return Table(
         "Neurons by prompt",
         (
@@ -109,23 +241,6 @@ def prompts_table(found: Sequence[Localization]) -> Table:
     )  # fmt: skip
 
 
-def add_section(
-    report: Report, found: Sequence[Localization], layers: Sequence[str], *, figures: Sequence[Figure] = ()
-) -> list[Finding]:
-    """Add a section on neurons to a report: findings, distributions, overlaps, a table of prompts."""
-    groups = {"prompts": found}
-    drawn = (counts_figure(groups), layers_figure(groups, layers), overlap_figure(found))
-    findings = neuron_findings(found, None, seed=0, progress=QUIET)
-    report.section(
-        "Neurons that prompts are memorized in",
-        findings,
-        figures=[*figures, *(figure for figure in drawn if figure is not None)],
-        tables=[prompts_table(found)],
-        question="Which neurons does each memorized prompt need?",
-    )
-    return findings
-
-
 def _searched(found: Sequence[Localization]) -> list[Localization]:
     return [each for each in found if each.status in ("resolved", "unresolved")]
 
@@ -134,157 +249,35 @@ def _short(prompt: str, most: int = 32) -> str:
     return prompt if len(prompt) <= most else prompt[: most - 1] + "…"
 
 
-TREATMENT = "forget"
-# Names of the audits.
-DETECTION, NEURONS, IMAGES, SEARCH = "detection", "neurons", "images", "embedding search"
-
-register_treatment(TREATMENT, audits=(DETECTION, NEURONS, IMAGES, SEARCH))
-
-
-@final
-@dataclass(frozen=True)
-class DetectionSubject:
-    """Scores of two kinds of prompts."""
-
-    memorized: Sequence[Score]
-    ordinary: Sequence[Score]
-    threshold: Threshold
-
-
-@register_audit(TREATMENT, DETECTION)
-def detection_findings(subject: DetectionSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how well noise differences, and Wen's norm beside them, tell memorized prompts from ordinary ones."""
-    limit = subject.threshold
-    count = len(subject.memorized) + len(subject.ordinary)
-    similar = roc([each.similarity for each in subject.memorized], [each.similarity for each in subject.ordinary])
-    norms = roc([each.wen for each in subject.memorized], [each.wen for each in subject.ordinary])
-    found = sum(each.similarity > limit.value for each in subject.memorized) / len(subject.memorized)
-    alarms = sum(each.similarity > limit.value for each in subject.ordinary) / len(subject.ordinary)
-    about = {"threshold": limit.to_json()}
-    return [
-        Finding("AUC of noise differences", similar.auc, n=count, better="higher", baseline=norms.auc),
-        Finding("AUC of Wen's norm", norms.auc, n=count, better="higher"),
-        Finding("memorized prompts found", found, n=len(subject.memorized), better="higher", detail=about),
-        Finding("ordinary prompts taken for memorized", alarms, n=len(subject.ordinary), better="lower", detail=about),
+def _scores_table(scores: DetectionSubject) -> Table:
+    limit = scores.threshold.value
+    groups = (("memorized", scores.memorized), ("ordinary", scores.ordinary))
+    rows = [
+        (each.prompt, kind, each.similarity, each.highest, each.wen, "yes" if each.similarity > limit else "no")
+        for kind, group in groups
+        for each in sorted(group, key=lambda score: -score.similarity)[: None if kind == "memorized" else 12]
     ]
-
-
-@register_audit(TREATMENT, NEURONS)
-def neuron_findings(subject: Sequence[Localization], config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how many neurons were found, how many of them are different ones, and for which prompts none sufficed."""
-    named = {
-        status: [each.prompt for each in subject if each.status == status]
-        for status in ("resolved", "unresolved", "not memorized", "failed")
-    }
-    searched = [each for each in subject if each.status in ("resolved", "unresolved")]
-    counts = sorted(len(each.neurons) for each in searched)
-    together = len({unit for each in searched for unit in each.neurons})
-    sets = len({each.neurons for each in searched if len(each.neurons)})
-    middle = None if not counts else (counts[(len(counts) - 1) // 2] + counts[len(counts) // 2]) / 2
-    why = {} if counts else {"reason": "no prompt is memorized"}
-    return [
-        Finding("neurons per prompt, median", middle, n=len(counts) or None, detail={"each": counts, **why}),
-        Finding("different neurons of all prompts", together, n=len(counts) or None),
-        Finding("different sets of neurons", sets, n=len(counts) or None),
-        *(
-            Finding(f"prompts {status}", len(prompts), n=len(subject) or None, detail={"prompts": prompts})
-            for status, prompts in named.items()
-        ),
-    ]
-
-
-@register_audit(TREATMENT, IMAGES)
-def painted(subject: Painted, config: ImagesConfig, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return what became of memorized and of ordinary prompts' images."""
-    return image_findings(subject, config, seed=seed)
-
-
-@register_audit(TREATMENT, SEARCH)
-def searched(subject: Comparison, config: Wanted, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return what searches for embeddings found in the edited model, the original and controls beside."""
-    return search_findings(subject, config, seed=seed)
-
-
-_INTRO = (
-    "Each prompt is painted with the same seeds by the model before the edit and after. Images are compared with the "
-    "prompt's training image, seed by seed since medians hide single copies, and with all other memorized images: an "
-    "edit may only divert a prompt to another one's.\n\n"
-    "Suppressed for this prompt means that no image of these seeds copies the training image. It does not mean that "
-    "the image is gone from the weights: whether other embeddings bring it back is what the search asks."
-)
-_ATTACKED = "found by search"
-
-
-def add_finding_sections(
-    report: Report, scores: DetectionSubject | None, found: Sequence[Localization] | None, *, title: str = ""
-) -> list[Finding]:
-    """Add how prompts were found and which neurons were: the audits that need no image."""
-    findings: list[Finding] = []
-    if scores is not None:
-        part = detection_findings(scores, None, seed=0, progress=QUIET)
-        report.section(
-            f"{title}detection" if title else "Detection", part, tables=[_scores_table(scores)],
-            question="Do first predictions tell memorized prompts from ordinary ones?",
-            conclusion=_detected(scores),
-            intro="Predicted minus initial noise is compared between seeds. The threshold was calibrated on ordinary "
-            "prompts; those it is tested on are others.",
-        )  # fmt: skip
-        findings += part
-    if found is not None:
-        part = neuron_findings(found, None, seed=0, progress=QUIET)
-        report.section(
-            f"{title}neurons" if title else "Neurons", part, tables=[_neurons_table(found)],
-            question="Which neurons were switched off, and did that reach the threshold?",
-            conclusion=_localized(found),
-            intro="A prompt is resolved if blocking its neurons brings the similarity of first predictions down to the "
-            "threshold. What that does to images is another question.",
-        )  # fmt: skip
-        findings += part
-    return findings
-
-
-def add_images_section(
-    report: Report,
-    painted: Painted,
-    config: ImagesConfig,
-    *,
-    seed: int,
-    attacked: Mapping[str, Tensor] | None = None,
-    title: str = "Images before and after the edit",
-    audits: Sequence[str] = (DETECTION, NEURONS, IMAGES),
-    warnings: Sequence[str] = (),
-) -> list[Finding]:
-    """Add what painted images say to a report."""
-    findings = image_findings(painted, config, seed=seed)
-    report.section(
-        title,
-        findings,
-        figures=[images_figure(painted, config, attacked=attacked)],
-        tables=[images_table(painted, config)],
-        intro=_INTRO,
-        question="Do the prompts still bring their training images back, and what became of others?",
-        conclusion=_conclusion(verdicts(painted, config)),
-        treatment=TREATMENT,
-        audits=audits,
-        warnings=warnings,
+    columns = ("prompt", "known as", Column("similarity"), Column("highest"), Column("Wen's norm"), "found")
+    notes = (
+        f"threshold {limit:.3f}: {scores.threshold.rule}; of {len(scores.ordinary)} ordinary prompts the 12 that look "
+        "most memorized are shown",
     )
-    return findings
+    return Table("Scores", columns, rows, notes)
 
 
-def images_figure(
-    painted: Painted, config: ImagesConfig, *, attacked: Mapping[str, Tensor] | None = None, most: int = 8
+def _images_figure(
+    images: GeneratedImages, config: ImagesConfig, found: Mapping[str, Tensor], *, most: int = 8
 ) -> Figure:
-    """Draw training images beside what is painted before the edit, after it, by controls, and after a search."""
-    columns = ["training image", "original", "edited", *painted.controls]
-    found = attacked or {}
+    """Draw training images beside those before the edit, after it, by controls, and after a search."""
+    columns = ["training image", "original", "edited", *images.controls]
     rows = []
-    shown = list(zip(painted.memorized, copies(painted, painted.edited, config), strict=True))[:most]
+    shown = list(zip(images.memorized, copies(images, images.edited, config), strict=True))[:most]
     for each, row in shown:
         order = sorted(range(len(row.to_image)), key=row.to_image.__getitem__)
         place = order[len(order) // 2]
-        images = [each.image, painted.original[each.prompt][place], painted.edited[each.prompt][place]]
-        images += [control[each.prompt][place] for control in painted.controls.values()]
-        cells: list[object] = [_pixels(image) for image in images]
+        row_images = [each.image, images.original[each.prompt][place], images.edited[each.prompt][place]]
+        row_images += [control[each.prompt][place] for control in images.controls.values()]
+        cells: list[object] = [_pixels(image) for image in row_images]
         if found:
             cells.append(_pixels(found[each.prompt]) if each.prompt in found else None)
         rows.append(cells)
@@ -292,22 +285,21 @@ def images_figure(
         rows,
         rows=[each.prompt for each, _ in shown],
         columns=[*columns, _ATTACKED] if found else columns,
-        alt=f"{len(shown)} training images beside what the models paint for their prompts.",
+        alt=f"{len(shown)} training images beside what the models generate for their prompts.",
         caption="All images of a row but the first and the last are of one seed: the one in the middle of the edited "
         "model's similarities to the training image."
         + (" The last is what the search found in the edited model from other embeddings." if found else ""),
     )
 
 
-def images_table(painted: Painted, config: ImagesConfig) -> Table:
+def _images_table(images: GeneratedImages, config: ImagesConfig, words: Mapping[str, str]) -> Table:
     """Return one row for each memorized prompt: copies before and after, and the verdict."""
-    before, after = (copies(painted, images, config) for images in (painted.original, painted.edited))
-    told = verdicts(painted, config)
+    before, after = (copies(images, made, config) for made in (images.original, images.edited))
     rows = [
         (
             row.prompt, row.kind, old.copies(config.threshold), row.copies(config.threshold),
             row.any_match(config.threshold), statistics.median(old.to_image), statistics.median(row.to_image),
-            told[row.prompt].partition(":")[0],
+            words[row.prompt].partition(":")[0],
         )
         for row, old in zip(after, before, strict=True)
     ]  # fmt: skip
@@ -332,57 +324,6 @@ def attacked_images(comparison: Comparison, subject: str, folder: str | Path) ->
             best[run.target] = max(scores), run
     found = {target: best_image(run, folder) for target, (_, run) in best.items()}
     return {target: image for target, image in found.items() if image is not None}
-
-
-def _conclusion(told: Mapping[str, str]) -> str:
-    """The verdict of a single prompt; of several, how many are suppressed and which are not."""
-    if len(told) == 1:
-        return "".join(f"{prompt}: {words}." for prompt, words in told.items())
-    left = [prompt for prompt, words in told.items() if not words.startswith("suppressed")]
-    rest = f" Not so: {'; '.join(left)}." if left else ""
-    return f"{len(told) - len(left)} of {len(told)} images are suppressed for their prompts.{rest}"
-
-
-def _detected(scores: DetectionSubject) -> str:
-    counts = [
-        f"{sum(each.similarity > scores.threshold.value for each in group)} of {len(group)}"
-        for group in (scores.memorized, scores.ordinary)
-    ]
-    return f"{counts[0]} memorized prompts lie above the threshold, and {counts[1]} ordinary ones."
-
-
-def _localized(found: Sequence[Localization]) -> str:
-    counts = Counter(each.status for each in found)
-    told = ", ".join(f"{count} {status}" for status, count in counts.items())
-    return f"{len({unit for each in found for unit in each.neurons})} neurons for {len(found)} prompts: {told}."
-
-
-def _scores_table(scores: DetectionSubject) -> Table:
-    limit = scores.threshold.value
-    groups = (("memorized", scores.memorized), ("ordinary", scores.ordinary))
-    rows = [
-        (each.prompt, kind, each.similarity, each.highest, each.wen, "yes" if each.similarity > limit else "no")
-        for kind, group in groups
-        for each in sorted(group, key=lambda score: -score.similarity)[: None if kind == "memorized" else 12]
-    ]
-    columns = ("prompt", "known as", Column("similarity"), Column("highest"), Column("Wen's norm"), "found")
-    notes = (
-        f"threshold {limit:.3f}: {scores.threshold.rule}; of {len(scores.ordinary)} ordinary prompts the 12 that look "
-        "most memorized are shown",
-    )
-    return Table("Scores", columns, rows, notes)
-
-
-def _neurons_table(found: Sequence[Localization]) -> Table:
-    columns = (
-        "prompt", "status", Column("neurons"), Column("layers"), Column("threshold"), Column("similarity left"),
-    )  # fmt: skip
-    rows = [
-        (each.prompt, each.status, len(each.neurons), len(each.neurons.modules), each.threshold,
-         each.refined_similarity)
-        for each in found
-    ]  # fmt: skip
-    return Table("Neurons by prompt", columns, rows)
 
 
 def _pixels(image: Tensor) -> object:

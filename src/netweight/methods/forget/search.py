@@ -1,6 +1,7 @@
-"""Searches of several prompts side by side: what they ask of the denoiser goes through it in the same batches.
+"""Searches of several prompts in the same batches, and the pruning of one prompt's neurons.
 
-A search is a generator: it yields rows that it wants predicted, is sent an `Answer`, and returns what it found.
+A search is a generator: it yields requests, rows to be predicted, is sent a `Reply` to each, and returns its result.
+What several searches request goes through the denoiser together.
 """
 
 from __future__ import annotations
@@ -13,32 +14,60 @@ from typing import TypeAlias, TypeVar, final
 import torch
 from torch import Tensor
 
-from netweight.methods.forget.detect import first_step
+from netweight.methods.forget.detect import first_step, noise_difference, similarity
 from netweight.methods.forget.layers import ValueLayer
 from netweight.methods.forget.masking import Blocked, PromptText, Row, RowMasks
 from netweight.methods.forget.settings import DetectionConfig
-from netweight.methods.forget.similarity import noise_difference, similarity
 from netweight.nn.batching import Batches, Costs, clock
 from netweight.nn.text_to_image import TextToImage
 
 R = TypeVar("R")
+Neuron: TypeAlias = tuple[str, int]  # layer and index
+Request: TypeAlias = Sequence[Row]
 
 
 @final
 @dataclass(frozen=True)
-class Answer:
-    """What a search is told."""
+class Reply:
+    """Predictions for a request."""
 
-    differences: Tensor  # noise differences of the rows that it asked for, see `noise_difference`
-    cost: Mapping[str, float]  # what they cost, see `Costs`: of what several searches share, the share of its rows
+    differences: Tensor  # noise differences of its rows, see `noise_difference`
+    cost: Mapping[str, float]  # see `Costs`; of a batch that several searches share, the share of its rows
 
 
-Search: TypeAlias = Generator[Sequence[Row], Answer, R]
+Search: TypeAlias = Generator[Request, Reply, R]
+
+
+def run_searches(
+    searches: Iterable[Search[R]], predictions: Predictions, most: int
+) -> Iterator[tuple[int, R | Exception]]:
+    """Run searches to their ends, several at a time; yield the number and result of each."""
+    waiting = ((number, search, None) for number, search in enumerate(searches))
+    ready: list[tuple[int, Search[R], Reply | Exception | None]] = list(islice(waiting, most))
+    while ready:
+        requests: list[tuple[int, Search[R], Request]] = []
+        for number, search, reply in ready:
+            try:
+                if isinstance(reply, Exception):
+                    rows = search.throw(reply)
+                else:
+                    rows = next(search) if reply is None else search.send(reply)
+            except StopIteration as end:
+                result: R | Exception = end.value
+            except Exception as error:
+                result = error
+            else:
+                requests.append((number, search, rows))
+                continue
+            ready.extend(islice(waiting, 1))  # the next search starts in this very loop
+            yield number, result
+        replies = predictions.reply([rows for _, _, rows in requests]) if requests else []
+        ready = [(number, search, reply) for (number, search, _), reply in zip(requests, replies, strict=True)]
 
 
 @final
 class Predictions:
-    """Predictions with neurons switched off, for rows of whichever prompts."""
+    """Predictions with neurons switched off, for rows of any prompts."""
 
     def __init__(self, model: TextToImage, layers: Mapping[str, ValueLayer], config: DetectionConfig) -> None:
         self.model, self.layers = model, layers
@@ -46,99 +75,71 @@ class Predictions:
         self._noise, self._timestep = first_step(model, config)
         self._batches = Batches(config.rows)
 
-    def answers(self, asked: Sequence[Sequence[Row]]) -> list[Answer | Exception]:
-        """Answer what several searches asked for, together; an error stays with those whose rows alone raise it."""
+    def reply(self, requests: Sequence[Request]) -> list[Reply | Exception]:
+        """Reply to several searches together; an error stays with those whose rows alone raise it."""
         try:
-            return list(self._together(asked))
+            return list(self._together(requests))
         except Exception as error:
-            if len(asked) == 1:
+            if len(requests) == 1:
                 return [error]
-            return [answer for rows in asked for answer in self.answers([rows])]
+            return [reply for request in requests for reply in self.reply([request])]
 
-    def _together(self, asked: Sequence[Sequence[Row]]) -> Iterator[Answer]:
+    def _together(self, requests: Sequence[Request]) -> Iterator[Reply]:
         before, calls = clock(), self._batches.calls
-        differences = self._of([row for rows in asked for row in rows])
+        differences = self._differences([row for rows in requests for row in rows])
         cost = {name: value - before[name] for name, value in clock().items()}
         cost["calls"] = self._batches.calls - calls
-        for part in torch.split(differences, [len(rows) for rows in asked]):
+        for part in torch.split(differences, [len(rows) for rows in requests]):
             share = len(part) / len(differences)
-            yield Answer(part, {"rows": len(part)} | {name: share * value for name, value in cost.items()})
+            yield Reply(part, {"rows": len(part)} | {name: share * value for name, value in cost.items()})
 
     @torch.no_grad()
-    def _of(self, rows: Sequence[Row]) -> Tensor:
+    def _differences(self, rows: Sequence[Row]) -> Tensor:
         noises = self._noise[[row.seed for row in rows]]
 
         def part(chosen: slice) -> Tensor:
             with self.masks.blocking(rows[chosen]) as text:
-                said = self.model.predict(noises[chosen], self._timestep, text).noise
-            return noise_difference(said, noises[chosen])
+                predicted = self.model.predict(noises[chosen], self._timestep, text).noise
+            return noise_difference(predicted, noises[chosen])
 
         return self._batches.run(part, len(rows))
 
 
-def predicted(rows: Sequence[Row], costs: Costs) -> Search[Tensor]:
-    """Ask for rows within a search, and return their noise differences."""
+def predicted(rows: Request, costs: Costs) -> Search[Tensor]:
+    """Request rows within a search, and return their noise differences."""
     costs.pause()
-    answer = yield rows
-    costs.resume(answer.cost)
-    return answer.differences
-
-
-def side_by_side(
-    searches: Iterable[Search[R]], predictions: Predictions, most: int
-) -> Iterator[tuple[int, R | Exception]]:
-    """Run searches to their ends, several at a time."""
-    waiting = ((number, search, None) for number, search in enumerate(searches))
-    ready: list[tuple[int, Search[R], Answer | Exception | None]] = list(islice(waiting, most))
-    while ready:
-        asking: list[tuple[int, Search[R], Sequence[Row]]] = []
-        for number, search, answer in ready:
-            try:
-                if isinstance(answer, Exception):
-                    rows = search.throw(answer)
-                else:
-                    rows = next(search) if answer is None else search.send(answer)
-            except StopIteration as end:
-                result: R | Exception = end.value
-            except Exception as error:
-                result = error
-            else:
-                asking.append((number, search, rows))
-                continue
-            ready.extend(islice(waiting, 1))  # its turn comes in this very loop
-            yield number, result
-        answers = predictions.answers([rows for _, _, rows in asking]) if asking else []
-        ready = [(number, search, answer) for (number, search, _), answer in zip(asking, answers, strict=True)]
+    reply = yield rows
+    costs.resume(reply.cost)
+    return reply.differences
 
 
 @final
 class Trials:
-    """Trials of one prompt, asked for by its search."""
+    """Similarities of one prompt's predictions with neurons blocked to those without; no trial is computed twice."""
 
-    # `unblocked`: their noise differences without any neuron blocked, shape `(seeds, channels, height, width)`
+    # `unblocked`: noise differences of the seeds without any neuron blocked, `(seeds, channels, height, width)`
 
     def __init__(self, prompt: PromptText, seeds: Sequence[int], unblocked: Tensor, costs: Costs) -> None:
         self._prompt, self._seeds, self._unblocked, self._costs = prompt, seeds, unblocked, costs
         self._known: dict[tuple[Hashable, int], float] = {}
 
-    def of(self, trials: Sequence[Blocked]) -> Search[list[list[float]]]:
-        """Return for each trial every seed's similarity to what is predicted without blocking."""
+    def evaluate_all(self, trials: Sequence[Blocked]) -> Search[list[list[float]]]:
+        """Return the similarities of every seed for each trial."""
         every = list(range(len(self._seeds)))
-        return (yield from self.at([(trial, every) for trial in trials]))
+        return (yield from self.evaluate([(trial, every) for trial in trials]))
 
-    def at(
-        self, asked: Sequence[tuple[Blocked, Sequence[int]]], *, of: Sequence[Blocked] = ()
+    def evaluate(
+        self, pairs: Sequence[tuple[Blocked, Sequence[int]]], *, beside: Sequence[Blocked] = ()
     ) -> Search[list[list[float]]]:
-        """Return for each trial the similarity of some seeds, in their order."""
-        ahead = [(trial, seed) for trial in of for seed in range(len(self._seeds))]
-        found = yield from self._similarities([*ahead, *((trial, seed) for trial, seeds in asked for seed in seeds)])
-        answers = iter(found[len(ahead) :])
-        return [[next(answers) for _ in seeds] for _, seeds in asked]
+        """Return the similarities of some seeds for each trial; trials `beside` are computed along, at every seed."""
+        more = [(trial, seed) for trial in beside for seed in range(len(self._seeds))]
+        found = yield from self._similarities([*more, *((trial, seed) for trial, seeds in pairs for seed in seeds)])
+        values = iter(found[len(more) :])
+        return [[next(values) for _ in seeds] for _, seeds in pairs]
 
-    def _similarities(self, asked: Sequence[tuple[Blocked, int]]) -> Search[list[float]]:
-        """One similarity for each pair of a trial and a seed; what was asked before is not computed again."""
-        keys = [(_key(trial), seed) for trial, seed in asked]
-        new = {key: pair for key, pair in zip(keys, asked, strict=True) if key not in self._known}
+    def _similarities(self, pairs: Sequence[tuple[Blocked, int]]) -> Search[list[float]]:
+        keys = [(_key(trial), seed) for trial, seed in pairs]
+        new = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in self._known}
         if new:
             rows = [Row(self._prompt, trial, self._seeds[seed]) for trial, seed in new.values()]
             differences = yield from predicted(rows, self._costs)
@@ -148,17 +149,15 @@ class Trials:
 
 
 def _key(trial: Blocked) -> Hashable:
-    """What makes two trials the same."""
+    """Equal for equal trials."""
     return frozenset((name, frozenset(indices)) for name, indices in trial.items() if indices)
 
-
-Neuron: TypeAlias = tuple[str, int]
 
 _LEAST_AHEAD = 8
 _LIKELIEST = 2  # seeds that a removal is tried at before all others
 
 
-def greedy(
+def prune(
     trials: Trials,
     neurons: Sequence[Neuron],
     removals: Sequence[Sequence[int]],
@@ -167,44 +166,50 @@ def greedy(
     ahead: int,
     every_seed: bool = True,
 ) -> Search[list[int]]:
-    """Un-block neurons group by group, keeping a group un-blocked where all seeds stay at or below the limit."""
+    """Un-block groups of neurons one after another, and keep each un-blocked where all seeds stay within the limit.
+
+    The result is that of the one-by-one loop. Several removals are tried at once, on the assumption that those before
+    them end as forecast; what comes after a wrong forecast is discarded.
+    """
 
     def without(places: Iterable[int]) -> Blocked:
         return blocked_by_layer(neurons[place] for place in sorted(places))
 
     left, position = set(range(len(neurons))), 0
-    foresight = _Foresight(len(removals), limit)
+    forecast = _Forecast(len(removals), limit)
     if ahead > 1:
-        yield from foresight.learn_alone(trials, without(left), [without(left - set(removal)) for removal in removals])
-    count, unseen = min(ahead, 2 * _LEAST_AHEAD), list[_Held]()
-    (now,) = yield from trials.of([without(left)])
-    while position < len(removals) or unseen:
+        yield from forecast.learn_each(trials, without(left), [without(left - set(removal)) for removal in removals])
+    count, unchecked = min(ahead, 2 * _LEAST_AHEAD), list[_Held]()
+    (now,) = yield from trials.evaluate_all([without(left)])
+    while position < len(removals) or unchecked:
         tried = range(position, min(position + count, len(removals)))
-        steps = foresight.steps(tried, now)
+        steps = forecast.steps(tried, now)
         attempts, base = [], left
         for place, step in zip(tried, steps, strict=True):
             attempts.append(base - set(removals[place]))
             base = attempts[-1] if step.holds else base
         blocked = [without(attempt) for attempt in attempts]
         asked = [(trial, step.seeds) for trial, step in zip(blocked, steps, strict=True)]
-        found = yield from trials.at(asked, of=[each.blocked for each in (unseen if every_seed else unseen[-1:])])
-        refused = yield from _refused(trials, [each.blocked for each in unseen], limit, every_seed=every_seed)
+        found = yield from trials.evaluate(
+            asked, beside=[each.blocked for each in (unchecked if every_seed else unchecked[-1:])]
+        )
+        refused = yield from _refused(trials, [each.blocked for each in unchecked], limit, every_seed=every_seed)
         if refused is not None:
-            left, position = unseen[refused].before, unseen[refused].place + 1
-            unseen = []
-            (now,) = yield from trials.of([without(left)])
+            left, position = unchecked[refused].before, unchecked[refused].place + 1
+            unchecked = []
+            (now,) = yield from trials.evaluate_all([without(left)])
             continue
-        (now,) = yield from trials.of([without(left)])
-        foresight.learn(steps, now, found)
+        (now,) = yield from trials.evaluate_all([without(left)])
+        forecast.learn(steps, now, found)
         held = [max(values) <= limit for values in found]
         held = held[: _sure(held, steps)]
-        unseen = []
+        unchecked = []
         for place, attempt, trial, holds in zip(tried, attempts, blocked, held, strict=False):
             if holds:
-                unseen.append(_Held(place, left, trial))
-                left, now = attempt, foresight.after(place, now)
+                unchecked.append(_Held(place, left, trial))
+                left, now = attempt, forecast.after(place, now)
         position += len(held)
-        count = min(ahead, max(_LEAST_AHEAD, 2 * len(held)))  # as far ahead as foresight was right
+        count = min(ahead, max(_LEAST_AHEAD, 2 * len(held)))  # as far ahead as forecasts were right
     return sorted(left)
 
 
@@ -219,7 +224,7 @@ def blocked_by_layer(neurons: Iterable[Neuron]) -> Blocked:
 @final
 @dataclass(frozen=True)
 class _Step:
-    """A removal that is tried, whether it is expected to hold, and the seeds that it is tried at first."""
+    """A removal to try, whether it is expected to hold, and the seeds to try it at first."""
 
     place: int
     holds: bool
@@ -229,7 +234,7 @@ class _Step:
 @final
 @dataclass(frozen=True)
 class _Held:
-    """A removal that held at the likeliest seeds; the others are looked at along with what is tried next."""
+    """A removal that held at the likeliest seeds; all others are checked along with what is tried next."""
 
     place: int
     before: set[int]
@@ -237,23 +242,23 @@ class _Held:
 
 
 @final
-class _Foresight:
-    """What removals are expected to add to a seed's similarity: what they were last seen to add, to it or to others."""
+class _Forecast:
+    """Expected increase of each seed's similarity by a removal: the last one seen, of that seed or of others."""
 
     def __init__(self, removals: int, limit: float) -> None:
         self._adds: list[dict[int, float]] = [{} for _ in range(removals)]
         self._limit = limit
 
-    def learn_alone(self, trials: Trials, blocked: Blocked, alone: Sequence[Blocked]) -> Search[None]:
-        """See what each removal adds by itself, to the seed that is nearest to the limit."""
-        (values,) = yield from trials.of([blocked])
+    def learn_each(self, trials: Trials, blocked: Blocked, alone: Sequence[Blocked]) -> Search[None]:
+        """Measure what each removal alone adds, at the seed that is nearest to the limit."""
+        (values,) = yield from trials.evaluate_all([blocked])
         seed = values.index(max(values))
-        found = yield from trials.at([(trial, [seed]) for trial in alone])
+        found = yield from trials.evaluate([(trial, [seed]) for trial in alone])
         for place, (value,) in enumerate(found):
             self._adds[place][seed] = value - values[seed]
 
     def steps(self, places: Iterable[int], now: Sequence[float]) -> list[_Step]:
-        """Foresee removals one after the other, from the similarities of all seeds now."""
+        """Forecast removals one after the other, from the present similarities of all seeds."""
         steps = []
         for place in places:
             after = self.after(place, now)
@@ -264,7 +269,7 @@ class _Foresight:
         return steps
 
     def learn(self, steps: Sequence[_Step], now: Sequence[float], found: Sequence[Sequence[float]]) -> None:
-        """Remember what removals did add."""
+        """Take in what removals did add."""
         for step, values in zip(steps, found, strict=True):
             after = self.after(step.place, now)
             for seed, value in zip(step.seeds, values, strict=True):
@@ -273,7 +278,7 @@ class _Foresight:
             now = after if step.holds else now
 
     def after(self, place: int, now: Sequence[float]) -> list[float]:
-        """Foresee the similarities of all seeds after a removal."""
+        """Forecast the similarities of all seeds after a removal."""
         known = self._adds[place]
         usual = sum(known.values()) / len(known) if known else 0.0
         return [value + known.get(seed, usual) for seed, value in enumerate(now)]
@@ -282,12 +287,12 @@ class _Foresight:
 def _refused(trials: Trials, blocked: Sequence[Blocked], limit: float, *, every_seed: bool) -> Search[int | None]:
     """The first of the trials, each of which builds on those before, that does not hold at all seeds."""
     if every_seed:
-        found = yield from trials.of(blocked)
+        found = yield from trials.evaluate_all(blocked)
         return next((place for place, values in enumerate(found) if max(values) > limit), None)
     holds, refused = 0, len(blocked) + 1  # so many hold, and the trial of this number does not
     asked = len(blocked)
     while asked > holds:
-        (values,) = yield from trials.of([blocked[asked - 1]])
+        (values,) = yield from trials.evaluate_all([blocked[asked - 1]])
         if max(values) <= limit:
             holds = asked
         else:
@@ -297,6 +302,6 @@ def _refused(trials: Trials, blocked: Sequence[Blocked], limit: float, *, every_
 
 
 def _sure(held: Sequence[bool], steps: Sequence[_Step]) -> int:
-    """How many answers count: those up to the first that is not as foreseen."""
-    surprises = (number + 1 for number, answer in enumerate(held) if answer != steps[number].holds)
+    """How many results count: those up to the first that is not as forecast."""
+    surprises = (number + 1 for number, holds in enumerate(held) if holds != steps[number].holds)
     return next(surprises, len(held))

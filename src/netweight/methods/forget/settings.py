@@ -1,78 +1,98 @@
-"""Settings of detection and localization; the defaults are the paper's where it is consistent."""
+"""Settings of forgetting: of each step, and of the commands on pipeline folders; torch is not imported.
+
+Defaults are those of the paper (arXiv 2406.02366, section 3, and its code) where it is consistent.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, final
+from pathlib import Path
+from typing import Annotated, Any, Literal, final
 
+import click
+from pydantic import BeforeValidator, DirectoryPath, Field, FilePath
+
+from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
 from netweight.errors import UsageError
-from netweight.methods.forget.layers import Scope
+from netweight.settings import Cli, Settings
+
+Scope = Literal["down+mid", "all"]
+Timing = Literal["paper", "code"]
+Fidelity = Literal["corrected", "reference"]
+
+# Fields that several classes have.
+_SEEDS: Any = Field(10, ge=2, description="Initial noises per prompt that detection compares: seeds 0, 1 and so on.")
+_TIMING: Any = Field(
+    "paper", description="Make predictions at the first timestep, or at the second, as the released code does."
+)
+_SCOPE: Any = Field("down+mid", description="Value layers of a U-Net: without or with those on the way up.")
+_FIDELITY: Any = Field(
+    "corrected", description="Without or with the order and quirks of the released code; see docs/differences.md."
+)
+_COLUMN: Any = Field("prompt", description="Column of prompts in .csv and .jsonl.")
+_DEVICE: Any = Field("cpu", description="Where the pipeline goes, such as cuda.")
+_TARGETS: Any = Field(description="Rows with prompt and image (a file): memorized pairs.")
+
+
+def _numbered(seeds: Any) -> Any:
+    """A number of seeds stands for 0, 1 and so on."""
+    return tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
 
 
 @final
-@dataclass(frozen=True)
-class DetectionConfig:
-    """How prompts are looked at."""
+class DetectionConfig(Settings):
+    """How first predictions for prompts are made and compared."""
 
-    seeds: tuple[int, ...] = tuple(range(10))  # every two are compared
-    steps: int = 50
-    # "paper" looks at the first timestep; "code" at the second, with noise that took no step, as the released code
-    # does.
-    timing: Literal["paper", "code"] = "paper"
-    rows: int = 64  # most images at a time; halved where memory runs out
+    seeds: Annotated[
+        tuple[int, ...],
+        BeforeValidator(_numbered, json_schema_input_type=int | tuple[int, ...]),
+        Cli(type=click.IntRange(2)),
+    ] = Field(10, validate_default=True, description="Initial noises per prompt: seeds, or their number.")
+    steps: int = Field(50, ge=2, description="Steps of the schedule.")
+    timing: Timing = _TIMING
+    rows: int = Field(64, ge=1, description="Most images at a time; halved where memory runs out.")
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if len(set(self.seeds)) < 2 or len(set(self.seeds)) != len(self.seeds):
+    def check(self) -> None:
+        """Refuse seeds that cannot be compared."""
+        if len(set(self.seeds)) < max(2, len(self.seeds)):
             raise UsageError(f"Seeds {self.seeds} cannot be compared.", cure="Give at least 2, each once.")
-        if self.steps < 2 or self.rows < 1:
-            raise UsageError(f"{self.steps} steps and {self.rows} rows cannot be.", cure="Give 2 steps, 1 row or more.")
-        if self.timing not in ("paper", "code"):
-            raise UsageError(f"The timing {self.timing!r} is unknown.", cure='Use "paper" or "code".')
 
 
 @final
-@dataclass(frozen=True)
-class LocalizationConfig:
+class LocalizationConfig(Settings):
     """How the neurons of a memorized prompt are searched for."""
 
-    # Source: arXiv 2406.02366, section 3 and its code: theta from 5 to 1 by 0.25, and k from 0 up by 1.
-
-    detection: DetectionConfig = field(default_factory=DetectionConfig)  # how predictions are made and compared
-    scope: Scope = "down+mid"
-    theta: float = 5.0  # deviations from its mean beyond which a neuron is out of distribution, at the first stage
-    theta_step: float = 0.25  # what is taken from it at every further stage
-    theta_least: float = 1.0  # its least value: the last stage
+    detection: DetectionConfig = Field(default=DetectionConfig(), description="How predictions are made and compared.")
+    scope: Scope = _SCOPE
+    theta: Annotated[float, Cli(own=False)] = Field(
+        5.0, description="Deviations from its mean from which a neuron is out of distribution, at the first stage."
+    )
+    theta_step: Annotated[float, Cli(own=False)] = Field(0.25, gt=0, description="Decrease of theta at each stage.")
+    theta_least: Annotated[float, Cli(own=False)] = Field(1.0, gt=0, description="Theta of the last stage.")
     # "corrected" removes repeated neurons and takes equality as reached; "reference" keeps a neuron as often as both
     # rules chose it, and demands less than the threshold in refinement, as the released code does.
-    fidelity: Literal["corrected", "reference"] = "corrected"
-    ahead: int = 32  # removals tried at once in refinement; 1 is the one-by-one loop. The result is the same.
-    prompts: int = 8  # prompts searched at a time: what they ask goes through the denoiser in the same batches
-    # Whether refinement looks at every seed after each removal, and so finds what the one-by-one loop finds. False
-    # looks at the two that are likeliest to forbid it, and at all after a run of removals: less work, memorization is
-    # as surely broken, but other neurons may be found to be spared.
-    every_seed: bool = True
-    initial: float | None = None  # similarity that stages are to fall to, in place of the threshold's
-    # Threshold that refinement is to keep to, in place of the one that stages were to reach.
-    refinement: float | None = None
+    fidelity: Fidelity = _FIDELITY
+    ahead: Annotated[int, Cli(own=False)] = Field(
+        32, ge=1, description="Removals tried at once in refinement; 1 tries one by one, with the same result."
+    )
+    prompts: Annotated[int, Cli(own=False)] = Field(8, ge=1, description="Prompts searched at a time, in one batch.")
+    # False: less work, memorization is as surely broken, but other neurons may be found to be spared.
+    every_seed: Annotated[bool, Cli(own=False)] = Field(
+        True, description="Check every seed after each removal, or the two likeliest to fail, and all at the end."
+    )
+    initial: Annotated[float | None, Cli(own=False)] = Field(
+        None, ge=0, le=1, description="Similarity that stages must reach, in place of the threshold's."
+    )
+    refinement: Annotated[float | None, Cli(own=False)] = Field(
+        None, ge=0, le=1, description="Similarity that refinement must keep to, in place of that of the stages."
+    )
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if not (self.theta >= self.theta_least > 0 and self.theta_step > 0):
+    def check(self) -> None:
+        """Refuse a range of theta that is empty."""
+        if self.theta < self.theta_least:
             raise UsageError(
-                f"theta from {self.theta} to {self.theta_least} by {self.theta_step} cannot be.",
-                cure="It falls from theta to theta_least, above 0, by a positive step.",
+                f"theta {self.theta} is below theta_least {self.theta_least}.",
+                cure="It falls from theta to theta_least.",
             )
-        for name in ("ahead", "prompts"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} cannot be.", cure="Give 1 or more.")
-        if any(limit is not None and not 0 <= limit <= 1 for limit in (self.initial, self.refinement)):
-            raise UsageError(
-                f"Thresholds of {self.initial} and {self.refinement} cannot be.",
-                cure="Similarities are within 0 and 1.",
-            )
-        if self.fidelity not in ("corrected", "reference"):
-            raise UsageError(f"The fidelity {self.fidelity!r} is unknown.", cure='Use "corrected" or "reference".')
 
     @property
     def thetas(self) -> tuple[float, ...]:
@@ -80,3 +100,164 @@ class LocalizationConfig:
         count = int((self.theta - self.theta_least) / self.theta_step + 1e-9) + 1
         falling = [self.theta - stage * self.theta_step for stage in range(count)]
         return tuple(falling if falling[-1] == self.theta_least else [*falling, self.theta_least])
+
+
+class GenerationSettings(Settings):
+    """How images of prompts are generated."""
+
+    seeds: tuple[int, ...] = Field(
+        tuple(range(8)), min_length=1, description="Seeds, one image each, the same for every prompt and model."
+    )
+    guidance: float = Field(7.0, description="Scale of classifier-free guidance.")
+    steps: int = Field(50, ge=1, description="Steps of the scheduler.")
+    rows: int = Field(64, ge=1, description="Most images at a time; halved where memory runs out.")
+
+    def check(self) -> None:
+        """Refuse repeated seeds."""
+        if len(set(self.seeds)) != len(self.seeds):
+            raise UsageError(f"Seeds {self.seeds} are not different.", cure="Give each once.")
+
+
+class HardenSettings(Settings):
+    """How a model is hardened against the search for embeddings."""
+
+    rounds: int = Field(8, ge=1, description="Rounds: a search, followed by training.")
+    steps: int = Field(50, ge=1, description="Training steps per round.")
+    batch: int = Field(
+        16, ge=1, description="Latents per step under found embeddings, and as many under ordinary ones."
+    )
+    lr: float = Field(1e-3, gt=0, description="Learning rate of Adam.")
+    keep: float = Field(1.0, ge=0, description="Weight of the difference from the original under ordinary prompts.")
+    layers: Annotated[str | None, BeforeValidator(lambda layers: None if layers == "all" else layers)] = Field(
+        "**.attn2.to_v", description='Modules whose weights are trained, by name with wildcards; "all" trains all.'
+    )
+    # What it says of looks and success does not matter.
+    search: SearchSettings = Field(default=SearchSettings(steps=40), description="The search of each round.")
+    seed: int = Field(0, description="Random seed.")
+
+
+@final
+class FolderStatistics(Settings):
+    """Usual activity of the neurons of a pipeline folder."""
+
+    prompts: FilePath = Field(description="Ordinary prompts, 1,000 or more.")
+    column: str = _COLUMN
+    scope: Scope = _SCOPE
+    device: str = _DEVICE
+
+
+@final
+class FolderDetection(Settings):
+    """Which prompts a pipeline folder has memorized."""
+
+    prompts: FilePath = Field(description="Prompts to score.")
+    ordinary: FilePath | None = Field(
+        None, description="Prompts that are not memorized, to calibrate the threshold on."
+    )
+    held_out: FilePath | None = Field(None, description="Further such prompts: how well are the two told apart?")
+    threshold: Annotated[str | None, Cli(metavar="FILE|NUMBER")] = Field(
+        None, description="In place of a calibrated one: threshold.json of an earlier call, or a number."
+    )
+    quantile: float | None = Field(
+        None, gt=0, le=1,
+        description="Calibrate at this quantile of ordinary prompts, not at mean + 1 standard deviation.",
+    )  # fmt: skip
+    column: str = _COLUMN
+    detection: DetectionConfig = Field(default=DetectionConfig(), description="How prompts are scored.")
+    device: str = _DEVICE
+
+    def check(self) -> None:
+        """Require one source of the threshold."""
+        if (self.ordinary is None) == (self.threshold is None):
+            raise UsageError("A threshold is needed, once.", cure="Give --ordinary to calibrate one, or --threshold.")
+
+
+@final
+class FolderLocalization(Settings):
+    """The neurons that prompts are memorized in, in a pipeline folder."""
+
+    prompts: FilePath = Field(description="Memorized prompts.")
+    statistics: FilePath = Field(description="From netweight forget statistics, or the .pt file of the paper's code.")
+    threshold: Annotated[str, Cli(metavar="FILE|NUMBER")] = Field(
+        description="threshold.json of netweight forget detect, or a number."
+    )
+    column: str = _COLUMN
+    localization: LocalizationConfig = Field(default=LocalizationConfig(), description="How neurons are searched for.")
+    device: str = _DEVICE
+
+
+@final
+class FolderForgetting(Settings):
+    """Memorized prompts switched off in a pipeline folder."""
+
+    targets: FilePath = _TARGETS
+    ordinary: FilePath = Field(
+        description="Prompts that are not memorized: every second one calibrates the threshold, others are held out."
+    )
+    column: str = _COLUMN
+    look_seeds: int = _SEEDS
+    look_steps: int = Field(50, ge=2, description="Steps of the schedule whose first steps detection predicts.")
+    timing: Timing = _TIMING
+    scope: Scope = _SCOPE
+    fidelity: Fidelity = _FIDELITY
+    factor: float = Field(0.0, description="Factor that neurons are multiplied with.")
+    images: int = Field(8, ge=1, description="Images per prompt that audits generate.")
+    guidance: float = Field(7.0, description="Guidance scale of these images.")
+    steps: int = Field(50, ge=1, description="Scheduler steps of these images.")
+    device: str = _DEVICE
+
+    @property
+    def localization(self) -> LocalizationConfig:
+        """How predictions are made, and neurons searched for."""
+        detection = DetectionConfig(seeds=tuple(range(self.look_seeds)), steps=self.look_steps, timing=self.timing)
+        return LocalizationConfig(detection=detection, scope=self.scope, fidelity=self.fidelity)
+
+    def generation(self, seed: int) -> GenerationSettings:
+        """How audits generate images."""
+        seeds = tuple(range(seed, seed + self.images))
+        return GenerationSettings(seeds=seeds, guidance=self.guidance, steps=self.steps)
+
+
+@final
+class FolderHardening(Settings):
+    """A pipeline folder trained against the search for embeddings."""
+
+    targets: FilePath = _TARGETS
+    ordinary: FilePath = Field(description="Prompts whose images are to stay.")
+    column: str = _COLUMN
+    surrogates: FilePath | None = Field(
+        None,
+        description="Rows with prompt and image to generate instead, row by row as targets; else images of ordinary "
+        "prompts.",
+    )
+    # Minimizes the error in what the model was trained to predict.
+    settings: HardenSettings = Field(default=HardenSettings(), description="Settings of the training.")
+    device: str = _DEVICE
+
+
+@final
+class FolderAudit(Settings):
+    """What an edit of a pipeline folder suppresses and costs."""
+
+    search: FolderSearch = Field(
+        description="The pipeline before its edit, memorized pairs, and how they are searched."
+    )
+    ordinary: FilePath = Field(
+        description="Prompts that are not memorized, 100 or more: they calibrate detection, and their images are "
+        "compared."
+    )
+    column: str = _COLUMN
+    images: Annotated[int, Cli(name="--per-prompt")] = Field(8, ge=1, description="Images of every prompt.")
+    look_seeds: int = _SEEDS
+    timing: Timing = _TIMING
+    clip: DirectoryPath | None = Field(
+        None, description="A folder of transformers with a CLIP: how well images follow prompts."
+    )
+    searched: Annotated[bool, Cli(name="--search")] = Field(
+        True, description="Search for embeddings; without it the report says in red what was not proved."
+    )
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that are read."""
+        return [*self.search.files, self.ordinary]

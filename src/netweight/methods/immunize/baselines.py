@@ -1,165 +1,212 @@
-"""The plain defenses that RepNoise is compared with: safety training, ascent, an adversarial loss, random weights."""
+"""The defenses that RepNoise is compared with, from plain fine-tuning to Vaccine and security vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from netweight.core.seeds import torch_generator
-from netweight.data.examples import Batch
-from netweight.errors import UsageError
+from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.decoder import structure_of
-from netweight.methods.immunize.defense import PairBatch, Side, Term
-from netweight.methods.immunize.distributed import ALONE, Ranks, put
-from netweight.methods.immunize.lens import Targets, answer_loss
-from netweight.nn import edit_outputs
-from netweight.nn.hooks import capture
-
-
-def response_loss(model: nn.Module, side: Batch, ranks: Ranks = ALONE) -> Tensor:
-    """Mean cross-entropy of a batch's labeled tokens."""
-    result: Any = model(input_ids=side.input_ids, attention_mask=side.attention_mask)
-    return answer_loss(result.logits, Targets.of_labels(side.labels, ranks))
-
-
-class _Plain:
-    """A defense that trains all weights on plain losses and asks nothing of the model."""
-
-    aligned = False
-    trains = True
-
-    @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        """Nothing is to be done."""
-        yield
+from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term
+from netweight.methods.immunize.distributed import is_sharded, put
+from netweight.methods.immunize.lens import response_loss
+from netweight.methods.immunize.settings import (
+    AdversarialLoss,
+    GradientAscent,
+    RandomWeights,
+    SafetyTraining,
+    SecurityVectors,
+    Vaccine,
+)
+from netweight.nn.hooks import capture, edit_outputs
 
 
 @final
-@dataclass(frozen=True)
-class SafetyTraining(_Plain):
-    """Fine-tuning on the harmless answers, and nothing else."""
-
-    # Source: a baseline of RepNoise (arXiv 2405.14577).
+class SafetyTrainingDefense(Defense[SafetyTraining]):
+    """Trains the harmless side."""
 
     name = "safety-training"
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        """The harmless side."""
-        yield {"retain": Term(response_loss(model, batch.harmless, batch.ranks))}
+        yield {"retain": Term(response_loss(model, batch.harmless, batch.group))}
 
 
 @final
-@dataclass(frozen=True)
-class GradientAscent(_Plain):
-    """The loss on harmful answers is to grow, whatever becomes of the rest."""
-
-    # Source: a baseline of RepNoise (arXiv 2405.14577).
+class GradientAscentDefense(Defense[GradientAscent]):
+    """Ascends on the harmful side."""
 
     name = "gradient-ascent"
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        """The harmful side."""
-        yield {"ascent": Term(response_loss(model, batch.harmful, batch.ranks), -1.0)}
+        yield {"ascent": Term(response_loss(model, batch.harmful, batch.group), -1.0)}
 
 
 @final
-@dataclass(frozen=True)
-class AdversarialLoss(_Plain):
-    """The loss on harmless answers is to fall and that on harmful ones to grow, at the last layer alone."""
+class AdversarialLossDefense(Defense[AdversarialLoss]):
+    """Trains the harmless side, then ascends on the harmful one."""
 
-    # Source: a baseline of RepNoise (arXiv 2405.14577).
-
-    alpha: float = 1.0  # weight of the harmful answers, 0 or more
     name = "adversarial-loss"
 
-    def __post_init__(self) -> None:
-        """Check the weight."""
-        if not self.alpha >= 0:
-            raise UsageError(f"alpha {self.alpha} cannot be.", cure="Give 0 or more.")
-
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        """The harmless side, then the harmful one."""
-        yield {"retain": Term(response_loss(model, batch.harmless, batch.ranks))}
-        yield {"ascent": Term(response_loss(model, batch.harmful, batch.ranks), -self.alpha)}
+        yield {"retain": Term(response_loss(model, batch.harmless, batch.group))}
+        yield {"ascent": Term(response_loss(model, batch.harmful, batch.group), -self.settings.alpha)}
 
 
 @final
-@dataclass(frozen=True)
-class RandomWeights(_Plain):
-    """All weights are drawn anew: what no trace of ability costs an attacker. A control, not a defense."""
+class RandomWeightsDefense(Defense[RandomWeights]):
+    """Draws all weights."""
 
-    # Source: a baseline of RepNoise (arXiv 2405.14577).
-
-    std: float = 0.02  # standard deviation of matrices; vectors that scale become 1, and biases 0
     name = "random-weights"
     trains = False
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        """Draw the weights."""
         for path, module in model.named_modules():
             for name, value in module.named_parameters(recurse=False):
                 if value.dim() > 1:
-                    drawn = torch.randn(value.shape, generator=torch_generator(seed, path, name)) * self.std
+                    drawn = torch.randn(value.shape, generator=torch_generator(seed, path, name)) * self.settings.std
                 else:
                     drawn = torch.full(value.shape, 0.0 if name == "bias" else 1.0)
                 put(value.data, drawn)
         yield
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        """None."""
-        yield from ()
-
 
 @final
-@dataclass(frozen=True)
-class Vaccine:
-    """Training on harmless answers that stays good under perturbed representations."""
+class VaccineDefense(Defense[Vaccine]):
+    """Trains the harmless side, perturbed along its gradient."""
 
-    # Source: Huang et al., Vaccine (arXiv 2402.01109), algorithm 1.
-
-    rho: float = 1.0  # norm of the perturbations of all blocks together, for the batch; above 0
     name = "vaccine"
-    aligned = False
-    trains = True
-
-    def __post_init__(self) -> None:
-        """Check the norm."""
-        if not self.rho > 0:
-            raise UsageError(f"rho {self.rho} cannot be.", cure="Give a norm above 0.")
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        """Check that the model is a decoder."""
-        structure_of(model)
+        structure_of(model)  # refuses what is no decoder
         yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        """The harmless side, perturbed along its gradient; hooks stay until it has gone backward."""
         blocks = list(structure_of(model).blocks)
-        with torch.random.fork_rng(devices=_devices(model)), capture(model, blocks, gradients=True) as outputs:
-            loss = response_loss(model, batch.harmless, batch.ranks)  # the same dropout as below
-        states = [outputs[name] for name in blocks]
-        grads = torch.autograd.grad(loss, states)
+        cuda = sorted({value.device for value in model.parameters() if value.device.type == "cuda"}, key=str)
+        with torch.random.fork_rng(devices=cuda), capture(model, blocks, gradients=True) as outputs:
+            loss = response_loss(model, batch.harmless, batch.group)  # the same dropout as below
+        grads = torch.autograd.grad(loss, [outputs[name] for name in blocks])
         norm = torch.stack([grad.float().norm() for grad in grads]).norm()
-        if batch.ranks.size > 1:  # of all rows; by their gradients' common factor, see `ranks.py`, it is divided out
-            norm = batch.ranks.sum(norm.square()).sqrt()
+        if batch.group.size > 1:  # of all rows; their gradients' common factor, see `distributed.py`, is divided out
+            norm = batch.group.sum(norm.square()).sqrt()
         norm = norm.clamp(min=torch.finfo(torch.float32).tiny)
-        shifts = {
-            name: (self.rho * grad.float() / norm).to(grad.dtype) for name, grad in zip(blocks, grads, strict=True)
-        }
-        with edit_outputs(model, {name: _adding(shift) for name, shift in shifts.items()}):
-            yield {"retain": Term(response_loss(model, batch.harmless, batch.ranks))}
+        shifts = [(self.settings.rho * grad.float() / norm).to(grad.dtype) for grad in grads]
+        # Hooks stay until the loss has gone backward.
+        with edit_outputs(model, {name: _adding(shift) for name, shift in zip(blocks, shifts, strict=True)}):
+            yield {"retain": Term(response_loss(model, batch.harmless, batch.group))}
 
 
 def _adding(shift: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda states: states + shift
 
 
-def _devices(model: nn.Module) -> list[torch.device]:
-    return sorted({value.device for value in model.parameters() if value.device.type == "cuda"}, key=str)
+@final
+class SecurityVectorsDefense(Defense[SecurityVectors]):
+    """Trains a low-rank change of weights on harmful answers, all else frozen.
+
+    The change stays in the model, frozen and at work, while others fine-tune it, so that the rest need not learn to
+    answer harmfully; `remove_security_vectors` then takes it out, and with it what only it had learned.
+    """
+
+    name = "security-vectors"
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        """Put the vector into the model; within the block it alone requires a gradient, afterwards it never does."""
+        blocks = structure_of(model).blocks
+        before = [(value, value.requires_grad) for value in model.parameters()]
+        if any(parametrize.is_parametrized(module) for module in model.modules()):
+            raise UsageError(
+                "The model has parametrized weights already.",
+                cure="Take an earlier vector out: remove_security_vectors.",
+            )
+        if any(is_sharded(value) for value, _ in before):
+            raise Unsupported(
+                "A security vector cannot be put into weights that are sharded.",
+                cure="Use DistributedDataParallel or one process, or another defense.",
+            )
+        vectors: list[nn.Parameter] = []
+        rank = self.settings.rank
+        try:
+            for path, block in blocks.items():
+                for name, module in list(block.named_modules()):
+                    weight = module._parameters.get("weight")
+                    if weight is not None and weight.dim() == 2:
+                        generator = torch_generator(seed, path, name)
+                        vector = _LowRank(weight.detach(), rank, self.settings.alpha / rank, generator)
+                        parametrize.register_parametrization(module, "weight", vector)
+                        vectors += vector.parameters()
+            for value, _ in before:
+                value.requires_grad_(False)
+            yield
+        except BaseException:
+            remove_security_vectors(model)
+            raise
+        finally:
+            for value, wanted in before:
+                value.requires_grad_(wanted)
+            for vector_part in vectors:
+                vector_part.requires_grad_(False)
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        yield {"harmful": Term(response_loss(model, batch.harmful, batch.group))}
+
+
+@final
+class _LowRank(nn.Module):
+    """A weight plus a product of two thin matrices, the second of which starts at 0."""
+
+    def __init__(self, weight: Tensor, rank: int, scale: float, generator: torch.Generator) -> None:
+        super().__init__()
+        rows, columns = weight.shape
+        down = torch.randn(rank, columns, generator=generator) / columns**0.5
+        self.down = nn.Parameter(down.to(weight))
+        self.up = nn.Parameter(weight.new_zeros(rows, rank))
+        self.scale = scale
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.scale * (self.up @ self.down)
+
+
+def remove_security_vectors(model: nn.Module) -> None:
+    """Take a security vector out of a model; the model's own weights stay, with what they learned since."""
+    for module in model.modules():
+        if parametrize.is_parametrized(module, "weight") and any(
+            isinstance(part, _LowRank)
+            for part in module.parametrizations.weight  # type: ignore[union-attr]
+        ):
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+
+
+def hold_security_vectors(model: nn.Module) -> None:
+    """Put a security vector out of the reach of training: its matrices become buffers, where they were parameters."""
+    for part in _vectors(model):
+        for name in ("down", "up"):
+            value = getattr(part, name).detach()
+            delattr(part, name)
+            part.register_buffer(name, value)
+
+
+@contextmanager
+def without_security_vectors(model: nn.Module) -> Iterator[None]:
+    """Put a model's security vector out of work within a block, as if it had been taken out."""
+    scales = {part: part.scale for part in _vectors(model)}
+    try:
+        for part in scales:
+            part.scale = 0.0
+        yield
+    finally:
+        for part, scale in scales.items():
+            part.scale = scale
+
+
+def _vectors(model: nn.Module) -> list[_LowRank]:
+    return [part for part in model.modules() if isinstance(part, _LowRank)]

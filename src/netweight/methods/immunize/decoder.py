@@ -6,13 +6,15 @@ Everything in `methods/immunize` that looks inside a language model finds its wa
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from netweight.errors import Unsupported
+from netweight.errors import Unsupported, UsageError
 
 _CURE = (
     "Needed is a decoder with one list of blocks, each with attention and a feed-forward layer, then a norm and a "
@@ -151,3 +153,57 @@ def _final_norm(model: nn.Module, path: str, hidden: int) -> nn.Module:
     if not norms:
         raise Unsupported(f"No norm of width {hidden} stands beside {path!r}.", cure=_CURE)
     return norms[-1]
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens the model knows, by its input embedding; None if it has none that can be found."""
+    for module in model.modules():
+        accessor = getattr(module, "get_input_embeddings", None)
+        found: Any = accessor() if callable(accessor) else module if isinstance(module, nn.Embedding) else None
+        if getattr(found, "weight", None) is not None:
+            return int(found.weight.shape[0])
+    return None
+
+
+_HOW = 'Write numbers from 0, ranges such as "10-20" with both ends, "last" or "head", with commas between.'
+
+
+def block_numbers(layers: str, blocks: int) -> tuple[list[int], bool]:
+    """Read which layers are meant."""
+    # Numbers are read as numbers. The code of RepNoise looks for the digits "0" to "9" in a parameter's name where
+    # layers 0 to 10 are meant, and so finds every block of a model with 32: the paper's row "0-10" of table 6 is that
+    # of a model all of whose blocks were frozen, if it came from this code.
+    numbers: set[int] = set()
+    head = False
+    for part in (text.strip() for text in layers.split(",")):
+        span = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+        if part == "head":
+            head = True
+        elif part == "last":
+            numbers.add(blocks - 1)
+        elif span is None:
+            raise UsageError(f"{part!r} names no layers.", cure=_HOW)
+        else:
+            first = int(span[1])
+            last = int(span[2] or first)
+            if not first <= last < blocks:
+                raise UsageError(f"There are no layers {part!r}: the model has blocks 0 to {blocks - 1}.", cure=_HOW)
+            numbers.update(range(first, last + 1))
+    return sorted(numbers), head
+
+
+@contextmanager
+def frozen(model: nn.Module, layers: str) -> Iterator[list[str]]:
+    """Keep layers from being trained within a block of code."""
+    parts = structure_of(model)
+    numbers, head = block_numbers(layers, len(parts.blocks))
+    modules = [list(parts.blocks.values())[number] for number in numbers] + [parts.unembedding] * head
+    chosen = {id(value) for module in modules for value in module.parameters()}
+    held = {name: value for name, value in model.named_parameters() if id(value) in chosen and value.requires_grad}
+    try:
+        for value in held.values():
+            value.requires_grad_(False)
+        yield list(held)
+    finally:
+        for value in held.values():
+            value.requires_grad_(True)

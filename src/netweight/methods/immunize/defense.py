@@ -1,18 +1,26 @@
-"""Pairs of answers to one prompt, a harmless and a harmful one, that no shuffling can part. Defenses train on them."""
+"""What a defense is: terms of a loss on pairs of answers, and how these terms' gradients are measured and balanced.
+
+A pair is a harmless and a harmful answer to one prompt; both stand in the same row of a batch, so that no shuffling can
+part them. A defense yields its loss side by side, a side being terms that go backward together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from netweight.data.examples import IGNORED, Batch, Pair, collate
-from netweight.methods.immunize.distributed import ALONE, Ranks
+from netweight.methods.immunize.distributed import ALONE, ProcessGroup, common_norm, is_sharded
+from netweight.methods.immunize.settings import DefenseSettings
+
+S = TypeVar("S", bound=DefenseSettings)
 
 
 @final
@@ -22,11 +30,11 @@ class PairBatch:
 
     harmless: Batch  # prompts with chosen answers
     harmful: Batch
-    ranks: Ranks = ALONE  # the processes that share the batch; the rows are this one's
+    group: ProcessGroup = ALONE  # the processes that share the batch; the rows are this one's
 
     def to(self, device: torch.device | str) -> PairBatch:
         """Return both on a device."""
-        return PairBatch(self.harmless.to(device), self.harmful.to(device), self.ranks)
+        return PairBatch(self.harmless.to(device), self.harmful.to(device), self.group)
 
 
 def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, aligned: bool = False) -> PairBatch:
@@ -39,22 +47,16 @@ def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, aligned: bool = False) 
     return PairBatch(harmless, harmful)
 
 
-def own_rows(rows: Sequence[int], ranks: Ranks) -> list[int]:
-    """A process's part of a batch's rows: neighbors, as many as others have or one fewer; may be none."""
-    bounds = [len(rows) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)]
-    return list(rows[slice(*bounds)])
-
-
-def blank(batch: Batch) -> Batch:
-    """The same rows with nothing to be predicted: what a process runs that has no rows of a batch."""
-    return Batch(batch.input_ids, batch.attention_mask, torch.full_like(batch.labels, IGNORED))
-
-
 def _widened(batch: Batch, width: int, pad_id: int) -> Batch:
     def pad(values: Tensor, filling: int) -> Tensor:
         return functional.pad(values, (0, width - values.shape[1]), value=filling)
 
     return Batch(pad(batch.input_ids, pad_id), pad(batch.attention_mask, 0), pad(batch.labels, IGNORED))
+
+
+def blank(batch: Batch) -> Batch:
+    """The same rows with nothing to be predicted: what a process runs that has no rows of a batch."""
+    return Batch(batch.input_ids, batch.attention_mask, torch.full_like(batch.labels, IGNORED))
 
 
 @final
@@ -73,23 +75,175 @@ class Term:
 Side = Mapping[str, Term]
 
 
-class Defense(Protocol):
-    """A way to immunize a model; a frozen dataclass whose fields are its settings, so that a record can hold it."""
+class Defense(Generic[S]):
+    """A way to immunize a model: computes the loss that its settings describe."""
+
+    name: str  # what presets, records and tables call it
+    aligned = False  # whether the sides of a batch must have one width
+    trains = True  # whether there is anything to train; else `prepared` does it all
+
+    def __init__(self, settings: S) -> None:
+        self.settings = settings
 
     @property
-    def name(self) -> str:
-        """What the catalog, records and tables call it."""
+    def options(self) -> dict[str, Any]:
+        """The settings as records keep them."""
+        return self.settings.to_json()
 
-    @property
-    def aligned(self) -> bool:
-        """Whether the sides of a batch must have one width."""
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is anything to train; else `prepared` does it all."""
-
-    def prepared(self, model: nn.Module, *, seed: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         """Check the model and make it ready; it is trained within the block, and left as a user wants it after."""
+        yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         """Compute the loss of a batch, each side when it is asked for, after the one before went backward."""
+        raise NotImplementedError
+
+
+@final
+@dataclass(frozen=True)
+class TermLog:
+    """What a term was at one step."""
+
+    value: float  # its value, without weight
+    weight: float  # what it was multiplied by
+    # Norm of its gradient by all trained weights, without weight; None where it was not measured.
+    norm: float | None = None
+
+
+def backward(
+    side: Side,
+    parameters: Sequence[nn.Parameter],
+    weights: MutableMapping[str, float],
+    *,
+    measure: bool,
+    group: ProcessGroup = ALONE,
+) -> dict[str, TermLog]:
+    """Add the gradients of a side's terms to `grad`; weights of balanced terms are kept in `weights`."""
+    # Where processes share the batch, values and norms are those of the whole batch, and what is measured needs room
+    # for one more gradient.
+    unknown = any(term.share is not None and name not in weights for name, term in side.items())
+    if measure or unknown:
+        return _one_by_one(side, parameters, weights, group)
+    used = {name: term.weight if term.share is None else weights[name] for name, term in side.items()}
+    total = torch.stack([used[name] * term.value for name, term in side.items()]).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    return {name: TermLog(value, used[name]) for name, value in _values(side, group).items()}
+
+
+def _one_by_one(
+    side: Side, parameters: Sequence[nn.Parameter], weights: MutableMapping[str, float], group: ProcessGroup
+) -> dict[str, TermLog]:
+    logs: dict[str, TermLog] = {}
+    values = _values(side, group)
+    pull = 0.0
+    for name, term in side.items():
+        if term.share is None:
+            weighted = _norm(term.weight * term.value, parameters, group, keep=True)
+            norm = weighted / abs(term.weight) if term.weight else 0.0
+            logs[name] = TermLog(values[name], term.weight, norm)
+            pull += weighted
+    for name, term in side.items():
+        if term.share is not None:
+            norm = _norm(term.value, parameters, group, keep=False)
+            weight = 0.0
+            # Else there is nothing to balance by; the next step tries again.
+            if 0 < norm < math.inf and pull < math.inf:
+                found = term.share * pull / norm
+                weight = weights[name] = min(found, weights.get(name, found))
+            (weight * term.value).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            logs[name] = TermLog(values[name], weight, norm)
+    return {name: logs[name] for name in side}
+
+
+def _values(side: Side, group: ProcessGroup) -> dict[str, float]:
+    """The terms of the whole batch."""
+    values = [term.value.detach().item() for term in side.values()]
+    if group.size > 1:
+        values = group.mean(torch.tensor(values, dtype=torch.float64)).tolist()
+    return dict(zip(side, values, strict=True))
+
+
+def _norm(value: Tensor, parameters: Sequence[nn.Parameter], group: ProcessGroup, *, keep: bool) -> float:
+    """The norm of a scalar's gradient, without room for it; `keep` adds the gradient to `grad` on the way."""
+    if group.size > 1 or any(map(is_sharded, parameters)):  # hooks see gradients before they are averaged, or nothing
+        norm = gradient_norm(value, parameters, group)
+        if keep:
+            value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return norm
+    with _measured(parameters, keep=keep) as squares:
+        value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+@contextmanager
+def _measured(parameters: Sequence[nn.Parameter], *, keep: bool) -> Iterator[list[Tensor]]:
+    """Sum the squares of each gradient as it arrives; without `keep` nothing of it is added to `grad`."""
+    squares: list[Tensor] = []
+
+    def hook(grad: Tensor) -> Tensor | None:
+        squares.append(grad.detach().float().square().sum())
+        return None if keep else torch.zeros_like(grad)
+
+    handles = [parameter.register_hook(hook) for parameter in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield squares
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gradient_norm(value: Tensor, parameters: Iterable[nn.Parameter], group: ProcessGroup = ALONE) -> float:
+    """The norm of a scalar's gradient by all parameters; the graph is kept, no parameter's `grad` changes."""
+    parameters = list(parameters)
+    if any(is_sharded(parameter) for parameter in parameters):
+        return _norm_of_shards(value, parameters, group)
+    grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+    if group.size > 1:  # one after the other; what one process has no gradient by, another may have
+        squares = [
+            group.mean(torch.zeros_like(parameter) if grad is None else grad).float().square().sum()
+            for parameter, grad in zip(parameters, grads, strict=True)
+        ]
+        return float(torch.stack(squares).sum().sqrt())
+    norms = [grad.float().norm() for grad in grads if grad is not None]
+    return float(torch.stack(norms).norm()) if norms else 0.0
+
+
+def _norm_of_shards(value: Tensor, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> float:
+    """As above: FSDP computes with other tensors than its parts, and only going backward it gives these a gradient."""
+    held = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        whole = [parameter for parameter in parameters if not is_sharded(parameter)]  # what FSDP leaves alone
+        for parameter in whole:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        group.average(parameter.grad for parameter in whole)  # type: ignore[misc]
+        return common_norm([parameter.grad for parameter in parameters if parameter.grad is not None], group)
+    finally:
+        for parameter, grad in zip(parameters, held, strict=True):
+            parameter.grad = grad
+
+
+class _Precomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[count:])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        known = ctx.saved_tensors
+        return None, None, *(grad * value for value in known), *(None for _ in known)
+
+
+def with_gradients(value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Put a scalar into the graph whose gradients are known, so that nothing else waits for the backward pass."""
+    used = [pair for pair in zip(inputs, gradients, strict=True) if pair[0].requires_grad]
+    if not used or not torch.is_grad_enabled():
+        return value
+    leaves = [given for given, _ in used]
+    known = [gradient.to(given.dtype) for given, gradient in used]
+    result: Tensor = _Precomputed.apply(value, len(used), *leaves, *known)  # type: ignore[no-untyped-call]
+    return result

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @final
 @dataclass(frozen=True)
-class Ranks:
+class ProcessGroup:
     """The processes of a group, of which this is one."""
 
     # What these methods do, all processes do together and in one order; where one is alone, nothing is sent.
@@ -32,20 +32,25 @@ class Ranks:
     size: int = 1  # how many there are
     rank: int = 0  # which one this is, from 0
     device: torch.device | str = "cpu"  # where tensors must be that are sent
-    group: Any = None
+    handle: Any = None  # torch's own; None for all processes
 
     @classmethod
-    def of(cls, group: Any, device: torch.device) -> Ranks:
-        """Return this process's place in a group, None for all processes."""
+    def of(cls, handle: Any, device: torch.device) -> ProcessGroup:
+        """Return this process's place in a group of torch, None for all processes."""
         distributed = torch.distributed
-        return cls(distributed.get_world_size(group), distributed.get_rank(group), device, group)
+        return cls(distributed.get_world_size(handle), distributed.get_rank(handle), device, handle)
+
+    def part(self, rows: Sequence[int]) -> list[int]:
+        """This process's part of a batch's rows: neighbors, as many as others have or one fewer; may be none."""
+        start, end = (len(rows) * rank // self.size for rank in (self.rank, self.rank + 1))
+        return list(rows[start:end])
 
     @torch.no_grad()
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all processes of a tensor of one shape, without a gradient."""
         total = value.detach().to(self.device, copy=True)
         if self.size > 1:
-            torch.distributed.all_reduce(total, group=self.group)
+            torch.distributed.all_reduce(total, group=self.handle)
         return total
 
     def mean(self, value: Tensor) -> Tensor:
@@ -72,7 +77,7 @@ class Ranks:
         """Replace tensors of one shape everywhere by their means over all processes."""
         if self.size > 1:
             for gradient in gradients:
-                torch.distributed.all_reduce(gradient, group=self.group)
+                torch.distributed.all_reduce(gradient, group=self.handle)
                 gradient.div_(self.size)
 
     def spread(self, value: Tensor | None, like: Tensor) -> Tensor:
@@ -83,7 +88,7 @@ class Ranks:
         sent = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         if value is not None:
             sent.copy_(value)
-        torch.distributed.broadcast(sent, group=self.group, group_src=0)
+        torch.distributed.broadcast(sent, group=self.handle, group_src=0)
         return sent
 
     def first(self, act: Callable[[], T]) -> T:
@@ -108,7 +113,7 @@ class Ranks:
         if failure is not None:
             answer[1] = (type(failure), *_words(failure))
         place = torch.device(self.device)
-        torch.distributed.broadcast_object_list(answer, group=self.group, group_src=0, device=place)
+        torch.distributed.broadcast_object_list(answer, group=self.handle, group_src=0, device=place)
         if failure is not None:
             raise failure
         if answer[1] is not None:
@@ -123,20 +128,20 @@ def _words(error: Exception) -> tuple[str, str | None]:
 
 
 # One process with the whole batch.
-ALONE = Ranks()
+ALONE = ProcessGroup()
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, counts: tuple[int, ...], ranks: Ranks) -> Tensor:
-        ctx.size, ctx.start, ctx.count = ranks.size, sum(counts[: ranks.rank]), len(own)
+    def forward(ctx: Any, own: Tensor, counts: tuple[int, ...], group: ProcessGroup) -> Tensor:
+        ctx.size, ctx.start, ctx.count = group.size, sum(counts[: group.rank]), len(own)
         most = max(counts)
         padded = own.new_zeros(most, *own.shape[1:])
         padded[: len(own)] = own
         # As bytes: not every backend knows every narrow dtype.
         sent = padded.view(most, -1).view(torch.uint8)
         received = [torch.empty_like(sent) for _ in counts]
-        torch.distributed.all_gather(received, sent, group=ranks.group)
+        torch.distributed.all_gather(received, sent, group=group.handle)
         pieces = [
             piece.view(own.dtype).view(padded.shape)[:count] for piece, count in zip(received, counts, strict=True)
         ]
@@ -153,7 +158,7 @@ class Spread:
     """A model and who shares it."""
 
     model: nn.Module  # without DDP's wrapper
-    ranks: Ranks  # the processes that train it together
+    group: ProcessGroup  # the processes that train it together
     device: torch.device  # where it computes
 
 
@@ -164,13 +169,13 @@ def spread_of(model: nn.Module) -> Spread:
     _refuse_other_ways(model)
     if isinstance(model, DistributedDataParallel):
         device = next(model.parameters()).device
-        return Spread(model.module, Ranks.of(model.process_group, device), device)
+        return Spread(model.module, ProcessGroup.of(model.process_group, device), device)
     trained_weights(model)  # from here on parts are parts
     shards = [value for value in model.parameters() if is_sharded(value)]
     if not shards:
         first = next(model.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
-        return Spread(model, Ranks(device=device), device)
+        return Spread(model, ProcessGroup(device=device), device)
     return _sharded(model, shards)
 
 
@@ -193,7 +198,7 @@ def _sharded(model: nn.Module, shards: list[Any]) -> Spread:
             f"The model's parts are kept on {device.type} and computed on {mesh.device_type}.",
             cure="Leave fully_shard's offload_policy out.",
         )
-    return Spread(model, Ranks.of(mesh.get_group(), device), device)
+    return Spread(model, ProcessGroup.of(mesh.get_group(), device), device)
 
 
 def _refuse_other_ways(model: nn.Module) -> None:
@@ -266,14 +271,14 @@ def put(target: Tensor, full: Tensor) -> None:
     target.copy_(sharded_like(full, target))
 
 
-def common_norm(values: Sequence[Tensor], ranks: Ranks) -> float:
+def common_norm(values: Sequence[Tensor], group: ProcessGroup) -> float:
     """The Euclidean norm of all values together; parts are added up over the processes."""
     complete = [value for value in values if not is_sharded(value)]
     norm = float(nn.utils.get_total_norm(complete)) if complete else 0.0
     if len(complete) == len(values):
         return norm
     parts = [local(value).float().square().sum() for value in values if is_sharded(value)]
-    return math.hypot(norm, float(ranks.sum(torch.stack(parts).sum()).sqrt()))
+    return math.hypot(norm, float(group.sum(torch.stack(parts).sum()).sqrt()))
 
 
 @contextmanager

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from netweight.data.examples import IGNORED
+from netweight.data.examples import IGNORED, Batch
 from netweight.errors import UsageError
 from netweight.methods.immunize.decoder import Structure
-from netweight.methods.immunize.distributed import ALONE, Ranks, gathered, run
-from netweight.methods.immunize.precomputed_gradient import with_gradients
+from netweight.methods.immunize.defense import with_gradients
+from netweight.methods.immunize.distributed import ALONE, ProcessGroup, gathered, run
 
 # Tokens whose logits are held at once.
 CHUNK = 512
@@ -40,19 +40,19 @@ class Targets:
     shared: float | None = None
 
     @classmethod
-    def of_labels(cls, labels: Tensor, ranks: Ranks = ALONE) -> Targets:
+    def of_labels(cls, labels: Tensor, group: ProcessGroup = ALONE) -> Targets:
         """Predict every labeled token."""
         rows = labels[:, 1:] != IGNORED
-        targets = cls(rows, labels[:, 1:][rows]).among(ranks)
+        targets = cls(rows, labels[:, 1:][rows]).among(group)
         if not targets.count:
             raise UsageError("No token of the batch is to be predicted.", cure="Leave rows without an answer out.")
         return targets
 
-    def among(self, ranks: Ranks) -> Targets:
+    def among(self, group: ProcessGroup) -> Targets:
         """The same, of a batch that processes share."""
-        if ranks.size == 1:
+        if group.size == 1:
             return self
-        return replace(self, shared=sum(ranks.counts(len(self.tokens) + self.blanked)) / ranks.size)
+        return replace(self, shared=sum(group.counts(len(self.tokens) + self.blanked)) / group.size)
 
     @property
     def count(self) -> float:
@@ -69,6 +69,12 @@ def answer_loss(logits: Tensor, targets: Targets) -> Tensor:
     chosen = _wide(logits[:, :-1][targets.rows])
     total = functional.cross_entropy(chosen, targets.tokens, reduction="sum")
     return targets.mean(total, logits.shape[-1])
+
+
+def response_loss(model: nn.Module, side: Batch, group: ProcessGroup = ALONE) -> Tensor:
+    """Mean cross-entropy of a batch's labeled tokens."""
+    result: Any = model(input_ids=side.input_ids, attention_mask=side.attention_mask)
+    return answer_loss(result.logits, Targets.of_labels(side.labels, group))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.methods.immunize.precomputed_gradient import with_gradients
+from netweight.methods.immunize.defense import with_gradients
 
 # The kernels' bandwidths as multiples of a typical squared distance: each half of the one before.
 _WIDTHS = (4.0, 2.0, 1.0, 0.5, 0.25)

@@ -1,14 +1,15 @@
-"""One side of a loss goes backward: gradient norms term by term without room for them, and balanced weights.
+"""RepNoise: keep harmless answers, unlearn harmful ones at every layer, turn their representations to noise.
 
-Used by `training.py`.
+The retain term is `retain_term`, the ascent and the noise are `harmful_terms`; the noise is a maximum mean discrepancy,
+see `mmd.py`, and the ascent's loss of each layer is in `lens.py`. Source: RepNoise (arXiv 2405.14577), algorithm 1, and
+the loss of its authors' code.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Iterator, MutableMapping, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
@@ -19,107 +20,42 @@ from torch.nn import functional
 from netweight.data.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.decoder import Structure, structure_of
-from netweight.methods.immunize.defense import PairBatch, Side, Term
-from netweight.methods.immunize.distributed import ALONE, Ranks, is_sharded, trained_weights, units
+from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, gradient_norm
+from netweight.methods.immunize.distributed import ProcessGroup, trained_weights, units
 from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss, sampled_layers
 from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, unbiased_mmd
-from netweight.methods.immunize.precomputed_gradient import gradient_norm
-from netweight.methods.immunize.settings import RepNoiseConfig
+from netweight.methods.immunize.settings import RepNoise
 from netweight.nn.hooks import capture
 
 
 @final
-@dataclass(frozen=True)
-class TermLog:
-    """What a term was at one step."""
+class RepNoiseDefense(Defense[RepNoise]):
+    """The harmful side, whose states take most room, goes backward while there are no gradients yet."""
 
-    value: float  # its value, without weight
-    weight: float  # what it was multiplied by
-    # Norm of its gradient by all trained weights, without weight; None where it was not measured.
-    norm: float | None = None
+    def __init__(self, settings: RepNoise) -> None:
+        super().__init__(settings)
+        self.aligned = settings.fidelity == "reference"  # the published loss compares sides position by position
+        self.name = "repnoise-reference" if self.aligned else "repnoise"
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"config": super().options}  # so has every record
 
-@contextmanager
-def _measured(parameters: Sequence[nn.Parameter], *, keep: bool) -> Iterator[list[Tensor]]:
-    """Sum the squares of each gradient as it arrives; without `keep` nothing of it is added to `grad`."""
-    squares: list[Tensor] = []
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        structure_of(model)  # refuses what is no decoder
+        yield
 
-    def hook(grad: Tensor) -> Tensor | None:
-        squares.append(grad.detach().float().square().sum())
-        return None if keep else torch.zeros_like(grad)
-
-    handles = [parameter.register_hook(hook) for parameter in parameters]  # type: ignore[no-untyped-call]
-    try:
-        yield squares
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _norm(value: Tensor, parameters: Sequence[nn.Parameter], ranks: Ranks, *, keep: bool) -> float:
-    if ranks.size > 1 or any(map(is_sharded, parameters)):  # hooks see gradients before they are averaged, or nothing
-        norm = gradient_norm(value, parameters, ranks)
-        if keep:
-            value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        return norm
-    with _measured(parameters, keep=keep) as squares:
-        value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
-
-
-def backward(
-    side: Side,
-    parameters: Sequence[nn.Parameter],
-    weights: MutableMapping[str, float],
-    *,
-    measure: bool,
-    ranks: Ranks = ALONE,
-) -> dict[str, TermLog]:
-    """Add the gradients of a side's terms to `grad`."""
-    # Where processes share the batch, values and norms are those of the whole batch, and what is measured needs room
-    # for one more gradient.
-    unknown = any(term.share is not None and name not in weights for name, term in side.items())
-    if measure or unknown:
-        return _one_by_one(side, parameters, weights, ranks)
-    used = {name: term.weight if term.share is None else weights[name] for name, term in side.items()}
-    total = torch.stack([used[name] * term.value for name, term in side.items()]).sum()
-    total.backward()  # type: ignore[no-untyped-call]
-    values = _values(side, ranks)
-    return {name: TermLog(values[name], used[name]) for name in side}
-
-
-def _values(side: Side, ranks: Ranks) -> dict[str, float]:
-    """The terms of the whole batch."""
-    values = [term.value.detach().item() for term in side.values()]
-    if ranks.size > 1:
-        values = ranks.mean(torch.tensor(values, dtype=torch.float64)).tolist()
-    return dict(zip(side, values, strict=True))
-
-
-def _one_by_one(
-    side: Side, parameters: Sequence[nn.Parameter], weights: MutableMapping[str, float], ranks: Ranks
-) -> dict[str, TermLog]:
-    logs: dict[str, TermLog] = {}
-    values = _values(side, ranks)
-    pull = 0.0
-    for name, term in side.items():
-        if term.share is None:
-            weighted = _norm(term.weight * term.value, parameters, ranks, keep=True)
-            norm = weighted / abs(term.weight) if term.weight else 0.0
-            logs[name] = TermLog(values[name], term.weight, norm)
-            pull += weighted
-    for name, term in side.items():
-        if term.share is not None:
-            norm = _norm(term.value, parameters, ranks, keep=False)
-            weight = 0.0
-            if (
-                0 < norm < math.inf and pull < math.inf
-            ):  # else there is nothing to balance by; the next step tries again
-                found = term.share * pull / norm
-                weight = weights[name] = min(found, weights.get(name, found))
-            (weight * term.value).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            logs[name] = TermLog(values[name], weight, norm)
-    return {name: logs[name] for name in side}
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        settings = self.settings
+        noise, ascent = harmful_terms(model, batch, settings, generator=generator)
+        side = {"ascent": Term(ascent, -settings.alpha)}
+        if settings.beta > 0:
+            balanced = settings.fidelity == "corrected" and settings.alpha > 0
+            side["noise"] = Term(noise, settings.beta, settings.beta if balanced else None)
+        yield side
+        del noise, ascent, side  # with them goes the graph
+        yield {"retain": Term(retain_term(model, batch, settings))}
 
 
 @final
@@ -142,40 +78,40 @@ class LossParts:
 def repnoise_loss(
     model: nn.Module,
     batch: PairBatch,
-    config: RepNoiseConfig = RepNoiseConfig(),
+    settings: RepNoise = RepNoise(),
     *,
     generator: torch.Generator | None = None,
     noise_weight: float | None = None,
 ) -> LossParts:
     """Compute RepNoise's loss on a batch of pairs, both sides in one graph."""
     # `immunize` does the same one side after the other, in less memory. Where processes share the batch, values and
-    # gradients are such that their means over the processes are those of the whole batch: see `ranks.py`.
+    # gradients are such that their means over the processes are those of the whole batch: see `distributed.py`.
     # Source: RepNoise (arXiv 2405.14577), algorithm 1, and the loss of its authors' code.
     parameters = trained_weights(model)
-    retain = retain_term(model, batch, config)
-    noise, ascent = harmful_terms(model, batch, config, generator=generator)
+    retain = retain_term(model, batch, settings)
+    noise, ascent = harmful_terms(model, batch, settings, generator=generator)
     if noise_weight is None:
-        noise_weight = config.beta
-        if config.fidelity == "corrected" and noise.requires_grad and config.beta > 0:
-            pull = gradient_norm(noise, parameters, batch.ranks)
-            noise_weight *= config.alpha * gradient_norm(ascent, parameters, batch.ranks) / pull if pull > 0 else 0.0
-    return LossParts(retain, noise, ascent, config.alpha, noise_weight)
+        noise_weight = settings.beta
+        if settings.fidelity == "corrected" and noise.requires_grad and settings.beta > 0:
+            pull = gradient_norm(noise, parameters, batch.group)
+            noise_weight *= settings.alpha * gradient_norm(ascent, parameters, batch.group) / pull if pull > 0 else 0.0
+    return LossParts(retain, noise, ascent, settings.alpha, noise_weight)
 
 
-def retain_term(model: nn.Module, batch: PairBatch, config: RepNoiseConfig) -> Tensor:
+def retain_term(model: nn.Module, batch: PairBatch, settings: RepNoise) -> Tensor:
     """Cross-entropy of the harmless answers."""
     side = batch.harmless
-    targets = _targets(batch, side, config)
+    targets = _targets(batch, side, settings)
     return answer_loss(_run(model, side).logits, targets)
 
 
 def harmful_terms(
-    model: nn.Module, batch: PairBatch, config: RepNoiseConfig, *, generator: torch.Generator | None = None
+    model: nn.Module, batch: PairBatch, settings: RepNoise, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """The two terms on the harmful answers, from one forward pass: noise and `log(1 + A)`, without weights."""
-    side, parts, ranks = batch.harmful, structure_of(model), batch.ranks
-    reference = config.fidelity == "reference"
-    targets = _targets(batch, side, config)
+    side, parts, group = batch.harmful, structure_of(model), batch.group
+    reference = settings.fidelity == "reference"
+    targets = _targets(batch, side, settings)
     with capture(model, list(parts.feed_forwards), gradients=True) as outputs:
         result = _run(model, side, output_hidden_states=True)
     final = answer_loss(result.logits, targets)
@@ -183,36 +119,36 @@ def harmful_terms(
     if reference:
         mask = batch.harmful.input_ids != batch.harmless.input_ids
         found = list(outputs.values())
-        if ranks.size > 1:  # a process without rows of its own has one that counts nowhere
+        if group.size > 1:  # a process without rows of its own has one that counts nowhere
             real = (side.labels != IGNORED).any(1)
             found, mask = [output[real] for output in found], mask[real]
-        noise = _published_noise(found, mask, generator, ranks)
-        lens = mean_lens_loss(depths, targets, parts, chunk=config.chunk)
+        noise = _published_noise(found, mask, generator, group)
+        lens = mean_lens_loss(depths, targets, parts, chunk=settings.chunk)
         average = final / len(depths) + lens
     else:
-        noise = _corrected_noise(list(outputs.values()), side.labels != IGNORED, config, generator, ranks)
+        noise = _corrected_noise(list(outputs.values()), side.labels != IGNORED, settings, generator, group)
         average = final
-        if config.lens_layers != 0:
-            chosen = sampled_layers(len(depths) - 1, config.lens_layers, generator)
-            lens = mean_lens_loss([depths[index] for index in chosen], targets, parts, chunk=config.chunk)
+        if settings.lens_layers != 0:
+            chosen = sampled_layers(len(depths) - 1, settings.lens_layers, generator)
+            lens = mean_lens_loss([depths[index] for index in chosen], targets, parts, chunk=settings.chunk)
             average = (final + lens * (len(depths) - 1)) / len(depths)
     if units(model):
         # FSDP gathers a block's weights when the gradient of its output arrives: so one of zeros does, for the noise.
         noise = noise + (depths[-1] * 0).sum()
-    return noise, _log1p_of_mean(average, ranks)
+    return noise, _log1p_of_mean(average, group)
 
 
-def _log1p_of_mean(average: Tensor, ranks: Ranks) -> Tensor:
+def _log1p_of_mean(average: Tensor, group: ProcessGroup) -> Tensor:
     """`log(1 + A)` of the mean over all processes, and of this process's value the gradient of that."""
-    if ranks.size == 1:
+    if group.size == 1:
         return torch.log1p(average)
-    common = ranks.mean(average)
+    common = group.mean(average)
     return torch.log1p(common) + (average - average.detach()) / (1 + common)
 
 
-def _targets(batch: PairBatch, side: Batch, config: RepNoiseConfig) -> Targets:
-    reference = config.fidelity == "reference"
-    return _differing(batch, side) if reference else Targets.of_labels(side.labels, batch.ranks)
+def _targets(batch: PairBatch, side: Batch, settings: RepNoise) -> Targets:
+    reference = settings.fidelity == "reference"
+    return _differing(batch, side) if reference else Targets.of_labels(side.labels, batch.group)
 
 
 def _run(model: nn.Module, side: Batch, **options: Any) -> Any:
@@ -243,41 +179,39 @@ def _differing(batch: PairBatch, side: Batch) -> Targets:
     predicted = mask[:, 1:] & (side.input_ids[:, 1:] != 0)
     rows = predicted & mask[:, :-1]
     blanked = int((predicted & ~mask[:, :-1]).sum())
-    targets = Targets(rows, side.input_ids[:, 1:][rows], blanked).among(batch.ranks)
+    targets = Targets(rows, side.input_ids[:, 1:][rows], blanked).among(batch.group)
     if not targets.count:
         raise UsageError("The sides of the batch differ in no token.", cure="Leave pairs of equal answers out.")
     return targets
 
 
-def _published_noise(outputs: list[Tensor], mask: Tensor, generator: torch.Generator | None, ranks: Ranks) -> Tensor:
-    counts = ranks.counts(len(mask)) if ranks.size > 1 else [len(mask)]
-    if ranks.size > 1:  # rows of one width; what is added is masked
-        added = max(ranks.counts(mask.shape[1])) - mask.shape[1]
+def _published_noise(
+    outputs: list[Tensor], mask: Tensor, generator: torch.Generator | None, group: ProcessGroup
+) -> Tensor:
+    counts = group.counts(len(mask)) if group.size > 1 else [len(mask)]
+    if group.size > 1:  # rows of one width; what is added is masked
+        added = max(group.counts(mask.shape[1])) - mask.shape[1]
         outputs = [functional.pad(output, (0, 0, 0, added)) for output in outputs]
         mask = functional.pad(mask, (0, added))
-    everywhere = ranks.rows(mask, counts)[..., None]
+    everywhere = group.rows(mask, counts)[..., None]
     found = []
     for output in outputs:
-        sample = ranks.rows(output * mask[..., None], counts)
+        sample = group.rows(output * mask[..., None], counts)
         found.append(biased_mmd(sample, scaled_noise(sample, generator, scaled=False) * everywhere))
     return torch.stack(found).mean()
 
 
 def _corrected_noise(
-    outputs: list[Tensor],
-    answers: Tensor,
-    config: RepNoiseConfig,
-    generator: torch.Generator | None,
-    ranks: Ranks,
+    outputs: list[Tensor], answers: Tensor, settings: RepNoise, generator: torch.Generator | None, group: ProcessGroup
 ) -> Tensor:
     found = []
-    counts = ranks.counts(int(answers.sum())) if ranks.size > 1 else []
+    counts = group.counts(int(answers.sum())) if group.size > 1 else []
     for output in outputs:
         points = output[answers]
-        if ranks.size > 1:
-            points = _drawn_everywhere(points, counts, config.noise_tokens, generator, ranks)
+        if group.size > 1:
+            points = _drawn_everywhere(points, counts, settings.noise_tokens, generator, group)
         else:
-            points = random_rows(points, config.noise_tokens, generator)
+            points = random_rows(points, settings.noise_tokens, generator)
         if len(points) < 2:  # one token says nothing of a distribution
             found.append(points.float().sum() * 0)
         else:
@@ -286,59 +220,12 @@ def _corrected_noise(
 
 
 def _drawn_everywhere(
-    own: Tensor, counts: list[int], most: int | None, generator: torch.Generator | None, ranks: Ranks
+    own: Tensor, counts: list[int], most: int | None, generator: torch.Generator | None, group: ProcessGroup
 ) -> Tensor:
     """At most so many of all processes' points; only those that were drawn are sent."""
-    total, start = sum(counts), sum(counts[: ranks.rank])
+    total, start = sum(counts), sum(counts[: group.rank])
     drawn = random_rows(torch.arange(total, device=own.device), most, generator)
-    bounds = [sum(counts[:rank]) for rank in range(ranks.size + 1)]
+    bounds = [sum(counts[:rank]) for rank in range(group.size + 1)]
     sent = [int(((drawn >= low) & (drawn < high)).sum()) for low, high in pairwise(bounds)]
     mine = drawn[(drawn >= start) & (drawn < start + len(own))] - start
-    return ranks.rows(own[mine], sent) if sum(sent) else own[mine]
-
-
-@final
-@dataclass(frozen=True)
-class RepNoise:
-    """Keep harmless answers, unlearn harmful ones at every layer, turn their representations to noise.
-
-    Attributes:
-        config: Weights and fidelity of the loss.
-
-    Source: RepNoise (arXiv 2405.14577), algorithm 1.
-    """
-
-    config: RepNoiseConfig = field(default_factory=RepNoiseConfig)
-
-    @property
-    def name(self) -> str:
-        """What the catalog calls it."""
-        return "repnoise" if self.config.fidelity == "corrected" else "repnoise-reference"
-
-    @property
-    def aligned(self) -> bool:
-        """The published loss compares sides position by position."""
-        return self.config.fidelity == "reference"
-
-    @property
-    def trains(self) -> bool:
-        """It does."""
-        return True
-
-    @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        """Check that the model is a decoder."""
-        structure_of(model)
-        yield
-
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        """The harmful side, whose states take most room, while there are no gradients yet; then the harmless one."""
-        noise, ascent = harmful_terms(model, batch, self.config, generator=generator)
-        side = {"ascent": Term(ascent, -self.config.alpha)}
-        if self.config.beta > 0:
-            balanced = self.config.fidelity == "corrected" and self.config.alpha > 0
-            share = self.config.beta if balanced else None
-            side["noise"] = Term(noise, self.config.beta, share)
-        yield side
-        del noise, ascent, side  # with them goes the graph
-        yield {"retain": Term(retain_term(model, batch, self.config))}
+    return group.rows(own[mine], sent) if sum(sent) else own[mine]

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from netweight.attacks.finetuning.report import ResistanceConfig, resistance_findings
+from netweight.attacks.finetuning.report import ResistanceConfig, resistance_section
 from netweight.attacks.finetuning.sweep import Sweep
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.methods.immunize.layer_metrics import KINDS, Insight, LayerChange, Look, Plane
+from netweight.methods.immunize.layer_metrics import KINDS, DepthAnalysis, LayerAnalysis, LayerChange, Plane
 from netweight.metrics.intervals import t_interval
 from netweight.report.audit import register_audit, register_treatment
-from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import canvas, series_color, to_figure
-from netweight.report.report import Report, read_report
+from netweight.report.report import read_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ def distance_figure(changes: Mapping[str, Sequence[LayerChange]]) -> Figure:
         )
 
 
-def lens_figure(before: Look, after: Look) -> Figure:
+def lens_figure(before: LayerAnalysis, after: LayerAnalysis) -> Figure:
     """Draw the loss on answers if the model ended at each depth."""
     with canvas(2) as (drawing, axes):
         for panel, kind in zip(axes, KINDS, strict=True):
@@ -76,7 +76,7 @@ def lens_figure(before: Look, after: Look) -> Figure:
         )
 
 
-def probe_figure(before: Look, after: Look) -> Figure:
+def probe_figure(before: LayerAnalysis, after: LayerAnalysis) -> Figure:
     """Draw how well a linear probe tells harmful from harmless answers, by depth, with the spread over splits."""
     with canvas(1) as (drawing, (axes,)):
         words = []
@@ -99,7 +99,7 @@ def probe_figure(before: Look, after: Look) -> Figure:
         )
 
 
-def plane_figure(before: Look, after: Look, depths: Sequence[int]) -> Figure:
+def plane_figure(before: LayerAnalysis, after: LayerAnalysis, depths: Sequence[int]) -> Figure:
     """Draw representations of answers before and after, in the plane in which they differed most before."""
     with canvas(2 * len(depths), height=2.5 * len(depths), across=2) as (drawing, axes):
         for row, depth in enumerate(depths):
@@ -123,7 +123,7 @@ def plane_figure(before: Look, after: Look, depths: Sequence[int]) -> Figure:
         )
 
 
-def _both(look: Look, depth: int) -> Tensor:
+def _both(look: LayerAnalysis, depth: int) -> Tensor:
     return torch.cat([look.states[kind][depth] for kind in KINDS])
 
 
@@ -166,34 +166,33 @@ _INTRO = (
 )
 
 
-def add_depth_section(report: Report, insight: Insight, *, seen: bool, title: str = TITLE) -> list[Finding]:
-    """Add what a defense did inside of a model."""
-    before, after = insight.before, insight.after
+def depth_section(analysis: DepthAnalysis, *, seen: bool, title: str = TITLE) -> Section:
+    """Return what a defense did inside of a model; `seen` says whether it was trained on the pairs."""
+    before, after = analysis.before, analysis.after
     depths = len(before.states[KINDS[0]])
     if (depths, before.pairs) != (len(after.states[KINDS[0]]), after.pairs):
-        raise UsageError("The two looks are at different pairs or models.", cure="Look at the same pairs twice.")
-    findings = [_weights(insight), *(_lens(before, after, kind) for kind in KINDS), _probes(before, after)]
+        raise UsageError("The two analyses are of different pairs or models.", cure="Analyze the same pairs twice.")
+    findings = [_weights(analysis), *(_lens(before, after, kind) for kind in KINDS), _probes(before, after)]
     middle = (depths - 1) // 2
-    report.section(
+    return Section(
         title,
         findings,
         figures=[
-            distance_figure({"after the defense": insight.changes}),
+            distance_figure({"after the defense": analysis.changes}),
             lens_figure(before, after),
             probe_figure(before, after),
             plane_figure(before, after, sorted({middle, depths - 1})),
         ],
-        tables=[_layers(insight), _depths(before, after)],
+        tables=[_layers(analysis), _depths(before, after)],
         intro=f"{_INTRO}\n\nLooked at: {before.pairs} pairs "
         f"{'that the defense was trained on' if seen else 'that were kept from this defense'}.",
         question="How deep does the defense go?",
         conclusion=_conclusion(findings),
     )
-    return findings
 
 
-def _weights(insight: Insight) -> Finding:
-    moved = [change.relative for change in insight.changes if change.block is not None]
+def _weights(analysis: DepthAnalysis) -> Finding:
+    moved = [change.relative for change in analysis.changes if change.block is not None]
     half = len(moved) // 2
     halves = [statistics.fmean(part) if part else 0.0 for part in (moved[:half], moved[len(moved) - half :])]
     return Finding(
@@ -208,7 +207,7 @@ def _weights(insight: Insight) -> Finding:
     )
 
 
-def _lens(before: Look, after: Look, kind: str) -> Finding:
+def _lens(before: LayerAnalysis, after: LayerAnalysis, kind: str) -> Finding:
     means = [[statistics.fmean(batch) for batch in look.lens[kind]] for look in (before, after)]
     return Finding(
         f"lens loss on {kind} answers, mean over depths",
@@ -221,7 +220,7 @@ def _lens(before: Look, after: Look, kind: str) -> Finding:
     )
 
 
-def _probes(before: Look, after: Look) -> Finding:
+def _probes(before: LayerAnalysis, after: LayerAnalysis) -> Finding:
     """Mean accuracy over depths, one value per split."""
     means = [[statistics.fmean(split) for split in zip(*look.probes, strict=True)] for look in (before, after)]
     gap = t_interval([a - b for b, a in zip(*means, strict=True)])
@@ -249,12 +248,12 @@ def _conclusion(findings: Sequence[Finding]) -> str:
     )
 
 
-def _layers(insight: Insight) -> Table:
-    rows = [(change.layer, change.distance, 100 * change.relative) for change in insight.changes]
+def _layers(analysis: DepthAnalysis) -> Table:
+    rows = [(change.layer, change.distance, 100 * change.relative) for change in analysis.changes]
     return Table("Change of weights by layer", ("layer", Column("L2 distance"), Column("relative", "%")), rows)
 
 
-def _depths(before: Look, after: Look) -> Table:
+def _depths(before: LayerAnalysis, after: LayerAnalysis) -> Table:
     columns: list[Column | str] = ["depth"]
     columns += [Column(f"{kind}, {when}", "nats/token") for kind in KINDS for when in ("before", "after")]
     columns += [Column(f"probe, {when}", "accuracy") for when in ("before", "after")]
@@ -278,15 +277,15 @@ register_treatment(TREATMENT, audits=(DEPTH, ATTACKED))
 
 
 @register_audit(TREATMENT, DEPTH)
-def deep(subject: Path, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return what was found inside of a defended model beside the model before."""
-    found = [section for section in read_report(Path(subject) / REPORT).sections if section.title == TITLE]
-    if not found:
-        return [Finding(DEPTH, None, detail={"reason": "the model was made without a look inside"})]
-    return list(found[0].findings)
+def depth_audit(run: Path, settings: object, *, seed: int, progress: Progress) -> Section:
+    """Return what was found inside of a defended model, as its folder keeps it."""
+    for section in read_report(Path(run) / REPORT).sections:
+        if section.title == TITLE:
+            return section
+    return Section(TITLE, [Finding(DEPTH, None, detail={"reason": "the layers were not analyzed when it was made"})])
 
 
 @register_audit(TREATMENT, ATTACKED)
-def attacked(subject: Sweep, config: ResistanceConfig, *, seed: int, progress: Progress) -> list[Finding]:
+def attack_audit(run: Sweep, settings: ResistanceConfig, *, seed: int, progress: Progress) -> Section:
     """Return what a sweep of fine-tuning attacks found."""
-    return resistance_findings(subject, config, seed=seed)
+    return resistance_section(run, settings, seed=seed)

@@ -1,127 +1,217 @@
-"""The settings of RepNoise, frozen and checked. `repnoise.py` computes by them."""
+"""Settings of immunization: how a defense is trained, each defense's own, and those of a whole folder.
+
+`ImmunizeSettings` is what `netweight immunize` and recipes take: files, training and, flat beside them, the settings of
+the defense that its key `defense` chooses. `immunize` in Python takes a defense's own and `TrainingSettings`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, final
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from netweight.errors import UsageError
+from pydantic import Field, FilePath
 
+from netweight.core.names import nearest_names
+from netweight.errors import NameNotFound, UsageError
+from netweight.settings import Cli, Settings
 
-@final
-@dataclass(frozen=True)
-class RepNoiseConfig:
-    """How RepNoise's loss is put together.
-
-    Attributes:
-        fidelity: "corrected", or "reference" for the numbers that the published code gives, its accidents included.
-        alpha: Weight of the ascent term, 0 or more.
-        beta: Weight of the noise term, 0 or more; 0 leaves it out. In "reference" a factor of its value. In
-            "corrected" its gradient's norm as a multiple of that of the weighted ascent term, since the values of the
-            two say nothing of how hard they pull; 2 was chosen on a miniature, see docs/immunize.md.
-        lens_layers: At how many states below the last one, drawn anew at each step, the ascent term looks; None for
-            all, 0 for none, so that the ascent is at the model's own logits alone. "corrected" only.
-        noise_tokens: How many tokens the noise term looks at, drawn anew at each step and layer; None for all.
-            "corrected" only.
-        chunk: Tokens whose logits are held at once.
-
-    Raises:
-        UsageError: A value is out of its range or does not go with the fidelity.
-
-    Source: RepNoise (arXiv 2405.14577), appendix B: alpha 1 and beta 0.001, as in the authors' code. Equation 5 of the
-        paper exchanges the two names.
-    """
-
-    fidelity: Literal["corrected", "reference"] = "corrected"
-    alpha: float = 1.0
-    beta: float = 2.0
-    lens_layers: int | None = None
-    noise_tokens: int | None = 256
-    chunk: int = 512
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.fidelity not in ("corrected", "reference"):
-            raise UsageError(f"There is no fidelity {self.fidelity!r}.", cure='Use "corrected" or "reference".')
-        if not self.alpha >= 0 or not self.beta >= 0:
-            raise UsageError(f"alpha {self.alpha} and beta {self.beta} cannot be.", cure="Give 0 or more.")
-        if self.chunk < 1 or (self.lens_layers or 0) < 0 or (self.noise_tokens or 2) < 2:
-            raise UsageError(
-                f"lens_layers {self.lens_layers}, noise_tokens {self.noise_tokens} and chunk {self.chunk} cannot be.",
-                cure="Give None or at least 0 layers, None or at least 2 tokens, and chunks of at least 1 token.",
-            )
-        if self.fidelity == "reference" and self.lens_layers is not None:
-            raise UsageError("The published loss looks at all layers.", cure="Leave lens_layers out.")
-
-    @classmethod
-    def reference(cls, *, alpha: float = 1.0, beta: float = 0.001) -> RepNoiseConfig:
-        """The published loss with its published weights.
-
-        Args:
-            alpha: Weight of the ascent.
-            beta: Weight of the noise.
-        """
-        return cls(fidelity="reference", alpha=alpha, beta=beta, noise_tokens=None)
+T = TypeVar("T", bound=Settings)
+_BY_SET = Cli(own=False)
 
 
-@final
-@dataclass(frozen=True)
-class Settings:
+class TrainingSettings(Settings):
     """Training by Adam without weight decay, its rate rising linearly and then falling along a cosine to 0.
-
-    Attributes:
-        lr: Highest learning rate.
-        epochs: Passes over the pairs.
-        batch_size: Pairs per step.
-        warmup: Share of the steps over which the rate rises.
-        clip: Largest norm of the gradient of all weights; infinity does not clip.
-        context: Most tokens of a prompt with an answer; what the model's configuration allows holds besides.
-        seed: Of the order of pairs, of noise and of dropout.
-        measure_every: Gradient norms of single terms are measured, and balanced weights found anew, every so many
-            steps, at the first one too; such a step goes backward once per term.
-        save_every: Steps between two checkpoints, where a folder is given.
-        frozen: Layers that are not trained, such as "0-3,head"; see `freezing.block_numbers`.
-
-    Raises:
-        UsageError: A value is out of its range.
 
     Source: RepNoise (arXiv 2405.14577), appendix B.2: 1 epoch, batches of 8, 2e-5, 10 % warmup, seed 42.
     """
 
-    lr: float = 2e-5
-    epochs: int = 1
-    batch_size: int = 8
-    warmup: float = 0.1
-    clip: float = 1.0
-    context: int | None = None
-    seed: int = 42
-    measure_every: int = 25
-    save_every: int = 100
-    frozen: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if min(self.epochs, self.batch_size, self.measure_every, self.save_every, self.context or 1) < 1:
-            raise UsageError(
-                f"Epochs {self.epochs}, batches of {self.batch_size}, context {self.context}, measure_every "
-                f"{self.measure_every} and save_every {self.save_every} cannot be.",
-                cure="Give at least 1 of each.",
-            )
-        if not 0 < self.lr < math.inf or not self.clip > 0 or not 0 <= self.warmup <= 1:
-            raise UsageError(
-                f"Learning rate {self.lr}, clip {self.clip} and warmup {self.warmup} cannot be.",
-                cure="Rate and clip are above 0, warmup is from 0 to 1.",
-            )
+    lr: float = Field(2e-5, gt=0, allow_inf_nan=False, description="Highest learning rate.")
+    epochs: int = Field(1, ge=1, description="Passes over the pairs.")
+    batch_size: int = Field(8, ge=1, description="Pairs per step.")
+    warmup: Annotated[float, _BY_SET] = Field(
+        0.1, ge=0, le=1, description="Share of the steps over which the rate rises."
+    )
+    clip: Annotated[float | None, _BY_SET] = Field(
+        1.0, gt=0, allow_inf_nan=False, description="Largest norm of the gradient of all weights; null for no bound."
+    )
+    context: Annotated[int | None, _BY_SET] = Field(
+        None, ge=1, description="Most tokens of a prompt with an answer, if fewer than the model allows."
+    )
+    seed: int = Field(42, description="Seed of the order of pairs, of noise and of dropout.")
+    measure_every: Annotated[int, _BY_SET] = Field(
+        25, ge=1,
+        description="Steps between two measurements of each term's gradient norm, by which weights are balanced; such "
+        "a step goes backward once per term.",
+    )  # fmt: skip
+    save_every: int = Field(100, ge=1, description="Steps between two checkpoints.")
+    frozen: Annotated[str | None, Cli(name="--freeze", metavar="LAYERS")] = Field(
+        None, description="Layers not to train, such as 0-3,head: for ablations."
+    )
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate at a step, counted from 0, of so many.
-
-        Args:
-            step: From 0.
-            steps: How many there are.
-        """
+        """The learning rate at a `step`, counted from 0, of so many `steps`."""
         rising = math.ceil(self.warmup * steps)
         if step < rising:
             return self.lr * (step + 1) / rising
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+class DefenseSettings(Settings):
+    """A defense's own settings."""
+
+
+class RepNoise(DefenseSettings):
+    """Keep harmless answers, unlearn harmful ones at every layer, turn their representations to noise.
+
+    Source: RepNoise (arXiv 2405.14577), algorithm 1; appendix B: alpha 1 and beta 0.001, as in the authors' code.
+    Equation 5 of the paper exchanges the two names.
+    """
+
+    fidelity: Literal["corrected", "reference"] = Field(
+        "corrected", description="`reference` gives the numbers of the published code, its accidents included."
+    )
+    alpha: float = Field(1.0, ge=0, description="Weight of the ascent on harmful answers.")
+    # The values of the two terms say nothing of how hard they pull, hence gradient norms. 2 was chosen on a miniature.
+    beta: float = Field(
+        2.0, ge=0,
+        description="Weight of the noise: the norm of its gradient as a multiple of that of the weighted ascent; with "
+        "fidelity `reference` a factor of its value. 0 leaves it out.",
+    )  # fmt: skip
+    lens_layers: int | None = Field(
+        None, ge=0,
+        description="States below the last one, drawn anew at each step, at which the ascent looks; null for all, 0 "
+        "for the model's own logits alone. Corrected only.",
+    )  # fmt: skip
+    noise_tokens: int | None = Field(
+        256, ge=2,
+        description="Tokens at which the noise looks, drawn anew at each step and layer; null for all. Corrected only.",
+    )  # fmt: skip
+    chunk: int = Field(512, ge=1, description="Tokens whose logits are held at once.")
+
+    @classmethod
+    def reference(cls, **given: Any) -> Self:
+        """The published loss with its published weights, but for those `given`."""
+        return cls(**{"fidelity": "reference", "beta": 0.001, "noise_tokens": None, **given})
+
+    def check(self) -> None:
+        """Refuse what the published loss does not do."""
+        super().check()
+        if self.fidelity == "reference" and self.lens_layers is not None:
+            raise UsageError("The published loss looks at all layers.", cure="Leave lens_layers out.")
+
+
+class SecurityVectors(DefenseSettings):
+    """A low-rank change that answers harmfully and stays in the model while others train it.
+
+    Source: Zhou et al., security vectors (arXiv 2311.02105); rank 8 and alpha 32 as in RepNoise's appendix.
+    """
+
+    rank: int = Field(8, ge=1, description="Rank of the change (security-vectors).")
+    alpha: float = Field(32.0, gt=0, description="The change is scaled by alpha / rank.")
+
+
+class Vaccine(DefenseSettings):
+    """Training on harmless answers that stays good under perturbed representations.
+
+    Source: Huang et al., Vaccine (arXiv 2402.01109), algorithm 1.
+    """
+
+    rho: float = Field(
+        1.0, gt=0, description="Norm of the perturbations of all blocks together, for the batch (vaccine)."
+    )
+
+
+class SafetyTraining(DefenseSettings):
+    """Fine-tuning on the harmless answers, and nothing else. Source: a baseline of RepNoise (arXiv 2405.14577)."""
+
+
+class GradientAscent(DefenseSettings):
+    """Raise the loss on harmful answers, and nothing else. Source: a baseline of RepNoise (arXiv 2405.14577)."""
+
+
+class AdversarialLoss(DefenseSettings):
+    """Lower the loss on harmless answers and raise that on harmful ones, at the last layer alone.
+
+    Source: a baseline of RepNoise (arXiv 2405.14577).
+    """
+
+    alpha: float = Field(1.0, ge=0, description="Weight of the harmful answers.")
+
+
+class RandomWeights(DefenseSettings):
+    """New random weights: a control without any ability to bring back. Source: RepNoise (arXiv 2405.14577)."""
+
+    std: float = Field(
+        0.02, ge=0, description="Standard deviation of matrices; norms become 1, biases 0 (random-weights)."
+    )
+
+
+class FolderSettings(Settings):
+    """What a folder is defended with."""
+
+    pairs: FilePath = Field(description="Rows with prompt, chosen (harmless) and rejected (harmful).")
+    retain: FilePath | None = Field(
+        None, description="Rows with prompt and response: what the model is to keep besides."
+    )
+    # A text: the message that refuses an unknown one names the nearest.
+    defense: Annotated[str, Cli(type=str)] = Field("repnoise", description="Which defense: see docs/immunize.md.")
+    withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = Field(
+        (), description="Category of the pairs that the defense does not see."
+    )
+    chat: bool = Field(False, description="Put prompts through the tokenizer's chat template.")
+    device: str = Field("cpu", description="Where the model goes, such as cuda.")
+
+
+class ImmunizeSettings(TrainingSettings, FolderSettings):
+    """Train a defense against harmful fine-tuning into a model folder."""
+
+    def check(self) -> None:
+        """Refuse what no folder can hold."""
+        super().check()
+        if self.defense == "security-vectors":
+            raise UsageError(
+                "A security vector protects while it is at work in a model that others train, so no folder can hold "
+                "it.",
+                cure="Use netweight.immunize where the training is yours, or another defense.",
+            )
+
+    def parts(self) -> tuple[DefenseSettings, TrainingSettings]:
+        """Return the defense's own settings, and those of its training."""
+        whole = ImmunizeSettings.of(self.given) if type(self) is ImmunizeSettings else self
+        own = next(kind for kind in type(whole).__bases__ if issubclass(kind, DefenseSettings))
+        return whole._part(own), whole._part(TrainingSettings)
+
+    def _part(self, kind: type[T]) -> T:
+        return kind(**{name: getattr(self, name) for name in kind.model_fields})
+
+
+def _of_folder(own: type[DefenseSettings]) -> type[ImmunizeSettings]:
+    return type(f"Immunize{own.__name__}", (ImmunizeSettings, own), {"__doc__": own.__doc__, "__module__": __name__})
+
+
+_REPNOISE, _VACCINE, _VECTORS = _of_folder(RepNoise), _of_folder(Vaccine), _of_folder(SecurityVectors)
+ImmunizeSettings.offer(
+    "defense",
+    {
+        "repnoise": _REPNOISE.partial(),
+        "repnoise-reference": _REPNOISE.partial(**RepNoise.reference().given),
+        "security-vectors": _VECTORS.partial(lr=1e-3),
+        "vaccine": _VACCINE.partial(),
+        "vaccine-rho10": _VACCINE.partial(rho=10.0),
+        "safety-training": _of_folder(SafetyTraining).partial(),
+        "gradient-ascent": _of_folder(GradientAscent).partial(),
+        "adversarial-loss": _of_folder(AdversarialLoss).partial(lr=1e-5),
+        "random-weights": _of_folder(RandomWeights).partial(),
+    },
+)
+
+
+def named_defense(name: str) -> tuple[DefenseSettings, TrainingSettings]:
+    """Return a preset's own settings, and how it is trained."""
+    presets = ImmunizeSettings.presets
+    if name not in presets:
+        near = ", ".join(nearest_names(name, presets))
+        raise NameNotFound(f"There is no defense {name!r}.", cure=f"Nearest names: {near}.")
+    preset = presets[name]
+    assert isinstance(preset, ImmunizeSettings)
+    return preset.parts()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from netweight.attacks.embedding_search.search import chosen, weights_fixed
-from netweight.attacks.embedding_search.settings import Said
+from netweight.attacks.embedding_search.settings import PredictionKind
 from netweight.core import digest
 from netweight.core.engines import Outcome
 from netweight.core.progress import QUIET, Progress
@@ -143,7 +143,7 @@ class DenoisingLoss:
         masks: Tensor | None = None,
         draws: int = 1,
         steps: int = 50,
-        said: Said = "noise",
+        said: PredictionKind = "noise",
     ) -> None:
         images = images[:, None] if images.ndim == 4 else images
         _check_images(images, prompts, draws)
@@ -237,7 +237,7 @@ class InversionTask:
 
     prompt: str  # that the images are denoised with
     settings: InversionSettings
-    said: Said = "noise"  # the prediction that the error is counted in
+    said: PredictionKind = "noise"  # the prediction that the error is counted in
     draws: int = 1  # timesteps and noises per image and step
     schedule: int = 50  # steps of the schedule that timesteps are drawn from
     together: int = 8  # most targets in a batch; it changes what is drawn for each

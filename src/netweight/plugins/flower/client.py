@@ -26,7 +26,7 @@ from netweight.errors import UsageError
 from netweight.methods.federate.defenses import UpdateNoise
 from netweight.methods.federate.method import Client, Method, Trained
 from netweight.methods.federate.settings import Privacy
-from netweight.methods.federate.task import FedTask, LocalModel
+from netweight.methods.federate.task import LocalModel, Task
 from netweight.methods.federate.updates import Tensors, check_allow_list, to_wire
 from netweight.plugins.flower.records import ARRAYS, REPORT, Answer, Order, chosen, from_record, to_record
 from netweight.plugins.flower.secure_sum import masked_reply, under_masks
@@ -140,7 +140,7 @@ def import_private(source: str | Path, folder: str | Path, *, start: bool = Fals
 
 
 def client_app(
-    task_of: Callable[[Context], FedTask],
+    task_of: Callable[[Context], Task],
     method: Method | Callable[[Context], Method],
     *,
     folder: str | Path | Callable[[Context], str | Path | None] | None = None,
@@ -225,7 +225,7 @@ def _keep(kept: Kept, context: Context, file: Path | None) -> None:
 
 
 def _trained(
-    task: FedTask, method: Method, client: Client, order: Order, seed: int, device: torch.device
+    task: Task, method: Method, client: Client, order: Order, seed: int, device: torch.device
 ) -> tuple[Trained, dict[str, float]]:
     model = LocalModel(task, device)
     test = task.client(client.number).test

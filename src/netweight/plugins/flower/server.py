@@ -18,7 +18,7 @@ from netweight.job import Job
 from netweight.methods.federate.engine import CHECKPOINT, Checkpoint, identity, is_done
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.settings import Federation
-from netweight.methods.federate.task import ClientData, FedTask
+from netweight.methods.federate.task import ClientData, Task
 from netweight.plugins.flower.records import chosen, from_record, to_record
 from netweight.plugins.flower.secure_sum import masked_attempt
 from netweight.plugins.flower.strategy import MethodStrategy, exchange
@@ -58,7 +58,7 @@ class Elsewhere(Mapping[int, ClientData]):
 
 
 def server_app(
-    task_of: Callable[[Context], FedTask],
+    task_of: Callable[[Context], Task],
     method: Method | Callable[[Context], Method],
     settings: Federation | Callable[[Context], Federation] = Federation(),
     *,
@@ -104,7 +104,7 @@ class _Rounds:
     """A federation on a server."""
 
     def __init__(
-        self, task: FedTask, method: Method, settings: Federation, job: Job, known: str, *, timeout: float,
+        self, task: Task, method: Method, settings: Federation, job: Job, known: str, *, timeout: float,
         patience: float, secure: bool,
     ) -> None:  # fmt: skip
         self.settings, self.job, self.known, self.patience, self.secure = settings, job, known, patience, secure

@@ -155,11 +155,12 @@ class MethodStrategy(Strategy):
         state = from_record(arrays)
         sent = {client: self.method.message(state, client) for client in there if client in nodes}
         records = {id(tensors): to_record(tensors) for tensors in sent.values()}  # most methods send all the same
-        about = {"message_type": MessageType.TRAIN, "ttl": self.timeout + GRACE, "group_id": str(server_round)}
 
         def message(client: int) -> Message:
             order = self._order(server_round, client).to_record()
-            return Message(RecordDict({ARRAYS: records[id(sent[client])], ORDER: order}), nodes[client], **about)
+            content = RecordDict({ARRAYS: records[id(sent[client])], ORDER: order})
+            lives, group = self.timeout + GRACE, str(server_round)
+            return Message(content, nodes[client], MessageType.TRAIN, ttl=lives, group_id=group)
 
         messages = {client: message(client) for client in sent}
         missing = {client: absent.get(client, "vanished, as drop_out asks") for client in asked if client not in sent}

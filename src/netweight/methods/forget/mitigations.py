@@ -1,25 +1,103 @@
-"""Mitigations that others published: adjusted embeddings, random tokens, scaled attention, pruned weights.
+"""Mitigations: ways of generating that keep a model from repeating images, for a block; NeMo's and those of others.
 
-All speak `Mitigation`, so that one audit measures them beside the deactivation of neurons. None of them needs a changed
-denoiser: embeddings are exchanged, and attention is reached by hooks.
+A mitigation takes a model and the prompts that are memorized and yields a model to generate with; after the block the
+weights are what they were, to the bit. All speak `Mitigation`, so that one audit measures them side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Protocol, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from netweight.core.names import Select
-from netweight.core.seeds import derive, numpy_generator
+from netweight.core.seeds import derive, numpy_generator, torch_generator
+from netweight.core.units import Units
 from netweight.errors import UsageError
+from netweight.methods.forget.edit import deactivated
 from netweight.methods.forget.layers import value_layers
-from netweight.methods.forget.mitigation import OtherEmbedding
+from netweight.methods.forget.settings import Scope
 from netweight.nn.text_to_image import Text, TextToImage
+
+
+class Mitigation(Protocol):
+    """A way of generating that is to keep a model from repeating images."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, model: TextToImage, prompts: Sequence[str]) -> AbstractContextManager[TextToImage]:
+        """Mitigate for a block."""
+
+
+@final
+@dataclass(frozen=True)
+class AllActive:
+    """No mitigation: what all others are compared with."""
+
+    name: str = "all neurons active"
+
+    @contextmanager
+    def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
+        yield model
+
+
+@final
+@dataclass(frozen=True)
+class Deactivated:
+    """Neurons switched off, or scaled, while the model runs."""
+
+    units: Units  # the neurons, by module of the denoiser
+    name: str = "neurons off"
+    factor: float = 0.0  # what their outputs are multiplied by
+
+    @contextmanager
+    def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
+        with deactivated(model.denoiser, self.units, factor=self.factor):
+            yield model
+
+
+def neuron_counts(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str, int]:
+    """Return the number of neurons of each value layer, by name; see `value_layers`."""
+    return {name: layer.width for name, layer in value_layers(denoiser, scope=scope).items()}
+
+
+def random_units(like: Units, counts: dict[str, int], *, layer_matched: bool, seed: int) -> Units:
+    """Draw as many neurons as a set has, none of which is in it."""
+    elsewhere = [name for name in like.modules if name not in counts]
+    if elsewhere:
+        raise UsageError(f"The set holds neurons of {elsewhere[0]!r}, which is not among the layers to draw from.")
+    others = Units({name: range(count) for name, count in counts.items()}) - like
+    groups: list[str | None] = [*like.modules] if layer_matched else [None]
+    drawn: dict[str, list[int]] = {}
+    for group in groups:
+        pool = [unit for unit in others if group in (None, unit[0])]
+        wanted = len(like) if group is None else len(like[group])
+        if len(pool) < wanted:
+            raise UsageError(
+                f"There are only {len(pool)} neurons of {group or 'all layers'} besides those of the set, and {wanted} "
+                "are to be drawn.",
+                cure="Compare with a smaller set.",
+            )
+        order = torch.randperm(len(pool), generator=torch_generator(seed, "units", group or ""))[:wanted]
+        for name, index in (pool[place] for place in order.tolist()):
+            drawn.setdefault(name, []).append(index)
+    return Units(drawn)
+
+
+@final
+class OtherEmbedding:
+    """A `TextToImage` that embeds prompts in another way and is otherwise the one inside."""
+
+    def __init__(self, model: TextToImage, embed: Callable[[Sequence[str]], Text]) -> None:
+        self._model, self.embed = model, embed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 @final
@@ -39,7 +117,7 @@ class EmbeddingAdjustment:
     noises: int = 4  # initial noises over which the norm is averaged
     steps: int = 50
     seed: int = 0
-    name: str = "embedding adjustment"  # what reports call it
+    name: str = "embedding adjustment"
 
     @contextmanager
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
@@ -51,7 +129,7 @@ class EmbeddingAdjustment:
             states = [adjusted.get(prompt, text.states[place]) for place, prompt in enumerate(asked)]
             return replace(text, states=torch.stack(states))
 
-        yield OtherEmbedding(model, embed)
+        yield cast("TextToImage", OtherEmbedding(model, embed))
 
     def _adjusted(self, model: TextToImage, prompt: str) -> Tensor:
         noise = model.initial_noise([derive(self.seed, "noise", number) for number in range(self.noises)])
@@ -85,13 +163,11 @@ class RandomTokens:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
         if self.count < 1 or not self.words:
-            raise UsageError(f"{self.count} random tokens out of {len(self.words)} words cannot be put in.")
+            raise UsageError(f"Cannot insert {self.count} random tokens out of {len(self.words)} words.")
 
     @property
     def name(self) -> str:
-        """What reports call it."""
         return f"{self.count} random token{'s' if self.count > 1 else ''}"
 
     def prompt(self, prompt: str) -> str:
@@ -107,7 +183,8 @@ class RandomTokens:
     @contextmanager
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
         """Yield the model with words put into every prompt: who mitigates so does not know which are memorized."""
-        yield OtherEmbedding(model, lambda asked: model.embed([self.prompt(prompt) for prompt in asked]))
+        embed = lambda prompts: model.embed([self.prompt(prompt) for prompt in prompts])  # noqa: E731
+        yield cast("TextToImage", OtherEmbedding(model, embed))
 
 
 @final
@@ -118,10 +195,10 @@ class AttentionScaling:
     # Source: Ren et al., ECCV 2024, section 5.
 
     # Returns which tokens of prompts count, shape `(prompts, tokens)`, True where they do; see
-    # `integrations/prompt_tokens.py`. None leaves padding alone.
+    # `hf.load_pipeline.padding_masks`. None leaves padding alone.
     masks: Callable[[Sequence[str]], Tensor] | None = None
     factor: float = 1.25
-    name: str = "attention scaling"  # what reports call it
+    name: str = "attention scaling"
 
     @contextmanager
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
@@ -151,7 +228,7 @@ class AttentionScaling:
 
 @final
 class _Rows:
-    """Knows which rows of the batch under way hold a prompt, and which prompt, by their embeddings."""
+    """Finds which rows of the present batch hold a prompt, and which prompt, by their embeddings."""
 
     def __init__(self, model: TextToImage, prompts: Sequence[str], masks: Tensor | None) -> None:
         with torch.no_grad():
@@ -162,7 +239,7 @@ class _Rows:
         self._bias: Tensor | None = None
 
     def notice(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the denoiser runs: find the text among what it is given."""
+        """Before the denoiser runs: find the text among its inputs."""
         given = [value.states if isinstance(value, Text) else value for value in (*args, *kwargs.values())]
         shape = self._empty.shape
         for value in given:
@@ -206,16 +283,14 @@ class WeightPruning:
     images: int = 2  # generations per prompt over which inputs are measured, without guidance
     steps: int = 10
     seed: int = 0
-    name: str = "weight pruning"  # what reports call it
+    name: str = "weight pruning"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
         if not self.ordinary or not 0 < self.share <= 1:
-            raise UsageError(f"Pruning {self.share} of the weights against {len(self.ordinary)} prompts cannot be.")
+            raise UsageError(f"Cannot prune {self.share} of the weights against {len(self.ordinary)} prompts.")
 
     @contextmanager
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
-        """Yield the model with weights zeroed; they come back to the bit."""
         layers: dict[str, nn.Module] = Select(self.layers).modules(model.denoiser)
         memorized, ordinary = (self._norms(model, layers, chosen) for chosen in (prompts, self.ordinary))
         kept: dict[str, Tensor] = {}
