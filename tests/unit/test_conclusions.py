@@ -10,7 +10,7 @@ import pytest
 from netweight.report.conclusions import AllTargets, Conclusion, Criterion, by_targets, known
 from netweight.report.finding import Finding
 
-for home in ("compress", "everything", "federate", "forget", "immunize", "space"):
+for home in ("compress", "federate", "forget", "immunize", "space"):
     pytest.importorskip(f"netweight.tour.{home}", reason="the tour needs its extra")
 importlib.import_module("netweight.attacks.finetuning.report")
 

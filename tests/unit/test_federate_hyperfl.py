@@ -13,11 +13,10 @@ from torch.func import functional_call
 from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate import HyperFL, LocalTraining, Task
-from netweight.methods.federate import updates as aggregate
 from netweight.methods.federate.local import shuffled_batches
 from netweight.methods.federate.method import Client, Trained
 from netweight.methods.federate.task import LocalModel
-from netweight.methods.federate.updates import LowRank
+from netweight.methods.federate.updates import LowRank, aggregate
 
 
 def started(task: Task, method: HyperFL) -> list[Client]:

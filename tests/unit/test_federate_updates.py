@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight.errors import PrivateTensor, UsageError
-from netweight.methods.federate import updates as aggregate
 from netweight.methods.federate.updates import (
     LowRank,
     Update,
+    aggregate,
     check_allow_list,
     from_wire,
     to_wire,

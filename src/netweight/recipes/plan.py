@@ -78,7 +78,7 @@ class Plan:
         steps = []
         for number, chosen in enumerate(recipe.treatments, start=1):
             names, by_attack = chosen.what.runnable, chosen.what.by_attack
-            held = tuple(name for name in names if by_attack.get(name) in verbs)
+            held = tuple(name for name in chosen.what.audits if by_attack.get(name) in verbs)
             ran = tuple(
                 name for name in names if name not in by_attack and (recipe.audits == "all" or name in recipe.audits)
             )

@@ -70,8 +70,7 @@ def bank(work, sizes):
 def average(work, sizes):
     import torch
 
-    from netweight.methods.federate import updates as aggregate
-    from netweight.methods.federate.updates import Update
+    from netweight.methods.federate.updates import Update, aggregate
 
     rows = []
     for count in sizes:

@@ -23,7 +23,7 @@ from netweight.hf.load_pipeline import PipelineModel, load_text_to_image, text_t
 from netweight.hf.train_adapters import ATTENTION, SliderPairs, train_sliders
 from netweight.methods.space.edits import perceptual_distance
 from netweight.methods.space.labels import read_labels
-from netweight.methods.space.settings import InversionSettings
+from netweight.methods.space.settings import INVERSIONS, InversionSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.metrics.copies import TorchScriptDescriptor
 from netweight.nn.lora import Adapter
@@ -34,7 +34,6 @@ from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people, photographs
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read
-from netweight_experiments.benchmarks.compress.rounded_weights import SETTINGS
 from netweight_experiments.tables.w2w.setup import Fitting, Setup, Stranger, Wanted
 
 if TYPE_CHECKING:
@@ -276,7 +275,7 @@ def setup_of_recipe(path: Path) -> Setup:
         attributes=(),
         sliders=lambda: _opened_sliders(recipe.edits),
         fitting=Fitting(
-            adapters, ATTENTION, 1, 1, SETTINGS[recipe.inversion], trained_prediction(model), recipe.together
+            adapters, ATTENTION, 1, 1, INVERSIONS[recipe.inversion], trained_prediction(model), recipe.together
         ),
         small=False,
         differs=(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
@@ -95,7 +95,7 @@ def _inverted(setup: Setup, fit: Fit, strangers: Sequence[Stranger]) -> Tensor:
         setup.model, torch.stack([each.images[0] for each in strangers]), [each.prompts[0] for each in strangers],
         draws=how.draws, said=how.said,
     )  # fmt: skip
-    settings = replace(how.inversion, components=fit.components)
+    settings = how.inversion.replace(components=fit.components)
     with weights_fixed(setup.model.denoiser):
         return invert(setup.space, loss, len(strangers), settings, device=setup.model.device).scores
 

@@ -150,6 +150,6 @@ class Setup:
             raise UsageError(f"{people} people cannot be tried.", cure=f"Give 5 to {len(self.strangers)}.")
         fitting = replace(
             self.fitting, recipe=replace(self.fitting.recipe, steps=10),
-            inversion=replace(self.fitting.inversion, steps=10),
+            inversion=self.fitting.inversion.replace(steps=10),
         )  # fmt: skip
         return replace(self, people=people, strangers=self.strangers[:people], fitting=fitting)

@@ -19,16 +19,7 @@ from netweight.hf.load_language_model import check_folder, context_of, load_caus
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.checkpoint import RECORD, Record
 from netweight.methods.immunize.layer_metrics import LEAST_PAIRS, DepthAnalysis, analyze_layers, weight_changes
-from netweight.methods.immunize.report import (
-    ATTACKED,
-    DEPTH,
-    REPORT,
-    TITLE,
-    TREATMENT,
-    attack_audit,
-    depth_audit,
-    depth_section,
-)
+from netweight.methods.immunize.report import ATTACKED, DEPTH, REPORT, TITLE, TREATMENT, depth_audit, depth_section
 from netweight.methods.immunize.settings import ImmunizeSettings
 from netweight.methods.immunize.train import immunize
 from netweight.registry import CardEntry, Method
@@ -138,12 +129,6 @@ def _apply(source: Path, destination: Path, settings: ImmunizeSettings, progress
     immunize_folder(source, destination, settings, progress=progress)
 
 
-def _examine(
-    audit: str, destination: Path, source: Path, settings: ImmunizeSettings, progress: Progress
-) -> tuple[Path, ImmunizeSettings]:
-    return destination, settings
-
-
 def _check(source: Path | None, settings: ImmunizeSettings) -> None:
     if source is not None:
         check_folder(source)
@@ -178,13 +163,6 @@ def _card(folder: Path) -> CardEntry | None:
 
 
 IMMUNIZE = Method(
-    TREATMENT,
-    ImmunizeSettings,
-    audits={DEPTH: depth_audit, ATTACKED: attack_audit},
-    apply=_apply,
-    examine=_examine,
-    by_attack={ATTACKED: "finetune"},
-    illustrate=_illustrate,
-    check=_check,
-    card=_card,
-)
+    TREATMENT, ImmunizeSettings, apply=_apply, audits={DEPTH: depth_audit, ATTACKED: None},
+    by_attack={ATTACKED: "finetune"}, illustrate=_illustrate, check=_check, card=_card,
+)  # fmt: skip

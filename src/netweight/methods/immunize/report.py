@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from netweight.attacks.finetuning.report import ResistanceConfig, resistance_section
-from netweight.attacks.finetuning.sweep import Sweep
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.methods.immunize.layer_metrics import KINDS, DepthAnalysis, LayerAnalysis, LayerChange, Plane
@@ -273,14 +271,9 @@ DEPTH, ATTACKED = "depth", "fine-tuning attack"
 REPORT = "immunize-report"
 
 
-def depth_audit(run: Path, settings: object, *, seed: int, progress: Progress) -> Section:
+def depth_audit(run: tuple[Path, Path], settings: object, *, seed: int, progress: Progress) -> Section:
     """Return what was found inside of a defended model, as its folder keeps it."""
-    for section in read_report(Path(run) / REPORT).sections:
+    for section in read_report(run[0] / REPORT).sections:
         if section.title == TITLE:
             return section
     return Section(TITLE, [Finding(DEPTH, None, detail={"reason": "the layers were not analyzed when it was made"})])
-
-
-def attack_audit(run: Sweep, settings: ResistanceConfig, *, seed: int, progress: Progress) -> Section:
-    """Return what a sweep of fine-tuning attacks found."""
-    return resistance_section(run, settings, seed=seed)
