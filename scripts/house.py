@@ -79,7 +79,10 @@ def siblings(graph: Graph, package: str) -> Graph:
 
 
 def exported(tree: ast.Module) -> set[str]:
-    """The names in `__all__`, through lists and mappings that it is made of."""
+    """The names in `__all__` or of `lazy_names`, through lists and mappings that `__all__` is made of."""
+    lazy = [n.args[1] for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "lazy_names"]
+    if lazy:
+        return set(ast.literal_eval(lazy[0]))
     values = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
     names = values.get("__all__", ast.List([]))
     parts = [values[n.id] for n in ast.walk(names) if isinstance(n, ast.Name) and n.id in values]

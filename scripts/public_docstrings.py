@@ -124,7 +124,8 @@ class Checker:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.modules = list(modules(root))
-        self.errors = set(next(m for m in self.modules if m.path == root / "errors.py").public)
+        errors = next(module for module in self.modules if module.path == root / "errors.py")
+        self.errors = {node.name for node in errors.tree.body if isinstance(node, ast.ClassDef)}
         self.classes: dict[str, list[Class]] = {}
         self.protocols: set[tuple[str, tuple[str, ...]]] = set()
         for module in self.modules:

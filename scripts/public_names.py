@@ -31,12 +31,19 @@ def public_names(source: Path) -> dict[str, dict[str, str]]:
 
 def _homes(source: Path, package: str) -> dict[str, str]:
     path = source.joinpath(*package.split("."), "__init__.py")
-    homes: dict[str, str] = {}
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree, homes = ast.parse(path.read_text()), dict[str, str]()
+    exported = [
+        name.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for name in ast.walk(node.value)
+        if isinstance(name, ast.Constant)
+    ]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_names":
             homes |= ast.literal_eval(node.args[1])
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
-            homes |= {name.name: node.module or "" for name in node.names}
+            homes |= {name.name: node.module or "" for name in node.names if name.name in exported}
     return homes
 
 
@@ -58,7 +65,7 @@ def main() -> int:
     file, made = ROOT / "docs" / "reference.md", page(ROOT / "src")
     if "--write" in sys.argv:
         file.write_text(made)
-    names = sum(len(homes) for homes in public_names(ROOT / "src").values())
+    names = len({(name, home) for homes in public_names(ROOT / "src").values() for name, home in homes.items()})
     print(f"{names} public names.")
     if file.read_text() != made:
         print("docs/reference.md is not up to date: run python scripts/public_names.py --write")

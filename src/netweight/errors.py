@@ -5,29 +5,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AlreadyCompressed",
-    "BadGradient",
-    "CorruptBlob",
-    "CudaFailed",
-    "CudaUnavailable",
-    "DenseOnly",
-    "FederationStopped",
-    "LayerwiseConflict",
-    "LossyWrite",
-    "MissingExtra",
-    "NameNotFound",
-    "NetweightError",
-    "OutOfMemory",
-    "OutputExists",
-    "OutputFailed",
-    "PrivateTensor",
-    "TrainingStopped",
-    "UnsafeInput",
-    "Unsupported",
-    "UsageError",
-]
-
 
 class NetweightError(Exception):
     """Base of all errors of this library.

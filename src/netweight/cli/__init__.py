@@ -19,7 +19,6 @@ import click
 from netweight.core.environment import netweight_version
 from netweight.errors import MissingExtra, NetweightError, UsageError
 
-__all__ = ["COMMANDS", "FINDING_FAILED", "INTERRUPTED", "main"]
 
 # Exit code of a command that did its work and found something that failed.
 FINDING_FAILED = 1
@@ -77,10 +76,9 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             if cmd_name not in _foreign():
                 return None
-            from netweight.cli.method import command_of
-            from netweight.registry import known_methods
-
-            return command_of(known_methods()[cmd_name])
+            made = importlib.import_module("netweight.cli.method").command_of(cmd_name)
+            assert isinstance(made, click.Command)
+            return made
         module, attribute = COMMANDS[cmd_name][0].split(":")
         if module.startswith("netweight_experiments.") and importlib.util.find_spec("netweight_experiments") is None:
             raise MissingExtra(

@@ -15,12 +15,13 @@ from netweight.cli.output import Output, output_option
 from netweight.cli.paths import NEW
 from netweight.core.files import refuse_existing
 from netweight.core.progress import QUIET, Progress
-from netweight.registry import Method
+from netweight.registry import known_methods
 from netweight.report.audit import run_audits
 
 
-def command_of(method: Method[Any]) -> click.Command:
+def command_of(verb: str) -> click.Command:
     """The command of a method that another package brings: SOURCE, DESTINATION, one option per setting, and audits."""
+    method = known_methods()[verb]
 
     @click.command(method.verb, help=inspect.getdoc(method.config))
     @click.argument("source", type=click.Path(path_type=Path, exists=True))

@@ -5,44 +5,18 @@ for element types that torch lacks and for programs that should not import torch
 encodes, by no more than `relative_bound` says. `info` reads a blob's header only.
 """
 
-from netweight.codec.api import (
-    LEVELS,
-    BlobInfo,
-    DecodeQueue,
-    Decoding,
-    active_path,
-    available_paths,
-    decode,
-    decode_into,
-    decode_raw,
-    decode_rows,
-    encode,
-    encode_lossy,
-    encode_raw,
-    info,
-    is_lossy,
-    trim_pool,
-)
-from netweight.codec.lossy import ROUNDABLE, Precision, relative_bound
+from netweight.codec.api import LEVELS as LEVELS
+from netweight.codec.api import BlobInfo, available_paths, decode, decode_into, encode, encode_lossy, info
+from netweight.codec.api import DecodeQueue as DecodeQueue
+from netweight.codec.api import Decoding as Decoding
+from netweight.codec.api import active_path as active_path
+from netweight.codec.api import decode_raw as decode_raw
+from netweight.codec.api import decode_rows as decode_rows
+from netweight.codec.api import encode_raw as encode_raw
+from netweight.codec.api import is_lossy as is_lossy
+from netweight.codec.api import trim_pool as trim_pool
+from netweight.codec.lossy import ROUNDABLE as ROUNDABLE
+from netweight.codec.lossy import Precision
+from netweight.codec.lossy import relative_bound as relative_bound
 
-__all__ = [
-    "LEVELS",
-    "ROUNDABLE",
-    "BlobInfo",
-    "DecodeQueue",
-    "Decoding",
-    "Precision",
-    "active_path",
-    "available_paths",
-    "decode",
-    "decode_into",
-    "decode_raw",
-    "decode_rows",
-    "encode",
-    "encode_lossy",
-    "encode_raw",
-    "info",
-    "is_lossy",
-    "relative_bound",
-    "trim_pool",
-]
+__all__ = ["BlobInfo", "Precision", "available_paths", "decode", "decode_into", "encode", "encode_lossy", "info"]

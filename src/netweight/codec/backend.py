@@ -16,7 +16,7 @@ from netweight.codec.dtypes import Bytes
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 
 try:
-    from netweight.codec import _native as native
+    import netweight.codec._native as native
 except ImportError:  # no compiler when the package was installed
     native = None  # type: ignore[assignment]
 

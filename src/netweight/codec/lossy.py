@@ -33,8 +33,6 @@ from netweight.codec.header import (
 )
 from netweight.errors import Unsupported, UsageError
 
-__all__ = ["ROUNDABLE", "Precision", "relative_bound"]  # the others are the codec's own
-
 FIDELITIES = ("corrected", "reference")
 LOSSLESS_BITS = 7  # bf16's own: with so many nothing is rounded, in any dtype
 ROUNDABLE = {name: BY_NAME[name] for name in ("BF16", "F16", "F32")}

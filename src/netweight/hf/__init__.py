@@ -2,8 +2,6 @@
 
 from importlib.metadata import entry_points
 
-__all__ = ["open_compressed_with"]
-
 
 def open_compressed_with(library: str) -> None:
     """Let `transformers` or `diffusers` open compressed folders: load the plug-ins registered for it."""

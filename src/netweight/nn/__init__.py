@@ -1,12 +1,16 @@
 """Building blocks of live models: hooks, low-rank adapters, principal components, hypernetworks."""
 
-from netweight.nn.apply_lora import applied, linear_layers, merge_
-from netweight.nn.flat import ParameterLayout
-from netweight.nn.hooks import Captured, capture, edit_outputs, intervene, scale
-from netweight.nn.hypernetwork import Hypernetwork
-from netweight.nn.lora import Adapter, AdapterStack, LowRank, combined
-
-__all__ = [
-    "Adapter", "AdapterStack", "Captured", "Hypernetwork", "LowRank", "ParameterLayout", "applied", "capture",
-    "combined", "edit_outputs", "intervene", "linear_layers", "merge_", "scale",
-]  # fmt: skip
+from netweight.nn.apply_lora import applied as applied
+from netweight.nn.apply_lora import linear_layers as linear_layers
+from netweight.nn.apply_lora import merge_ as merge_
+from netweight.nn.flat import ParameterLayout as ParameterLayout
+from netweight.nn.hooks import Captured as Captured
+from netweight.nn.hooks import capture as capture
+from netweight.nn.hooks import edit_outputs as edit_outputs
+from netweight.nn.hooks import intervene as intervene
+from netweight.nn.hooks import scale as scale
+from netweight.nn.hypernetwork import Hypernetwork as Hypernetwork
+from netweight.nn.lora import Adapter as Adapter
+from netweight.nn.lora import AdapterStack as AdapterStack
+from netweight.nn.lora import LowRank as LowRank
+from netweight.nn.lora import combined as combined

@@ -15,9 +15,11 @@ where one makes what the next one takes: models (compress, immunize, forget), ba
 space-sample, space-edit, space-export), images (federate). Called by `netweight run`.
 """
 
-from netweight.recipes.plan import Known, Plan, Step
-from netweight.recipes.recipe import Recipe, read_recipe
-from netweight.recipes.run import Done, run
-from netweight.recipes.schema import recipe_schema
-
-__all__ = ["Done", "Known", "Plan", "Recipe", "Step", "read_recipe", "recipe_schema", "run"]
+from netweight.recipes.plan import Known as Known
+from netweight.recipes.plan import Plan as Plan
+from netweight.recipes.plan import Step as Step
+from netweight.recipes.recipe import Recipe as Recipe
+from netweight.recipes.recipe import read_recipe as read_recipe
+from netweight.recipes.run import Done as Done
+from netweight.recipes.run import run as run
+from netweight.recipes.schema import recipe_schema as recipe_schema

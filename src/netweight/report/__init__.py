@@ -6,19 +6,13 @@ jinja2 are imported by the functions that need them.
 
 from __future__ import annotations
 
-from netweight.report.audit import Audit, missing_audits, run_audits
-from netweight.report.conclusions import Conclusion, Criterion
-from netweight.report.finding import Column, Figure, Finding, Section, Table
-
-__all__ = [
-    "Audit",
-    "Column",
-    "Conclusion",
-    "Criterion",
-    "Figure",
-    "Finding",
-    "Section",
-    "Table",
-    "missing_audits",
-    "run_audits",
-]
+from netweight.report.audit import Audit as Audit
+from netweight.report.audit import missing_audits as missing_audits
+from netweight.report.audit import run_audits as run_audits
+from netweight.report.conclusions import Conclusion as Conclusion
+from netweight.report.conclusions import Criterion as Criterion
+from netweight.report.finding import Column as Column
+from netweight.report.finding import Figure as Figure
+from netweight.report.finding import Finding as Finding
+from netweight.report.finding import Section as Section
+from netweight.report.finding import Table as Table

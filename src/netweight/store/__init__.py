@@ -4,7 +4,7 @@ A compressed file is an ordinary safetensors file. Each tensor `name` is stored 
 codec's bytes; the entry `netweight` of `__metadata__` says what each was (see `description.py`).
 """
 
-from netweight.store.reader import Store, TensorInfo, open_store
-from netweight.store.writer import StoreWriter
-
-__all__ = ["Store", "StoreWriter", "TensorInfo", "open_store"]
+from netweight.store.reader import Store as Store
+from netweight.store.reader import TensorInfo as TensorInfo
+from netweight.store.reader import open_store as open_store
+from netweight.store.writer import StoreWriter as StoreWriter

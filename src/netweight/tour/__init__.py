@@ -5,6 +5,5 @@
 
 from __future__ import annotations
 
-from netweight.tour.run import Tour, run_tour
-
-__all__ = ["Tour", "run_tour"]
+from netweight.tour.run import Tour as Tour
+from netweight.tour.run import run_tour as run_tour

@@ -43,8 +43,6 @@ from netweight.report.plots import image_grid, lines
 from netweight.report.report import Report
 from netweight.tour.stop import Place, Stop, handed_over
 
-__all__ = ["IMAGES", "PEELING", "ROUNDS", "make_stop", "settings"]
-
 ROUNDS = 5
 """Rounds of each federation."""
 IMAGES = 5

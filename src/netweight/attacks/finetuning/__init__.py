@@ -6,7 +6,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "AttackSettings": "netweight.attacks.finetuning.settings",
-        "Domain": "netweight.attacks.finetuning.subject",
         "Goal": "netweight.attacks.finetuning.subject",
         "Subject": "netweight.attacks.finetuning.subject",
         "run_attack": "netweight.attacks.finetuning.attack",

@@ -3,35 +3,19 @@
 Importing this needs neither a GPU nor the extra `cuda`; `unavailable_because` tells whether the kernels can run.
 """
 
-from netweight.codec.cuda.compiling import compile_all
-from netweight.codec.cuda.decoding import (
-    BlobLayout,
-    DecodePlan,
-    LossyLayout,
-    decode,
-    decode_lossy,
-    layout_of,
-    lossy_layout_of,
-    raise_if_corrupt,
-)
-from netweight.codec.cuda.encoding import encode, encode_into, largest_blob, layout_of_encoded, with_digest
-from netweight.codec.cuda.launching import launch, unavailable_because
-
-__all__ = [
-    "BlobLayout",
-    "DecodePlan",
-    "LossyLayout",
-    "compile_all",
-    "decode",
-    "decode_lossy",
-    "encode",
-    "encode_into",
-    "largest_blob",
-    "launch",
-    "layout_of",
-    "layout_of_encoded",
-    "lossy_layout_of",
-    "raise_if_corrupt",
-    "unavailable_because",
-    "with_digest",
-]
+from netweight.codec.cuda.compiling import compile_all as compile_all
+from netweight.codec.cuda.decoding import BlobLayout as BlobLayout
+from netweight.codec.cuda.decoding import DecodePlan as DecodePlan
+from netweight.codec.cuda.decoding import LossyLayout as LossyLayout
+from netweight.codec.cuda.decoding import decode as decode
+from netweight.codec.cuda.decoding import decode_lossy as decode_lossy
+from netweight.codec.cuda.decoding import layout_of as layout_of
+from netweight.codec.cuda.decoding import lossy_layout_of as lossy_layout_of
+from netweight.codec.cuda.decoding import raise_if_corrupt as raise_if_corrupt
+from netweight.codec.cuda.encoding import encode as encode
+from netweight.codec.cuda.encoding import encode_into as encode_into
+from netweight.codec.cuda.encoding import largest_blob as largest_blob
+from netweight.codec.cuda.encoding import layout_of_encoded as layout_of_encoded
+from netweight.codec.cuda.encoding import with_digest as with_digest
+from netweight.codec.cuda.launching import launch as launch
+from netweight.codec.cuda.launching import unavailable_because as unavailable_because

@@ -18,7 +18,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "aggregate": "netweight.methods.federate.updates",
         "audit": "netweight.methods.federate.report",
         "fedavg": "netweight.methods.federate.direct",
-        "named_method": "netweight.methods.federate.folder",
         "train": "netweight.methods.federate.engine",
         "validate_updates": "netweight.methods.federate.updates",
     },

@@ -8,6 +8,5 @@ __getattr__, __dir__, __all__ = lazy_names(
         "RepNoise": "netweight.methods.immunize.settings",
         "TrainingSettings": "netweight.methods.immunize.settings",
         "immunize": "netweight.methods.immunize.train",
-        "immunize_folder": "netweight.methods.immunize.folder",
     },
 )

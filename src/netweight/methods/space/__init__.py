@@ -11,8 +11,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "Direction": "netweight.methods.space.points",
-        "Move": "netweight.methods.space.edits",
-        "Point": "netweight.methods.space.space",
         "edit": "netweight.methods.space.edits",
         "fit_direction": "netweight.methods.space.directions",
         "read_labels": "netweight.methods.space.labels",

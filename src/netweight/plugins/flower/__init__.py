@@ -18,8 +18,10 @@ except ModuleNotFoundError as error:
         "Federated learning over a network needs Flower 1.41.", cure="Install it: pip install 'netweight[federated]'."
     ) from error
 
-from netweight.plugins.flower.client import client_app, export_private, import_private
-from netweight.plugins.flower.server import HISTORY, Elsewhere, server_app
-from netweight.plugins.flower.strategy import MethodStrategy
-
-__all__ = ["HISTORY", "Elsewhere", "MethodStrategy", "client_app", "export_private", "import_private", "server_app"]
+from netweight.plugins.flower.client import client_app as client_app
+from netweight.plugins.flower.client import export_private as export_private
+from netweight.plugins.flower.client import import_private as import_private
+from netweight.plugins.flower.server import HISTORY as HISTORY
+from netweight.plugins.flower.server import Elsewhere as Elsewhere
+from netweight.plugins.flower.server import server_app as server_app
+from netweight.plugins.flower.strategy import MethodStrategy as MethodStrategy
