@@ -19,7 +19,6 @@ import click
 from netweight.core.environment import netweight_version
 from netweight.errors import MissingExtra, NetweightError, UsageError
 
-
 # Exit code of a command that did its work and found something that failed.
 FINDING_FAILED = 1
 # Exit code of a command that was stopped with Ctrl-C, as shells have it.

@@ -1,4 +1,4 @@
-"""`netweight attack`: adversaries on their own, for any model. `finetune` and `embedding` have files of their own."""
+"""`netweight attack finetune`: how long a language model resists fine-tuning on what it is not to do."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from netweight.attacks.embedding_search.settings import FolderSearch
+from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.gradient_inversion.settings import InversionSettings
 from netweight.cli import FINDING_FAILED
-from netweight.cli.attack_embedding import embedding
-from netweight.cli.attack_finetune import finetune
 from netweight.cli.generated import options
-from netweight.cli.output import Output, output_option
+from netweight.cli.output import FOLDER, OUTPUT_FOLDER, Output, end_attack, new_report, output_option
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, UsageError
 
@@ -24,6 +24,86 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from netweight.attacks.gradient_inversion.client import LocalUpdate
+
+
+@click.command("finetune")
+@click.argument("model", type=FOLDER)
+@options(FolderAttack)
+@click.option("--seed", default=0, show_default=True, help="Seed of the held-out rows and of the intervals.")
+@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for the results.")
+@output_option
+@click.pass_context
+def finetune(
+    context: click.Context, /, model: Path, settings: FolderAttack, out: Path, seed: int, output: Output
+) -> None:
+    """Fine-tune MODEL on harmful rows, in many ways, and count the steps until it does what it is not to do.
+
+    MODEL is a folder of transformers and stays as it is. A fifth of the prompts is held out and looked at; without
+    --base there is nothing to compare with. OUT receives attacks.jsonl, from which a second call continues, and a
+    report.
+
+    Exits with 1 if a finding fails.
+    """
+    from netweight.attacks.finetuning.folder import SweepPlan, attack_folders
+
+    ledger = out / "attacks.jsonl"
+
+    def announce(plan: SweepPlan) -> None:
+        named = ", ".join(subject.name for subject in plan.subjects)
+        output.line(f"{len(plan.attacks)} attacks on: {named}. Recovered: {plan.recovered}")
+
+    progress = QUIET if output.as_json else Progress()
+    plan, section = attack_folders(settings, model, ledger=ledger, seed=seed, progress=progress, planned=announce)
+    report = new_report(
+        f"Fine-tuning attacks on {model.name}", f"Recovered means: {plan.recovered}.", seed=seed, files=settings.files
+    )
+    report.add(section)
+    end_attack(
+        context, output, report, section.findings, out=out, verdicts=[section.conclusion],
+        result={"threshold": plan.goal.threshold, "verdict": section.conclusion, "ledger": str(ledger)},
+    )  # fmt: skip
+
+
+@click.command("embedding")
+@click.argument("model", type=FOLDER)
+@options(FolderSearch)
+@click.option("--seed", default=0, show_default=True, help="First seed of the searches, and that of the intervals.")
+@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for the results.")
+@output_option
+@click.pass_context
+def embedding(
+    context: click.Context, /, model: Path, settings: FolderSearch, out: Path, seed: int, output: Output
+) -> None:
+    """Search for text embeddings that make MODEL, an edited diffusion pipeline, generate memorized images again.
+
+    The same searches are made in the pipeline before its edit and for images that were never trained on: without
+    these nobody knows what the search generates by itself. OUT receives searches.jsonl, from which a second call
+    continues, the embeddings and images of every search, and a report.
+
+    Exits with 1 if a finding fails.
+    """
+    from netweight.attacks.embedding_search.compare import LEDGER
+    from netweight.attacks.embedding_search.folder import prepare
+    from netweight.attacks.embedding_search.report import search_section, verdict
+
+    prepared = prepare(settings, model)
+    names = ", ".join(subject.name for subject in prepared.subjects)
+    planted, controls = len(prepared.pairs), len(prepared.targets) - len(prepared.pairs)
+    output.line(f"{planted} memorized images and {controls} controls, searched in: {names}.")
+    progress = QUIET if output.as_json else Progress()
+    found = prepared.compare(range(seed, seed + settings.seeds), folder=out, progress=progress)
+    report = new_report(
+        f"Search for embeddings in {model.name}", f"Brought back means: {prepared.goal}.", seed=seed,
+        files=settings.files,
+    )  # fmt: skip
+    section = search_section(found, prepared.targets, prepared.wanted, folder=out, seed=seed)
+    report.add(section)
+    verdicts = {name: verdict(found, name) for name in found.subjects}
+    end_attack(
+        context, output, report, section.findings, out=out,
+        verdicts=[f"{name}: {words}" for name, words in verdicts.items()],
+        result={"verdicts": verdicts, "ledger": str(out / LEDGER)},
+    )  # fmt: skip
 
 
 @click.group()

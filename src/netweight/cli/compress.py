@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.card import card_option, write_card
 from netweight.cli.generated import options
-from netweight.cli.output import Output, output_option
+from netweight.cli.output import Output, card_option, output_option, write_card
 from netweight.methods.compress.settings import CompressSettings
 
 if TYPE_CHECKING:

@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.attack_end import end_attack, new_report
-from netweight.cli.card import card_option, write_card
 from netweight.cli.generated import options
-from netweight.cli.output import Output, output_option
-from netweight.cli.paths import FILE, FOLDER, NEW, OUTPUT_FOLDER
+from netweight.cli.output import (
+    FILE,
+    FOLDER,
+    NEW,
+    OUTPUT_FOLDER,
+    Output,
+    card_option,
+    end_attack,
+    new_report,
+    output_option,
+    write_card,
+)
 from netweight.core.progress import QUIET, Progress
 from netweight.methods.forget.settings import (
     FolderAudit,

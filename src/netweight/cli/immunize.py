@@ -8,10 +8,8 @@ from pathlib import Path
 
 import click
 
-from netweight.cli.card import card_option, write_card
 from netweight.cli.generated import options
-from netweight.cli.output import Output, output_option
-from netweight.cli.paths import FOLDER, OUTPUT_FOLDER
+from netweight.cli.output import FOLDER, OUTPUT_FOLDER, Output, card_option, output_option, write_card
 from netweight.core.progress import QUIET, Progress
 from netweight.methods.immunize.settings import ImmunizeSettings
 

@@ -9,10 +9,8 @@ from typing import Any
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.card import card_option, write_card
 from netweight.cli.generated import options
-from netweight.cli.output import Output, output_option
-from netweight.cli.paths import NEW
+from netweight.cli.output import NEW, Output, card_option, output_option, write_card
 from netweight.core.files import refuse_existing
 from netweight.core.progress import QUIET, Progress
 from netweight.registry import known_methods

@@ -1,19 +1,32 @@
-"""What commands write: lines and tables for people, or one JSON object for machines; never both. Used by commands only.
-
-A command takes `@output_option` and receives `output: Output`. Everything meant for people goes through `line`,
-`table` and `warn`; at the end `result` is called once with the same content as data.
-"""
+"""The kinds of paths that commands take."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import click
 
+from netweight.cli import FINDING_FAILED
+
 if TYPE_CHECKING:
     from netweight.report.finding import Finding
+    from netweight.report.report import Report
+
+
+# A file that is there.
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+# A folder that is there.
+FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+# What is written.
+NEW = click.Path(path_type=Path)
+# A folder that results go to; it may be there.
+OUTPUT_FOLDER = click.Path(path_type=Path, file_okay=False)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -70,3 +83,49 @@ def _make_output(context: click.Context, parameter: click.Parameter, value: bool
     output = Output(as_json=value)
     context.meta["netweight.output"] = output
     return output
+
+
+def card_option(command: F) -> F:
+    """Give a command the flag `--card`."""
+    return click.option(
+        "--card", is_flag=True, help="Say in the folder's README.md what was done; see docs/ecosystem.md."
+    )(command)
+
+
+def write_card(folder: Path, output: Output) -> None:
+    """Write or update the card of a folder that a command has just written."""
+    from netweight.plugins.model_card import update_card
+
+    card = update_card(folder, command=shlex.join(["netweight", *sys.argv[1:]]))
+    output.line(f"Card: {card}")
+
+
+def new_report(title: str, summary: str, *, seed: int, files: Iterable[Path]) -> Report:
+    """Begin a report of this command line."""
+    from netweight.core.digest import of_file
+    from netweight.report.report import Report
+
+    command = shlex.join(["netweight", *sys.argv[1:]])
+    inputs = {path.name: of_file(path) for path in files}
+    return Report(title, summary=summary, command=command, seeds=(seed,), inputs=inputs)
+
+
+def end_attack(
+    context: click.Context,
+    output: Output,
+    report: Report,
+    findings: Sequence[Finding],
+    *,
+    out: Path,
+    verdicts: Iterable[str],
+    result: Mapping[str, Any],
+) -> None:
+    """Write the report and tell what was found; exits with 1 if a finding failed."""
+    page = report.write(out)
+    output.findings(findings)
+    for words in verdicts:
+        output.line(words, bold=True)
+    output.line(f"Report: {page}")
+    output.result({**result, "findings": [finding.to_json() for finding in findings], "report": str(page)})
+    if any(finding.passed is False for finding in findings):
+        context.exit(FINDING_FAILED)

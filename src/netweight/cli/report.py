@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from netweight.cli.output import Output, output_option
-from netweight.cli.paths import FOLDER
+from netweight.cli.output import FOLDER, Output, output_option
 
 
 @click.command()

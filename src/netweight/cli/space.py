@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from netweight.cli.card import card_option, write_card
 from netweight.cli.generated import options
-from netweight.cli.output import Output, output_option
-from netweight.cli.paths import FILE, FOLDER, NEW
+from netweight.cli.output import FILE, FOLDER, NEW, Output, card_option, output_option, write_card
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.methods.space.settings import (
