@@ -7,6 +7,9 @@ is imported from its own module the first time it is used. `docs/reference.md` i
 from typing import Any
 
 from netweight.core.lazy import lazy_names
+from netweight.moved import install
+
+install()
 
 _find, _names, __all__ = lazy_names(
     __name__,

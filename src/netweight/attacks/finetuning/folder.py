@@ -38,7 +38,7 @@ from netweight.report.report import Report
 MOST_HELD_OUT = 200
 _FLUENCY_PROMPTS, _FLUENCY_TOKENS = 8, 24
 _FLUENCY_KEPT = 0.5  # of the base's share of different trigrams
-_FACTORY = "netweight.attacks.finetuning.folder:subject_from_files"
+_FACTORY = "netweight.zoo.attack_subjects:subject_from_files"  # its name in all ledgers since 0.1.0; see `moved`
 
 
 @final

@@ -23,6 +23,7 @@ from netweight.core.engines import Engine, local_processes
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Result, map_runs
 from netweight.errors import NetweightError, UsageError
+from netweight.moved import current_name
 
 
 @final
@@ -90,7 +91,7 @@ def make_subject(factory: str, arguments: Mapping[str, Any]) -> Subject:
 def _made(factory: str, arguments: str) -> Subject:
     module, _, name = factory.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(current_name(module)), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
             f"The subject's factory {factory!r} cannot be found: {error}.", cure="Write it as MODULE:FUNCTION."
