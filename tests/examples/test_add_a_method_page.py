@@ -31,7 +31,8 @@ def here(tmp_path_factory):
     (site,) = (here / "environment").glob("lib/python*/site-packages")
     (site / "outer.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     install = ["pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([sys.executable, "-m", *install, f"--target={site}", here / "netweight-prune"], check=True)
+    own = {**os.environ, "SETUPTOOLS_USE_DISTUTILS": "local"}  # other tests' libraries may have asked for another
+    subprocess.run([sys.executable, "-m", *install, f"--target={site}", here / "netweight-prune"], check=True, env=own)
     torch.manual_seed(0)
     (here / "my-model").mkdir()
     save_file(

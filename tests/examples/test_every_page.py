@@ -62,6 +62,8 @@ def test_the_python_of_a_page_can_be_imported(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_know_their_options(page):
     for words in commands(page.read_text()):
+        if page.stem == "add-a-method" and words[0] == "prune":  # the command that the page adds; tested with it
+            continue
         command, rest = resolved(words)
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         asked = {word.split("=")[0] for word in rest if word.startswith("--")}

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 
@@ -36,7 +35,7 @@ def shrink():
     from netweight.toys import language_subjects as small_world_subjects
 
     federate.ROUNDS, federate.IMAGES, federate.PEELING = 1, 1, PeelingConfig(softening=1, rounds=1)
-    forget.SEARCH_STEPS, forget.HARDENING = 2, replace(forget.HARDENING, rounds=1, steps=1)
+    forget.SEARCH_STEPS, forget.HARDENING = 2, forget.HARDENING.replace(rounds=1, steps=1)
     immunize.ATTACK_STEPS, small_world_subjects.DEFENSE_ROWS = 4, 24
     space.INVERSION_STEPS = 3
 

@@ -388,7 +388,7 @@ KILLED_PUBLISHING = """
 import os, signal, sys
 from pathlib import Path
 from netweight.job import Job
-from netweight.store import atomic
+from netweight.core import files as atomic
 if sys.argv[3] == "steps":
     atomic.exchange = lambda first, second: False
 destination, stop, moments = Path(sys.argv[1]), int(sys.argv[2]), 0

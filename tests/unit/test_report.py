@@ -6,7 +6,8 @@ import pytest
 from report_under_test import findings, report_of_everything
 
 from netweight.errors import UsageError
-from netweight.report import Finding, audit, register_treatment
+from netweight.report import Finding, audit
+from netweight.report.audit import declare_audits
 from netweight.report.finding import Chapter, Figure, Section, Table
 from netweight.report.page import render
 from netweight.report.report import MAX_BYTES, Report, json_schema, parse_report, read_report, rewrite
@@ -95,8 +96,8 @@ def test_a_target_that_was_not_measured_fails(page):
 
 
 def test_a_treatment_without_its_audit_is_shown_in_red(monkeypatch):
-    monkeypatch.setattr(audit, "_NAMED", {})
-    register_treatment("shrink", audits=("identity", "speed"))
+    monkeypatch.setattr(audit, "_AUDITS", {})
+    declare_audits("shrink", {"identity": None, "speed": None})
     fine = [Finding("x", 1.0, target=(0, 2))]
     report = Report("t", environment={}).section("s", fine, treatment="shrink", audits=["identity"])
     document = report

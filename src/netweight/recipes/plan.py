@@ -10,8 +10,7 @@ from typing import Any, final
 from netweight.core import digest
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import read_ledger
-from netweight.recipes.entries import Chosen
-from netweight.recipes.recipe import Recipe
+from netweight.recipes.recipe import Chosen, Recipe
 from netweight.registry import Attack, Method
 
 # The file in a recipe's output that remembers what was done.

@@ -5,15 +5,43 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Generic, Literal, Protocol, TypeVar, final
 
-import pydantic
 import yaml
+from pydantic import Field
 
 from netweight.core.names import nearest_names
 from netweight.errors import NetweightError, UsageError
-from netweight.recipes.entries import Chosen, E, choose, explain, unknown_keys
 from netweight.registry import Attack, Method, known_attacks, known_methods
+from netweight.settings import Settings
+
+
+class Entry(Protocol):
+    """What an entry may name: its key in the YAML file, and its class of settings."""
+
+    @property
+    def verb(self) -> str: ...
+
+    @property
+    def config(self) -> type[Settings]: ...
+
+
+E = TypeVar("E", bound=Entry)
+
+
+@final
+@dataclass(frozen=True)
+class Chosen(Generic[E]):
+    """A treatment or an attack with the settings that a recipe gives it."""
+
+    what: E  # the treatment or attack
+    config: Any  # its settings
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by name, as JSON values, in their order."""
+        values: dict[str, Any] = self.config.to_json()
+        return values
 
 
 @final
@@ -42,23 +70,22 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Fields(pydantic.BaseModel):
+class _Outline(Settings):
     """The outline of a recipe; treatments are checked one by one, each against its own settings."""
 
-    model_config = pydantic.ConfigDict(frozen=True)
-    subject: str = pydantic.Field(min_length=1, description="What is treated: a folder or file, which stays as it is.")
-    treatments: tuple[Any, ...] = pydantic.Field(default=(), min_length=1, description="In this order.")
-    attacks: tuple[Any, ...] = pydantic.Field(default=(), min_length=1, description="On what the last treatment made.")
-    audits: Literal["all"] | tuple[str, ...] = pydantic.Field(
+    subject: str = Field(min_length=1, description="What is treated: a folder or file, which stays as it is.")
+    treatments: tuple[Any, ...] = Field(default=(), min_length=1, description="In this order.")
+    attacks: tuple[Any, ...] = Field(default=(), min_length=1, description="On what the last treatment made.")
+    audits: Literal["all"] | tuple[str, ...] = Field(
         default="all", description="Names of the audits to run; what is left out is shown in red."
     )
-    output: str = pydantic.Field(min_length=1, description="Folder of results, ledger and report.")
-    seed: int = pydantic.Field(default=0, description="Of audits and attacks.")
+    output: str = Field(min_length=1, description="Folder of results, ledger and report.")
+    seed: int = Field(default=0, description="Of audits and attacks.")
 
 
 def outline() -> dict[str, Any]:
     """Return the JSON schema of a recipe's own keys; what its lists hold is left open."""
-    schema = _Fields.model_json_schema()
+    schema = _Outline.model_json_schema()
     schema.pop("title")
     for key in ("treatments", "attacks"):  # tuples here, and None cannot be given
         schema["properties"][key].pop("default")
@@ -86,15 +113,16 @@ def read_recipe(path: str | Path, *, subject: str | None = None, output: str | N
     """Read a recipe and check everything that can be known before work; all problems are reported at once."""
     content = read_mapping(Path(path), "subject, output, and treatments or attacks")
     content |= {key: value for key, value in (("subject", subject), ("output", output)) if value is not None}
-    problems = unknown_keys(content, list(_Fields.model_fields), "")
+    problems: list[str] = []
+    fields = _Outline.checked(content, "", problems)
+    if fields is None:  # what is unknown need not hide what else is wrong
+        fields = _Outline.checked({key: content[key] for key in content if key in _Outline.model_fields}, "", [])
     if "treatments" not in content and "attacks" not in content:
         problems.append("treatments: is missing, and so are attacks; a recipe needs one of them.")
     treatments = _chosen(content, "treatments", known_methods(), problems)
     attacks = _chosen(content, "attacks", known_attacks(), problems)
-    try:
-        fields = _Fields.model_validate(content)
-    except pydantic.ValidationError as error:
-        raise refusal(path, [*explain(error), *problems]) from None
+    if fields is None:
+        raise refusal(path, problems)
     recipe = Recipe(Path(fields.subject), treatments, attacks, fields.audits, Path(fields.output), fields.seed)
     problems += _path_problems(recipe)
     problems += _chain_problems(recipe)
@@ -105,6 +133,23 @@ def read_recipe(path: str | Path, *, subject: str | None = None, output: str | N
     if problems:
         raise refusal(path, problems)
     return recipe
+
+
+def choose(entry: Any, known: Mapping[str, E], where: str, kind: str, problems: list[str]) -> Chosen[E] | None:
+    """Check one entry."""
+    if isinstance(entry, str):
+        entry = {entry: None}
+    if not isinstance(entry, dict) or len(entry) != 1:
+        article = "an" if kind[0] in "aeiou" else "a"
+        problems.append(f"{where}: write {article} {kind} as `- verb` or `- verb: {{settings}}`, not {entry!r}.")
+        return None
+    ((verb, settings),) = entry.items()
+    if verb not in known:
+        near = ", ".join(nearest_names(str(verb), known, count=2))
+        problems.append(f"{where}: there is no {kind} {verb!r}. Nearest: {near}.")
+        return None
+    config = known[verb].config.checked({} if settings is None else settings, f"{where}.{verb}.", problems)
+    return None if config is None else Chosen(known[verb], config)
 
 
 def _chosen(

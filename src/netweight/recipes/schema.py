@@ -5,19 +5,11 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterable
 from typing import Any
 
-import pydantic
-
-from netweight.recipes.entries import Entry
-from netweight.recipes.recipe import outline
+from netweight.recipes.recipe import Entry, outline
 from netweight.registry import known_attacks, known_methods
-from netweight.settings import Settings
-
-_FIELD = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -39,8 +31,7 @@ def recipe_schema() -> dict[str, Any]:
 
 def _entry(entry: Entry, definitions: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """What may stand in a list for a verb: a mapping from it to its settings, or it alone where none is needed."""
-    known = issubclass(entry.config, Settings)
-    settings = entry.config.json_schema() if known else _of_dataclass(entry.config)
+    settings = entry.config.json_schema()
     definitions.update(settings.pop("$defs", {}))
     settings["title"] = entry.verb
     definitions[entry.verb] = settings
@@ -54,19 +45,3 @@ def _entry(entry: Entry, definitions: dict[str, Any]) -> Iterable[dict[str, Any]
         "required": [entry.verb],
         "additionalProperties": False,
     }
-
-
-def _of_dataclass(config: type[Any]) -> dict[str, Any]:
-    schema = pydantic.TypeAdapter(config).json_schema(ref_template="#/$defs/{model}")
-    schema["description"] = inspect.cleandoc(config.__doc__ or "").partition("\n")[0]
-    schema["additionalProperties"] = False
-    for name, said in _fields(config).items():
-        schema["properties"][name]["description"] = said
-    return schema
-
-
-def _fields(config: type[Any]) -> dict[str, str]:
-    """What a settings' docstring says of each of its fields."""
-    _, _, attributes = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")
-    found = {name: " ".join(said.split()) for name, said in _FIELD.findall(attributes.partition("\n\n")[0])}
-    return {name: said for name, said in found.items() if name in config.__dataclass_fields__}

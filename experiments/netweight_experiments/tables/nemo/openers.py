@@ -7,7 +7,6 @@ is checked before a model is opened, and all that is wrong is said at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -26,8 +25,8 @@ from netweight.hf.load_pipeline import load_text_to_image, text_to_image, traine
 from netweight.methods.forget.settings import DetectionConfig
 from netweight.metrics.copies import CenteredPixels, Descriptor, Memorized, TorchScriptDescriptor, sscd
 from netweight.metrics.images import frechet_distance, kernel_distance
-from netweight.recipes.entries import configured
 from netweight.recipes.recipe import read_mapping, refusal
+from netweight.settings import Settings
 from netweight.toys.diffusion import shapes_pipeline
 from netweight.toys.shapes import ShapesWorld, drawn, memorized
 from netweight_experiments.tables.nemo.setup import DETECTION_SEEDS, OfImages, OfSets, Setup
@@ -93,8 +92,7 @@ _INCEPTION_SIDE = 299
 
 
 @final
-@dataclass(frozen=True)
-class NemoRecipe:
+class NemoRecipe(Settings):
     """What the paper's scale is measured on. Paths start at the current folder."""
 
     model: Path  # folder of the pipeline: Stable Diffusion 1.4, or another one
@@ -138,7 +136,7 @@ class NemoRecipe:
 def read_nemo_recipe(path: Path) -> NemoRecipe:
     """Read a recipe and check everything that can be known before a model is opened."""
     problems: list[str] = []
-    recipe = configured(NemoRecipe, read_mapping(path, "the keys of recipes/nemo-tables.yaml"), "", problems)
+    recipe = NemoRecipe.checked(read_mapping(path, "the keys of recipes/nemo-tables.yaml"), "", problems)
     if recipe is not None:
         problems += [f"{key}: there is no file {file}." for key, file in recipe.files.items() if not file.is_file()]
         problems += [f"{key}: there is no folder {one}." for key, one in recipe.folders.items() if not one.is_dir()]

@@ -28,8 +28,8 @@ from netweight.methods.space.space import WeightSpace
 from netweight.metrics.copies import TorchScriptDescriptor
 from netweight.nn.lora import Adapter
 from netweight.nn.train_lora import AdapterRecipe
-from netweight.recipes.entries import configured
 from netweight.recipes.recipe import read_mapping, refusal
+from netweight.settings import Settings
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people, photographs
@@ -151,8 +151,7 @@ def _pairs(title: str, column: str) -> SliderPairs:
 
 
 @final
-@dataclass(frozen=True)
-class RecipeEdit:
+class RecipeEdit(Settings):
     """An edit of table 1."""
 
     title: str  # gender, Chubby or Eyes, to stand beside the paper's; or another
@@ -164,8 +163,7 @@ class RecipeEdit:
 
 
 @final
-@dataclass(frozen=True)
-class SpaceRecipe:
+class SpaceRecipe(Settings):
     """What the paper's scale is measured on. Paths start at the current folder."""
 
     model: Path  # folder of the pipeline that the adapters are of
@@ -214,7 +212,7 @@ class SpaceRecipe:
 def read_space_recipe(path: Path) -> SpaceRecipe:
     """Read a recipe and check everything that can be known before a model is opened."""
     problems: list[str] = []
-    recipe = configured(SpaceRecipe, read_mapping(path, "the keys of recipes/space-tables.yaml"), "", problems)
+    recipe = SpaceRecipe.checked(read_mapping(path, "the keys of recipes/space-tables.yaml"), "", problems)
     if recipe is not None:
         problems += [f"{key}: there is no file {file}." for key, file in recipe.files.items() if not file.exists()]
         problems += [f"{key}: there is no folder {one}." for key, one in recipe.folders.items() if not one.is_dir()]

@@ -6,8 +6,8 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from typing import Any, final
 from netweight.core import digest
 from netweight.core.files import part_of, whole_file
 from netweight.core.progress import QUIET, Progress, Task
-from netweight.errors import NetweightError, OutputFailed, UsageError
+from netweight.errors import UsageError
 from netweight.job import Job, check_destination
 from netweight.methods.compress.folder_format import (
     MANIFEST,
@@ -329,16 +329,9 @@ def _copy(source: Path, target: Path) -> None:
 # ---- the job ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _job(target: Path, overwrite: bool) -> Iterator[Job]:
-    """The job that makes a folder: continued after a kill or a full disk, dropped where the source was at fault."""
-    with Job.beside(target, overwrite=overwrite, folder=part_of(target)) as work:
-        try:
-            yield work
-        except NetweightError as error:
-            if not isinstance(error, OutputFailed):
-                (work.folder / f"{_FINISHED}.jsonl").unlink(missing_ok=True)
-            raise
+def _job(target: Path, overwrite: bool) -> AbstractContextManager[Job]:
+    """The job that makes a folder: finished files are continued after a kill, a full disk or any other failure."""
+    return Job.beside(target, overwrite=overwrite, folder=part_of(target))
 
 
 def _record(work: Job, key: Mapping[str, Any], entry: Mapping[str, Any], name: str) -> None:
