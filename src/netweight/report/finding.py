@@ -178,7 +178,7 @@ class _Part:
 class Finding(_Part):
     """One measured fact, with its interval, its target and how it came about.
 
-    Args:
+    Attributes:
         name: What was measured, in words a reader understands ("ratio, MiniLM as bf16").
         value: The measurement: a number, a truth value, or None when it could not be measured (say why in
             `detail["reason"]`). numpy and torch scalars are accepted and become Python numbers. NaN and infinities
@@ -337,7 +337,7 @@ class Figure(_Part):
 class Section(_Part):
     """One question and what was found; what an audit returns, and what page, terminal and model card show.
 
-    Args:
+    Attributes:
         title: Heading; different from those of the other sections of a report.
         findings: What was measured, in the order to show.
         chapter: Title of the chapter that it belongs to; set when it is added to a report.

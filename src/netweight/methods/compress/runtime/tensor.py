@@ -61,7 +61,7 @@ class CompressedTensor(torch.Tensor):
     It has the shape, dtype and device of the dense weight and takes part in autograd: gradients are dense. `detach`,
     `.data` and views share the weight, as with dense tensors; writes through any of them change it.
 
-    Args:
+    Attributes:
         stored: The compressed bytes.
         views: How this tensor is cut out of the stored weight; empty for the weight itself.
         stand_in: A tensor on the meta device with this tensor's shape and strides; needed with `views`.
