@@ -10,7 +10,7 @@ from tiny_diffusion import ORDINARY, trained
 from netweight.errors import UsageError
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.fitting.gram import StackBank
-from netweight.methods.space.labels import Column, Labels
+from netweight.methods.space.labels import LabelColumn, Labels
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.methods.space.view.build import Reader, build_view
@@ -44,7 +44,7 @@ def space(model):
 @pytest.fixture(scope="module")
 def labels(space):
     age = torch.tensor([1.0, 2.0, 3.0, 4.0, torch.nan, 6.0, 7.0])
-    return Labels(tuple(space.names), {"age": Column("age", age)})
+    return Labels(tuple(space.names), {"age": LabelColumn("age", age)})
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import torch
 
-from netweight.methods.space.labels import Column, Labels
+from netweight.methods.space.labels import LabelColumn, Labels
 from netweight.nn import Adapter, LowRank
 
 MODULES = {"unet.a.to_q": (6, 5), "unet.b.to_v": (4, 6)}
@@ -18,7 +18,7 @@ def known_scores(count=200, components=12, *, noise=0.3, seed=0, correlated=0.0)
     centered = torch.stack([2 * (beard - 0.4), width, 2 * (hue - 0.5)], 1)
     spread = torch.linspace(1.5, 0.5, components, dtype=torch.float64)
     scores = centered @ axes + noise * spread * torch.randn(count, components, generator=generator, dtype=torch.float64)
-    columns = {name: Column(name, values) for name, values in (("beard", beard), ("width", width), ("hue", hue))}
+    columns = {name: LabelColumn(name, values) for name, values in (("beard", beard), ("width", width), ("hue", hue))}
     names = tuple(f"model-{number:03d}" for number in range(count))
     return (scores - scores.mean(0)).float(), Labels(names, columns), axes
 

@@ -23,7 +23,7 @@ from netweight.methods.forget.localize import (
     write_published,
     write_results,
 )
-from netweight.methods.forget.masking import Row, RowMasks
+from netweight.methods.forget.masking import MaskedRow, RowMasks
 from netweight.methods.forget.report import neurons
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 
@@ -276,7 +276,9 @@ def test_every_row_has_a_prompt_and_neurons_of_its_own():
     trials = [{}, {name: {0, 2} for name in layers}, {next(iter(layers)): {1}}, {next(iter(layers)): {1}}]
     masks, of_text = RowMasks(model.denoiser, layers), [0, 1, 0, 1]
     prompts = [masks.read(text) for text in texts]
-    rows = [Row(prompts[text], trial, seed) for seed, (text, trial) in enumerate(zip(of_text, trials, strict=True))]
+    rows = [
+        MaskedRow(prompts[text], trial, seed) for seed, (text, trial) in enumerate(zip(of_text, trials, strict=True))
+    ]
     with torch.no_grad(), masks.blocking(rows) as text:
         together = model.predict(noise, torch.tensor(1), text).noise
     for row, trial in enumerate(trials):
@@ -308,12 +310,12 @@ def test_rows_share_what_is_the_same_in_the_first_parts():
     ]
     masks = RowMasks(model.denoiser, layers)
     prompts = [masks.read(text) for text in texts]
-    rows = [Row(prompts[text], *trial) for text, *trial in zip(of_text, trials, sources, strict=True)]
+    rows = [MaskedRow(prompts[text], *trial) for text, *trial in zip(of_text, trials, sources, strict=True)]
     with torch.no_grad():
         for _ in range(2):
             with masks.blocking(rows) as text:
                 together = model.predict(noise[sources], torch.tensor(900), text).noise
-        with masks.blocking([Row(prompts[0], trials[3], 1)]) as text:
+        with masks.blocking([MaskedRow(prompts[0], trials[3], 1)]) as text:
             model.predict(noise[1:], torch.tensor(900), text)
     # Two noises of one prompt and one of the other; with and without the first layer's neuron; remembered.
     assert counts == [[3], [5], [5], [5], [5]]

@@ -21,7 +21,7 @@ from netweight.methods.space.directions import (
     logistic,
     ridge,
 )
-from netweight.methods.space.labels import Column, Labels, read_labels
+from netweight.methods.space.labels import LabelColumn, Labels, read_labels
 from netweight.methods.space.points import Direction
 from netweight.metrics.prediction import area_under_roc, explained_variance
 
@@ -86,13 +86,13 @@ def test_a_text_column_is_no_obstacle_if_another_is_asked_for(tmp_path):
 
 def test_a_direction_of_one_class_is_refused():
     scores, labels, _ = known_scores(20)
-    ones = Labels(labels.names, {"beard": Column("beard", torch.ones(20)), **{}})
+    ones = Labels(labels.names, {"beard": LabelColumn("beard", torch.ones(20)), **{}})
     with pytest.raises(UsageError, match=r"one value alone, 1, in 20 models.*both classes"):
         fit_direction(scores, ones, "beard")
     rare = torch.zeros(20)
     rare[3] = 1
     with pytest.raises(UsageError, match="only 1 models of one class, and 5 are needed"):
-        fit_direction(scores, Labels(labels.names, {"beard": Column("beard", rare)}), "beard")
+        fit_direction(scores, Labels(labels.names, {"beard": LabelColumn("beard", rare)}), "beard")
     with pytest.raises(NameNotFound, match="'bread'"):
         fit_direction(scores, labels, "bread")
     with pytest.raises(UsageError, match="its own confounder"):
@@ -195,8 +195,8 @@ def test_nothing_is_read_where_nothing_is():
     scores, labels, _ = known_scores(200, 300)
     noise = torch.Generator().manual_seed(5)
     chance = {
-        "x": Column("x", torch.rand(200, generator=noise)),
-        "y": Column("y", torch.rand(200, generator=noise) < 0.5),
+        "x": LabelColumn("x", torch.rand(200, generator=noise)),
+        "y": LabelColumn("y", torch.rand(200, generator=noise) < 0.5),
     }
     empty = Labels(labels.names, chance)
     for kind in ("encoder", "decoder"):
@@ -208,8 +208,8 @@ def test_unknown_models_are_left_out():
     scores, labels, _ = known_scores(100)
     values = labels["beard"].values.clone()
     values[60:] = torch.nan
-    some = Labels(labels.names, {"beard": Column("beard", values)})
-    same = Labels(labels.names[:60], {"beard": Column("beard", values[:60])})
+    some = Labels(labels.names, {"beard": LabelColumn("beard", values)})
+    same = Labels(labels.names[:60], {"beard": LabelColumn("beard", values[:60])})
     one, other = (fit_direction(scores[:n], each, "beard") for n, each in ((100, some), (60, same)))
     assert torch.equal(one.vector, other.vector)
     assert one.findings[0].value == other.findings[0].value
@@ -241,7 +241,7 @@ def test_other_kinds_leave_what_confounders_read(kind):
 
 def test_attributes_that_cannot_be_told_apart_are_named():
     scores, labels, _ = known_scores(60)
-    twice = Labels(labels.names, {**labels.columns, "goatee": Column("goatee", 3 * labels["beard"].values)})
+    twice = Labels(labels.names, {**labels.columns, "goatee": LabelColumn("goatee", 3 * labels["beard"].values)})
     with pytest.raises(UsageError, match=r"'beard' is a combination of 'goatee'"):
         fit_direction(scores, twice, "beard", confounders=["goatee"])
     with pytest.raises(UsageError, match="nothing is left"):
@@ -269,7 +269,7 @@ def test_decorrelation_has_no_order_and_is_idempotent(count, seed):
 def test_resampling_tells_a_stable_direction_from_noise():
     scores, labels, _ = known_scores(150, 20)
     noise = torch.rand(150, generator=torch.Generator().manual_seed(1))
-    both = Labels(labels.names, {**labels.columns, "noise": Column("noise", noise)})
+    both = Labels(labels.names, {**labels.columns, "noise": LabelColumn("noise", noise)})
     for kind in ("encoder", "decoder"):
         stable, loose = (bootstrap_cosine(scores, both, name, kind=kind, resamples=30) for name in ("beard", "noise"))
         assert stable.ci95[0] > 0.85
@@ -295,7 +295,7 @@ def test_reference_is_the_pseudo_inverse_with_confounders_in_order():
     ):
         found = fit_direction(scores, labels, "beard", confounders=names, fidelity="reference")
         assert np.allclose(found.vector, expected, rtol=1e-9, atol=1e-12)
-    gap = Labels(labels.names, {"x": Column("x", torch.tensor([torch.nan, *range(49)]))})
+    gap = Labels(labels.names, {"x": LabelColumn("x", torch.tensor([torch.nan, *range(49)]))})
     with pytest.raises(UsageError, match="1 models lack a label"):
         fit_direction(scores, gap, "x", fidelity="reference")
 
@@ -303,7 +303,7 @@ def test_reference_is_the_pseudo_inverse_with_confounders_in_order():
 def test_reference_gives_these_numbers():
     """Golden: computed by hand with numpy's pinv on these four models."""
     scores = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 0.0], [0.0, -2.0]])
-    labels = Labels(("a", "b", "c", "d"), {"x": Column("x", torch.tensor([1.0, 1.0, 0.0, 0.0]))})
+    labels = Labels(("a", "b", "c", "d"), {"x": LabelColumn("x", torch.tensor([1.0, 1.0, 0.0, 0.0]))})
     assert fit_direction(scores, labels, "x", fidelity="reference").vector.tolist() == pytest.approx([0.5, 0.25])
 
 

@@ -80,7 +80,7 @@ class _Outline(Settings):
         default="all", description="Names of the audits to run; what is left out is shown in red."
     )
     output: str = Field(min_length=1, description="Folder of results, ledger and report.")
-    seed: int = Field(default=0, description="Of audits and attacks.")
+    seed: int = Field(default=0, description="Random seed of audits and attacks.")
 
 
 def outline() -> dict[str, Any]:

@@ -101,7 +101,7 @@ class _Sums:
     """What a server that lies takes out of a secure sum, and whether sites notice.
 
     Attributes:
-        cosines: Of each site's gradient with the nearest of those that the server reads, one per site.
+        cosines: Cosine of each site's gradient with the nearest one that the server reads, one per site.
         refused: Sites that would refuse what was sent, if they looked at it.
     """
 

@@ -26,7 +26,7 @@ from netweight.core.units import Units
 from netweight.methods.forget.detect import calibrate, detect, first_step, greatest, pairwise
 from netweight.methods.forget.layers import measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import localize_prompt
-from netweight.methods.forget.masking import Row, RowMasks
+from netweight.methods.forget.masking import MaskedRow, RowMasks
 from netweight.methods.forget.search import Predictions, Trials, blocked_by_layer, predicted, prune, run_searches
 from netweight.methods.forget.settings import LocalizationConfig
 from netweight.metrics.copies import copies_of_prompt
@@ -64,7 +64,7 @@ class Ways(Bench):
             prompt, start = masks.read(self.model.embed([caption])), noise[place % len(noise)]
 
             def predicted(chosen, prompt=prompt, start=start):
-                rows = [Row(prompt, trial, 0) for trial in trials[chosen]]
+                rows = [MaskedRow(prompt, trial, 0) for trial in trials[chosen]]
                 with masks.blocking(rows) as text:
                     return self.model.predict(start.expand(len(rows), -1, -1, -1), timestep, text).noise
 
@@ -99,7 +99,9 @@ class Ways(Bench):
 
         def search():
             costs, text = Costs(), predictions.masks.read(self.model.embed([prompt]))
-            unblocked = yield from predicted([Row(text, {}, seed) for seed in range(len(self.detection.seeds))], costs)
+            unblocked = yield from predicted(
+                [MaskedRow(text, {}, seed) for seed in range(len(self.detection.seeds))], costs
+            )
             kept = (greatest(pairwise(unblocked)) > self.threshold.value).nonzero().flatten().tolist()
             trials = Trials(text, kept, unblocked[kept], costs)
             layers = [

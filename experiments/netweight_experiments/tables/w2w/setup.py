@@ -16,7 +16,7 @@ from torch import Tensor
 from netweight.core.digest import of_config, of_tensor
 from netweight.errors import UsageError
 from netweight.methods.space.edits import Compare
-from netweight.methods.space.labels import Column, Labels
+from netweight.methods.space.labels import LabelColumn, Labels
 from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.metrics.copies import Descriptor
@@ -125,7 +125,7 @@ class Setup:
     def part(self, rows: Sequence[int] | None = None) -> tuple[Tensor, Labels]:
         """Return scores and labels of some rows; by default of `learned`."""
         chosen = list(self.learned if rows is None else rows)
-        columns = {name: Column(name, column.values[chosen]) for name, column in self.labels.columns.items()}
+        columns = {name: LabelColumn(name, column.values[chosen]) for name, column in self.labels.columns.items()}
         return self.space.scores[chosen], Labels(tuple(self.labels.names[row] for row in chosen), columns)
 
     def without(self, wanted: Wanted) -> tuple[list[int], list[int]]:

@@ -29,7 +29,7 @@ from netweight.core.units import Units
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.forget.detect import Threshold, check_threshold, greatest, influences, look_of, pairwise
 from netweight.methods.forget.layers import Statistics, ValueLayer, text_activations, value_layers
-from netweight.methods.forget.masking import Row
+from netweight.methods.forget.masking import MaskedRow
 from netweight.methods.forget.search import (
     Neuron,
     Predictions,
@@ -203,7 +203,7 @@ def search(
     costs = Costs()
     text = predictions.masks.read(model.embed([prompt]))
     every = range(len(config.detection.seeds))
-    unblocked = yield from predicted([Row(text, {}, seed) for seed in every], costs)
+    unblocked = yield from predicted([MaskedRow(text, {}, seed) for seed in every], costs)
     seeds = greatest(pairwise(unblocked)).tolist()
     score = max(seeds) if config.fidelity == "reference" else sum(seeds) / len(seeds)
     kept = [seed for seed in every if seeds[seed] > threshold.value]

@@ -33,7 +33,7 @@ class PromptText:
 
 @final
 @dataclass(frozen=True)
-class Row:
+class MaskedRow:
     """A row of a batch."""
 
     prompt: PromptText
@@ -67,7 +67,7 @@ class RowMasks:
         return PromptText(text, values, text_values(self._denoiser, self._every, text, keys=True))
 
     @contextmanager
-    def blocking(self, rows: Sequence[Row]) -> Iterator[Text]:
+    def blocking(self, rows: Sequence[MaskedRow]) -> Iterator[Text]:
         """Block neurons row by row for the runs in a block."""
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
         self._prompts, self._places = list(places), torch.tensor([places[row.prompt] for row in rows])
@@ -137,7 +137,7 @@ class RowMasks:
                 factors[name] = table[[places[indices] for indices in sets]]
         return factors
 
-    def _keys_of(self, rows: Sequence[Row]) -> list[list[Hashable]]:
+    def _keys_of(self, rows: Sequence[MaskedRow]) -> list[list[Hashable]]:
         """For each part, what decides its output in each row: the prompt, the noise, and all that is blocked so far."""
         keys: list[list[Hashable]] = []
         before: list[Hashable] = [(row.prompt, row.seed) for row in rows]

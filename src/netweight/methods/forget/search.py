@@ -16,14 +16,14 @@ from torch import Tensor
 
 from netweight.methods.forget.detect import first_step, noise_difference, similarity
 from netweight.methods.forget.layers import ValueLayer
-from netweight.methods.forget.masking import Blocked, PromptText, Row, RowMasks
+from netweight.methods.forget.masking import Blocked, MaskedRow, PromptText, RowMasks
 from netweight.methods.forget.settings import DetectionConfig
 from netweight.nn.batching import Batches, Costs, clock
 from netweight.nn.text_to_image import TextToImage
 
 R = TypeVar("R")
 Neuron: TypeAlias = tuple[str, int]  # layer and index
-Request: TypeAlias = Sequence[Row]
+Request: TypeAlias = Sequence[MaskedRow]
 
 
 @final
@@ -94,7 +94,7 @@ class Predictions:
             yield Reply(part, {"rows": len(part)} | {name: share * value for name, value in cost.items()})
 
     @torch.no_grad()
-    def _differences(self, rows: Sequence[Row]) -> Tensor:
+    def _differences(self, rows: Sequence[MaskedRow]) -> Tensor:
         noises = self._noise[[row.seed for row in rows]]
 
         def part(chosen: slice) -> Tensor:
@@ -141,7 +141,7 @@ class Trials:
         keys = [(_key(trial), seed) for trial, seed in pairs]
         new = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in self._known}
         if new:
-            rows = [Row(self._prompt, trial, self._seeds[seed]) for trial, seed in new.values()]
+            rows = [MaskedRow(self._prompt, trial, self._seeds[seed]) for trial, seed in new.values()]
             differences = yield from predicted(rows, self._costs)
             found = similarity(differences, self._unblocked[[seed for _, seed in new.values()]])
             self._known |= zip(new, found.tolist(), strict=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.methods.space.labels import Column, Labels
+from netweight.methods.space.labels import LabelColumn, Labels
 from netweight.methods.space.points import Direction, DirectionKind, scores_digest
 from netweight.methods.space.settings import FittedKind
 from netweight.metrics.prediction import area_under_roc, explained_variance
@@ -145,7 +145,7 @@ class _Task:
     scores: Tensor  # shape `(n, k)`, fp64
     values: Tensor  # shape `(n,)`, the attribute; 0 and 1 for classes
     binary: bool  # whether it has classes
-    others: tuple[Column, ...]  # the confounders' columns of these models
+    others: tuple[LabelColumn, ...]  # the confounders' columns of these models
     counts: Tensor  # how often each model counts, shape `(n,)`
 
     @property
@@ -157,7 +157,7 @@ class _Task:
 
     def part(self, rows: Tensor) -> _Task:
         """The task of some of the models."""
-        others = tuple(Column(each.name, each.values[rows]) for each in self.others)
+        others = tuple(LabelColumn(each.name, each.values[rows]) for each in self.others)
         known = {name: getattr(self, name)[rows] for name in ("scores", "values", "counts")}
         return replace(self, others=others, **known)
 
@@ -173,7 +173,7 @@ def _task(scores: Tensor, labels: Labels, column: str, confounders: Sequence[str
         raise UsageError(f"{column!r} cannot be its own confounder.", cure="Leave it out of the confounders.")
     chosen, others = labels[column], [labels[name] for name in dict.fromkeys(confounders)]
     known = torch.stack([each.known for each in (chosen, *others)]).all(0)
-    kept = [Column(each.name, each.values[known]) for each in (chosen, *others)]
+    kept = [LabelColumn(each.name, each.values[known]) for each in (chosen, *others)]
     for each in kept:
         each.check(least)
     binary = kept[0].kind == "binary"

@@ -23,7 +23,7 @@ _KINDS = ".csv, .tsv, .json or .jsonl"
 
 @final
 @dataclass(frozen=True, eq=False)
-class Column:
+class LabelColumn:
     """One attribute of every model."""
 
     name: str
@@ -86,9 +86,9 @@ class Labels:
     """Columns about the models of a space."""
 
     names: tuple[str, ...]  # the models, in the space's order
-    columns: Mapping[str, Column]  # name → column, as many values as models
+    columns: Mapping[str, LabelColumn]  # name → column, as many values as models
 
-    def __getitem__(self, name: str) -> Column:
+    def __getitem__(self, name: str) -> LabelColumn:
         """Return a column."""
         if name not in self.columns:
             near = ", ".join(map(repr, nearest_names(name, self.columns)))
@@ -129,7 +129,7 @@ def read_labels(
             found[column][known[name]] = _number(path, name, column, row.get(column))
     if not found:
         raise UsageError(f"{path} holds no label.", cure=f"Give at least one column beside {key!r}.")
-    return Labels(tuple(names), {name: Column(name, values) for name, values in found.items()})
+    return Labels(tuple(names), {name: LabelColumn(name, values) for name, values in found.items()})
 
 
 def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name") -> None:

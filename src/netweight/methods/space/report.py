@@ -21,7 +21,7 @@ from netweight.errors import UsageError
 from netweight.methods.space.directions import fit_direction, middle
 from netweight.methods.space.edits import EditCurve, curve_findings
 from netweight.methods.space.fitting.fit import Accuracy
-from netweight.methods.space.labels import Column, Labels
+from netweight.methods.space.labels import LabelColumn, Labels
 from netweight.methods.space.points import Direction, distances, nearest_distances
 from netweight.methods.space.settings import FittedKind
 from netweight.metrics.prediction import explained_variance
@@ -336,13 +336,13 @@ def _drawn(labels: Labels, columns: Sequence[str], size: int, seed: int, number:
     generator = torch_generator(seed, "subsample", size, number)
     for _ in range(_TRIES):
         rows = torch.randperm(len(labels.names), generator=generator)[:size]
-        parts = [Column(name, labels[name].values[rows]) for name in columns]
+        parts = [LabelColumn(name, labels[name].values[rows]) for name in columns]
         if all(len(part.levels) > 1 and _counts(part) >= 2 for part in parts):
             return rows
     raise UsageError(f"Subsamples of {size} models lack a class of an attribute.", cure="Take larger ones.")
 
 
-def _counts(column: Column) -> int:
+def _counts(column: LabelColumn) -> int:
     if column.kind == "continuous":
         return int(column.known.sum())
     return min(int((column.values == level).sum()) for level in column.levels)
@@ -358,7 +358,7 @@ def _mean_cosine(
 ) -> float:
     part = Labels(
         tuple(labels.names[row] for row in rows.tolist()),
-        {name: Column(name, labels[name].values[rows]) for name in columns},
+        {name: LabelColumn(name, labels[name].values[rows]) for name in columns},
     )
     directions = [fit_direction(scores[rows], part, name, kind=kind, fidelity=fidelity, folds=0) for name in columns]
     cosines = [abs(one.cosine(other)) for one, other in itertools.combinations(directions, 2)]
