@@ -1,1 +1,1 @@
-"""The methods; each opens with its config and its audit. Methods never import each other."""
+"""The methods, one folder each: settings, algorithm, `folder.py` for files, `report.py`. None imports another."""

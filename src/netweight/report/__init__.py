@@ -1,7 +1,7 @@
 """Reports: findings and the sections that audits return, conclusions that follow from findings, figures, and the page.
 
-Built on `core`, `store` and `errors` alone, so that every method and attack can return a section. matplotlib, scipy and
-jinja2 are imported by the functions that need them.
+Built on `core`, `store` and `errors` alone, so that every method and attack can return a section. matplotlib and scipy
+are imported by the functions that need them.
 """
 
 from __future__ import annotations

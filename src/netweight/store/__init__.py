@@ -1,7 +1,7 @@
 """Tensors at rest: safetensors files and folders whose tensors may be compressed, read and written one at a time.
 
 A compressed file is an ordinary safetensors file. Each tensor `name` is stored as a U8 tensor `name.net` that holds the
-codec's bytes; the entry `netweight` of `__metadata__` says what each was (see `description.py`).
+codec's bytes; the entry `netweight` of `__metadata__` says what each was (see `safetensors.py`).
 """
 
 from netweight.store.reader import Store as Store

@@ -1,4 +1,4 @@
-"""What a client sends: checked on both sides (`allow_list`, `validate_updates`), then joined by `aggregate`.
+"""What a client sends: checked on both sides (`check_allow_list`, `validate_updates`), then joined by `aggregate`.
 
 Pure functions over dictionaries of tensors. The engine of one process and the Flower app call them alike.
 """

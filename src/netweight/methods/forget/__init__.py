@@ -1,4 +1,6 @@
 """Forgetting: which prompts a diffusion model has memorized, in which neurons, and edits against it.
 
-detect.py → localize.py (search.py, masking.py) → edit.py; `netweight.detect`, `localize`, `deactivate` and `harden`.
+Read `settings`, `layers` (what a neuron is, and how active it usually is), `detect`, then `localize` with `search` and
+`masking`, then `edit` and `harden`. `images` and `report` show what an edit did, `mitigations` are the methods compared
+with, `folder` applies and audits edits of whole pipelines; `netweight forget` calls `detect` and `localize` directly.
 """

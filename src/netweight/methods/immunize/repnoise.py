@@ -39,7 +39,7 @@ class RepNoiseDefense(Defense[RepNoise]):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"config": super().options}  # so has every record
+        return {"config": super().options}  # records of 0.1.0 have these settings under `config`
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
@@ -168,7 +168,7 @@ def _states(model: nn.Module, result: Any, parts: Structure) -> list[Tensor]:
 
 
 def _differing(batch: PairBatch, side: Batch) -> Targets:
-    """The published mask: tokens that differ between the sides, except token 0; see the top of this file."""
+    """The published mask: tokens that differ between the sides, except token 0, which it leaves out."""
     harmless, harmful = batch.harmless.input_ids, batch.harmful.input_ids
     if harmless.shape != harmful.shape:
         raise UsageError(
@@ -188,6 +188,7 @@ def _differing(batch: PairBatch, side: Batch) -> Targets:
 def _published_noise(
     outputs: list[Tensor], mask: Tensor, generator: torch.Generator | None, group: ProcessGroup
 ) -> Tensor:
+    """The noise term as the released code has it: biased MMD between masked states and unscaled noise, over layers."""
     counts = group.counts(len(mask)) if group.size > 1 else [len(mask)]
     if group.size > 1:  # rows of one width; what is added is masked
         added = max(group.counts(mask.shape[1])) - mask.shape[1]
@@ -204,6 +205,7 @@ def _published_noise(
 def _corrected_noise(
     outputs: list[Tensor], answers: Tensor, settings: RepNoise, generator: torch.Generator | None, group: ProcessGroup
 ) -> Tensor:
+    """The noise term: unbiased MMD between states of harmful answers and noise of their scale, mean over layers."""
     found = []
     counts = group.counts(int(answers.sum())) if group.size > 1 else []
     for output in outputs:

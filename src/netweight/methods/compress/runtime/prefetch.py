@@ -1,7 +1,7 @@
 """Decoding the next weights while the current layer computes: what `decode_ahead` opens.
 
 After a weight is taken, those that followed it the last time are decoded; a changed order costs one decoding. On the
-CPU a second thread does it, the codec's own. On a GPU it is done on a stream of its own, into memory that layers share:
+CPU a second thread does it, the codec's own. On a GPU it is done on a stream of its own, into memory that layers share.
 
 A device has two streams here: the *computing* one, torch's current stream, and the *side* stream, which decodes. Two
 buffers, as large as the largest weight so far, take turns: while a product reads its weight in one, the next weight is
