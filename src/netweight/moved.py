@@ -83,7 +83,8 @@ _MOVED = {
 
 def current_name(module: str) -> str:
     """Return the name that a module has today; records and ledgers may hold the one that it had."""
-    return "netweight." + _MOVED.get(module.removeprefix("netweight."), module.removeprefix("netweight."))
+    known = module.startswith("netweight.") and _MOVED.get(module.removeprefix("netweight."))
+    return f"netweight.{known}" if known else module
 
 
 @final

@@ -66,7 +66,7 @@ def clean(wheel, tmp_path_factory):
 
 
 def install(python, file):
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", file)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", file)
 
 
 def call(clean, *command):

@@ -50,7 +50,7 @@ def named(monkeypatch, command):
     monkeypatch.setitem(cli.COMMANDS, "trial", ("netweight_trial:trial", "Only for this test."))
 
 
-@pytest.mark.parametrize("kind", [getattr(errors, name) for name in errors.__all__])
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
 def test_errors_become_messages_and_exit_codes(monkeypatch, call, kind):
     @click.command()
     @output_option

@@ -13,6 +13,7 @@ def test_every_former_name_leads_to_a_module_of_today():
     for name in moved._MOVED:
         assert importlib.util.find_spec(moved.current_name(f"netweight.{name}")) is not None, name
     assert moved.current_name("netweight.errors") == "netweight.errors"
+    assert moved.current_name("zoo.data") == "zoo.data"
 
 
 def test_a_former_name_warns_and_is_the_same_module():
