@@ -66,7 +66,8 @@ def clean(wheel, tmp_path_factory):
 
 
 def install(python, file):
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", file)
+    how = ["--quiet", "--no-deps", "--no-index", "--ignore-installed"]  # the outer environment may have it too
+    run(sys.executable, "-m", "pip", "--python", python, "install", *how, file)
 
 
 def call(clean, *command):
