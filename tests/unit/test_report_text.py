@@ -5,7 +5,7 @@ import math
 from netweight.report.finding import Finding, Section
 from netweight.report.page import render
 from netweight.report.report import Report
-from netweight.report.text import aligned, finding_row, render_markdown, render_text
+from netweight.report.text import aligned, finding_row, render_markdown
 
 FINDINGS = [
     Finding("ratio", 1.5131, ci95=(1.512, 1.514), n=7, better="higher", target=1.5),
@@ -39,13 +39,6 @@ def test_numbers_are_aligned_to_the_right_and_texts_to_the_left():
         " long    10",
     ]
     assert aligned(("name",), []) == []
-
-
-def test_a_section_in_the_terminal():
-    lines = render_text(SECTION).splitlines()
-    assert lines[0] == "Smaller"
-    assert lines[1].startswith("  ratio")
-    assert lines[-2:] == ["  ✗ It is. 1 of 3 targets missed: one run. Not audited: speed.", "  ! !"]
 
 
 def test_a_section_in_a_model_card():

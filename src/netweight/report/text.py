@@ -91,15 +91,6 @@ def aligned(headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent:
     ]
 
 
-def render_text(section: Section) -> str:
-    """Return a section for the terminal: title, findings, what was concluded, and warnings."""
-    kind, sentence = verdict(section)
-    mark = {"pass": "✓", "fail": "✗", "none": "–"}[kind]
-    lines = [section.title, *aligned((), [finding_row(finding) for finding in section.findings], indent=2)]
-    lines += [f"  {mark} {' '.join(filter(None, (section.conclusion, sentence)))}"]
-    return "\n".join([*lines, *(f"  ! {warning}" for warning in section.warnings)])
-
-
 def render_markdown(section: Section) -> list[str]:
     """Return the lines of a section below its heading in a model card; none if it has nothing to say."""
     lines = []
