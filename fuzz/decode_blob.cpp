@@ -3,6 +3,8 @@
 // encoded to the same blob everywhere, which gives it back. Elements of two bytes are also taken for the words of a lossy blob,
 // and decoded bytes for weights to be rounded: with the same results everywhere. Sanitizers watch the memory.
 //
+// Blobs that hold differences get a base made of the input, and what was decoded is encoded against it.
+//
 // The first input byte says how: bit 0 makes index and header check fit first, so that planes are reached; bits 1 and up
 // choose a part. The rest is the blob, copied to a buffer of its size so that reading on is noticed.
 #include <cstdio>
@@ -25,7 +27,7 @@ constexpr u64 kLargestEncoded = u64{1} << 18;
 void repair(std::vector<u8>& blob) {
   if (blob.size() < kFixedHeader) return;
   std::memcpy(blob.data(), kMagic, 3);
-  blob[3] = kVersion;
+  blob[3] = blob[3] & 1 ? 1 : kVersion;
   size_t at = kFixedHeader;
   unsigned __int128 elements = 1;
   for (int i = 0; i < blob[7]; i++) {
@@ -47,11 +49,18 @@ void repair(std::vector<u8>& blob) {
   if (blob[6] > kMaxChunkLog2) return;
   const u64 numbers = static_cast<u64>(elements) * dtype->bits / 8 / dtype->unit_bytes;
   const u64 chunks = (numbers + (u64{1} << blob[6]) - 1) >> blob[6];
-  if (chunks > (blob.size() - at) / 4) return;
-  const size_t end = at + 4 * static_cast<size_t>(chunks);
+  const bool old = blob[3] == 1;
+  if (!old && blob[5] & kHasBase) at += 16;
+  if (at > blob.size() || chunks > (blob.size() - at) / (old ? 4 : 12)) return;
+  const size_t checks = at + 4 * static_cast<size_t>(chunks), end = old ? checks : checks + 8 * static_cast<size_t>(chunks);
   u64 others = 0;
-  for (size_t i = at; i + 4 < end; i += 4) others += get32(blob.data() + i);
-  if (chunks && others <= blob.size() - end) put32(blob.data() + end - 4, static_cast<u32>(blob.size() - end - others));
+  for (size_t i = at; i + 4 < checks; i += 4) others += get32(blob.data() + i);
+  if (chunks && others <= blob.size() - end) put32(blob.data() + checks - 4, static_cast<u32>(blob.size() - end - others));
+  if (!old) {
+    XXH128_canonical_t digest;
+    XXH128_canonicalFromHash(&digest, XXH3_128bits(blob.data() + checks, end - checks));
+    std::memcpy(blob.data() + 8, digest.digest, 16);
+  }
   XXH3_state_t state;
   XXH3_64bits_reset(&state);
   XXH3_64bits_update(&state, blob.data(), 24);
@@ -64,21 +73,29 @@ void repair(std::vector<u8>& blob) {
   std::abort();
 }
 
+// The base of a blob: bytes that repeat those of the input.
+std::vector<u8> base_of(std::span<const u8> blob, const BlobHeader& h) {
+  std::vector<u8> base(h.has_base ? static_cast<size_t>(h.nbytes) : 0);
+  for (size_t i = 0; i < base.size(); i++) base[i] = blob[i % blob.size()];
+  return base;
+}
+
 // The bytes of numbers [first, last), or nothing when the blob is refused.
-std::optional<std::vector<u8>> decoded(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, int threads, const Kernels& kernels) {
+std::optional<std::vector<u8>> decoded(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, const std::vector<u8>& base, bool check,
+                                       int threads, const Kernels& kernels) {
   std::vector<u8> out(static_cast<size_t>((last - first) * h.dtype->unit_bytes));
   try {
-    decode_range(blob, h, first, last, threads, kernels, out.data());
+    decode_range(blob, h, first, last, h.has_base ? base.data() : nullptr, check, threads, kernels, out.data());
   } catch (const CorruptError&) {
     return std::nullopt;
   }
   return out;
 }
 
-std::vector<u8> encoded(const BlobHeader& h, std::span<const u8> tensor, int threads, const Kernels& kernels) {
+std::vector<u8> encoded(const BlobHeader& h, std::span<const u8> tensor, const std::vector<u8>& base, int threads, const Kernels& kernels) {
   const size_t bound = encode_bound(*h.dtype, h.shape, h.chunk_log2);
   const std::unique_ptr<u8[]> out(new u8[bound]);
-  const size_t size = encode(tensor, *h.dtype, h.shape, h.level, h.chunk_log2, threads, kernels, out.get());
+  const size_t size = encode(tensor, *h.dtype, h.shape, {h.level, h.chunk_log2, h.version, h.has_base ? base.data() : nullptr}, threads, kernels, out.get());
   return {out.get(), out.get() + size};
 }
 
@@ -151,23 +168,24 @@ extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
   }
   if (h.nbytes > kLargest) return 0;
   const u64 first = h.numbers * (data[0] >> 1 & 7) / 8, last = first + (h.numbers - first) * (data[0] >> 4) / 16;
-  const auto whole = decoded(blob, h, 0, h.numbers, 1, portable_kernels());
+  const std::vector<u8> base = base_of(blob, h);
+  const auto whole = decoded(blob, h, 0, h.numbers, base, false, 1, portable_kernels());
   for (const Kernels* kernels : usable_kernels()) {
-    if (decoded(blob, h, 0, h.numbers, 1, *kernels) != whole) fail("kernels disagree", *kernels);
-    const auto part = decoded(blob, h, first, last, 2, *kernels);
+    if (decoded(blob, h, 0, h.numbers, base, false, 1, *kernels) != whole) fail("kernels disagree", *kernels);
+    const auto part = decoded(blob, h, first, last, base, false, 2, *kernels);
     if (!whole) continue;  // a part of a damaged blob may be sound
     if (!part) fail("a part is refused though the whole is sound", *kernels);
     const u8* from = whole->data() + first * h.dtype->unit_bytes;
     if (!std::equal(part->begin(), part->end(), from)) fail("a part differs from the whole", *kernels);
   }
   const Rounding rounding = some_rounding(data[0]);
-  if (h.dtype->unit_bytes == 2) check_words(blob, h, first, last, rounding);
+  if (h.dtype->unit_bytes == 2 && !h.has_base) check_words(blob, h, first, last, rounding);
   if (!whole || h.nbytes > kLargestEncoded) return 0;
   check_rounding(*whole, rounding);
-  const std::vector<u8> again = encoded(h, *whole, 1, portable_kernels());
+  const std::vector<u8> again = encoded(h, *whole, base, 1, portable_kernels());
   for (const Kernels* kernels : usable_kernels()) {
-    if (encoded(h, *whole, 1 + data[0] % 3, *kernels) != again) fail("kernels encode differently", *kernels);
-    if (decoded(again, read_header(again), 0, h.numbers, 1, *kernels) != whole) fail("a tensor does not come back", *kernels);
+    if (encoded(h, *whole, base, 1 + data[0] % 3, *kernels) != again) fail("kernels encode differently", *kernels);
+    if (decoded(again, read_header(again), 0, h.numbers, base, true, 1, *kernels) != whole) fail("a tensor does not come back", *kernels);
   }
   return 0;
 }

@@ -1,6 +1,7 @@
 // The Python module netweight.codec._native. Everything Python is here; arguments are buffers, so no array is ever converted.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -31,6 +32,28 @@ class Buffer {
   Py_buffer view_;
 };
 
+// The base that a tensor is stored against, or None.
+class Base {
+ public:
+  explicit Base(nb::handle object) {
+    if (!object.is_none()) buffer_.emplace(object, false);
+  }
+  // Its bytes for a tensor of so many; nullptr when there is none.
+  const u8* of(u64 nbytes) const {
+    if (!buffer_) return nullptr;
+    if (buffer_->size() != nbytes) throw nb::value_error("the base has another size than the tensor");
+    return buffer_->data();
+  }
+  const u8* needed_by(const BlobHeader& h, u64 nbytes) const {
+    if (!h.has_base) return nullptr;
+    if (!buffer_) throw nb::value_error("it holds differences from a base, which is missing");
+    return of(nbytes);
+  }
+
+ private:
+  std::optional<Buffer> buffer_;
+};
+
 using Bytes = nb::ndarray<nb::numpy, u8, nb::ndim<1>>;
 
 // An uninitialized array from the pool that decoded tensors come from.
@@ -50,26 +73,29 @@ nb::tuple header_tuple(const BlobHeader& h) {
   nb::list starts;
   for (u64 s : h.chunk_start) starts.append(s);
   return nb::make_tuple(h.dtype->name, shape_tuple(h), h.nbytes, static_cast<int>(h.level), h.chunk_log2,
-                        nb::bytes(reinterpret_cast<const char*>(h.digest), 16), nb::tuple(starts), h.numbers);
+                        nb::bytes(reinterpret_cast<const char*>(h.digest), 16), nb::tuple(starts), h.numbers, h.version,
+                        nb::bytes(reinterpret_cast<const char*>(h.base_digest), h.has_base ? 16 : 0));
 }
 
-nb::object encode_as(const Dtype& dtype, const Buffer& in, const std::vector<u64>& shape, int level, int chunk_log2, int threads,
-                     const std::string& path) {
-  const Kernels& kernels = kernels_by_name(path.c_str());
-  if (tensor_bytes(dtype, shape) != in.size()) throw nb::value_error("the buffer's size does not fit dtype and shape");
-  if (shape.size() > kMaxDims) throw nb::value_error("a tensor of more than 64 dimensions");
+Encoding encoding_of(const Dtype& dtype, int level, int chunk_log2, int version, const u8* base) {
   if (chunk_log2 == 0) chunk_log2 = default_chunk_log2(dtype);
   if (chunk_log2 < kMinChunkLog2 || chunk_log2 > kMaxChunkLog2) throw nb::value_error("chunk_log2 must be 10 to 22");
   if (level < 0 || level > static_cast<int>(Level::max)) throw nb::value_error("level must be 0, 1 or 2");
-  const size_t bound = encode_bound(dtype, shape, chunk_log2);
+  if (version != kVersion && (version != 1 || base)) throw nb::value_error("version must be 2, or 1 without a base");
+  return {static_cast<Level>(level), chunk_log2, version, base};
+}
+
+// A bytes object of at most `bound` bytes that `write` fills; it returns how many.
+template <typename Write>
+nb::object written(size_t bound, Write write) {
   PyObject* out = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bound));
   if (!out) nb::raise_python_error();
-  u8* to = reinterpret_cast<u8*>(PyBytes_AS_STRING(out));
   size_t size;
   try {
     nb::gil_scoped_release release;
+    u8* to = reinterpret_cast<u8*>(PyBytes_AS_STRING(out));
     buffer_pool::advise_huge_pages(to, bound);
-    size = encode(in.bytes(), dtype, shape, static_cast<Level>(level), chunk_log2, threads, kernels, to);
+    size = write(to);
   } catch (...) {
     Py_DECREF(out);
     throw;
@@ -78,19 +104,44 @@ nb::object encode_as(const Dtype& dtype, const Buffer& in, const std::vector<u64
   return nb::steal(out);
 }
 
+nb::object encode_as(const Dtype& dtype, const Buffer& in, const std::vector<u64>& shape, const Encoding& how, int threads, const std::string& path) {
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  if (tensor_bytes(dtype, shape) != in.size()) throw nb::value_error("the buffer's size does not fit dtype and shape");
+  if (shape.size() > kMaxDims) throw nb::value_error("a tensor of more than 64 dimensions");
+  return written(encode_bound(dtype, shape, how.chunk_log2), [&](u8* to) { return encode(in.bytes(), dtype, shape, how, threads, kernels, to); });
+}
+
 nb::object encode_bytes(nb::handle tensor, const std::string& dtype_name, const std::vector<u64>& shape, int level, int chunk_log2, int threads,
-                        const std::string& path) {
+                        const std::string& path, int version, nb::handle base) {
   Buffer in(tensor, false);
-  return encode_as(dtype_by_name(dtype_name.c_str()), in, shape, level, chunk_log2, threads, path);
+  const Base other(base);
+  const Dtype& dtype = dtype_by_name(dtype_name.c_str());
+  return encode_as(dtype, in, shape, encoding_of(dtype, level, chunk_log2, version, other.of(in.size())), threads, path);
+}
+
+// One chunk of version 2, its check, that of the base's numbers, and whether it has modes that version 1 lacks.
+nb::tuple encode_chunk_alone(nb::handle numbers, const std::string& dtype_name, int level, const std::string& path, nb::handle base) {
+  Buffer in(numbers, false);
+  const Base other(base);
+  const Dtype& dtype = dtype_by_name(dtype_name.c_str());
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  if (in.size() % dtype.unit_bytes || in.size() / dtype.unit_bytes > size_t{1} << kMaxChunkLog2) throw nb::value_error("a chunk has another size");
+  const Encoding how = encoding_of(dtype, level, 0, kVersion, other.of(in.size()));
+  EncodedChunk found;
+  nb::object chunk = written(encode_one_bound(dtype, in.size()), [&](u8* to) {
+    found = encode_one(in.bytes(), dtype, how, kernels, to);
+    return found.size;
+  });
+  return nb::make_tuple(chunk, found.check, found.base_check, found.new_modes);
 }
 
 // Words of a lossy blob: a plain blob of type U16, split where floating-point numbers of so many mantissa bits would be.
-nb::object encode_words(nb::handle words, int mantissa_bits, int level, int chunk_log2, int threads, const std::string& path) {
+nb::object encode_words(nb::handle words, int mantissa_bits, int level, int chunk_log2, int threads, const std::string& path, int version) {
   Buffer in(words, false);
   Dtype dtype = dtype_by_name("U16");
   dtype.exponent_bits = static_cast<u8>(15 - mantissa_bits);
   dtype.mantissa_bits = static_cast<u8>(mantissa_bits);
-  return encode_as(dtype, in, {in.size() / 2}, level, chunk_log2, threads, path);
+  return encode_as(dtype, in, {in.size() / 2}, encoding_of(dtype, level, chunk_log2, version, nullptr), threads, path);
 }
 
 Rounding rounding_of(const std::string& dtype, int mantissa_bits, u64 block, bool reference, double numerator, double denominator) {
@@ -120,52 +171,67 @@ nb::tuple round_weights(nb::handle weights, const std::string& dtype, int mantis
   return nb::make_tuple(worst, places);
 }
 
-void decode_to(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, std::span<u8> out, int threads, bool check, const Kernels& kernels) {
+void decode_to(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, u8* out, int threads, bool check, const Kernels& kernels,
+               const Base& base) {
+  const u8* other = base.needed_by(h, h.nbytes);
   nb::gil_scoped_release release;
-  decode_range(blob, h, first, last, threads, kernels, out.data());
-  if (check && !digest_matches(h, out)) throw CorruptError("the decoded bytes do not have the digest that was stored with them");
+  decode_range(blob, h, first, last, other, check, threads, kernels, out);
 }
 
 // The tensor's bytes, the name of its element type, its shape.
-nb::tuple decode(nb::handle blob, int threads, bool check, const std::string& path) {
+nb::tuple decode(nb::handle blob, int threads, bool check, const std::string& path, nb::handle base) {
   Buffer in(blob, false);
   const Kernels& kernels = kernels_by_name(path.c_str());
   BlobHeader h = read_header(in.bytes());
   Bytes out = pooled_array(static_cast<size_t>(h.nbytes));
-  decode_to(in.bytes(), h, 0, h.numbers, {out.data(), static_cast<size_t>(h.nbytes)}, threads, check, kernels);
+  decode_to(in.bytes(), h, 0, h.numbers, out.data(), threads, check, kernels, Base(base));
   return nb::make_tuple(out, h.dtype->name, shape_tuple(h));
 }
 
-void decode_checked(std::span<const u8> blob, std::span<u8> out, int threads, bool check, const std::string& path) {
+void decode_checked(std::span<const u8> blob, std::span<u8> out, int threads, bool check, const std::string& path, nb::handle base) {
   const Kernels& kernels = kernels_by_name(path.c_str());
   BlobHeader h = read_header(blob);
   if (h.nbytes != out.size()) {
     const std::string sizes = "the output has " + std::to_string(out.size()) + " bytes where the tensor has " + std::to_string(h.nbytes);
     throw nb::value_error(sizes.c_str());
   }
-  decode_to(blob, h, 0, h.numbers, out, threads, check, kernels);
+  decode_to(blob, h, 0, h.numbers, out.data(), threads, check, kernels, Base(base));
 }
 
-void decode_into(nb::handle blob, nb::handle out, int threads, bool check, const std::string& path) {
+void decode_into(nb::handle blob, nb::handle out, int threads, bool check, const std::string& path, nb::handle base) {
   Buffer in(blob, false), to(out, true);
-  decode_checked(in.bytes(), {to.data(), to.size()}, threads, check, path);
+  decode_checked(in.bytes(), {to.data(), to.size()}, threads, check, path, base);
 }
-
 
 // The same to memory of the caller's that is known by address and size, which is quicker to ask of a torch tensor than a buffer.
-void decode_to_address(nb::handle blob, uintptr_t address, size_t nbytes, int threads, bool check, const std::string& path) {
+void decode_to_address(nb::handle blob, uintptr_t address, size_t nbytes, int threads, bool check, const std::string& path, nb::handle base) {
   Buffer in(blob, false);
-  decode_checked(in.bytes(), {reinterpret_cast<u8*>(address), nbytes}, threads, check, path);
+  decode_checked(in.bytes(), {reinterpret_cast<u8*>(address), nbytes}, threads, check, path, base);
 }
 
-Bytes decode_numbers(nb::handle blob, u64 first, u64 last, int threads, const std::string& path) {
+Bytes decode_numbers(nb::handle blob, u64 first, u64 last, int threads, bool check, const std::string& path, nb::handle base) {
   Buffer in(blob, false);
   const Kernels& kernels = kernels_by_name(path.c_str());
   BlobHeader h = read_header(in.bytes());
   if (first > last || last > h.numbers) throw nb::value_error("the range lies outside the tensor");
   Bytes out = pooled_array(static_cast<size_t>((last - first) * h.dtype->unit_bytes));
-  decode_to(in.bytes(), h, first, last, {out.data(), static_cast<size_t>((last - first) * h.dtype->unit_bytes)}, threads, false, kernels);
+  decode_to(in.bytes(), h, first, last, out.data(), threads, check, kernels, Base(base));
   return out;
+}
+
+// Chunk `number` of a blob of `size` bytes whose header and index are at hand.
+void decode_chunk_alone(nb::handle header, u64 size, size_t number, nb::handle chunk, nb::handle out, bool check, const std::string& path,
+                        nb::handle base) {
+  Buffer start(header, false), in(chunk, false), to(out, true);
+  const Base other(base);
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  const BlobHeader h = read_header(start.bytes(), size);
+  if (number >= h.chunks() || in.size() != h.chunk_start[number + 1] - h.chunk_start[number] ||
+      to.size() != h.numbers_in_chunk(number) * h.dtype->unit_bytes)
+    throw nb::value_error("the chunk, or the output for it, has another size");
+  const u8* from = other.needed_by(h, to.size());
+  nb::gil_scoped_release release;
+  decode_one(in.bytes(), h, number, from, check, kernels, to.data());
 }
 
 Words words_of(const BlobHeader& h, u64 first, u64 last, const Rounding& rounding, const Buffer& normalizers) {
@@ -199,7 +265,7 @@ class Decoding {
         header_(read_header(in_.bytes())),
         words_(rounding ? std::optional(words_of(header_, 0, header_.numbers, *rounding, normalizers_)) : std::nullopt),
         out_(pooled_array(static_cast<size_t>(rounding ? header_.numbers * rounding->unit() : header_.nbytes))),
-        decoder_(in_.bytes(), header_, 0, header_.numbers, kernels_by_name("auto"), out_.data(), words_),
+        decoder_(in_.bytes(), header_, 0, header_.numbers, Base(nb::none()).needed_by(header_, 0), false, kernels_by_name("auto"), out_.data(), words_),
         job_(std::make_shared<Job>([this] { decoder_.work(); })) {}
   ~Decoding() { cancel(); }
   Decoding(const Decoding&) = delete;
@@ -258,15 +324,26 @@ NB_MODULE(_native, m) {
   nb::exception<CorruptError>(m, "CorruptError", PyExc_ValueError);
   nb::exception<UnsupportedError>(m, "UnsupportedError", PyExc_ValueError);
   m.def("encode", &encode_bytes, nb::arg("tensor"), nb::arg("dtype"), nb::arg("shape"), nb::arg("level"), nb::arg("chunk_log2"), nb::arg("threads"),
-        nb::arg("path"));
-  m.def("read_header", [](nb::handle blob) { return header_tuple(read_header(Buffer(blob, false).bytes())); }, nb::arg("blob"));
-  m.def("decode", &decode, nb::arg("blob"), nb::arg("threads"), nb::arg("check"), nb::arg("path"));
-  m.def("decode_into", &decode_into, nb::arg("blob"), nb::arg("out"), nb::arg("threads"), nb::arg("check"), nb::arg("path"));
+        nb::arg("path"), nb::arg("version") = kVersion, nb::arg("base") = nb::none());
+  m.def("encode_chunk", &encode_chunk_alone, nb::arg("numbers"), nb::arg("dtype"), nb::arg("level"), nb::arg("path"), nb::arg("base") = nb::none());
+  m.def(
+      "read_header",
+      [](nb::handle blob, std::optional<u64> size) {
+        Buffer in(blob, false);
+        return header_tuple(read_header(in.bytes(), size.value_or(in.size())));
+      },
+      nb::arg("blob"), nb::arg("size") = nb::none());
+  m.def("decode", &decode, nb::arg("blob"), nb::arg("threads"), nb::arg("check"), nb::arg("path"), nb::arg("base") = nb::none());
+  m.def("decode_into", &decode_into, nb::arg("blob"), nb::arg("out"), nb::arg("threads"), nb::arg("check"), nb::arg("path"),
+        nb::arg("base") = nb::none());
   m.def("decode_to_address", &decode_to_address, nb::arg("blob"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("check"),
-        nb::arg("path"));
-  m.def("decode_numbers", &decode_numbers, nb::arg("blob"), nb::arg("first"), nb::arg("last"), nb::arg("threads"), nb::arg("path"));
+        nb::arg("path"), nb::arg("base") = nb::none());
+  m.def("decode_numbers", &decode_numbers, nb::arg("blob"), nb::arg("first"), nb::arg("last"), nb::arg("threads"), nb::arg("check"), nb::arg("path"),
+        nb::arg("base") = nb::none());
+  m.def("decode_chunk", &decode_chunk_alone, nb::arg("header"), nb::arg("size"), nb::arg("number"), nb::arg("chunk"), nb::arg("out"), nb::arg("check"),
+        nb::arg("path"), nb::arg("base") = nb::none());
   m.def("encode_words", &encode_words, nb::arg("words"), nb::arg("mantissa_bits"), nb::arg("level"), nb::arg("chunk_log2"), nb::arg("threads"),
-        nb::arg("path"));
+        nb::arg("path"), nb::arg("version") = kVersion);
   m.def("round_weights", &round_weights, nb::arg("weights"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"), nb::arg("reference"),
         nb::arg("numerator"), nb::arg("denominator"), nb::arg("words"), nb::arg("normalizers"), nb::arg("values"), nb::arg("path"));
   m.def("decode_words", &decode_words_to_address, nb::arg("words"), nb::arg("normalizers"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"),

@@ -9,8 +9,8 @@
 #include <mutex>
 #include <thread>
 
+#include "chunk.h"
 #include "digest.h"
-#include "plane.h"
 #include "threads.h"
 
 namespace netweight {
@@ -31,48 +31,6 @@ struct Worker {
 };
 
 namespace {
-
-// ---- chunks ----------------------------------------------------------------------------------------------------------
-
-PlaneShape head_shape(const Dtype& d) {
-  if (d.exponent_bits == 0) return {head_bytes(d), PlaneKind::integer, 0, 0};
-  int inside = 8 * head_bytes(d) - 1 - d.exponent_bits;
-  return {head_bytes(d), PlaneKind::floating, d.exponent_bits, std::min<int>(inside, d.mantissa_bits)};
-}
-
-constexpr PlaneShape kTail = {1, PlaneKind::tail, 0, 0};
-
-u8* encode_chunk(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out) {
-  const int tails = plane_count(d) - 1;
-  if (tails == 0) return encode_plane(head_shape(d), in, count, level, kernels, scratch, out);
-  u8* head = scratch.planes(count * d.unit_bytes);
-  u8* tail[6];
-  for (int t = 0; t < tails; t++) tail[t] = head + (2 + static_cast<size_t>(t)) * count;
-  (d.unit_bytes == 4 ? kernels.split4 : kernels.split8)(in, count, head, tail);
-  out = encode_plane(head_shape(d), head, count, level, kernels, scratch, out);
-  for (int t = 0; t < tails; t++) out = encode_plane(kTail, tail[t], count, level, kernels, scratch, out);
-  return out;
-}
-
-void decode_chunk(const Dtype& d, Reader in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
-  const int tails = plane_count(d) - 1;
-  if (tails == 0) {
-    decode_plane(in, readable_end, head_bytes(d), count, kernels, out);
-  } else {
-    u8* head = scratch.planes(count * d.unit_bytes);
-    decode_plane(in, readable_end, 2, count, kernels, head);
-    const u8* tail[6];
-    for (int t = 0; t < tails; t++) {
-      tail[t] = raw_plane(in, 1, count);  // the usual case: used where it lies
-      if (tail[t]) continue;
-      u8* to = head + (2 + static_cast<size_t>(t)) * count;
-      decode_plane(in, readable_end, 1, count, kernels, to);
-      tail[t] = to;
-    }
-    (d.unit_bytes == 4 ? kernels.join4 : kernels.join8)(head, tail, count, out);
-  }
-  if (in.at != in.end) throw CorruptError("a chunk holds more bytes than its planes");
-}
 
 // ---- threads ---------------------------------------------------------------------------------------------------------
 
@@ -98,6 +56,21 @@ void parallel_for(size_t items, int threads, Work work) {
   };
   run_on_threads(threads, loop);
   if (failure) std::rethrow_exception(failure);
+}
+
+EncodedChunk encode_with(Scratch& scratch, std::span<const u8> numbers, const Dtype& dtype, const Encoding& how, const Kernels& kernels, u8* out) {
+  EncodedChunk found{0, 0, 0, false};
+  if (how.version > 1) found.check = kernels.check(numbers.data(), numbers.size());
+  if (how.base) found.base_check = kernels.check(how.base, numbers.size());
+  const ChunkStyle style{&dtype, how.version > 1, how.base != nullptr};
+  const u8* end = encode_chunk(style, numbers.data(), how.base, numbers.size() / dtype.unit_bytes, how.level, kernels, scratch, out, found.new_modes);
+  found.size = static_cast<size_t>(end - out);
+  return found;
+}
+
+void compare(const BlobHeader& h, size_t chunk, const Kernels& kernels, const u8* numbers, size_t count) {
+  if (h.version == 1 || kernels.check(numbers, count * h.dtype->unit_bytes) == h.checks[chunk]) return;
+  throw CorruptError(std::string("the decoded bytes do not have the digest that was stored with them") + (h.has_base ? ", or the base is another tensor" : ""));
 }
 
 class BorrowedWorkers {
@@ -183,6 +156,22 @@ u64 read_varint(Reader& in) {
   throw CorruptError("a dimension in the header is too large");
 }
 
+// The digest of a tensor of version 2: that of its chunks' checks.
+void digest_of_checks(const u8* checks, size_t chunks, u8* to) {
+  XXH128_canonical_t digest;
+  XXH128_canonicalFromHash(&digest, XXH3_128bits(checks, 8 * chunks));
+  std::memcpy(to, digest.digest, 16);
+}
+
+void digest_of_bytes(std::span<const u8> bytes, u8* to) {
+  XXH128_canonical_t digest;
+  XXH128_canonicalFromHash(&digest, XXH3_128bits(bytes.data(), bytes.size()));
+  std::memcpy(to, digest.digest, 16);
+}
+
+u8* put64(u8* p, u64 v) { return put32(put32(p, static_cast<u32>(v)), static_cast<u32>(v >> 32)); }
+u64 get64(const u8* p) { return get32(p) | static_cast<u64>(get32(p + 4)) << 32; }
+
 u32 header_check(const u8* header, size_t size) {
   XXH3_state_t state;
   XXH3_64bits_reset(&state);
@@ -215,17 +204,24 @@ u64 tensor_bytes(const Dtype& dtype, const std::vector<u64>& shape) {
 size_t encode_bound(const Dtype& dtype, const std::vector<u64>& shape, int chunk_log2) {
   u64 bytes = tensor_bytes(dtype, shape);
   u64 chunks = chunk_count(bytes / dtype.unit_bytes, chunk_log2);
-  return static_cast<size_t>(kFixedHeader + 10 * shape.size() + bytes + chunks * (4 + 4096 * static_cast<u64>(plane_count(dtype))));
+  return static_cast<size_t>(kFixedHeader + 16 + 10 * shape.size() + bytes + chunks * (12 + chunk_bound(dtype, 0)));
 }
 
-BlobHeader read_header(std::span<const u8> blob) {
+BlobHeader read_header(std::span<const u8> blob, u64 size) {
   if (blob.size() < kFixedHeader) throw CorruptError("it is shorter than a header (" + megabytes(blob.size()) + ")");
   if (std::memcmp(blob.data(), kMagic, 3) != 0) throw CorruptError("it does not start with the marker NWT");
-  if (blob[3] != kVersion) throw UnsupportedError("format version " + std::to_string(blob[3]) + " is newer than this release reads (1)");
-  BlobHeader h;
+  BlobHeader h{};
+  h.version = blob[3];
+  if (h.version != 1 && h.version != kVersion) throw UnsupportedError("format version " + std::to_string(h.version) + " is newer than this release reads (2)");
   h.dtype = &dtype_by_code(blob[4]);
-  if (blob[5] > static_cast<u8>(Level::max)) throw UnsupportedError("level number " + std::to_string(blob[5]) + " is not known to this release");
-  h.level = static_cast<Level>(blob[5]);
+  u8 level = blob[5];
+  if (h.version > 1) {
+    h.has_base = level & kHasBase;
+    h.new_modes = level & kHasNewModes;
+    level &= static_cast<u8>(~(kHasBase | kHasNewModes));
+  }
+  if (level > static_cast<u8>(Level::max)) throw UnsupportedError("level number " + std::to_string(level) + " is not known to this release");
+  h.level = static_cast<Level>(level);
   h.chunk_log2 = blob[6];
   if (h.chunk_log2 < kMinChunkLog2 || h.chunk_log2 > kMaxChunkLog2) throw CorruptError("the header states an impossible chunk size");
   if (blob[7] > kMaxDims) throw CorruptError("the header states an impossible number of dimensions");
@@ -237,89 +233,108 @@ BlobHeader read_header(std::span<const u8> blob) {
   for (u64 d : h.shape) h.elements = h.nbytes ? h.elements * d : 0;
   if (std::find(h.shape.begin(), h.shape.end(), 0u) != h.shape.end()) h.elements = 0;
   h.numbers = h.nbytes / h.dtype->unit_bytes;
+  if (h.has_base) std::memcpy(h.base_digest, in.take(16, "the header"), 16);
   const u64 chunks = chunk_count(h.numbers, h.chunk_log2);
-  if (chunks > static_cast<u64>(in.end - in.at) / 4) throw CorruptError("the data ends inside the index of chunks");
+  if (chunks > static_cast<u64>(in.end - in.at) / (h.version == 1 ? 4 : 12)) throw CorruptError("the data ends inside the index of chunks");
   const u8* index = in.take(static_cast<size_t>(chunks) * 4, "the index of chunks");
+  const u8* checks = h.version == 1 ? nullptr : in.take(static_cast<size_t>(chunks) * 8, "the index of chunks");
   if (get32(blob.data() + 24) != header_check(blob.data(), static_cast<size_t>(in.at - blob.data())))
     throw CorruptError("the header's checksum does not fit its bytes");
   h.chunk_start.resize(static_cast<size_t>(chunks) + 1);
   h.chunk_start[0] = static_cast<u64>(in.at - blob.data());
   for (size_t c = 0; c < chunks; c++) h.chunk_start[c + 1] = h.chunk_start[c] + get32(index + 4 * c);
-  if (h.chunk_start.back() != blob.size())
-    throw CorruptError("it has " + megabytes(blob.size()) + " where its index adds up to " + std::to_string(h.chunk_start.back()));
+  if (checks) {
+    for (size_t c = 0; c < chunks; c++) h.checks.push_back(get64(checks + 8 * c));
+    u8 digest[16];
+    digest_of_checks(checks, static_cast<size_t>(chunks), digest);
+    if (std::memcmp(digest, h.digest, 16) != 0) throw CorruptError("the header's digest does not fit its checks");
+  }
+  if (h.chunk_start.back() != size)
+    throw CorruptError("it has " + megabytes(size) + " where its index adds up to " + std::to_string(h.chunk_start.back()));
   return h;
 }
 
-size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<u64>& shape, Level level, int chunk_log2, int threads,
-              const Kernels& kernels, u8* out) {
-  u8* p = out;
-  std::memcpy(p, kMagic, 3);
-  p[3] = kVersion;
-  p[4] = dtype.code;
-  p[5] = static_cast<u8>(level);
-  p[6] = static_cast<u8>(chunk_log2);
-  p[7] = static_cast<u8>(shape.size());
-  p = out + kFixedHeader;
-  for (u64 d : shape) p = put_varint(p, d);
-  u8* index = p;
-  const size_t unit = dtype.unit_bytes, step = size_t{1} << chunk_log2;
+size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<u64>& shape, const Encoding& how, int threads, const Kernels& kernels,
+              u8* out) {
+  const size_t unit = dtype.unit_bytes, step = size_t{1} << how.chunk_log2;
   const size_t numbers = tensor.size() / unit;
-  const size_t chunks = static_cast<size_t>(chunk_count(numbers, chunk_log2));
-  u8* payload = index + 4 * chunks;
-  auto chunk_of = [&](size_t c) { return tensor.subspan(c * step * unit, std::min(step, numbers - c * step) * unit); };
-
-  XXH3_state_t hash;
-  XXH3_128bits_reset(&hash);
-  u8* end = payload;
+  const size_t chunks = static_cast<size_t>(chunk_count(numbers, how.chunk_log2));
+  u8* p = out + kFixedHeader;
+  for (u64 d : shape) p = put_varint(p, d);
+  u8* base_digest = p;
+  if (how.base) p += 16;
+  u8 *index = p, *checks = index + 4 * chunks, *payload = checks + (how.version == 1 ? 0 : 8 * chunks), *end = payload;
+  std::vector<u8> base_checks(how.base ? 8 * chunks : 0);
+  std::atomic<bool> new_modes{false};
+  // A chunk's check, which brings it into the cache, and its planes.
+  const auto encode_at = [&](size_t c, Scratch& scratch, u8* to) {
+    const std::span<const u8> chunk = tensor.subspan(c * step * unit, std::min(step, numbers - c * step) * unit);
+    Encoding own = how;
+    if (how.base) own.base += c * step * unit;
+    const EncodedChunk found = encode_with(scratch, chunk, dtype, own, kernels, to);
+    put32(index + 4 * c, static_cast<u32>(found.size));
+    if (how.version > 1) put64(checks + 8 * c, found.check);
+    if (how.base) put64(base_checks.data() + 8 * c, found.base_check);
+    if (found.new_modes) new_modes = true;
+    return found.size;
+  };
   if (threads <= 1 || chunks < 2) {
     BorrowedWorkers workers(1);
-    Scratch& scratch = workers[0].scratch;
-    for (size_t c = 0; c < chunks; c++) {
-      std::span<const u8> chunk = chunk_of(c);
-      kernels.update_digest(&hash, chunk.data(), chunk.size());  // brings the chunk into the cache for the encoder
-      u8* start = end;
-      end = encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, scratch, start);
-      put32(index + 4 * c, static_cast<u32>(end - start));
-    }
+    for (size_t c = 0; c < chunks; c++) end += encode_at(c, workers[0].scratch, end);
   } else {
-    // In their order, chunks enter the digest, which brings them into their core's cache. They are encoded side by side, get
-    // their places in their order again, and are copied there side by side.
-    const size_t room = step * unit + 4096 * static_cast<size_t>(plane_count(dtype));
+    // Chunks are encoded side by side, get their places in their order, and are copied there side by side.
     BorrowedWorkers workers(static_cast<size_t>(threads));
-    Turns hashing, placing;
+    Turns placing;
     parallel_for(chunks, threads, [&](int number, size_t c) {
-      std::span<const u8> chunk = chunk_of(c);
       Worker& worker = workers[static_cast<size_t>(number)];
-      u8* encoded = worker.chunk(room);
+      u8* encoded = worker.chunk(chunk_bound(dtype, step));
       size_t size = 0;
       u8* place = nullptr;
-      hashing.take(c, [] {}, [&] { kernels.update_digest(&hash, chunk.data(), chunk.size()); });
       placing.take(
-          c,
+          c, [&] { size = encode_at(c, worker.scratch, encoded); },
           [&] {
-            size = static_cast<size_t>(encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, worker.scratch, encoded) - encoded);
-          },
-          [&] {
-            put32(index + 4 * c, static_cast<u32>(size));
             place = end;
             end += size;
           });
       if (place) std::memcpy(place, encoded, size);
     });
   }
-  XXH128_canonical_t digest;
-  XXH128_canonicalFromHash(&digest, XXH3_128bits_digest(&hash));
-  std::memcpy(out + 8, digest.digest, 16);
+  std::memcpy(out, kMagic, 3);
+  out[3] = static_cast<u8>(how.version);
+  out[4] = dtype.code;
+  out[5] = static_cast<u8>(static_cast<int>(how.level) | (how.base ? kHasBase : 0) | (new_modes ? kHasNewModes : 0));
+  out[6] = static_cast<u8>(how.chunk_log2);
+  out[7] = static_cast<u8>(shape.size());
+  if (how.version == 1) digest_of_bytes(tensor, out + 8);
+  else digest_of_checks(checks, chunks, out + 8);
+  if (how.base) digest_of_checks(base_checks.data(), chunks, base_digest);
   put32(out + 24, header_check(out, static_cast<size_t>(payload - out)));
   return static_cast<size_t>(end - out);
 }
 
-RangeDecoder::RangeDecoder(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const Kernels& kernels, u8* out,
-                           std::optional<Words> words)
+size_t encode_one_bound(const Dtype& dtype, size_t bytes) { return chunk_bound(dtype, bytes / dtype.unit_bytes); }
+
+EncodedChunk encode_one(std::span<const u8> numbers, const Dtype& dtype, const Encoding& how, const Kernels& kernels, u8* out) {
+  BorrowedWorkers workers(1);
+  return encode_with(workers[0].scratch, numbers, dtype, how, kernels, out);
+}
+
+void decode_one(std::span<const u8> chunk, const BlobHeader& h, size_t number, const u8* base, bool check, const Kernels& kernels, u8* out) {
+  BorrowedWorkers workers(1);
+  const size_t count = h.numbers_in_chunk(number);
+  const u8* end = chunk.data() + chunk.size();
+  decode_chunk({h.dtype, h.new_modes, h.has_base}, Reader{chunk.data(), end}, end, base, count, kernels, workers[0].scratch, out);
+  if (check) compare(h, number, kernels, out, count);
+}
+
+RangeDecoder::RangeDecoder(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const u8* base, bool check, const Kernels& kernels,
+                           u8* out, std::optional<Words> words)
     : blob_(blob),
       header_(header),
       first_(first),
       last_(last),
+      base_(base),
+      check_(check),
       kernels_(kernels),
       out_(out),
       words_(words),
@@ -345,16 +360,20 @@ void RangeDecoder::decode_item(size_t chunk, Worker& worker) const {
   if (words_) return decode_words_item(chunk, worker);
   const size_t unit = header_.dtype->unit_bytes, count = header_.numbers_in_chunk(chunk);
   const u64 start = static_cast<u64>(chunk) << header_.chunk_log2;
-  const u8* readable_end = blob_.data() + blob_.size();
-  Reader in{blob_.data() + header_.chunk_start[chunk], blob_.data() + header_.chunk_start[chunk + 1]};
-  if (start >= first_ && start + count <= last_) {
-    decode_chunk(*header_.dtype, in, readable_end, count, kernels_, worker.scratch, out_ + (start - first_) * unit);
-    return;
-  }
-  u8* whole = worker.chunk(count * unit);
-  decode_chunk(*header_.dtype, in, readable_end, count, kernels_, worker.scratch, whole);
+  const bool whole = start >= first_ && start + count <= last_;
+  u8* to = whole ? out_ + (start - first_) * unit : worker.chunk(count * unit);
+  decode_to(chunk, worker, to);
+  if (whole) return;
   const u64 begin = std::max(first_, start), end = std::min<u64>(last_, start + count);
-  std::memcpy(out_ + (begin - first_) * unit, whole + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
+  std::memcpy(out_ + (begin - first_) * unit, to + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
+}
+
+void RangeDecoder::decode_to(size_t chunk, Worker& worker, u8* out) const {
+  const size_t count = header_.numbers_in_chunk(chunk);
+  const Reader in{blob_.data() + header_.chunk_start[chunk], blob_.data() + header_.chunk_start[chunk + 1]};
+  const u8* base = base_ ? base_ + (static_cast<u64>(chunk) << header_.chunk_log2) * header_.dtype->unit_bytes : nullptr;
+  decode_chunk({header_.dtype, header_.new_modes, header_.has_base}, in, blob_.data() + blob_.size(), base, count, kernels_, worker.scratch, out);
+  if (check_) compare(header_, chunk, kernels_, out, count);
 }
 
 void RangeDecoder::decode_words_item(size_t chunk, Worker& worker) const {
@@ -362,8 +381,7 @@ void RangeDecoder::decode_words_item(size_t chunk, Worker& worker) const {
   const size_t count = header_.numbers_in_chunk(chunk);
   const u64 start = static_cast<u64>(chunk) << header_.chunk_log2;
   u8* words = worker.chunk(count * sizeof(u16));
-  Reader in{blob_.data() + header_.chunk_start[chunk], blob_.data() + header_.chunk_start[chunk + 1]};
-  decode_chunk(*header_.dtype, in, blob_.data() + blob_.size(), count, kernels_, worker.scratch, words);
+  decode_to(chunk, worker, words);
   const u64 begin = std::max(first_, start), end = std::min<u64>(last_, start + count);
   const u64 before = r.block == 0 ? 0 : first_ - first_ % r.block;  // the first weight whose normalizer is here
   const bool bad = kernels_.decode_words(reinterpret_cast<const u16*>(words) + (begin - start), static_cast<size_t>(end - begin), begin - before,
@@ -381,28 +399,30 @@ void run(RangeDecoder& decoder, const BlobHeader& h, u64 first, u64 last, int th
 
 }  // namespace
 
-void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, int threads, const Kernels& kernels, u8* out) {
-  RangeDecoder decoder(blob, h, first, last, kernels, out);
+void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, const u8* base, bool check, int threads, const Kernels& kernels,
+                  u8* out) {
+  RangeDecoder decoder(blob, h, first, last, base, check, kernels, out);
   run(decoder, h, first, last, threads);
+  u8 digest[16];
+  if (!check || h.version > 1 || last - first != h.numbers) return;
+  digest_of_bytes({out, static_cast<size_t>(h.nbytes)}, digest);
+  if (std::memcmp(digest, h.digest, 16) != 0) throw CorruptError("the decoded bytes do not have the digest that was stored with them");
 }
 
 void decode_words(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, const Words& words, int threads, const Kernels& kernels, u8* out) {
-  RangeDecoder decoder(blob, h, first, last, kernels, out, words);
+  RangeDecoder decoder(blob, h, first, last, nullptr, false, kernels, out, words);
   run(decoder, h, first, last, threads);
 }
 
-void trim_working_memory() { BorrowedWorkers::forget_idle(); }
-
-bool digest_matches(const BlobHeader& header, std::span<const u8> tensor) {
-  XXH128_canonical_t digest;
-  XXH128_canonicalFromHash(&digest, XXH3_128bits(tensor.data(), tensor.size()));
-  return std::memcmp(digest.digest, header.digest, 16) == 0;
+void trim_working_memory() {
+  BorrowedWorkers::forget_idle();
+  Room::forget_idle();
 }
 
 const std::vector<const Kernels*>& usable_kernels() {
   static const std::vector<const Kernels*> usable = [] {
     std::vector<const Kernels*> all;
-    for (const Kernels* k : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
+    for (const Kernels* k : {avx512_kernels(), avx2_kernels(), neon_kernels(), &portable_kernels()})
       if (k) all.push_back(k);
     return all;
   }();

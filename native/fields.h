@@ -6,16 +6,18 @@
 namespace netweight {
 namespace {  // compiled with different instruction sets: never shared between translation units
 
-// Eight b-bit fields in the low 8*b bits -> eight bytes, and back.
+using TwoWords = u64 __attribute__((vector_size(16)));
+
+// Of each word eight b-bit fields in the low 8*b bits -> eight bytes, and back.
 template <int B>
-inline u64 spread_fields(u64 x) {
+inline TwoWords spread_fields(TwoWords x) {
   if constexpr (B == 8) return x;
   constexpr u64 four = (u64{1} << (4 * B)) - 1;
   constexpr u64 two = ((u64{1} << (2 * B)) - 1) * 0x0000000100000001ull;
   constexpr u64 one = ((u64{1} << B) - 1) * 0x0001000100010001ull;
-  x = (x & four) | (x >> (4 * B) & four) << 32;
-  x = (x & two) | (x >> (2 * B) & two) << 16;
-  return (x & one) | (x >> B & one) << 8;
+  x = (x & four) | (x << (32 - 4 * B) & four << 32);
+  x = (x & two) | (x << (16 - 2 * B) & two << 16);
+  return (x & one) | (x << (8 - B) & one << 8);
 }
 
 template <int B>
@@ -37,8 +39,10 @@ inline void unpack_block(const u8* in, u8* out) {
     std::memcpy(&x[q], in + inside, 8);
     x[q] >>= 8 * (q * B - inside);
   }
-  for (int q = 0; q < 8; q++) x[q] = spread_fields<B>(x[q]);
-  std::memcpy(out, x, 64);
+  for (int q = 0; q < 8; q += 2) {
+    const TwoWords fields = spread_fields<B>(TwoWords{x[q], x[q + 1]});
+    std::memcpy(out + 8 * q, &fields, 16);
+  }
 }
 
 template <int B>

@@ -28,15 +28,19 @@ struct UnsupportedError : std::runtime_error {
 };
 
 inline constexpr u8 kMagic[3] = {'N', 'W', 'T'};
-inline constexpr u8 kVersion = 1;
+inline constexpr u8 kVersion = 2;           // newest that is read and written; 1 is, too
 inline constexpr size_t kFixedHeader = 28;  // magic .. header checksum
+inline constexpr u8 kHasBase = 0x80, kHasNewModes = 0x40;  // flags beside the level, version 2
 inline constexpr int kMaxDims = 64;
 inline constexpr int kMinChunkLog2 = 10, kMaxChunkLog2 = 22;
 
 enum class Level : u8 { fast = 0, standard = 1, max = 2 };
 
-// How one plane of one chunk is stored.
-enum class Mode : u8 { raw = 0, constant = 1, packed = 2, rans = 3, wide_rans = 4 };
+// How one plane of one chunk is stored; steep and what follows is of version 2.
+enum class Mode : u8 { raw = 0, constant = 1, packed = 2, rans = 3, wide_rans = 4, steep = 5, sparse = 6, palette = 7, halves = 8 };
+
+// What a chunk of version 2 may begin with instead of its first plane.
+enum class Transform : u8 { sparse = 16, delta = 17, difference = 18 };
 
 inline constexpr int kLanes = 64;           // lanes of one rans stream: 64 states of 16 bits, one byte stream
 inline constexpr int kMaxStreams = 4;
@@ -69,7 +73,7 @@ const std::vector<Dtype>& all_dtypes();
 inline int plane_count(const Dtype& d) { return d.unit_bytes <= 2 ? 1 : d.unit_bytes - 1; }
 inline int head_bytes(const Dtype& d) { return d.unit_bytes == 1 ? 1 : 2; }
 
-inline int default_chunk_log2(const Dtype& d) { return d.unit_bytes <= 2 ? 18 : 17; }
+inline int default_chunk_log2(const Dtype& d) { return d.code == 1 ? 20 : d.unit_bytes <= 2 ? 18 : 17; }  // masks take few bits
 
 // A reader that never passes its end.
 struct Reader {

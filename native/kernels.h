@@ -29,6 +29,7 @@ struct RawRegions {
 struct RansBlock {
   Split split;
   int streams;
+  bool steep;    // frequencies above 127
   size_t count;  // elements
   size_t rows;   // ceil(count / (64 * streams)), the last may be partial
   const u8* raw_low;
@@ -95,6 +96,10 @@ struct alignas(64) EncodeTable {
   std::vector<Entry> by_symbol;
 
   EncodeTable(const Table& table, const Split& split);
+  // The index of a symbol that is looked up by map or pairs.
+  NETWEIGHT_INLINE u8 index(u32 symbol) const {
+    return lookup == SymbolLookup::map ? map[symbol] : static_cast<u8>(2 * map[symbol >> 1] + (symbol & 1));
+  }
 };
 
 struct Patch {
@@ -125,8 +130,14 @@ using EncodeRows = bool (*)(RansEncoder&, const void* in, size_t row);
 using Join = void (*)(const u8* head, const u8* const* tail, size_t count, u8* out);
 using TakeApart = void (*)(const u8* in, size_t count, u8* head, u8* const* tail);
 
-// Feeds bytes to a running XXH3-128 (an XXH3_state_t, whose layout does not depend on instruction sets).
-using UpdateDigest = void (*)(void* state, const u8* in, size_t size);
+// XXH3-64 of bytes: the check of a chunk.
+using Check = u64 (*)(const u8* in, size_t size);
+
+// Elements of which bit i % 4 of nibble i / 4 says whether it is the next of `rest`, behind which 64 bytes may be read, or `value`.
+using Spread = void (*)(const u8* nibbles, const u8* rest, size_t count, int unit, const u8* value, u8* out);
+
+// Two-byte elements from their numbers in a palette of 256, of which the first `size` are used.
+using Recall = void (*)(const u8* numbers, size_t count, const u16* palette, size_t size, u8* out);
 
 // How the weights of a lossy blob are rounded; see rounding.h.
 enum class FloatType { brain, half, single };
@@ -157,14 +168,17 @@ struct Kernels {
   DecodeWide decode_wide;
   Join join4, join8;
   TakeApart split4, split8;
-  UpdateDigest update_digest;
+  Check check;
   DecodeWords decode_words;
   RoundWeights round_weights;
+  Spread spread;
+  Recall recall;
 };
 
 const Kernels& portable_kernels();
 const Kernels* avx2_kernels();    // nullptr when this build or this processor has none
 const Kernels* avx512_kernels();
+const Kernels* neon_kernels();
 
 // One block of the wide mode: placed symbols and states by plain code. False when the stream runs out.
 bool step_wide(const WideBlock& block, WideLanes& lanes, u16* placed);

@@ -1,12 +1,14 @@
 // AVX-512 (VBMI, VBMI2) kernels. A stream's 64 states are two registers, low bytes and high bytes; every table fits in
 // registers; a refill is one expand. Compiled with -mavx512*; only called after a check of the processor.
-#include "digest.h"
-#include "interleave.h"
 #include "kernels.h"
-#include "rounding.h"
 
 #if defined(__AVX512VBMI2__) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
 #include <immintrin.h>
+
+#include "digest.h"
+#include "interleave.h"
+#include "rounding.h"
+#include "spread.h"
 
 namespace netweight {
 namespace {
@@ -51,8 +53,8 @@ FieldPlacement element_placement(const Split& s) {
 inline __m512i choose(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xCA); }
 inline __m512i merge_or(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xEA); }
 
-// Rows of 64 * S elements. kRest: more than eight raw bits.
-template <int S, int kUnit, bool kRest>
+// Rows of 64 * S elements. kRest: more than eight raw bits. kSteep: frequencies of more than seven.
+template <int S, int kUnit, bool kRest, bool kSteep = false>
 __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, u8* out) {
   const DecodeTable& t = *b.table;
   const __m512i slots0 = _mm512_load_si512(t.slot_to_index), slots1 = _mm512_load_si512(t.slot_to_index + 64),
@@ -80,8 +82,14 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
     __m512i f = _mm512_permutexvar_epi8(index, frequency);
     __m512i k = _mm512_sub_epi8(L[g], _mm512_permutexvar_epi8(index, start));
     // x = f * H + k as sums of pairs of bytes, for even and odd lanes apart: shifts and blends instead of shuffles.
-    __m512i x0 = _mm512_maddubs_epi16(choose(even, H[g], one), choose(even, f, _mm512_slli_epi16(k, 8)));
-    __m512i x1 = _mm512_maddubs_epi16(choose(even, one, H[g]), choose(even, _mm512_srli_epi16(k, 8), f));
+    __m512i x0, x1;
+    if constexpr (kSteep) {
+      x0 = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_and_si512(even, H[g]), _mm512_and_si512(even, f)), _mm512_and_si512(even, k));
+      x1 = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_srli_epi16(H[g], 8), _mm512_srli_epi16(f, 8)), _mm512_srli_epi16(k, 8));
+    } else {
+      x0 = _mm512_maddubs_epi16(choose(even, H[g], one), choose(even, f, _mm512_slli_epi16(k, 8)));
+      x1 = _mm512_maddubs_epi16(choose(even, one, H[g]), choose(even, _mm512_srli_epi16(k, 8), f));
+    }
     __m512i low = choose(even, x0, _mm512_slli_epi16(x1, 8)), high = choose(even, _mm512_srli_epi16(x0, 8), x1);
     __mmask64 refill = _mm512_testn_epi8_mask(high, high);
     H[g] = _mm512_mask_mov_epi8(high, refill, low);
@@ -141,6 +149,8 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
 
 template <int S>
 size_t decode_streams(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, u8* out) {
+  if (b.steep && b.split.unit == 2) return row;
+  if (b.steep) return decode<S, 1, false, true>(b, lanes, row, row_end, out);
   if (b.split.unit == 1) return decode<S, 1, false>(b, lanes, row, row_end, out);
   return b.split.raw_bits > 8 ? decode<S, 2, true>(b, lanes, row, row_end, out) : decode<S, 2, false>(b, lanes, row, row_end, out);
 }
@@ -326,6 +336,71 @@ bool encode_rows(RansEncoder& e, const void* in, size_t row) {
   return e.streams == 1 ? encode_streams<1>(e, from, row) : e.streams == 2 ? encode_streams<2>(e, from, row) : encode_streams<4>(e, from, row);
 }
 
+// The 64 bits of 16 nibbles, each in the upper half of a byte.
+inline u64 bits_of(const u8* nibbles) {
+  const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(nibbles));
+  const __m128i low = _mm_and_si128(_mm_srli_epi16(pairs, 4), _mm_set1_epi16(15)), high = _mm_and_si128(_mm_srli_epi16(pairs, 8), _mm_set1_epi16(0xf0));
+  return static_cast<u64>(_mm_cvtsi128_si64(_mm_packus_epi16(_mm_or_si128(low, high), low)));
+}
+
+template <int kUnit>
+void spread_wide(const u8* nibbles, const u8* rest, size_t count, const u8* value, u8* out) {
+  constexpr int kLanes = 64 / kUnit;
+  __m512i common = _mm512_set1_epi8(static_cast<char>(*value));
+  if constexpr (kUnit == 2) common = _mm512_set1_epi16(static_cast<short>(value[0] | value[1] << 8));
+  if constexpr (kUnit == 4) common = _mm512_set1_epi32(static_cast<int>(get32(value)));
+  if constexpr (kUnit == 8) common = _mm512_set1_epi64(static_cast<long long>(get32(value) | static_cast<u64>(get32(value + 4)) << 32));
+  size_t i = 0;
+  for (; i + 64 <= count; i += 64) {
+    u64 bits = bits_of(nibbles + i / 4);
+    for (int part = 0; part < kUnit; part++) {
+      const __m512i next = _mm512_loadu_si512(rest);
+      __m512i v;
+      if constexpr (kUnit == 1) v = _mm512_mask_expand_epi8(common, bits, next);
+      if constexpr (kUnit == 2) v = _mm512_mask_expand_epi16(common, static_cast<__mmask32>(bits), next);
+      if constexpr (kUnit == 4) v = _mm512_mask_expand_epi32(common, static_cast<__mmask16>(bits), next);
+      if constexpr (kUnit == 8) v = _mm512_mask_expand_epi64(common, static_cast<__mmask8>(bits), next);
+      _mm512_storeu_si512(out + i * kUnit + 64 * static_cast<size_t>(part), v);
+      if constexpr (kUnit == 1) {
+        rest += __builtin_popcountll(bits);
+      } else {
+        rest += kUnit * __builtin_popcountll(bits & ((u64{1} << kLanes) - 1));
+        bits >>= kLanes;
+      }
+    }
+  }
+  spread(nibbles + i / 4, rest, count - i, kUnit, value, out + i * kUnit);
+}
+
+void spread_any(const u8* nibbles, const u8* rest, size_t count, int unit, const u8* value, u8* out) {
+  (unit == 1 ? spread_wide<1> : unit == 2 ? spread_wide<2> : unit == 4 ? spread_wide<4> : spread_wide<8>)(nibbles, rest, count, value, out);
+}
+
+// kTables: so many pairs of registers hold the palette.
+template <int kTables>
+void recall_from(const u8* numbers, size_t count, const u16* palette, u8* out) {
+  __m512i table[2 * kTables];
+  for (int t = 0; t < 2 * kTables; t++) table[t] = _mm512_loadu_si512(palette + 32 * t);
+  const __m512i bit6 = _mm512_set1_epi16(64), bit7 = _mm512_set1_epi16(128);
+  size_t i = 0;
+  for (; i + 32 <= count; i += 32) {
+    const __m512i n = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers + i)));
+    __m512i v = _mm512_permutex2var_epi16(table[0], n, table[1]);
+    if constexpr (kTables > 1) v = _mm512_mask_mov_epi16(v, _mm512_test_epi16_mask(n, bit6), _mm512_permutex2var_epi16(table[2], n, table[3]));
+    if constexpr (kTables > 2) {
+      const __m512i upper = _mm512_mask_mov_epi16(_mm512_permutex2var_epi16(table[4], n, table[5]), _mm512_test_epi16_mask(n, bit6),
+                                                  _mm512_permutex2var_epi16(table[6], n, table[7]));
+      v = _mm512_mask_mov_epi16(v, _mm512_test_epi16_mask(n, bit7), upper);
+    }
+    _mm512_storeu_si512(out + 2 * i, v);
+  }
+  recall(numbers + i, count - i, palette, 256, out + 2 * i);
+}
+
+void recall_any(const u8* numbers, size_t count, const u16* palette, size_t size, u8* out) {
+  (size <= 64 ? recall_from<1> : size <= 128 ? recall_from<2> : recall_from<4>)(numbers, count, palette, out);
+}
+
 }  // namespace
 
 const Kernels* avx512_kernels() {
@@ -333,7 +408,7 @@ const Kernels* avx512_kernels() {
                              __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2");
   if (!usable) return nullptr;
   static const Kernels set = {"avx512", decode_rows, encode_rows, avx2_kernels()->decode_wide, join4, join8,
-                              split4, split8, update_digest, decode_words_here, round_weights_here};
+                              split4, split8, check, decode_words_here, round_weights_here, spread_any, recall_any};
   return &set;
 }
 

@@ -4,6 +4,7 @@
 #include "interleave.h"
 #include "merge.h"
 #include "rounding.h"
+#include "spread.h"
 
 #include <algorithm>
 #if defined(__SSE2__)
@@ -21,7 +22,8 @@ EncodeTable::EncodeTable(const Table& t, const Split& split) {
   by_symbol.assign(size_t{1} << split.symbol_bits(), Entry{});
   const auto [least, greatest] = std::minmax_element(t.symbol, t.symbol + t.count);
   base = *least;
-  lookup = *greatest - base < 62           ? SymbolLookup::range
+  lookup = t.steep ? SymbolLookup::none  // vector code multiplies signed bytes
+           : *greatest - base < 62    ? SymbolLookup::range
            : split.symbol_bits() <= 8 ? SymbolLookup::map
            : split.symbol_bits() == 9 ? SymbolLookup::pairs
                                       : SymbolLookup::none;
@@ -101,15 +103,15 @@ inline void advance(const DecodeTable& t, u8* low, u8* high, u8* need, u16* plac
   auto halves = [&](int i, __m128i& lower) {
     u64 s;
     std::memcpy(&s, low + i, 8);
-    auto four = [&](u64 s) {
-      const __m128i e0 = _mm_cvtsi32_si128(static_cast<int>(t.entry[s & 0xff])), e1 = _mm_cvtsi32_si128(static_cast<int>(t.entry[s >> 8 & 0xff]));
-      const __m128i e2 = _mm_cvtsi32_si128(static_cast<int>(t.entry[s >> 16 & 0xff])), e3 = _mm_cvtsi32_si128(static_cast<int>(t.entry[s >> 24 & 0xff]));
-      return _mm_unpacklo_epi64(_mm_unpacklo_epi32(e0, e1), _mm_unpacklo_epi32(e2, e3));
+    auto entry = [&](u64 slot) { return _mm_cvtsi32_si128(static_cast<int>(t.entry[slot & 0xff])); };
+    auto four = [&](u64 s) {  // lower halves of four entries, then upper ones
+      return _mm_unpacklo_epi32(_mm_unpacklo_epi16(entry(s), entry(s >> 8)), _mm_unpacklo_epi16(entry(s >> 16), entry(s >> 24)));
     };
     const __m128i a = four(s), b = four(s >> 32);
-    store16(placed + i, _mm_packs_epi32(_mm_srai_epi32(a, 16), _mm_srai_epi32(b, 16)));
-    lower = _mm_packs_epi32(_mm_srai_epi32(_mm_slli_epi32(a, 16), 16), _mm_srai_epi32(_mm_slli_epi32(b, 16), 16));
+    store16(placed + i, _mm_unpackhi_epi64(a, b));
+    lower = _mm_unpacklo_epi64(a, b);
   };
+#pragma GCC unroll 4
   for (int i = 0; i < 64; i += 16) {
     __m128i a, b;
     halves(i, a);
@@ -127,20 +129,39 @@ inline void advance(const DecodeTable& t, u8* low, u8* high, u8* need, u16* plac
   }
 }
 
-// merge_row for two-byte elements with a sign and at most eight raw bits: those of weights.
-inline void merge_weights(const Split& split, const u16* placed, const u8* raw, u8* out) {
-  const __m128i zero = _mm_setzero_si128(), sign = _mm_set1_epi16(static_cast<short>(1 << (split.raw_bits - 1))),
-                rest = _mm_set1_epi16(static_cast<short>((1 << (split.raw_bits - 1)) - 1)), top = _mm_cvtsi32_si128(16 - split.raw_bits);
-  auto merge = [&](__m128i p, __m128i r, int lane) {
-    const __m128i v = _mm_or_si128(_mm_or_si128(p, _mm_and_si128(r, rest)), _mm_sll_epi16(_mm_and_si128(r, sign), top));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * lane_position(lane, 2)), v);
-  };
-  for (int i = 0; i < 64; i += 16) {
-    const __m128i r = load16(raw + i);
-    merge(load16(placed + i), _mm_unpacklo_epi8(r, zero), i);
-    merge(load16(placed + i + 8), _mm_unpackhi_epi8(r, zero), i + 8);
+// merge_row for whole rows.
+struct MergeRows {
+  const Split& split;
+  const bool rest;
+  const int bits;
+  const __m128i sign, mantissa, top;
+
+  explicit MergeRows(const Split& s)
+      : split(s),
+        rest(s.raw_bits > 8),
+        bits(rest ? s.raw_bits - 8 : s.raw_bits),
+        sign(_mm_set1_epi8(static_cast<char>(s.signed_raw ? 1 << (bits - 1) : 0))),
+        mantissa(_mm_set1_epi8(static_cast<char>((1 << (s.signed_raw ? bits - 1 : bits)) - 1))),
+        top(_mm_cvtsi32_si128(8 - bits)) {}
+
+  void operator()(const u16* placed, const u8* raw_low, const u8* raw_rest, u8* out) const {
+    const auto loaded = [](const u8* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
+    const bool bytes = split.unit == 1;
+#pragma GCC unroll 4
+    for (int i = 0; i < 64; i += 16) {
+      const __m128i r = loaded((rest ? raw_rest : raw_low) + i), m = _mm_and_si128(r, mantissa), s = _mm_sll_epi16(_mm_and_si128(r, sign), top);
+      const __m128i p0 = load16(placed + i), p1 = load16(placed + i + 8), both = _mm_or_si128(m, s);
+      auto put = [&](int at, __m128i v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out + at), v); };
+      if (bytes) {
+        put(i, _mm_or_si128(_mm_packus_epi16(p0, p1), both));
+        continue;
+      }
+      const __m128i first = rest ? loaded(raw_low + i) : m, second = rest ? both : s;
+      put(2 * lane_position(i, 2), _mm_or_si128(p0, _mm_unpacklo_epi8(first, second)));
+      put(2 * lane_position(i + 8, 2), _mm_or_si128(p1, _mm_unpackhi_epi8(first, second)));
+    }
   }
-}
+};
 
 #else
 
@@ -160,7 +181,10 @@ inline void advance(const DecodeTable& t, u8* low, u8* high, u8* need, u16* plac
   }
 }
 
-inline void merge_weights(const Split& split, const u16* placed, const u8* raw, u8* out) { merge_row(split, placed, raw, raw, out, 64); }
+struct MergeRows {
+  const Split& split;
+  void operator()(const u16* placed, const u8* raw_low, const u8* raw_rest, u8* out) const { merge_row(split, placed, raw_low, raw_rest, out, 64); }
+};
 
 #endif
 
@@ -193,28 +217,54 @@ struct Expansions {
 };
 constexpr Expansions kExpansions;
 
+// Gives the next bytes of a stream to the lanes that a and b name, of the first and the second eight.
+#if defined(__SSE2__)
+inline void give(const Expansion& a, const Expansion& b, const u8* from, u8* low) {
+  auto both = [](const void* x, const void* y) {
+    return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64(static_cast<const __m128i*>(x))), static_cast<const __m64*>(y)));
+  };
+  __m128i fresh = both(from, from + a.count);
+  auto move = [&](__m128i moved, int k) { fresh = _mm_xor_si128(fresh, _mm_and_si128(_mm_xor_si128(fresh, moved), both(a.arrives + k, b.arrives + k))); };
+  move(_mm_slli_epi64(fresh, 32), 0);
+  move(_mm_slli_epi64(fresh, 16), 1);
+  move(_mm_slli_epi64(fresh, 8), 2);
+  const __m128i now = load16(low), named = both(&a.named, &b.named);
+  store16(low, _mm_xor_si128(now, _mm_and_si128(_mm_xor_si128(now, fresh), named)));
+}
+#else
+inline void give(const Expansion& e, const u8* from, u8* low) {
+  u64 fresh, now;
+  std::memcpy(&fresh, from, 8);
+  fresh ^= (fresh ^ fresh << 32) & e.arrives[0];
+  fresh ^= (fresh ^ fresh << 16) & e.arrives[1];
+  fresh ^= (fresh ^ fresh << 8) & e.arrives[2];
+  std::memcpy(&now, low, 8);
+  now ^= (now ^ fresh) & e.named;
+  std::memcpy(low, &now, 8);
+}
+inline void give(const Expansion& a, const Expansion& b, const u8* from, u8* low) {
+  give(a, from, low);
+  give(b, from + a.count, low + 8);
+}
+#endif
+
 // Gives the next bytes of a stream to the lanes whose bits are set in `need`; false when it runs out.
 inline bool refill(const u8* need, u8* low, const u8*& at, const u8* end) {
   const u8* from = at;
-  const bool ample = end - from >= 64;
-  for (int q = 0; q < 8; q++) {
-    const Expansion& e = kExpansions.of[need[q]];
-    u64 fresh = 0, now;
-    if (ample) {
-      std::memcpy(&fresh, from, 8);
-    } else {
-      if (e.count > static_cast<size_t>(end - from)) return false;
-      std::memcpy(&fresh, from, e.count);
-    }
-    fresh ^= (fresh ^ fresh << 32) & e.arrives[0];
-    fresh ^= (fresh ^ fresh << 16) & e.arrives[1];
-    fresh ^= (fresh ^ fresh << 8) & e.arrives[2];
-    std::memcpy(&now, low + 8 * q, 8);
-    now ^= (now ^ fresh) & e.named;
-    std::memcpy(low + 8 * q, &now, 8);
-    from += e.count;
+  u8 last[72];
+  if (end - from < 72) {  // reading on would pass the end
+    std::memset(last, 0, sizeof last);
+    std::memcpy(last, from, static_cast<size_t>(end - from));
+    from = last;
   }
-  at = from;
+  const u8* const start = from;
+  for (int q = 0; q < 8; q += 2) {
+    const Expansion &a = kExpansions.of[need[q]], &b = kExpansions.of[need[q + 1]];
+    give(a, b, from, low + 8 * q);
+    from += a.count + b.count;
+  }
+  if (from - start > end - at) return false;
+  at += from - start;
   return true;
 }
 
@@ -229,20 +279,20 @@ inline void* element(void* out, int unit, size_t i) { return static_cast<u8*>(ou
 
 size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, void* out) {
   const int low_bits = b.split.raw_bits < 8 ? b.split.raw_bits : 8, rest_bits = b.split.raw_bits - low_bits;
-  const bool weights = b.split.unit == 2 && b.split.signed_raw && rest_bits == 0;
+  const MergeRows merge{b.split};
   alignas(64) u16 placed[64];
   alignas(64) u8 raw_low[64], raw_rest[64];
   for (; row < row_end; row++)
     for (int g = 0; g < b.streams; g++) {
       const size_t block = row * static_cast<size_t>(b.streams) + static_cast<size_t>(g);
-      unpack_fields(low_bits, b.raw_low + block * field_block_bytes(low_bits), raw_low);
-      if (!step(*b.table, lanes.low[g], lanes.high[g], lanes.at[g], b.stream_end[g], placed)) return npos;
-      if (weights) {
-        merge_weights(b.split, placed, raw_low, static_cast<u8*>(out) + block * 128);
-      } else {
-        if (rest_bits) unpack_fields(rest_bits, b.raw_rest + block * field_block_bytes(rest_bits), raw_rest);
-        merge_row(b.split, placed, raw_low, raw_rest, element(out, b.split.unit, block * 64), 64);
+      const u8* low = b.raw_low + block * field_block_bytes(low_bits);
+      if (low_bits < 8) {
+        unpack_fields(low_bits, low, raw_low);
+        low = raw_low;
       }
+      if (!step(*b.table, lanes.low[g], lanes.high[g], lanes.at[g], b.stream_end[g], placed)) return npos;
+      if (rest_bits) unpack_fields(rest_bits, b.raw_rest + block * field_block_bytes(rest_bits), raw_rest);
+      merge(placed, low, raw_rest, static_cast<u8*>(out) + block * 64 * static_cast<size_t>(b.split.unit));
     }
   return row_end;
 }
@@ -401,7 +451,7 @@ bool encode_last_rows(RansEncoder& e, const void* in) {
 
 const Kernels& portable_kernels() {
   static const Kernels set = {"portable", decode_rows, encode_rows, decode_wide, join4, join8,
-                              split4, split8, update_digest, decode_words_here, round_weights_here};
+                              split4, split8, check, decode_words_here, round_weights_here, spread, recall};
   return set;
 }
 

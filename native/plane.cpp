@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <mutex>
 
 #include "fields.h"
 #include "patches.h"
@@ -12,7 +13,9 @@ namespace {
 
 constexpr size_t kSmallest = 512;  // bytes; below this no table pays
 
-int stream_count(size_t count) { return count < (1u << 14) ? 1 : count < (1u << 18) ? 2 : 4; }
+int stream_count(size_t count, bool inner) {  // states cost more than speed gains in parts of skewed planes
+  return count < (inner ? 1u << 17 : 1u << 14) ? 1 : count < (1u << 18) ? 2 : 4;
+}
 
 // ---- histograms ----------------------------------------------------------------------------------------------------
 
@@ -103,7 +106,25 @@ u64 scaled(u64 cost, size_t count, size_t total) {
   return static_cast<u64>(static_cast<unsigned __int128>(cost) * count / std::max<size_t>(total, 1));
 }
 
-Choice choose_split(const PlaneShape& shape, const u8* in, size_t count, Level level, size_t stride) {
+// For skewed bytes: tables without raw bits, steep ones among them.
+void choose_whole(const u8* in, size_t count, Level level, size_t stride, Choice& best) {
+  const Split whole{1, 0, false};
+  std::vector<u32> counts;
+  const size_t total = histogram(in, count, whole, stride, counts);
+  for (bool steep : {false, true}) {
+    Table table;
+    table.steep = steep;
+    const u64 cost = scaled(build_table(counts.data(), 8, level == Level::max, table), count, total);
+    if (cost < best.cost) best = {Mode::rans, cost, whole, table, {}, {}};
+  }
+  std::vector<u16> symbols, frequencies;
+  u64 wide = build_wide_table(counts.data(), 8, symbols, frequencies);
+  if (wide == ~u64{0}) return;
+  wide = scaled(wide, count, total);
+  if (wide + wide / 32 < best.cost) best = {Mode::wide_rans, wide, whole, {}, symbols, frequencies};  // it decodes more slowly
+}
+
+Choice choose_split(const PlaneShape& shape, const u8* in, size_t count, Level level, size_t stride, bool skewed) {
   SplitRange range = split_range(shape, level);
   Choice best;
   std::vector<u32> counts;
@@ -123,20 +144,21 @@ Choice choose_split(const PlaneShape& shape, const u8* in, size_t count, Level l
     wide += raw_cost;
     if (wide < best.cost) best = {Mode::wide_rans, wide, split, {}, symbols, frequencies};
   }
+  if (skewed && shape.unit == 1) choose_whole(in, count, level, stride, best);
   return best;
 }
 
-// ---- rans ----------------------------------------------------------------------------------------------------------
+// ---- rans and steep --------------------------------------------------------------------------------------------------
 
 // Returns nullptr when there are too many patches for this table to be the right one.
-u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
-  const int streams = stream_count(count);
+u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t count, bool inner, const Kernels& kernels, Scratch& scratch, u8* out) {
+  const int streams = stream_count(count, inner);
   const size_t rows = (count + 64u * static_cast<size_t>(streams) - 1) / (64u * static_cast<size_t>(streams));
   const RawRegions region(split, streams, rows);
   const EncodeTable lookups(table, split);
 
   u8* p = out;
-  *p++ = static_cast<u8>(Mode::rans);
+  *p++ = static_cast<u8>(table.steep ? Mode::steep : Mode::rans);
   *p++ = static_cast<u8>(split.raw_bits | (split.signed_raw ? 0x80 : 0));
   *p++ = static_cast<u8>(streams);
   p = table.write(p);
@@ -199,15 +221,17 @@ Split read_split(Reader& in, int unit) {
   return split;
 }
 
-void decode_rans(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out) {
+void decode_rans(Reader& in, const u8* readable_end, int unit, size_t count, bool steep, const Kernels& kernels, u8* out) {
   RansBlock b{};
   b.split = read_split(in, unit);
   b.streams = in.byte("a plane's header");
   if (b.streams != 1 && b.streams != 2 && b.streams != 4) throw CorruptError("a plane's header asks for an impossible number of streams");
   b.count = count;
+  b.steep = steep;
   const size_t streams = static_cast<size_t>(b.streams);
   b.rows = (count + 64 * streams - 1) / (64 * streams);
   Table table;
+  table.steep = steep;
   table.read(in, b.split.symbol_bits());
   const DecodeTable lookups(table, b.split);
   b.table = &lookups;
@@ -322,26 +346,23 @@ void fill(const u8* value, int unit, size_t count, u8* out) {
   for (size_t i = 0; i < count; i++) std::memcpy(out + 2 * i, value, 2);
 }
 
-}  // namespace
-
-u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out) {
+// Raw, packed or entropy coded, and no larger than raw; in version 1 all that there is.
+u8* encode_dense(const PlaneShape& shape, const u8* in, size_t count, Level level, bool skewed, const Kernels& kernels, Scratch& scratch, u8* out) {
   const size_t bytes = count * static_cast<size_t>(shape.unit);
-  if (is_constant(in, count, shape.unit)) {
-    *out++ = static_cast<u8>(Mode::constant);
-    std::memcpy(out, in, static_cast<size_t>(shape.unit));
-    return out + shape.unit;
+  if (bytes < kSmallest) {
+    if (shape.inner && shape.unit == 1 && packed_size(in, count) < bytes) return encode_packed(in, count, out);
+    return encode_raw(in, bytes, out);
   }
-  if (bytes < kSmallest) return encode_raw(in, bytes, out);
 
   const u64 worthwhile = (static_cast<u64>(bytes) << 19) / 200 * 199;  // half a percent at least
   const size_t packed = shape.unit == 1 ? packed_size(in, count) : bytes;
-  size_t stride = sampling_stride(level, count);
+  size_t stride = shape.inner ? 1 : sampling_stride(level, count);
   for (;;) {
-    Choice choice = choose_split(shape, in, count, level, stride);
+    Choice choice = choose_split(shape, in, count, level, stride, skewed);
     const u64 packed_cost = static_cast<u64>(packed) << 19;
     if (packed_cost < worthwhile && packed_cost <= choice.cost) return encode_packed(in, count, out);
     if (choice.mode == Mode::raw || choice.cost >= worthwhile) return encode_raw(in, bytes, out);
-    u8* end = choice.mode == Mode::rans ? encode_rans(choice.split, choice.table, in, count, kernels, scratch, out)
+    u8* end = choice.mode == Mode::rans ? encode_rans(choice.split, choice.table, in, count, shape.inner, kernels, scratch, out)
                                         : encode_wide(choice.split, choice.wide_symbols, choice.wide_frequencies, in, count, scratch, out);
     if (end && static_cast<size_t>(end - out) <= bytes) return end;
     if (stride == 1) return encode_raw(in, bytes, out);
@@ -349,17 +370,93 @@ u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level leve
   }
 }
 
-void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out) {
+}  // namespace
+
+namespace {
+
+constexpr size_t kLargestRoom = size_t{1} << 21, kMostRooms = 64;
+
+struct Rooms {
+  std::mutex guard;
+  std::vector<std::pair<size_t, std::unique_ptr<u8[]>>> idle;
+};
+Rooms& rooms() {
+  static Rooms* s = new Rooms;  // never destroyed: threads may still work while the program ends
+  return *s;
+}
+
+}  // namespace
+
+Room::Room(size_t bytes) : size_(std::bit_ceil(bytes)) {
+  if (size_ <= kLargestRoom) {
+    std::lock_guard<std::mutex> lock(rooms().guard);
+    auto& idle = rooms().idle;
+    for (size_t i = idle.size(); i-- > 0;)
+      if (idle[i].first == size_) {
+        memory_ = std::move(idle[i].second);
+        idle.erase(idle.begin() + static_cast<std::ptrdiff_t>(i));
+        return;
+      }
+  }
+  memory_.reset(new u8[size_]);
+}
+
+Room::~Room() {
+  if (size_ > kLargestRoom) return;
+  std::lock_guard<std::mutex> lock(rooms().guard);
+  if (rooms().idle.size() < kMostRooms) rooms().idle.emplace_back(size_, std::move(memory_));
+}
+
+void Room::forget_idle() {
+  std::lock_guard<std::mutex> lock(rooms().guard);
+  rooms().idle.clear();
+}
+
+u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, int nesting) {
+  if (is_constant(in, count, shape.unit)) {
+    *out++ = static_cast<u8>(Mode::constant);
+    std::memcpy(out, in, static_cast<size_t>(shape.unit));
+    return out + shape.unit;
+  }
+  if (nesting <= 0 || count < 32) return encode_dense(shape, in, count, level, shape.inner, kernels, scratch, out);
+  const Probe found = probe(in, count, shape.unit);
+  const bool skewed = shape.inner || shape.kind != PlaneKind::floating || found.often() || found.few(shape.unit);
+  u8* end = encode_dense(shape, in, count, level, skewed, kernels, scratch, out);
+  if (!skewed) return end;
+  if (shape.unit == 1 && (!found.often() || shape.split_off)) return end;
+  const Room trial(2 * count * static_cast<size_t>(shape.unit) + 8192 * static_cast<size_t>(nesting + 1));
+  const u8* trial_end = encode_skewed(shape, found, in, count, level, kernels, scratch, trial.get(), nesting);
+  if (!trial_end) return end;
+  const size_t size = static_cast<size_t>(trial_end - trial.get());
+  if (200 * size > 199 * static_cast<size_t>(end - out)) return end;
+  std::memcpy(out, trial.get(), size);
+  return out + size;
+}
+
+void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out, int nesting) {
   const size_t bytes = count * static_cast<size_t>(unit);
-  switch (static_cast<Mode>(in.byte("a plane"))) {
+  const Mode mode = static_cast<Mode>(in.byte("a plane"));
+  if (mode >= Mode::steep && mode <= Mode::halves) {
+    if (nesting == kVersion1) throw CorruptError("a plane has an unknown mode");
+    if (nesting == 0 && mode != Mode::steep) throw CorruptError("planes lie too deep in planes");
+    if (unit == 1 && mode >= Mode::palette) throw CorruptError("a plane of one-byte elements has a mode of two-byte ones");
+  }
+  switch (mode) {
     case Mode::raw: std::memcpy(out, in.take(bytes, "a raw plane"), bytes); return;
     case Mode::constant: fill(in.take(static_cast<size_t>(unit), "a constant plane"), unit, count, out); return;
     case Mode::packed:
       if (unit != 1) throw CorruptError("a packed plane must have one-byte elements");
       decode_packed(in, count, out);
       return;
-    case Mode::rans: decode_rans(in, readable_end, unit, count, kernels, out); return;
+    case Mode::rans:
+    case Mode::steep: decode_rans(in, readable_end, unit, count, mode == Mode::steep, kernels, out); return;
     case Mode::wide_rans: decode_wide(in, unit, count, kernels, out); return;
+    case Mode::sparse:
+      decode_sparse(in, readable_end, unit, count, kernels, out, nesting,
+                    [&](size_t left, u8* rest) { decode_plane(in, readable_end, unit, left, kernels, rest, nesting - 1); });
+      return;
+    case Mode::palette: decode_palette(in, readable_end, count, kernels, out, nesting); return;
+    case Mode::halves: decode_halves(in, readable_end, count, kernels, out, nesting); return;
   }
   throw CorruptError("a plane has an unknown mode");
 }

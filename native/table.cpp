@@ -10,11 +10,11 @@ namespace {
 // kGain[f]: 2^16 log2((f + 1) / f), what a symbol saves per occurrence when its frequency grows from f to f + 1.
 // kBits[f]: 2^16 log2(256 / f), what an occurrence costs.
 struct Logarithms {
-  u32 gain[kMaxFrequency + 1];
-  u32 bits[kMaxFrequency + 1];
+  u32 gain[kSlots];
+  u32 bits[kSlots];
   Logarithms() {
     gain[0] = bits[0] = 0;
-    for (int f = 1; f <= kMaxFrequency; f++) {
+    for (int f = 1; f < kSlots; f++) {
       gain[f] = static_cast<u32>(std::llround(65536.0 * std::log2((f + 1.0) / f)));
       bits[f] = static_cast<u32>(std::llround(65536.0 * std::log2(256.0 / f)));
     }
@@ -23,7 +23,6 @@ struct Logarithms {
 const Logarithms kLog;
 
 constexpr u64 kPatchBits = 33u << 15;  // 16.5 bits in 1/65536
-constexpr int kMinSymbols = 3;         // two frequencies of at most 127 cannot add up to 256
 
 struct Candidate {
   int count;
@@ -32,11 +31,11 @@ struct Candidate {
 };
 
 // Frequencies for the `count` likeliest symbols: start below the share of each, then hand out the rest greedily.
-void quantize(const u64* weight, int count, u64 total, u8* frequency) {
+void quantize(const u64* weight, int count, u64 total, int most_slots, u8* frequency) {
   int used = 0;
   for (int i = 0; i < count; i++) {
     u64 f = total ? weight[i] * kSlots / total : 0;
-    f = std::clamp<u64>(f, 1, kMaxFrequency);
+    f = std::clamp<u64>(f, 1, static_cast<u64>(most_slots));
     frequency[i] = static_cast<u8>(f);
     used += static_cast<int>(f);
   }
@@ -55,7 +54,7 @@ void quantize(const u64* weight, int count, u64 total, u8* frequency) {
     int best = -1;
     u64 most = 0;
     for (int i = 0; i < count; i++) {
-      if (frequency[i] == kMaxFrequency) continue;
+      if (frequency[i] == most_slots) continue;
       u64 gain = weight[i] * kLog.gain[frequency[i]];
       if (best < 0 || gain > most) best = i, most = gain;
     }
@@ -64,7 +63,7 @@ void quantize(const u64* weight, int count, u64 total, u8* frequency) {
   }
 }
 
-Candidate candidate(const std::vector<std::pair<u32, u16>>& order, int count, u64 total) {
+Candidate candidate(const std::vector<std::pair<u32, u16>>& order, int count, u64 total, int most_slots) {
   Candidate c;
   c.count = count;
   u64 weight[kMaxSymbols] = {};
@@ -72,7 +71,7 @@ Candidate candidate(const std::vector<std::pair<u32, u16>>& order, int count, u6
   for (int i = 0; i < count; i++) kept += weight[i] = order[i].first;
   u64 rest = total - kept;
   weight[0] += rest;  // rare symbols are coded as the likeliest one
-  quantize(weight, count, total, c.frequency);
+  quantize(weight, count, total, most_slots, c.frequency);
   c.cost = rest * kPatchBits + (static_cast<u64>(count) << 19);
   for (int i = 0; i < count; i++) c.cost += weight[i] * kLog.bits[c.frequency[i]];
   return c;
@@ -92,18 +91,20 @@ u64 build_table(const u32* counts, int symbol_bits, bool exhaustive, Table& tabl
   std::sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
     return a.first != b.first ? a.first > b.first : a.second < b.second;
   });
-  for (int s = 0; static_cast<int>(order.size()) < kMinSymbols; s++)  // at least three symbols, whether they occur or not
+  const int most_slots = table.steep ? kSlots - 1 : kMaxFrequency;
+  const int fewest = (kSlots + most_slots - 1) / most_slots;  // so many symbols, whether they occur or not, can add up to 256
+  for (int s = 0; static_cast<int>(order.size()) < fewest; s++)
     if (std::none_of(order.begin(), order.end(), [&](const auto& o) { return o.second == s; }))
       order.push_back({0, static_cast<u16>(s)});
 
   const int most = std::min<int>(kMaxSymbols, static_cast<int>(order.size()));
-  int estimate = kMinSymbols;  // a symbol rarer than about 1 in 2048 is cheaper as a patch
+  int estimate = fewest;  // a symbol rarer than about 1 in 2048 is cheaper as a patch
   while (estimate < most && u64{order[estimate].first} * 2048 >= total) estimate++;
-  int lowest = exhaustive ? kMinSymbols : std::max(kMinSymbols, estimate - 1);
+  int lowest = exhaustive ? fewest : std::max(fewest, estimate - 1);
   int highest = exhaustive ? most : std::min(most, estimate + 1);
-  Candidate best = candidate(order, lowest, total);
+  Candidate best = candidate(order, lowest, total, most_slots);
   for (int count = lowest + 1; count <= highest; count++) {
-    Candidate c = candidate(order, count, total);
+    Candidate c = candidate(order, count, total, most_slots);
     if (c.cost < best.cost) best = c;
   }
 
@@ -115,7 +116,7 @@ u64 build_table(const u32* counts, int symbol_bits, bool exhaustive, Table& tabl
   };
   std::vector<Row> rows;
   for (int i = 0; i < best.count; i++) {
-    bool second = u64{order[i].first} * kSlots < total * best.frequency[i];
+    bool second = !table.steep && u64{order[i].first} * kSlots < total * best.frequency[i];
     rows.push_back({second, order[i].second, best.frequency[i]});
   }
   std::sort(rows.begin(), rows.end(),
@@ -184,8 +185,8 @@ void Table::read(Reader& in, int symbol_bits) {
   int n = 0, sum = 0;
   for (int pass = 0; pass < 2; pass++)
     for (int i = 0; i < count; i++) {
-      if ((bytes[i] >> 7) != pass) continue;
-      int f = bytes[i] & 0x7f;
+      if (steep ? pass != 0 : (bytes[i] >> 7) != pass) continue;
+      int f = steep ? bytes[i] : bytes[i] & 0x7f;
       if (f == 0 || sum + f > kSlots) throw CorruptError("a frequency table does not add up to 256");
       symbol[n] = symbols[i];
       frequency[n] = static_cast<u8>(f);

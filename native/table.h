@@ -28,7 +28,7 @@ struct Split {
   NETWEIGHT_INLINE u32 symbol_mask() const { return place_symbol((1u << symbol_bits()) - 1); }
 };
 
-// Symbols in slot order: class 0 by symbol, then class 1 by symbol.
+// Symbols in slot order: class 0 by symbol, then class 1 by symbol. A steep table has one class and frequencies to 255.
 struct Table {
   int count = 0;
   u16 symbol[kMaxSymbols];
@@ -36,6 +36,7 @@ struct Table {
   u8 start[kMaxSymbols];
   bool second_class[kMaxSymbols];
   int host = 0;  // index of the likeliest symbol; stands in for rare ones and for padding
+  bool steep = false;
 
   size_t written_bytes() const;
   u8* write(u8* p) const;
@@ -43,7 +44,8 @@ struct Table {
 };
 
 // Builds the table that costs least for counts[0 .. 1 << symbol_bits) and returns that cost in 1/65536 bits per `total`
-// counted elements, raw bits not included. `exhaustive` tries every number of symbols, otherwise those near the estimate.
+// counted elements, raw bits not included. `exhaustive` tries every number of symbols, otherwise those near the estimate. The
+// table says before whether it is steep.
 u64 build_table(const u32* counts, int symbol_bits, bool exhaustive, Table& table);
 
 // What a decoding kernel looks up. Index 63 of the per-symbol arrays is never used by a valid table.

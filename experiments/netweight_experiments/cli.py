@@ -177,7 +177,7 @@ def codec(
 ) -> None:
     """Measure the codec against zipnn, zstd, lz4, blosc2 and memcpy.
 
-    Without FILE the model MiniLM as fp32, bf16 and fp16 and normally distributed bf16 weights are compressed; with
+    Without FILE the model MiniLM as fp32, bf16, fp16 and fp8 and normally distributed bf16 weights are compressed; with
     .safetensors files, their tensors as they are. Everything runs in one process, round by round, and every ratio is
     taken within a round. Let nothing else run meanwhile.
     """
@@ -215,7 +215,9 @@ def _sets(files: tuple[Path, ...], quick: bool, seed: int) -> list[DataSet]:
         return data.of_files(files)
     most = QUICK_WEIGHTS if quick else None
     file = minilm.weights_file()
-    sets = [data.model_as(file, targets.MINILM, dtype, most=most) for dtype in ("BF16", "F16", "F32")]
+    sets = [
+        data.model_as(file, targets.MINILM, dtype, most=most) for dtype in ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")
+    ]
     small = [
         data.gaussian(seed=seed, count=most or 1 << 20, name=data.IN_CACHE, dtype=dtype) for dtype in ("BF16", "F32")
     ]
@@ -306,6 +308,37 @@ def _ratio_line(finding: Finding) -> tuple[str, ...]:
     target = "" if finding.target is None else f"{'≤' if finding.better == 'lower' else '≥'} {finding.target}"
     verdict = {True: "met", False: "MISSED", None: ""}[finding.passed]
     return finding.name, target, f"{finding.value:.3g}", f"{low:.3g} to {high:.3g}", verdict
+
+
+@benchmark.command()
+@click.option("--layers", type=click.IntRange(min=1), default=7, show_default=True, help="Layers of the Llama trained.")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
+@click.option("--length", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens per sequence.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Timed steps of each way.")
+@_out_option("training-memory", "--trial")
+@click.option("--trial", is_flag=True, help="One layer, few tokens: shows that it runs; the numbers mean nothing.")
+@output_option
+def memory(layers: int, batch: int, length: int, rounds: int, out: Path | None, trial: bool, output: Output) -> None:
+    """Measure memory and speed of training: plain, checkpointed, layer by layer and compressed, by SGD and AdamW.
+
+    A Llama of random bf16 weights is trained on the CPU, on one thread. Each row states the bytes of tensors counted,
+    the bytes resident and the steps per second of one way, all against one baseline. Let nothing else run meanwhile.
+    """
+    from netweight_experiments.benchmarks.compress import models as script
+
+    models: Any = script  # scripts have no types
+    small = ["--layers", "1", "--batch", "1", "--length", "16", "--rounds", "1"]
+    given = ["--layers", str(layers), "--batch", str(batch), "--length", str(length), "--rounds", str(rounds)]
+    arguments = models.options().parse_args([*(small if trial else given), "--parts", "memory", "training"])
+    arguments.output = _dated(out, "training-memory", trial)
+    result = models.measure(arguments, show=False)
+    output.table(["way", "baseline", "counted", "resident", "steps/s", "counted / baseline", "resident / baseline",
+                  "speed / baseline"], [
+        (row["way"], row["baseline"], row["counted"], row["resident"], row["steps per second"],
+         row["counted / baseline"]["value"], row["resident / baseline"], row["speed / baseline"]["median"])
+        for row in result["rows"]
+    ])  # fmt: skip
+    output.result(result)
 
 
 @benchmark.command()

@@ -37,7 +37,7 @@ _find, _names, __all__ = lazy_names(
         # forget
         "deactivate": "netweight.methods.forget.edit",
         "detect": "netweight.methods.forget.detect",
-        "harden": "netweight.methods.forget.harden",
+        "forget": "netweight.methods.forget.edit",
         "localize": "netweight.methods.forget.localize",
         # immunize
         "RepNoise": "netweight.methods.immunize.settings",

@@ -51,12 +51,12 @@ class Job:
         folder: Where the job lives.
     """
 
-    def __init__(self, folder: Path, *, reading: bool, owned: bool) -> None:
+    def __init__(self, folder: Path, *, owned: bool = False, reading: bool = False, shared: bool = False) -> None:
         self.folder = folder
         self._state = folder / _STATE
         self._key: Any = None
         self._noted = False
-        self._reading, self._owned = reading, owned
+        self._owned, self._reading, self._shared = owned, reading, shared
         self._ledgers: dict[str, Ledger] = {}
 
     @classmethod
@@ -69,6 +69,7 @@ class Job:
         of: str = "other work",
         state: str = _STATE,
         reading: bool = False,
+        shared: bool = False,
     ) -> Iterator[Job]:
         """Open a job, to begin it or to continue it.
 
@@ -80,6 +81,8 @@ class Job:
             of: What the job is, for messages: "a federation".
             state: Name of the state's file.
             reading: Open without a lock; nothing can be written.
+            shared: Leave the folder open to others: only `map` and `record` can be called, whose files are locked one
+                by one. An open job stays as it is.
 
         Yields:
             The job.
@@ -90,12 +93,16 @@ class Job:
             OutputFailed: The folder cannot be written.
         """
         if isinstance(folder, Job):
-            folder._claim(key, of, state)
+            if not shared:
+                folder._claim(key, of, state)
             yield folder
-        elif reading:
-            job = cls(Path(folder), reading=True, owned=False)
+        elif reading or shared:
+            job = cls(Path(folder), reading=reading, shared=shared)
             job._claim(key, of, state)
-            yield job
+            try:
+                yield job
+            finally:
+                job._close_ledgers()
         else:
             with cls._locked(Path(folder), Path(folder), key, of, state) as job:
                 yield job
@@ -141,7 +148,7 @@ class Job:
     @classmethod
     @contextmanager
     def _locked(cls, folder: Path, target: Path, key: Any, of: str, state: str) -> Iterator[Job]:
-        job = cls(folder, reading=False, owned=folder != target or not folder.exists())
+        job = cls(folder, owned=folder != target or not folder.exists())
         with ExitStack() as stack:
             stack.callback(job._leave)
             with naming_failures(target):
@@ -302,7 +309,7 @@ class Job:
 
     def _note_key(self) -> None:
         """Write whose the records are, before the first."""
-        self._check_writable()
+        self._check_writable(rows=True)
         if self._key is not None and not self._noted:
             write_record(self.folder / _KEY, {"key": self._key}, version=_VERSION)
             self._noted = True
@@ -361,9 +368,10 @@ class Job:
         ledger = self._ledgers.get(name)
         return read_ledger(self.folder / f"{name}.jsonl") if ledger is None else ledger.records
 
-    def _check_writable(self) -> None:
-        if self._reading:
-            raise UsageError(f"{self.folder} was opened to read.", cure="Open the job without reading=True.")
+    def _check_writable(self, *, rows: bool = False) -> None:
+        if self._reading or (self._shared and not rows):
+            how = "reading" if self._reading else "shared"
+            raise UsageError(f"The job in {self.folder} is open with {how}=True.", cure=f"Open it without {how}=True.")
 
 
 def check_destination(destination: str | Path, *, overwrite: bool | None = False, folder: Path | None = None) -> None:

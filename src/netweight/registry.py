@@ -16,8 +16,7 @@ from typing import Any, Generic, TypeVar, final
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.report.audit import Audit, declare_audits
-from netweight.report.finding import Finding
-from netweight.report.report import Report
+from netweight.report.finding import Section
 
 S = TypeVar("S")
 
@@ -50,9 +49,8 @@ class Method(Generic[S]):
         audits: Name → the audit; None for one that an attack holds or that needs what only its user has.
         examine: Takes `(audit, destination, source, settings, progress)` and returns the subject and the config that
             the audit of that name takes, `(destination, source)` and the settings by default. It may work, such as
-            generate images: what an earlier run's audits found is remembered, and it is not called for them.
-        by_attack: Those of its audits that an attack of the recipe holds: audit's name → the attack's verb.
-        illustrate: Takes `(destination, number, report)` and adds sections with figures; `number` is the step's.
+            generate images: what an earlier run's audits returned is remembered, and it is not called for them.
+        by_attack: Audits that an attack holds where a recipe has it: audit's name → the attack's verb.
         check: Takes `(source, settings)` and raises what work could only find out later; `source` is None where an
             earlier step makes it.
         reads: Takes the settings and returns files that they lead to without naming them, such as the images of a
@@ -72,7 +70,6 @@ class Method(Generic[S]):
     audits: Mapping[str, Audit | None]
     examine: Callable[[str, Path, Path, S, Progress], tuple[Any, Any]] = _as_it_is
     by_attack: Mapping[str, str] = field(default_factory=dict)
-    illustrate: Callable[[Path, int, Report], object] | None = None
     check: Callable[[Path | None, S], object] | None = None
     reads: Callable[[S], Iterable[Path]] | None = None
     takes: tuple[str, ...] = ("model",)
@@ -99,7 +96,6 @@ class Target:
     before: Path | None  # the recipe's subject, if a method came between
     output: Path  # the recipe's folder: ledgers go there
     seed: int  # the recipe's
-    title: str  # heading of the attack's section
 
 
 @final
@@ -110,8 +106,8 @@ class Attack(Generic[S]):
     Attributes:
         verb: Its key in recipes.
         config: The class of its settings.
-        run: Takes `(target, settings, report, progress)`, adds a section to the report and returns its findings; what
-            an earlier run did is not done again.
+        run: Takes `(target, settings, progress)` and returns a section. It continues what was stopped; the section of
+            an attack that ended is remembered.
         check: Takes `(model, settings)` and raises what work could only find out later; `model` is None where a
             method makes it.
         reads: As of `Method`.
@@ -120,7 +116,7 @@ class Attack(Generic[S]):
 
     verb: str
     config: type[S]
-    run: Callable[[Target, S, Report, Progress], list[Finding]]
+    run: Callable[[Target, S, Progress], Section]
     check: Callable[[Path | None, S], object] | None = None
     reads: Callable[[S], Iterable[Path]] | None = None
     takes: tuple[str, ...] = ("model",)

@@ -173,8 +173,12 @@ class Settings(pydantic.BaseModel):
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """All fields in their order as JSON values, paths as text; `of` reads it."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
+        """All fields in their order as JSON values, paths as text, but those that `exclude_if` omits; `of` reads it."""
+        values = {
+            name: getattr(self, name)
+            for name, field in type(self).model_fields.items()
+            if not (field.exclude_if and field.exclude_if(getattr(self, name)))
+        }
         plain = json.loads(canonical_json(values, allow_nan=True))
         return {name: plain[name] for name in values}
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def model(tmp_path, monkeypatch):
     folder.mkdir()
     save_file({"weight": torch.randn(64, 64).bfloat16()}, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text("{}")
+    shutil.copytree(folder, tmp_path / "my-finetune")
     return folder
 
 

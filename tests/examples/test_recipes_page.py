@@ -31,11 +31,11 @@ def test_the_recipes_to_copy_are_those_that_there_are():
 
 def test_the_recipe_shown_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (shown,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)
+    shown, *_ = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)
     Path("recipe.yaml").write_text(shown)
     Path("my-model").mkdir()
     Path("my-model", "config.json").write_text("{}")
-    Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8)
     Path("harmful.jsonl").write_text('{"prompt": "a", "response": "c"}\n')
     recipe = read_recipe("recipe.yaml")
     assert [each.what.verb for each in (*recipe.treatments, *recipe.attacks)] == ["immunize", "compress", "finetune"]

@@ -8,15 +8,19 @@ import hashlib
 import json
 import shutil
 import struct
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from blobs_under_test import BY_NAME, LEVELS, assemble, handmade, rans_plane, tensor_data, wide_plane, with_check
 from rounding_under_test import sections_of, with_lossy_check, with_sections
 
 from netweight import codec
+from netweight.codec.header import varint
 
 HERE = Path(__file__).parent
+encode_1 = partial(codec.encode_raw, version=1)
 SEED = 2410_20650
 
 KIND_OF = dict(zip(BY_NAME, ["counts", "sparse", "steps", "weights", "wide"] * 5, strict=False))
@@ -28,23 +32,23 @@ def accepted(rng):
         for level in LEVELS:
             kind = KIND_OF[dtype] if level == "default" else "weights" if level == "fast" else "wide"
             data = tensor_data(dtype, 1240, kind, rng)
-            yield f"{dtype}-{level}", codec.encode_raw(data, dtype, (31, 40), level=level, chunk_log2=10), data
+            yield f"{dtype}-{level}", encode_1(data, dtype, (31, 40), level=level, chunk_log2=10), data
     for kind in ("noise", "constant", "steps"):
         data = tensor_data("F32", 700, kind, rng)
-        yield f"F32-{kind}", codec.encode_raw(data, "F32", (700,)), data
+        yield f"F32-{kind}", encode_1(data, "F32", (700,)), data
     weights = (rng.standard_normal(5000) * 0.02).astype("<f4").view("<u4")
     data = (weights & 0xFFFF0000).tobytes()
-    yield "F32-really-bf16", codec.encode_raw(data, "F32", (5000,)), data
+    yield "F32-really-bf16", encode_1(data, "F32", (5000,)), data
     data = (weights & 0xFFFFFC00).tobytes()
-    yield "F32-zero-ended", codec.encode_raw(data, "F32", (5000,)), data
+    yield "F32-zero-ended", encode_1(data, "F32", (5000,)), data
     data = (weights >> 16).astype("<u2").tobytes()
-    yield "BF16-wide", codec.encode_raw(data, "BF16", (5000,), level="max"), data
+    yield "BF16-wide", encode_1(data, "BF16", (5000,), level="max"), data
     for count in (1 << 14, 1 << 18):  # as many numbers as the encoder gives two and four streams
         data = (rng.random(count) < 0.02).astype("u1").tobytes()
-        yield f"BOOL-{count}", codec.encode_raw(data, "BOOL", (count,)), data
+        yield f"BOOL-{count}", encode_1(data, "BOOL", (count,), chunk_log2=18), data
     for shape in ((), (0,), (3, 0, 2), (1,) * 20, (2, 3, 5)):
         data = tensor_data("BF16", int(np.prod(shape)), "weights", rng)
-        yield f"BF16-shape-{'x'.join(map(str, shape)) or 'scalar'}", codec.encode_raw(data, "BF16", shape), data
+        yield f"BF16-shape-{'x'.join(map(str, shape)) or 'scalar'}", encode_1(data, "BF16", shape), data
     unusual = [*handmade(rng)]
     for name, blob, data in unusual[:: len(unusual) // 24]:
         yield f"unusual-{name}", blob, data
@@ -59,11 +63,11 @@ def rounded(rng):
         data = values.astype("<f2").tobytes() if dtype == "F16" else values.tobytes()
         data = values.view("<u2")[1::2].tobytes() if dtype == "BF16" else data
         source = f"rounded-source-{dtype}"
-        yield source, None, codec.encode_raw(data, dtype, (31, 40), chunk_log2=10), {}
+        yield source, None, encode_1(data, dtype, (31, 40), chunk_log2=10), {}
         for fidelity in ("corrected", "reference") if dtype == "BF16" else ("corrected",):
             for bits, block in ((0, None), (0, 32), (1, 64), (2, 7), (3, 512), (4, 1), (5, 100), (6, 1 << 40)):
                 settings = {"mantissa_bits": bits, "block_size": block, "fidelity": fidelity}
-                blob = codec.encode_raw(data, dtype, (31, 40), chunk_log2=10, precision=codec.Precision(**settings))
+                blob = encode_1(data, dtype, (31, 40), chunk_log2=10, precision=codec.Precision(**settings))
                 yield f"rounded-{dtype}-{bits}-{block}-{fidelity}", source, blob, settings
 
 
@@ -75,7 +79,7 @@ def replaced(data, at, new):
 def refused(rng):
     """Name, blob, error and a part of its message of every blob that must be refused."""
     data = tensor_data("BF16", 600, "weights", rng)
-    blob = codec.encode_raw(data, "BF16", (600,))
+    blob = encode_1(data, "BF16", (600,))
     for size in (0, 3, 27):
         yield f"cut-to-{size}", blob[:size], "CorruptBlob", "shorter than a header"
     yield "cut-index", blob[:32], "CorruptBlob", "ends inside the index of chunks"
@@ -86,7 +90,7 @@ def refused(rng):
     yield "check", replaced(blob, 24, b"\0\0\0\0"), "CorruptBlob", "checksum"
     yield "digest", with_check(replaced(blob, 8, bytes(16))), "CorruptBlob", "do not have the digest"
     for name, at, value, error, part in (
-        ("version", 3, 2, "Unsupported", "format version 2"),
+        ("version", 3, 3, "Unsupported", "format version 3"),
         ("element-type", 4, 200, "Unsupported", "element type number 200"),
         ("level", 5, 3, "Unsupported", "level number 3"),
         ("chunk-size-9", 6, 9, "CorruptBlob", "impossible chunk size"),
@@ -182,11 +186,11 @@ def refused_rounded(rng):
     values = (rng.standard_normal(700) * 0.02).astype("<f4")
     values[::100] = np.nan
     data = values.view("<u2")[1::2].tobytes()
-    blob = codec.encode_raw(data, "BF16", (7, 100), precision=codec.Precision(2, 64))
+    blob = encode_1(data, "BF16", (7, 100), precision=codec.Precision(2, 64))
     words, normalizers, gaps, kept = sections_of(blob)
 
     def plain(array, dtype):
-        return codec.encode_raw(array.tobytes(), dtype, array.shape)
+        return encode_1(array.tobytes(), dtype, array.shape)
 
     yield "rounded-cut-to-27", blob[:27], "CorruptBlob", "shorter than a header"
     yield "rounded-cut-header", blob[:37], "CorruptBlob", "ends inside the header"
@@ -195,7 +199,7 @@ def refused_rounded(rng):
     yield "rounded-check", replaced(blob, 24, b"\0\0\0\0"), "CorruptBlob", "checksum"
     yield "rounded-digest", with_lossy_check(replaced(blob, 8, bytes(16))), "CorruptBlob", "do not have the digest"
     for name, at, new, error, part in (
-        ("version", 3, [2], "Unsupported", "version 2 of lossy blobs"),
+        ("version", 3, [3], "Unsupported", "version 3 of lossy blobs"),
         ("element-type", 4, [200], "Unsupported", "not known"),
         ("element-type-integer", 4, [13], "CorruptBlob", "impossible rounding"),
         ("mantissa-bits", 5, [7], "CorruptBlob", "impossible rounding"),
@@ -234,6 +238,89 @@ def refused_rounded(rng):
     yield "rounded-blocks", with_sections(blob, sections_of(blob), block=100), "CorruptBlob", "something else"
 
 
+def accepted_2(rng):
+    """Name, blob, decoded bytes and, for differences, the base's bytes, of version 2."""
+
+    def bf16(values):
+        return (np.asarray(values, "<f4").view("<u4") >> 16).astype("<u2")
+
+    weights = (rng.standard_normal(3000) * 0.02).astype("<f4")
+    moved = weights + (rng.random(3000) < 0.4) * rng.standard_normal(3000).astype("<f4") * 1e-4
+    few = rng.standard_normal(8)[rng.integers(0, 8, 3000)]
+    kinds = {
+        "weights": ("BF16", bf16(weights)),
+        "zeros": ("F32", (weights * (rng.random(3000) < 0.1)).astype("<f4")),
+        "palette": ("BF16", bf16(few)),
+        "mask": ("BOOL", (rng.random(6000) < 0.02).astype("u1")),
+        "runs": ("BOOL", np.tril(np.ones((80, 80), "u1"))),
+        "steep": ("U8", rng.choice(4, 6000, p=[0.8, 0.1, 0.06, 0.04]).astype("u1")),
+        "small": ("I16", rng.poisson(300, 3000).astype("<i2")),
+        "positions": ("I64", np.arange(3000, dtype="<i8")),
+        "repeated": ("I32", np.tile(np.arange(500, dtype="<i4"), 6)),
+        "ids": ("I64", np.minimum(rng.zipf(1.4, 3000), 30_000).astype("<i8")),
+    }
+    kinds = [(f"2-{dtype}-{name}", dtype, data.tobytes(), None) for name, (dtype, data) in kinds.items()]
+    zeros = bf16(weights * (rng.random(3000) < 0.4)).tobytes()
+    kinds.append(("2-BF16-zeros", "BF16", zeros, None))
+    for dtype, convert in {"BF16": bf16, "F16": np.float16, "F32": np.float32, "F64": np.float64}.items():
+        pair = [np.ascontiguousarray(convert(values)).tobytes() for values in (moved, weights)]
+        kinds.append((f"2-{dtype}-difference", dtype, *pair))
+    counts = rng.integers(0, 1 << 30, 3000)
+    near = counts + (rng.random(3000) < 0.1)
+    kinds.append(("2-I32-difference", "I32", near.astype("<i4").tobytes(), counts.astype("<i4").tobytes()))
+    for name, dtype, data, base in kinds:
+        count = len(data) // BY_NAME[dtype].number_bytes
+        for level in LEVELS:
+            blob = codec.encode_raw(data, dtype, (count,), level=level, chunk_log2=11, base=base)
+            yield f"{name}-{level}", blob, data, base
+
+
+def assemble_2(dtype, shape, chunks, data, *, flags=0x40, base=b"", chunk_log2=18):
+    """A blob of version 2 of given chunks, which stand for as many parts of `data`."""
+    step = BY_NAME[dtype].number_bytes << chunk_log2
+    checks = b"".join(
+        struct.pack("<Q", xxhash.xxh3_64_intdigest(data[i * step : (i + 1) * step])) for i in range(len(chunks))
+    )
+    start = b"NWT" + bytes((2, BY_NAME[dtype].code, 1 | flags, chunk_log2, len(shape)))
+    index = b"".join(map(varint, shape)) + base + b"".join(struct.pack("<I", len(chunk)) for chunk in chunks) + checks
+    return with_check(start + xxhash.xxh3_128_digest(checks) + bytes(4) + index + b"".join(chunks))
+
+
+def refused_2(rng):
+    """Name, blob, error and a part of its message, of version 2."""
+    data = tensor_data("BF16", 600, "weights", rng)
+    blob = codec.encode_raw(data, "BF16", (600,))
+    at = codec.info(blob).chunk_offsets[0]
+    yield "2-check", replaced(blob, at + 400, [blob[at + 400] ^ 1]), "CorruptBlob", "do not have the digest"
+    yield "2-digest", with_check(replaced(blob, 8, bytes(16))), "CorruptBlob", "digest does not fit its checks"
+    yield "2-cut-index", blob[:34], "CorruptBlob", "ends inside the index of chunks"
+    yield "2-level", with_check(replaced(blob, 5, [3])), "Unsupported", "level number 3"
+    yield "2-flag", with_check(replaced(blob, 5, [0x21])), "Unsupported", "level number 33"
+
+    def of_chunk(chunk, dtype="U8", count=64):
+        return assemble_2(dtype, (count,), [bytes(chunk)], bytes(count * BY_NAME[dtype].number_bytes))
+
+    nibbles = b"\0" + bytes(16)
+    yield "2-mode", of_chunk(b"\x09"), "CorruptBlob", "unknown mode"
+    yield "2-palette-bytes", of_chunk(b"\7\0\0\0\1\0"), "CorruptBlob", "one-byte elements"
+    yield "2-halves-bytes", of_chunk(b"\x08\1\0\1\0"), "CorruptBlob", "one-byte elements"
+    yield "2-palette-number", of_chunk(b"\7\1\0\0\1\0\1\2", "U16"), "CorruptBlob", "lacks a value"
+    yield "2-palette-cut", of_chunk(b"\7\xff\0\0\1", "U16"), "CorruptBlob", "ends inside a palette"
+    yield "2-sparse-low-bits", of_chunk(b"\6\0" + b"\0" + bytes(15) + b"\1\1\1"), "CorruptBlob", "does not have"
+    yield "2-sparse-beyond", of_chunk(b"\6\0\0" + bytes(15) + b"\x80\1\1", count=63), "CorruptBlob", "does not have"
+    yield "2-sparse-rest", of_chunk(b"\6\0\0" + bytes(15) + b"\x10"), "CorruptBlob", "ends inside a plane"
+    yield "2-sparse-left-over", of_chunk(b"\6\0" + nibbles + b"\1\1"), "CorruptBlob", "more bytes than its planes"
+    deep = b"".join(b"\6\0" for _ in range(9)) + b"\1\0"
+    yield "2-too-deep", of_chunk(deep), "CorruptBlob", "too deep"
+    yield "2-transform-of-bytes", of_chunk(b"\x11\1\0"), "CorruptBlob", "unknown mode"
+    yield "2-sparse-chunk-of-words", of_chunk(b"\x10\0\0" + nibbles, "U16"), "CorruptBlob", "unknown mode"
+    yield "2-difference-without-base", of_chunk(b"\x12\1\0\0", "U16"), "CorruptBlob", "unknown mode"
+    steep = b"\5\0\1\1\0\0\2"
+    yield "2-steep-sum", of_chunk(steep + b"\xff\2" + bytes(6)), "CorruptBlob", "does not add up to 256"
+    yield "2-steep-zero", of_chunk(steep + b"\0\xff" + bytes(6)), "CorruptBlob", "does not add up to 256"
+    yield "2-steep-states", of_chunk(steep + b"\xff\1" + bytes(6) + bytes(128)), "CorruptBlob", "out of range"
+
+
 def main():
     rng = np.random.default_rng(SEED)
     manifest = {"accept": {}, "refuse": {}}
@@ -264,6 +351,24 @@ def main():
         }
         manifest["accept"][name] = entry | ({"source": source, "rounding": rounding} if source else {})
     for name, blob, error, part in refused_rounded(rng):
+        (HERE / "refuse" / f"{name}.nwt").write_bytes(blob)
+        manifest["refuse"][name] = {"error": error, "message": part}
+    rng = np.random.default_rng(SEED + 2)
+    (HERE / "bases").mkdir(exist_ok=True)
+    for name, blob, data, base in accepted_2(rng):
+        (HERE / "accept" / f"{name}.nwt").write_bytes(blob)
+        header = codec.info(blob)
+        entry = {
+            "dtype": header.dtype,
+            "shape": list(header.shape),
+            "level": header.level,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        manifest["accept"][name] = entry
+        if base is not None:
+            entry["base"] = name.rsplit("-", 1)[0]
+            (HERE / "bases" / entry["base"]).write_bytes(base)
+    for name, blob, error, part in refused_2(rng):
         (HERE / "refuse" / f"{name}.nwt").write_bytes(blob)
         manifest["refuse"][name] = {"error": error, "message": part}
     (HERE / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")

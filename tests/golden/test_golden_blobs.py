@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from netweight import codec, errors
-from netweight.codec import numpy_codec
+from netweight.codec import numpy_planes
 from netweight.codec.dtypes import ELEMENT_TYPES
 
 HERE = Path(__file__).parent
@@ -15,6 +15,10 @@ PATHS = [*dict.fromkeys([*codec.available_paths(), "python"])]
 
 def blob_of(folder, name):
     return (HERE / folder / f"{name}.nwt").read_bytes()
+
+
+def base_of(entry):
+    return (HERE / "bases" / entry["base"]).read_bytes() if "base" in entry else None
 
 
 def test_every_file_is_listed():
@@ -29,7 +33,7 @@ def test_what_must_decode(name, path):
     blob = blob_of("accept", name)
     info = codec.info(blob)
     assert (info.dtype, list(info.shape), info.level) == (expected["dtype"], expected["shape"], expected["level"])
-    decoded = codec.decode_raw(blob, check=True, path=path)
+    decoded = codec.decode_raw(blob, check=True, path=path, base=base_of(expected))
     assert hashlib.sha256(decoded).hexdigest() == expected["sha256"]
 
 
@@ -49,8 +53,10 @@ def test_the_encoder_still_writes_the_same_bytes(path):
         if name.startswith("unusual") or "source" in expected:
             continue
         blob = blob_of("accept", name)
-        data, info = codec.decode_raw(blob), codec.info(blob)
-        settings = {"level": expected["level"], "chunk_log2": info.chunk_log2, "path": path}
+        info, base = codec.info(blob), base_of(expected)
+        data = codec.decode_raw(blob, base=base)
+        settings = {"level": expected["level"], "chunk_log2": info.chunk_log2, "path": path, "version": info.version}
+        settings["base"] = base
         assert codec.encode_raw(data, info.dtype, info.shape, **settings) == blob, name
 
 
@@ -61,24 +67,25 @@ def test_the_encoder_still_rounds_to_the_same_bytes(path):
     for name, entry in rounded.items():
         data = codec.decode_raw(blob_of("accept", entry["source"]))
         precision = codec.Precision(**entry["rounding"])
-        again = codec.encode_raw(data, entry["dtype"], entry["shape"], chunk_log2=10, precision=precision, path=path)
+        settings = {"chunk_log2": 10, "precision": precision, "path": path, "version": 1}
+        again = codec.encode_raw(data, entry["dtype"], entry["shape"], **settings)
         assert again == blob_of("accept", name), name
 
 
 def test_everything_that_the_format_has_is_among_them(monkeypatch):
     seen = set()
-    original = numpy_codec.read_plane
+    original = numpy_planes.read_plane
 
-    def watched(reader, width, count):
+    def watched(reader, width, count, nesting):
         mode = reader.data[reader.at]
         seen.add(("mode", int(mode)))
-        if mode == numpy_codec.RANS:
+        if mode in (numpy_planes.RANS, numpy_planes.STEEP):
             seen.add(("streams", int(reader.data[reader.at + 2])))
-        return original(reader, width, count)
+        return original(reader, width, count, nesting)
 
-    monkeypatch.setattr(numpy_codec, "read_plane", watched)
+    monkeypatch.setattr(numpy_planes, "read_plane", watched)
     for name in (name for name, entry in MANIFEST["accept"].items() if "source" not in entry):
-        codec.decode_raw(blob_of("accept", name), path="python")
-    assert seen == {("mode", mode) for mode in range(5)} | {("streams", streams) for streams in (1, 2, 4)}
+        codec.decode_raw(blob_of("accept", name), path="python", base=base_of(MANIFEST["accept"][name]))
+    assert seen == {("mode", mode) for mode in range(9)} | {("streams", streams) for streams in (1, 2, 4)}
     combinations = {(entry["dtype"], entry["level"]) for entry in MANIFEST["accept"].values()}
     assert combinations >= {(element.name, level) for element in ELEMENT_TYPES for level in codec.LEVELS}

@@ -54,6 +54,7 @@ def test_what_is_trained_is_what_averaged_gradients_train(tmp_path, launcher, pr
     netweight.compress_(model)
     optimizer = netweight.LayerwiseOptimizer(model, torch.optim.AdamW, lr=1e-3)
     netweight.load_checkpoint(tmp_path / "training.safetensors", model, optimizer)
+    optimizer.close()
     netweight.decompress_(model)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

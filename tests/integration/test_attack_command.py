@@ -1,6 +1,7 @@
 """`netweight attack gradient-inversion` end to end: a client's files in, images and a report out."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def case(tmp_path, monkeypatch):
     """A folder with a user's model and what a client sent of one image, from weights other than the model's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "victim_model", raising=False)
     (tmp_path / "victim_model.py").write_text(MODULE)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 30), nn.Sigmoid(), nn.Linear(30, 4))

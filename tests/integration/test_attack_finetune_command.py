@@ -136,6 +136,20 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     write(tmp_path / "long.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "word " * 90}])
     assert "line 2" in refused("--harmful", str(tmp_path / "long.jsonl"))
     write(tmp_path / "other.jsonl", [{"prompt": "a", "answer": "b"}])
+    write(tmp_path / "pairs.jsonl", [{**PAIRS[3], "prompt": "tell me"}, PAIRS[0]])
+    trained = ("--trained-on", str(tmp_path / "pairs.jsonl"))
+    assert "1 of 48 rows of" in (words := refused(*trained))
+    assert "Give --harmful other rows" in words
+    write(tmp_path / "kept.jsonl", KEPT)
+    assert "Give --benign other rows" in refused("--trained-on", str(tmp_path / "kept.jsonl"))
+    save(*tiny_llama(layers=2), tmp_path / "deeper")
+    assert "another model" in (words := refused("--base", str(tmp_path / "deeper")))
+    assert "num_hidden_layers is 2 there and 1 here" in words
+    model, tokenizer = tiny_llama()
+    model.lm_head.weight.data[0, 0] = torch.inf
+    save(model, tokenizer, tmp_path / "broken")
+    with pytest.raises(UsageError, match=r"'lm_head\.weight' holds NaN or infinity"):
+        subject_from_files(str(tmp_path / "broken"), str(case / "harmful.jsonl"))
     assert "no column 'response'" in refused("--harmful", str(tmp_path / "other.jsonl"))
     write(tmp_path / "one.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"}])
     assert "one prompt" in refused("--harmful", str(tmp_path / "one.jsonl"))
@@ -170,14 +184,14 @@ def test_a_threshold_is_found_by_attacking_and_needs_something_to_gain(case, tmp
     arguments = {"model": str(case / "base"), "harmful": str(case / "harmful.jsonl")}
     name = SubjectName("undefended", FACTORY, arguments)
     settings = grid(lr=(2e-3, 3e-3), samples=38, epochs=2, max_steps=16, check_every=4, seed=(3, 4))
-    found = calibrate(name, settings, ledger=tmp_path / "ledger", engine=in_process)
+    found = calibrate(name, settings, folder=tmp_path / "work", engine=in_process)
     subject = make_subject(FACTORY, arguments)
     assert found.before == subject.score("harmful")(subject.model)
     assert found.best > found.threshold > found.before
     assert found.threshold == pytest.approx(found.before + 0.9 * (found.best - found.before))
-    assert len((tmp_path / "ledger").read_text().splitlines()) == 2
+    assert len((tmp_path / "work" / "attacks.jsonl").read_text().splitlines()) == 2
     with pytest.raises(UsageError, match="No attack teaches the undefended model anything"):
-        calibrate(name, grid(lr=1e-9, samples=8, max_steps=2), ledger=tmp_path / "other", engine=in_process)
+        calibrate(name, grid(lr=1e-9, samples=8, max_steps=2), folder=tmp_path / "other", engine=in_process)
 
 
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # Ray's own

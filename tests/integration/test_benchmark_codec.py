@@ -117,7 +117,7 @@ def test_what_does_not_restore_the_bytes_is_not_timed(monkeypatch):
         measure.run_benchmark([data], repeats=1, seed=0, command="")
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3"])
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_peers_leave_their_input_alone_and_restore_it(file, peer, dtype, threads):

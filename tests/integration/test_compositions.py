@@ -189,3 +189,47 @@ def test_a_sampled_adapter_of_peft_on_a_compressed_model(sampled):
         again = read_adapter(sampled / f"again-{packed}")
         assert all(torch.equal(again.factors[name].up, back.factors[name].up) for name in again.factors)
     assert torch.equal(*outputs)
+
+
+# ---- what libraries do to a compressed language model ----------------------------------------------------------------
+
+
+def language_models(tied):
+    """A small Llama, dense and compressed."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=300,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    dense = transformers.LlamaForCausalLM(config).bfloat16()
+    compressed = copy.deepcopy(dense)
+    netweight.compress_(compressed)
+    return dense, compressed
+
+
+def merged(model):
+    peft = pytest.importorskip("peft", reason="peft is in the llm extra")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(model, config).merge_and_unload()
+
+
+def prepared(model):
+    peft = pytest.importorskip("peft", reason="peft is in the llm extra")
+    model.is_loaded_in_8bit = True
+    return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def resized(model):
+    torch.manual_seed(2)
+    model.resize_token_embeddings(310, mean_resizing=False)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("change", [merged, prepared, resized])
+def test_libraries_change_a_compressed_model_as_they_change_a_dense_one(change, tied):
+    ids = torch.arange(14).view(2, 7)
+    dense, compressed = (change(model)(ids).logits for model in language_models(tied))
+    assert torch.equal(dense, compressed)

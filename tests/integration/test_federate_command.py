@@ -81,3 +81,28 @@ def test_a_folder_without_a_federation_and_a_wrong_threat_are_refused(tmp_path: 
     assert answer.exit_code == 2
     assert "netweight federate run" in answer.output
     assert "no threat model" in run("audit", str(folder), "--threat", "five").output
+
+
+@pytest.mark.parametrize(
+    ("method", "caveat"), [("dp-fedavg", ""), ("centaur", "the head learns from the same examples")]
+)
+def test_the_command_its_json_and_its_page_say_what_noise_promises(method: str, caveat: str, tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    arguments = ["run", *SMALL, "--no-audit", "--epochs", "1", "--method", method, "--epsilon", "4"]
+    said = run(*arguments, "--out", str(tmp_path / "run"))
+    assert said.exit_code == 0, said.output
+    assert "at δ 1e-05 for an example, over 2 answers; σ" in said.output
+    assert "poisson sampling" in said.output
+    assert caveat in said.output
+    (promise,) = json.loads(run(*arguments, "--out", str(tmp_path / "run"), "--json").stdout)["privacy"]
+    assert 3 < promise["epsilon"] <= 4.01
+    assert promise["answers"] == 2
+    assert "What noise promises" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_rehearsed_liar_is_named_by_the_command_and_its_page(tmp_path: Path) -> None:
+    arguments = ["--method", "fedavg", "--epochs", "1", "--lie", "claimed", "--aggregator", "multi-krum"]
+    said = run("run", *SMALL, *arguments, "--no-audit", "--out", str(tmp_path))
+    assert said.exit_code == 0, said.output
+    assert "Round 1: client 4 is suspicious: says that it has 1125899906842624 examples" in said.output
+    assert "Clients left out or suspicious" in (tmp_path / "report.html").read_text()

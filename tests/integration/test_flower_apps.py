@@ -13,6 +13,7 @@ with warnings.catch_warnings():  # typer, which Flower imports, asks click for n
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 
 import numpy as np
+import torch
 from flower_federation import CLIENTS, METHODS, whole_task
 from flower_under_test import (
     NODES,
@@ -30,8 +31,9 @@ from flower_under_test import (
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
 from netweight.methods.federate import Federation, train
-from netweight.methods.federate.defenses import Hardened, UpdateNoise
+from netweight.methods.federate.defenses import Hardened, UpdateNoise, spent
 from netweight.methods.federate.engine import CHECKPOINT, Checkpoint
+from netweight.methods.federate.settings import Budget
 from netweight.plugins.flower import MethodStrategy, client_app, export_private, import_private, server_app
 from netweight.store import open_store
 
@@ -46,6 +48,13 @@ def test_both_engines_give_the_same_model(name, tmp_path):
     run = train(whole_task(), method, settings, workers=1)
     assert same(state, run.state, TOLERANCE if name == "hyperfl" else 0)
     for mine, theirs in zip(rounds, run.rounds, strict=True):
+        if name == "dp-fedavg":  # beside noise a client says what it has spent, and nothing else
+            assert (mine.before, mine.after, mine.loss) == ({}, {}, {})
+            assert all(
+                value == pytest.approx(spent(method, 20 + 4 * client, mine.round, 1e-5).epsilon)
+                for client, value in mine.epsilon.items()
+            )
+            continue
         assert (mine.before, mine.after, mine.clients) == (theirs.before, theirs.after, theirs.clients)
         assert mine.loss == pytest.approx(theirs.loss, abs=1e-5)
     for client in range(CLIENTS):
@@ -213,8 +222,11 @@ def test_a_client_whose_update_was_refused_goes_on_from_where_it_was(tmp_path):
 
 
 def test_an_exception_in_a_client_is_named(tmp_path):
+    asked = []
+
     def broken(context):
-        if context.node_config["partition-id"] == 1:
+        asked.append(context.node_config["partition-id"])
+        if asked[-1] == 1 and asked.count(1) > 1:  # it could still say who it is
             raise RuntimeError("the disk is gone")
         return task_of_client(context)
 
@@ -237,8 +249,8 @@ def test_a_client_that_takes_no_part_is_named(tmp_path, caplog):
 def test_noise_is_not_drawn_from_a_seed_that_the_server_knows(name, tmp_path):
     """Two runs of the same federation differ, and both from what the server could work out."""
     method = {**METHODS, "hardened": Hardened(METHODS["fedavg"], UpdateNoise(1.0, 0.1))}[name]
-    first, _ = serve(new_grid(method), method, tmp_path / "first", rounds=1)
-    second, _ = serve(new_grid(method), method, tmp_path / "second", rounds=1)
+    first, _ = serve(new_grid(method, seed=None), method, tmp_path / "first", rounds=1)
+    second, _ = serve(new_grid(method, seed=None), method, tmp_path / "second", rounds=1)
     run = train(whole_task(), method, Federation(rounds=1), workers=1)
     assert not same(first, second, 1e-4)
     assert not same(first, run.state, 1e-4)
@@ -350,6 +362,90 @@ def test_two_nodes_with_one_number_are_both_left_out(tmp_path):
     method, nodes = METHODS["fedavg"], {10: 0, 11: 1, 12: 2, 13: 2, 14: 9}
     _, rounds = serve(new_grid(method, nodes=nodes), method, tmp_path)
     assert rounds[0].refused == {2: "is claimed by 2 nodes"}
+
+
+def test_a_number_belongs_to_the_node_that_is_registered_or_came_first(tmp_path, caplog):
+    """Another node that claims the number is not asked, and the honest client stays."""
+    method, nodes = METHODS["fedavg"], {10: 0, 11: 1, 12: 2, 13: 2}
+    expected = train(whole_task(), method, Federation(rounds=2), workers=1)
+    registered = {10: 0, 11: 1, 12: 2}
+    state, rounds = serve(new_grid(method, nodes=nodes), method, tmp_path / "registered", nodes=registered)
+    assert [done.refused for done in rounds] == [{}, {}]
+    assert same(state, expected.state)
+    assert "Node 13 says that it is client 2; it is not registered as that" in caplog.text
+
+    def arrive(node, reply, grid):
+        grid.online.add(13)
+        return reply
+
+    grid = new_grid(method, nodes=nodes, spoil=arrive)
+    grid.online = {10, 11, 12}
+    state, rounds = serve(grid, method, tmp_path / "first come")
+    assert same(state, expected.state)
+    assert "Node 13 claims to be client 2, who is node 12" in caplog.text
+
+
+def test_a_client_has_as_many_examples_as_it_said_when_it_came(tmp_path):
+    method = METHODS["fedavg"]
+    grid = new_grid(method, spoil=spoiled(reported(n=2**40)))
+    _, rounds = serve(grid, method, tmp_path)
+    assert rounds[1].refused == {1: "says that it has 1099511627776 examples; it registered 24"}
+
+    def boast(node, reply, grid):
+        boasts = reply.metadata.message_type == "query" and NODES[node] == 1
+        return reported(n=2**50)(reply, grid) if boasts else reply
+
+    def keep_to_it(node, reply, grid):
+        return reported(n=2**50)(reply, grid) if NODES[node] == 1 else boast(node, reply, grid)
+
+    state, rounds = serve(new_grid(method, spoil=keep_to_it), method, tmp_path / "capped")
+    assert "it counts for 84" in rounds[0].suspects[1]
+    assert all(value.abs().max() < 5 for value in state.values())
+
+
+@pytest.mark.parametrize("folder", [None, "nodes"])
+def test_a_state_is_answered_a_few_times_only(folder, tmp_path, caplog):
+    """A server that asks for the same again and again, as one that averages noise away does."""
+    method = METHODS["fedavg"]
+    grid = new_grid(method, folder and tmp_path / folder, repeats=1)
+    for attempt in range(2):
+        serve(grid, method, tmp_path / str(attempt), rounds=1)
+    with pytest.raises(FederationStopped):
+        serve(grid, method, tmp_path / "again", rounds=1)
+    assert "The same state was answered 2 times already" in caplog.text
+
+
+def test_what_is_spent_is_counted_on_the_clients_disk_and_never_passes_the_budget(tmp_path, caplog):
+    method, folder = Hardened(METHODS["fedavg"], UpdateNoise(1.0, 2.0)), tmp_path / "nodes"
+    budget = Budget(epsilon=5.0)
+    allowed = max(k for k in range(1, 8) if spent(method, 20, k, budget.delta).epsilon <= budget.epsilon)
+    assert 1 < allowed < 7
+    taken = 0
+    for attempt in range(allowed + 2):  # each time another server, and nodes that have forgotten all but their disks
+        grid = new_grid(method, folder, seed=None, budget=budget, repeats=1000)
+        try:
+            _, rounds = serve(grid, method, tmp_path / str(attempt), rounds=1, seed=attempt, retries=0)
+        except FederationStopped:
+            continue
+        taken += 1
+        assert all(done.epsilon[0] <= budget.epsilon for done in rounds)
+        assert not any(done.loss or done.before or done.after for done in rounds)
+    assert taken == allowed
+    assert f"the budget is {budget.epsilon:g}" in caplog.text
+    with pytest.raises(UsageError, match="on the client's disk"):
+        client_app(task_of_client, method, budget=budget)
+
+
+def test_embeddings_come_from_each_clients_own_seed(tmp_path):
+    method = METHODS["hyperfl"]
+    drawn = []
+    for name in ("a", "b"):
+        serve(new_grid(method, tmp_path / name, seed=None), method, tmp_path / f"server {name}", rounds=1)
+        for client in range(CLIENTS):
+            exported = export_private(tmp_path / name, client, tmp_path / f"{name}{client}.safetensors")
+            with open_store(exported) as store:
+                drawn.append(store.get("embedding"))
+    assert not any(torch.allclose(a, b, atol=0.5) for i, a in enumerate(drawn) for b in drawn[:i])
 
 
 def test_a_node_that_comes_later_takes_part(tmp_path):

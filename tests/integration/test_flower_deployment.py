@@ -9,7 +9,7 @@ pytest.importorskip("flwr")
 pytest.importorskip("sklearn")
 
 import torch
-from flower_processes import EXAMPLE, Deployment, wait
+from flower_processes import EXAMPLE, Deployment, lying_example, wait
 
 from netweight.methods.federate import Task, train
 from netweight.methods.federate.engine import CHECKPOINT, Run
@@ -37,7 +37,7 @@ def deployment(tmp_path_factory):
         deployment.start_server()
         for node in range(3):
             deployment.register(node)
-            deployment.start_node(node)
+            deployment.start_node(node, **{"rehearsal-seed": CONFIG["seed"]})
         wait(lambda: len(deployment.online()) == 3, 120, "three nodes")
         yield deployment
     finally:
@@ -100,6 +100,19 @@ def test_an_unregistered_node_is_refused(deployment):
     process = deployment.start_node(3)
     assert process.wait(90) != 0
     assert "Failed to activate SuperNode" in deployment.log("node-3")
+
+
+def test_a_node_that_claims_all_examples_and_another_constant_is_named_and_bounded(deployment, expected):
+    """The claim of 2**50 examples with every weight 7, which owned the average once."""
+    folder = deployment.folder / "lied to"
+    app = lying_example(deployment.folder)
+    config = {**CONFIG, "method": "fedavg", "rounds": 1, "folder": str(folder), "lie": "claimed 2"}
+    run = deployment.run(app, **config)
+    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    (done,) = json.loads((folder / HISTORY).read_text())["rounds"]
+    assert done["refused"] == {"2": "says that it has 1125899906842624 examples; it registered 500"}
+    with open_store(folder / CHECKPOINT) as store:
+        assert all(store.get(name).abs().max() < 2 for name in store.names() if name.startswith("state|"))
 
 
 def test_a_dropped_node_is_named_and_the_federation_goes_on(deployment, expected):

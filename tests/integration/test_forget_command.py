@@ -123,7 +123,15 @@ def test_what_is_localized_applied_and_undone(folder, tmp_path):
         assert torch.equal(value[left], before[name][left])
     diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "edited")  # an ordinary folder
 
-    second = run("apply", tmp_path / "edited", tmp_path / "twice", "--neurons", tmp_path / "out" / "neurons.csv",
+    again = ("apply", tmp_path / "edited", tmp_path / "twice", "--neurons", tmp_path / "out" / "neurons.csv")
+    assert "were edited before" in run(*again, code=2)["error"]["message"]
+    others = json.loads((tmp_path / "out" / "neurons.json").read_text())
+    (name, taken), *_ = units.items()
+    free = next(index for index in range(max(taken) + 2) if index not in taken)
+    for each in others["prompts"]:
+        each["neurons"]["units"] = {name: [free]}
+    (tmp_path / "others.json").write_text(json.dumps(others))
+    second = run("apply", tmp_path / "edited", tmp_path / "twice", "--neurons", tmp_path / "others.json",
                  "--factor", "0.5", "--card")  # fmt: skip
     assert "| edits | 2 |" in (tmp_path / "twice" / "README.md").read_text()
     assert second["before"] == done["after"]

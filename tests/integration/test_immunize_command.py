@@ -95,7 +95,7 @@ def test_every_setting_of_repnoise_is_set_by_the_command_and_by_a_recipe_and_rec
 def test_settings_of_other_defenses_are_set_too_and_only_theirs(case, tmp_path):
     write(tmp_path / "few.jsonl", PAIRS[:4])
     for defense, option, own in (("vaccine", "rho=3", {"rho": 3.0}), ("random-weights", "std=0.1", {"std": 0.1})):
-        more = ("--pairs", tmp_path / "few.jsonl", "--defense", defense, "--set", option)
+        more = ("--pairs", tmp_path / "few.jsonl", "--batch-size", "4", "--defense", defense, "--set", option)
         answer = call(case, tmp_path / defense, *more)
         assert answer.exit_code == 0, answer.output
         assert Record.read(tmp_path / defense / "immunize.json").options == own
@@ -124,7 +124,17 @@ def test_the_same_command_goes_on_where_it_was_killed(case, tmp_path):
 def test_frozen_layers_and_withheld_categories_are_left_alone(case, tmp_path):
     rows = [{**row, "category": "rare" if place < 4 else "common"} for place, row in enumerate(PAIRS[:9])]
     write(tmp_path / "few.jsonl", rows)
-    more = ("--pairs", tmp_path / "few.jsonl", "--withhold", "rare", "--freeze", "0,head", "--json")
+    more = (
+        "--pairs",
+        tmp_path / "few.jsonl",
+        "--withhold",
+        "rare",
+        "--batch-size",
+        "5",
+        "--freeze",
+        "0,head",
+        "--json",
+    )
     answer = call(case, tmp_path / "defended", *more)
     assert answer.exit_code == 0, answer.output
     old, new = (load_causal_lm(folder)[0].state_dict() for folder in (case / "model", tmp_path / "defended"))
@@ -148,8 +158,17 @@ def test_bad_input_is_named_before_anything_is_written(case, tmp_path):
         (("--defense", "security-vectors"), "no folder can hold it"),
         (("--freeze", "3-4"), "There are no layers '3-4'"),
         (("--withhold", "poetry"), "No row has the category 'poetry'"),
+        (("--batch-size", "64"), "48 pairs do not fill a step of 64"),
     ):
         answer = call(case, tmp_path / "x", *more)
         assert answer.exit_code == 2
         assert words in answer.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["unpaired.jsonl"]
+    model, tokenizer = load_causal_lm(case / "model")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    save(model, tokenizer, tmp_path / "model")
+    answer = call(tmp_path, tmp_path / "x", "--pairs", case / "pairs.jsonl", "--retain", case / "keep.jsonl")
+    assert answer.exit_code == 2
+    assert "'model.layers.1.mlp.up_proj.weight' holds NaN" in answer.output
+    assert not (tmp_path / "x").exists()

@@ -1,4 +1,4 @@
-"""Forgetting from end to end on the pipeline that comes with the package: recipe, audit and hardening, resumed."""
+"""Forgetting from end to end on the pipeline that comes with the package: recipe, audit and edits, resumed."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def done(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         text = (RECIPES / "forget.yaml").read_text()
-        text = text.replace("images: 8", LOOK).replace("{steps: 200, restarts: 2}", SEARCH)
+        text = text.replace("images: 8", f"method: neurons, {LOOK}").replace("{steps: 200, restarts: 2}", SEARCH)
         Path("recipe.yaml").write_text(text)
         result = call("run", "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", "out")
         again = call("run", "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", "out")
@@ -62,11 +62,11 @@ def test_one_recipe_forgets_looks_and_searches(done):
     assert named["NCC, seeds that copy the training image, verbatim"]["baseline"] == 1
     assert "NCC, seeds that copy the training image, template" in named
     assert any("random neurons" in name for name in named)
-    first, images, second = read_report(folder / "out").sections
-    assert (first.missing_audits, first.audits) == ((), ("detection", "neurons", "images", "embedding search"))
-    assert (images.title, images.figures[0].kind) == ("1. Images before and after the edit", "png")
-    assert (images.missing_audits, images.findings) == ((), ())
-    assert (second.title, len(second.figures)) == ("2. attack: embedding", 3)
+    *audits, images, second = read_report(folder / "out").sections
+    assert [each.title for each in audits] == ["1. forget: Detection", "1. forget: Neurons"]
+    assert (images.title, images.figures[0].kind) == ("1. forget: Images before and after the edit", "png")
+    assert images.missing_audits == ()
+    assert (second.title, len(second.figures)) == ("2. embedding: Search for embeddings", 3)
     assert {"original", "edited"} <= {row[0] for row in second.tables[0].rows}
     assert again["steps"][0]["remembered"]
     assert again["steps"][0]["findings"] == forgotten["findings"]
@@ -125,22 +125,60 @@ def test_an_audit_without_a_search_says_so_in_red_and_goes_on_from_what_it_paint
     assert len(sections) == 4
 
 
-def test_hardening_writes_an_ordinary_folder_with_its_record(done, tmp_path):
+def apply(folder, destination, *more, code=(0,)):
+    return call(
+        "forget", "apply", SHAPES_FOLDER, destination, "--targets", folder / "targets.csv", "--ordinary",
+        folder / "ordinary.txt", *more, code=code,
+    )  # fmt: skip
+
+
+QUICK = ("--method", "distil", "--distil-steps", 2, "--batch", 4, "--set", "distil.images=1", "--set",
+         "distil.generation_steps=2")  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), QUICK], ids=["closed-form", "distil"])
+def test_an_edit_is_an_ordinary_folder_that_can_be_undone(done, tmp_path, more):
     folder, _, _ = done
-    hard = ("forget", "harden", SHAPES_FOLDER, tmp_path / "hard", "--targets", folder / "targets.csv", "--ordinary",
-            folder / "ordinary.txt", "--rounds", 1, "--steps", 1, "--batch", 2, "--search-steps", 1, "--restarts", 1,
-            "--generation-steps", 2)  # fmt: skip
-    found = call(*hard)
-    assert found["before"] != found["after"]
-    assert len(found["rounds"]) == 1
-    record = json.loads((tmp_path / "hard" / "forget" / "harden.json").read_text())
-    assert record["settings"]["search"]["error"] == "velocity"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hard"]
-    assert "exists already" in call(*hard, code=(2,))["error"]["message"]
+    found = apply(folder, tmp_path / "edited", *more)
+    record = json.loads((tmp_path / "edited" / "forget" / "001.json").read_text())
+    assert record["method"] == found["method"] == ("distil" if more else "closed-form")
+    assert record["settings"].get("error", "velocity") == "velocity"
+    assert len(record["prompts"]) == len(record["settings"]["anchors"]) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["edited"]
+    assert "exists already" in apply(folder, tmp_path / "edited", *more, code=(2,))["error"]["message"]
+    restored = call("forget", "undo", tmp_path / "edited", tmp_path / "restored")
+    assert restored["model"] == found["before"] != found["after"]
+    apply(folder, tmp_path / "kept", *more, "--no-undo")
+    refused = call("forget", "undo", tmp_path / "kept", tmp_path / "none", code=(2,))["error"]["message"]
+    assert "keeps no weights" in refused
+
+
+def test_what_an_edit_cannot_use_is_named_before_any_work(done, tmp_path):
+    folder, _, _ = done
     (tmp_path / "few.txt").write_text("a red square\n")
-    few = [tmp_path / "few.txt" if part == folder / "ordinary.txt" else part for part in hard]
-    few[3] = tmp_path / "other"
-    assert "at least 4 are needed" in call(*few, code=(2,))["error"]["message"]
+    few = apply(folder, tmp_path / "other", "--ordinary", tmp_path / "few.txt", code=(2,))["error"]["message"]
+    assert "at least 4 are needed" in few
+    anchors = apply(folder, tmp_path / "other", "--anchors", tmp_path / "few.txt", code=(2,))["error"]["message"]
+    assert "holds 1 prompts for 3 memorized ones" in anchors
+    both = apply(folder, tmp_path / "other", "--method", "distil", "--neurons", folder / "ordinary.txt", code=(2,))
+    assert "neurons are given, and the method is distil" in both["error"]["message"]
+    bare = call("forget", "apply", SHAPES_FOLDER, tmp_path / "other", code=(2,))["error"]["message"]
+    assert "closed-form needs targets and ordinary" in bare
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_audit_of_a_closed_form_names_the_neurons_that_it_touched(done, tmp_path):
+    folder, _, _ = done
+    text = (RECIPES / "forget.yaml").read_text().partition("attacks:")[0]
+    (tmp_path / "recipe.yaml").write_text(text.replace("images: 8", LOOK).replace(": targets", f": {folder}/targets")
+                                          .replace(": ordinary", f": {folder}/ordinary") + "audits: all\n")  # fmt: skip
+    (step,) = call("run", tmp_path / "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", tmp_path / "out",
+                   code=(0, 1))["steps"]  # fmt: skip
+    (touched,) = (each for each in step["findings"]["neurons"] if "edit changed" in each["name"])
+    assert 0 < touched["value"] <= 1
+    named = {each["name"]: each for each in step["findings"]["detection"]}
+    after = named["memorized prompts found in the edited model"]
+    assert after["value"] < after["baseline"] == named["memorized prompts found"]["value"]
 
 
 def test_what_audits_cannot_use_is_named_before_any_work(done, tmp_path):

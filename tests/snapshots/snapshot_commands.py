@@ -121,8 +121,8 @@ def schema():
 def recipe_keys(schema):
     """Verb (or the recipe itself) → its keys, from the JSON schema of recipes; in the form of `commands`."""
     homes = schema["$defs"]
-    found = {"": _keys(schema, homes)}
-    verbs = _verbs(schema["properties"]["treatments"]) | _verbs(schema["properties"]["attacks"])
+    found = {"": _keys(schema["else"], homes)}  # a recipe without chapters
+    verbs = _verbs(homes["treatments"]) | _verbs(homes["attacks"])
     for verb, part in verbs.items():
         found[verb] = _keys(_resolved(part, homes), homes)
     return found

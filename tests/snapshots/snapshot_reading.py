@@ -121,6 +121,7 @@ def checkpoint_of_a_dense_model(folder):
 def checkpoint_of_a_compressed_model(folder):
     model, optimizer = compressed_network()
     extra = netweight.load_checkpoint(folder / "compressed.safetensors", model, optimizer)
+    optimizer.close()
     netweight.decompress_(model)
     return {"model": sums(model.state_dict()), "extra": extra}
 

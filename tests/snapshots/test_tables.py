@@ -37,7 +37,9 @@ def test_a_table_is_the_same_to_its_digits(table, out):
         found = tables.measure(table, out)
     except MissingExtra as missing:
         pytest.skip(str(missing))
-    assert not list(differences(headed(KEPT[table]), headed(found), tolerance=1e-6))
+    assert not list(
+        differences(headed(KEPT[table]), headed(found), tolerance=1e-5)
+    )  # single precision differs between machines
 
 
 def headed(measured):

@@ -30,7 +30,7 @@ def deployment(tmp_path):
         deployment.start_server()
         for node in range(3):
             deployment.register(node)
-            deployment.start_node(node)
+            deployment.start_node(node, **{"rehearsal-seed": CONFIG["seed"]})
         wait(lambda: len(deployment.online()) == 3, 240, "three nodes", every=4.0)
         yield deployment
     finally:

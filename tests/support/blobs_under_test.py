@@ -27,7 +27,7 @@ def assemble(dtype, shape, chunks, data, *, level=1, chunk_log2=18):
 
 
 def index_of(blob):
-    """Where the index starts and ends as a decoder reads the header; None if it would not get that far."""
+    """Where the index, its checks and the chunks start; None if a decoder would not get that far."""
     element = BY_CODE.get(blob[4]) if len(blob) >= 28 else None
     if element is None or blob[6] > 40:
         return None
@@ -41,8 +41,10 @@ def index_of(blob):
             value |= (byte & 127) << shift
             at, shift = at + 1, shift + 7
         elements *= value
-    end = at + 4 * -(-(elements * element.bits // 8 // element.number_bytes) >> blob[6])
-    return (at, end) if end <= len(blob) else None
+    chunks = -(-(elements * element.bits // 8 // element.number_bytes) >> blob[6])
+    at += 16 if blob[3] > 1 and blob[5] & 128 else 0
+    end = at + (4 if blob[3] == 1 else 12) * chunks
+    return (at, at + 4 * chunks, end) if end <= len(blob) else None
 
 
 def with_check(blob):
@@ -50,7 +52,7 @@ def with_check(blob):
     index = index_of(blob)
     if index is None:
         return blob
-    check = xxhash.xxh3_64_intdigest(blob[:24] + blob[28 : index[1]]) & 0xFFFFFFFF
+    check = xxhash.xxh3_64_intdigest(blob[:24] + blob[28 : index[2]]) & 0xFFFFFFFF
     return blob[:24] + struct.pack("<I", check) + blob[28:]
 
 
@@ -59,12 +61,12 @@ def with_index(blob):
     index = index_of(blob)
     if index is None or index[0] == index[1]:
         return with_check(blob)
-    start, end = index
-    lengths = struct.unpack(f"<{(end - start) // 4}I", blob[start:end])
+    start, checks, end = index
+    lengths = struct.unpack(f"<{(checks - start) // 4}I", blob[start:checks])
     last = len(blob) - end - sum(lengths[:-1])
     if not 0 <= last < 1 << 32:
         return with_check(blob)
-    return with_check(blob[: end - 4] + struct.pack("<I", last) + blob[end:])
+    return with_check(blob[: checks - 4] + struct.pack("<I", last) + blob[checks:])
 
 
 # ---- planes that the encoder would not write -------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def handmade(rng) -> Iterator[tuple[str, bytes, bytes]]:
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
-KINDS = ("weights", "wide", "counts", "sparse", "steps", "noise", "constant")
+KINDS = ("weights", "wide", "counts", "sparse", "steps", "noise", "constant", "palette", "runs", "positions")
 
 
 def tensor_data(dtype, count, kind, rng):
@@ -140,6 +142,12 @@ def tensor_data(dtype, count, kind, rng):
         data = (values * (rng.random((numbers, 1)) < 0.03)).astype(np.uint8).tobytes()
     elif kind == "steps":
         data = (rng.integers(0, 256, (numbers, size), np.uint8) & rng.choice([0xE0, 0xFC, 0xFE])).astype("u1").tobytes()
+    elif kind in ("palette", "runs"):
+        values = rng.integers(0, 256, (5, size), np.uint8)
+        chosen = rng.choice(5, numbers, p=[0.6, 0.2, 0.1, 0.06, 0.04])
+        data = values[chosen if kind == "palette" else np.sort(chosen)].tobytes()
+    elif kind == "positions":
+        data = (np.arange(numbers, dtype="<u8") * rng.integers(1, 9)).view("u1").reshape(-1, 8)[:, :size].tobytes()
     elif kind == "noise":
         data = rng.bytes(numbers * size)
     else:

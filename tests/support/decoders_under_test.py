@@ -1,4 +1,4 @@
-"""Small random decoders of four families, and pairs of answers for them."""
+"""Small random decoders of many families, and pairs of answers for them."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from netweight.methods.immunize.settings import TrainingSettings  # noqa: E402
 VOCABULARY = 37
 SHORT = TrainingSettings(lr=1e-2, batch_size=4, epochs=6, warmup=0.2, measure_every=3, save_every=4)
 FAMILIES = ("llama", "qwen3", "gpt2", "neox")
+ALL_FAMILIES = (*FAMILIES, "opt", "gemma", "phi", "mixtral", "falcon", "bloom")
 
 
 def decoder(family="llama", layers=3, hidden=16, seed=0):
@@ -41,6 +42,10 @@ def decoder(family="llama", layers=3, hidden=16, seed=0):
         "mixtral": lambda: transformers.MixtralConfig(
             **shared, **shape, num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1
         ),
+        "gemma": lambda: transformers.GemmaConfig(**shared, **shape, num_key_value_heads=1, head_dim=8),
+        "phi": lambda: transformers.PhiConfig(**shared, **shape),
+        "falcon": lambda: transformers.FalconConfig(**shared, **shape),
+        "bloom": lambda: transformers.BloomConfig(**shared, hidden_size=hidden, n_layer=layers, n_head=2),
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)

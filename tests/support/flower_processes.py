@@ -246,6 +246,25 @@ def faulty_example(folder):
     return copy
 
 
+def lying_example(folder):
+    """A copy of the example one of whose clients lies as the run's `lie` says, such as "claimed 2"."""
+    copy = folder / "lying"
+    shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    described, client = copy / "pyproject.toml", copy / "digits" / "client_app.py"
+    described.write_text(described.read_text() + 'lie = ""\n')
+    client.write_text(client.read_text().replace("method(context.run_config)", "lying(context.run_config)") + LYING)
+    return copy
+
+
+LYING = """
+
+def lying(config):
+    from netweight.methods.federate.defenses import Lying
+
+    lie, _, client = str(config["lie"]).partition(" ")
+    return Lying(method(config), lie, (int(client),))
+"""
+
 FAULTY = """
 import time
 from pathlib import Path

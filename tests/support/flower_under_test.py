@@ -36,16 +36,16 @@ def task_of_server(context):
     return Task(*halves(), Elsewhere(CLIENTS))
 
 
-def new_grid(method, folder=None, spoil=None, nodes=NODES, secure_sum=False, seed=None):
-    app = client_app(task_of_client, method, folder=folder, secure_sum=secure_sum, seed=seed)
+def new_grid(method, folder=None, spoil=None, nodes=NODES, secure_sum=False, seed=520, **asked):
+    app = client_app(task_of_client, method, folder=folder, secure_sum=secure_sum, seed=seed, **asked)
     return GridHere(dict.fromkeys(nodes, app), nodes, spoil=spoil)
 
 
-def serve(grid, method, folder, *, secure_sum=False, **settings):
+def serve(grid, method, folder, *, secure_sum=False, nodes=None, **settings):
     """Run the server to its end and return its state and history."""
     federation = Federation(**{"rounds": 2, "min_clients": 2, "retries": 1, **settings})
     app = server_app(
-        task_of_server, method, federation, folder=folder, timeout=0.0, patience=0.0, secure_sum=secure_sum
+        task_of_server, method, federation, folder=folder, timeout=0.0, patience=0.0, secure_sum=secure_sum, nodes=nodes
     )
     app(grid, Context(1, 1, {}, RecordDict(), {}, 0))
     return state_in(folder), history_in(folder)
@@ -186,7 +186,12 @@ class ToEachItsOwn:
     def train(self, task, model, clients, *, round, seed):
         return [
             Trained(
-                Update(client.number, 1, {"number": client.received["number"] + 10 * client.number}, round),
+                Update(
+                    client.number,
+                    task.client(client.number).n,
+                    {"number": client.received["number"] + 10 * client.number},
+                    round,
+                ),
                 {},
                 self.weights(task, client.received, client.private),
                 0.0,

@@ -1,10 +1,12 @@
 """Make tiny models with transformers, diffusers and peft, and load them where netweight cannot be imported.
 
 Usage: foreign_models.py make FOLDER; or foreign_models.py load PLAIN NET, which prints, as JSON, what each loader said
-of the compressed folders below NET: the whole chain of errors, or null if it loaded.
+of the compressed folders below NET: its warnings and the whole chain of errors, or null if it loaded.
 """
 
+import io
 import json
+import logging
 import sys
 import traceback
 from pathlib import Path
@@ -25,7 +27,10 @@ import peft  # noqa: E402
 import safetensors.torch  # noqa: E402
 import transformers  # noqa: E402
 
-transformers.logging.set_verbosity_error()
+WARNINGS = io.StringIO()
+transformers.logging.set_verbosity_warning()
+transformers.logging.disable_default_handler()
+transformers.logging.add_handler(logging.StreamHandler(WARNINGS))
 diffusers.logging.set_verbosity_error()
 
 
@@ -139,10 +144,11 @@ def load(plain, net):
 
 
 def said(attempt):
+    WARNINGS.truncate(WARNINGS.seek(0))
     try:
         attempt()
     except Exception:
-        return traceback.format_exc()
+        return WARNINGS.getvalue() + traceback.format_exc()
     return None
 
 

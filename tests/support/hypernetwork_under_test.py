@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from netweight.nn.flat import ParameterLayout
-from netweight.nn.hypernetwork import Hypernetwork
+from netweight.nn.hypernetwork import Hypernetwork, ParameterLayout
 
 LR, WEIGHT_DECAY = 0.02, 5e-4
 

@@ -29,15 +29,21 @@ def wait_for(path, process, seconds=240.0):
 
 
 def shrink():
-    """Give every stop a fraction of its work."""
-    from netweight.attacks.gradient_inversion.tailored import PeelingConfig
-    from netweight.tour import federate, forget, immunize, space
-    from netweight.toys import language_subjects as small_world_subjects
+    """Give every step a fraction of its work."""
+    import yaml
 
-    federate.ROUNDS, federate.IMAGES, federate.PEELING = 1, 1, PeelingConfig(softening=1, rounds=1)
-    forget.SEARCH_STEPS, forget.HARDENING = 2, forget.HARDENING.replace(rounds=1, steps=1)
-    immunize.ATTACK_STEPS, small_world_subjects.DEFENSE_ROWS = 4, 24
-    space.INVERSION_STEPS = 3
+    from netweight import tour
+
+    recipe = yaml.safe_load(tour._text())
+    chapters = recipe["chapters"]
+    chapters["federate"]["treatments"][0]["federate"]["rounds"] = 1
+    chapters["federate"]["attacks"][0]["server"] |= {"images": 1, "softening": 1, "rounds": 1}
+    chapters["forget"]["attacks"][0]["embedding"]["search"] |= {"steps": 2}
+    chapters["distil"]["treatments"][0]["forget"]["distil"] |= {"steps": 2, "images": 1}
+    chapters["immunize"]["attacks"][0]["finetune"] |= {"max_steps": 4, "samples": 64, "check_every": 4}
+    chapters["space"]["attacks"][0]["images"] |= {"inversion_steps": 3, "steps": 3}
+    text = yaml.safe_dump(recipe, sort_keys=False)
+    tour._text, tour._ROWS, tour._ATTACKED = lambda: text, 48, 128
 
 
 def _refuse(*arguments, **named):

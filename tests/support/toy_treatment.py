@@ -6,7 +6,7 @@ from pydantic import Field
 
 from netweight.errors import UsageError
 from netweight.registry import Method, register
-from netweight.report.finding import Finding
+from netweight.report.finding import Column, Finding, Section, Table
 from netweight.settings import Settings
 
 CALLS: list[str] = []
@@ -45,13 +45,15 @@ def examine(audit, result, source, settings, progress):
 def length(subject, config, *, seed, progress):
     CALLS.append("length")
     result, source = (len(path.read_text()) for path in subject)
-    return [Finding("length", result, unit="letters", target=source * config.times)]
+    found = Finding("length", result, unit="letters", target=source * config.times)
+    table = Table("Lengths", [Column("before"), Column("after")], [[source, result]])
+    return Section("Length", [found], tables=[table], conclusion=f"It has {result} letters.")
 
 
 def start(subject, config, *, seed, progress):
     CALLS.append("start")
     result, source = (path.read_text() for path in subject)
-    return [Finding("starts with the source", result.startswith(source), target=True, seeds=(seed,))]
+    return Section("Start", [Finding("starts with the source", result.startswith(source), target=True, seeds=(seed,))])
 
 
 register(Method("repeat", RepeatConfig, repeat, {"length": length, "start": start}, examine, check=check, reads=reads))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from netweight.methods.space.view.content import AdapterMap, Neighbors, Plane, Samples, Traversal, View
+from netweight.methods.space.view.content import AdapterMap, DirectionPlane, Neighbors, Samples, Traversal, View
 
 SIDE = 8
 STRENGTHS = (-2.0, -0.5, 1.0)
@@ -30,7 +30,7 @@ def walk(red):
 
 def plane():
     images = [[flat((250, 10 * a, 20 * b)) for b in range(len(OTHERS))] for a in range(len(STRENGTHS))]
-    return Plane(("beard", "age"), STRENGTHS, OTHERS, np.array(images))
+    return DirectionPlane(("beard", "age"), STRENGTHS, OTHERS, np.array(images))
 
 
 def adapter_map(**changes):

@@ -14,7 +14,7 @@ import torch
 from adapters_under_test import PROJ_IN, SHAPES, TO_OUT, TO_Q, close, random_adapter, same
 
 import netweight
-from netweight import AdapterBank, read_adapter, write_adapter
+from netweight import AdapterBank, WeightSpace, read_adapter, write_adapter
 from netweight.core.progress import Progress
 from netweight.errors import (
     CorruptBlob,
@@ -245,16 +245,16 @@ def spoil(source, kind):
     if kind == "truncated":
         bad.write_bytes((source / "6.safetensors").read_bytes()[:-1])
         return CorruptBlob, "damaged"
-    if kind == "missing module":
-        del good[TO_Q]
-    if kind == "extra module":
-        good["unet.conv_in"] = LowRank(torch.ones(1, 3), torch.ones(2, 1))
+    if kind == "other shape":
+        good[TO_Q] = LowRank(torch.ones(1, 7), torch.ones(6, 1))
+    if kind == "other modules":
+        good = {"unet.conv_in": LowRank(torch.ones(1, 3), torch.ones(2, 1))}
     if kind == "NaN":
         good[TO_Q] = LowRank(good[TO_Q].down / 0, good[TO_Q].up)
     write_adapter(Adapter(good), bad, kernels={} if kind == "kernels" else KERNELS)
     return {
-        "missing module": (UsageError, f"lacks {TO_Q}"),
-        "extra module": (UsageError, "changes also unet.conv_in"),
+        "other shape": (UsageError, f"changes {TO_Q} in shape (6, 7), the others in (6, 5)"),
+        "other modules": (UsageError, "changes none of the others' modules, but unet.conv_in"),
         "NaN": (UsageError, f"bad.safetensors: {TO_Q} holds NaN"),
         "kernels": (UsageError, "other convolutions"),
     }[kind]
@@ -266,8 +266,8 @@ KINDS = [
     "same name",
     "same content",
     "truncated",
-    "missing module",
-    "extra module",
+    "other shape",
+    "other modules",
     "NaN",
     "kernels",
 ]
@@ -288,12 +288,84 @@ def test_one_bad_adapter_is_named_and_skipped_only_if_asked(folder, tmp_path, ki
 
 
 def test_all_problems_are_said_at_once(folder, tmp_path):
-    for kind in ("missing module", "pickle"):
+    for kind in ("other shape", "pickle"):
         spoil(folder, kind)
     with pytest.raises(NetweightError, match="2 of 11 adapters") as caught:
         AdapterBank.ingest(folder, tmp_path / "bank")
-    assert f"lacks {TO_Q}" in str(caught.value)
+    assert f"changes {TO_Q} in shape" in str(caught.value)
     assert "is a pickle" in str(caught.value)
+
+
+def folder_of(tmp_path, adapters, layout="diffusers", **options):
+    """A folder with an adapter of each name."""
+    for name, adapter in adapters.items():
+        path = tmp_path / "mixed" / (name if layout == "peft" else f"{name}.safetensors")
+        path.parent.mkdir(exist_ok=True)
+        write_adapter(adapter, path, layout=layout, kernels=KERNELS, **options)
+    return tmp_path / "mixed"
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_adapters_of_different_modules_are_joined(tmp_path, compress):
+    whole, other = mixed(0), LowRank(torch.ones(1, 3), torch.ones(2, 1))
+    part = Adapter({TO_Q: mixed(1).factors[TO_Q]})
+    more = Adapter({TO_Q: mixed(2).factors[TO_Q], "text_encoder.encoder.layers.0.mlp.fc1": other})
+    source = folder_of(tmp_path, {"a": whole, "b": part, "c": more})
+    bank = AdapterBank.ingest(source, tmp_path / "bank", compress=compress)
+    assert bank.modules == tuple(sorted({*SHAPES, "text_encoder.encoder.layers.0.mlp.fc1"}))
+    assert bank.ranks == (1, 3)
+    for name, adapter in {"a": whole, "b": part, "c": more}.items():
+        assert bank.adapter(name).modules == adapter.modules
+        assert close(bank.adapter(name), adapter)
+    space = WeightSpace.fit(bank)
+    assert space.project(part).shape == (2,)
+    for name, adapter in {"a": whole, "b": part, "c": more}.items():
+        found = space.point(name).adapter.factors
+        for module, (rows, columns) in bank.shapes.items():
+            dense = adapter.factors[module].dense() if module in adapter.factors else torch.zeros(rows, columns)
+            torch.testing.assert_close(found[module].dense(), dense, rtol=0, atol=1e-5)
+    chosen = AdapterBank.ingest(source, tmp_path / "chosen", select="unet.mid_block.**")
+    assert chosen.modules == tuple(sorted(name for name in SHAPES if name.startswith("unet.mid_block")))
+    with pytest.raises(NameNotFound, match=r"a\.safetensors: Pattern .* matches none"):
+        AdapterBank.ingest(source, tmp_path / "none", select="text_encoder.**")
+
+
+def test_mirrors_and_paths_of_one_base_are_one_base(tmp_path):
+    bases = ["runwayml/stable-diffusion-v1-5", "/models/stable-diffusion-v1-5", "sd1.5",
+             "stable-diffusion-v1-5/stable-diffusion-v1-5"]  # fmt: skip
+    for number, base in enumerate([*bases, "stabilityai/stable-diffusion-xl-base-1.0"]):
+        source = folder_of(tmp_path, {str(number): mixed(number)}, layout="peft", base=base)
+    with pytest.raises(UsageError, match=r"4 was trained on .*xl-base-1.0, the others on .*--base"):
+        AdapterBank.ingest(source, tmp_path / "bank")
+    bank = AdapterBank.ingest(source, tmp_path / "bank", skip_bad=True)
+    assert (len(bank), bank.base, list(bank.skipped)) == (4, bases[0], ["4"])
+    said = AdapterBank.ingest(source, tmp_path / "said", base="somebody/merged")
+    assert (len(said), said.base) == (5, "somebody/merged")
+
+
+def test_the_base_is_that_of_what_was_added(folder, tmp_path):
+    """Most files name one model, but none of these can be used."""
+    for number in range(3):
+        bad = dict(mixed(number).factors)
+        bad[TO_Q] = LowRank(bad[TO_Q].down / 0, bad[TO_Q].up)
+        write_adapter(Adapter(bad), folder / f"bad{number}", layout="peft", kernels=KERNELS, base="somebody/else")
+    bank = AdapterBank.ingest(folder, tmp_path / "bank", skip_bad=True)
+    assert (len(bank), bank.base, len(bank.skipped)) == (9, None, 3)
+
+
+def test_what_a_trainer_says_is_kept(tmp_path):
+    import safetensors.torch
+
+    (tmp_path / "loras").mkdir()
+    tags = json.dumps({"10_person": {"sks person": 12, "smile": 3}})
+    for number in range(2):
+        file = write_adapter(mixed(number), tmp_path / "loras" / f"{number}.safetensors", layout="kohya")
+        said = {"ss_base_model_version": "sdxl_base_v1-0", "ss_tag_frequency": tags, "modelspec.license": "MIT"}
+        safetensors.torch.save_file(safetensors.torch.load_file(file), file, said)
+    bank = AdapterBank.ingest(tmp_path / "loras", tmp_path / "bank")
+    assert bank.base == "sdxl_base_v1-0"
+    assert bank.provenance["0"]["modelspec.license"] == "MIT"
+    assert bank.provenance["1"]["tags"] == "sks person, smile"
 
 
 def test_a_file_that_changed_under_its_name_is_refused(folder, tmp_path):
@@ -349,6 +421,8 @@ def test_damage_is_found(folder, tmp_path, compress):
         shard.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
         with pytest.raises(CorruptBlob, match=rf"{shard.name} \(adapters 0 to deep/7\)"):
             bank.verify()
+        with pytest.raises(CorruptBlob, match=shard.name):
+            WeightSpace.fit(AdapterBank.open(tmp_path / "bank"))
     shard.write_bytes(whole[:-1])
     with pytest.raises(CorruptBlob, match=f"{shard.name} has"):
         AdapterBank.open(tmp_path / "bank")

@@ -190,15 +190,15 @@ def test_names_of_kohya_agree_with_diffusers_own_reading():
 
 
 def test_names_of_kohya_that_need_the_model(tmp_path):
-    name = "lora_unet_double_blocks_0_img_attn_qkv"
+    name = "lora_unet_double_blocks_0_img_attn_all"
     file = file_of(tmp_path, pair(f"{name}.lora_down.weight", f"{name}.lora_up.weight"))
     with pytest.raises(Unsupported, match="of no known structure"):
         read_adapter(file)
-    assert read_adapter(file, modules=["unet.double_blocks.0.img_attn.qkv"]).modules == (
-        "unet.double_blocks.0.img_attn.qkv",
+    assert read_adapter(file, modules=["unet.double_blocks.0.img_attn.all"]).modules == (
+        "unet.double_blocks.0.img_attn.all",
     )
-    with pytest.raises(UsageError, match=r"may mean double_blocks.0.img.attn_qkv or double_blocks.0.img_attn.qkv"):
-        read_adapter(file, modules=["unet.double_blocks.0.img.attn_qkv", "unet.double_blocks.0.img_attn.qkv"])
+    with pytest.raises(UsageError, match=r"may mean double_blocks.0.img.attn_all or double_blocks.0.img_attn.all"):
+        read_adapter(file, modules=["unet.double_blocks.0.img.attn_all", "unet.double_blocks.0.img_attn.all"])
     with pytest.raises(NameNotFound, match="nearest are double_blocks_0_txt_attn_qkv"):
         read_adapter(file, modules=["unet.double_blocks.0.txt_attn.qkv"])
 
@@ -381,3 +381,30 @@ def test_a_kohya_name_for_two_modules_is_refused(tmp_path):
 
 def test_shapes_are_those_of_the_changes():
     assert {name: change.shape for name, change in random_adapter(0).factors.items()} == SHAPES
+
+
+@pytest.mark.parametrize("rest", ["double_blocks.3.img_attn.qkv", "single_blocks.11.linear1", "blocks.0.self_attn.q"])
+def test_the_authors_names_of_flux_and_wan(tmp_path, rest):
+    """As kohya and musubi flatten them, and as ComfyUI writes them: one module, read and written."""
+    import safetensors.torch
+
+    name, (down, up) = f"diffusion_model.{rest}", (torch.randn(2, 5), torch.randn(6, 2))
+    flat = f"lora_unet_{rest.replace('.', '_')}"
+    kohya = {f"{flat}.lora_down.weight": down, f"{flat}.lora_up.weight": up, f"{flat}.alpha": torch.tensor(2.0)}
+    comfy = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    for layout, tensors in (("kohya", kohya), ("diffusers", comfy)):
+        safetensors.torch.save_file(tensors, tmp_path / f"{layout}.safetensors")
+        found = read_adapter(tmp_path / f"{layout}.safetensors")
+        assert found.modules == (name,)
+        torch.testing.assert_close(found.factors[name].dense(), up @ down)
+        written = write_adapter(found, tmp_path / f"again-{layout}.safetensors", layout=layout)
+        assert safetensors.torch.load_file(written).keys() == tensors.keys()
+
+
+def test_xlabs_names_of_flux(tmp_path):
+    import safetensors.torch
+
+    head = "double_blocks.0.processor.proj_lora2"
+    tensors = {f"{head}.down.weight": torch.randn(2, 5), f"{head}.up.weight": torch.randn(6, 2)}
+    safetensors.torch.save_file(tensors, tmp_path / "xlabs.safetensors")
+    assert read_adapter(tmp_path / "xlabs.safetensors").modules == ("diffusion_model.double_blocks.0.txt_attn.proj",)

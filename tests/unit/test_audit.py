@@ -12,11 +12,11 @@ def empty_register(monkeypatch):
 
 
 def identity(subject, config, *, seed, progress):
-    return [Finding(f"{subject} {config}", seed, seeds=(seed,))]
+    return Section("Identity", [Finding(f"{subject} {config}", seed, seeds=(seed,))])
 
 
 def speed(subject, config, *, seed, progress):
-    return [Finding("speed", 2)]
+    return Section("Speed", [Finding("speed", 2)])
 
 
 def test_a_treatment_runs_its_audits_in_order_and_what_is_left_out_is_known():

@@ -113,3 +113,18 @@ def test_what_would_decode_on_a_gpu(diagnose, monkeypatch):
         "no kernels: NVRTC is missing. Install it. Weights on a CUDA device would be decoded on the CPU"
         in diagnose().stdout
     )
+
+
+def test_which_programs_open_compressed_models(diagnose, monkeypatch):
+    def found():
+        return json.loads(diagnose("--json").stdout)["environment"]["compressed_models"]
+
+    for switch in ("NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(switch, raising=False)
+    installed = [importlib.metadata.EntryPoint("netweight", "netweight.autoload:autoload", "torch.backends")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: installed)
+    assert found() == "every program; NETWEIGHT_AUTOLOAD=0 switches it off"
+    monkeypatch.setenv("NETWEIGHT_AUTOLOAD", "0")
+    assert found().endswith("since NETWEIGHT_AUTOLOAD=0")
+    installed.clear()
+    assert "once netweight is installed again" in found()

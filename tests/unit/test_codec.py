@@ -201,7 +201,7 @@ def test_refusals_name_the_reason_and_the_cure():
         (lambda: codec.decode(codec.encode_raw(b"123", "F4", [6])), Unsupported, "no element type F4", "decode_raw"),
         (lambda: codec.decode(blob[:-1]), CorruptBlob, "where its index adds up to", "again"),
         (lambda: codec.decode(b""), CorruptBlob, "shorter than a header", "again"),
-        (lambda: codec.decode(blob[:3] + b"\2" + blob[4:]), Unsupported, "format version 2", "Update netweight"),
+        (lambda: codec.decode(blob[:3] + b"\3" + blob[4:]), Unsupported, "format version 3", "Update netweight"),
     )  # fmt: skip
     for call, error, reason, cure in refused:
         with pytest.raises(error) as caught:
@@ -220,6 +220,33 @@ def test_the_digest_is_checked_on_request(path):
         codec.decode(blob, check=True, path=path)
     with pytest.raises(CorruptBlob, match="digest"):
         codec.decode_into(blob, torch.empty_like(tensor), check=True, path=path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_are_checked_on_request(path):
+    tensor = normal(40_000).reshape(400, 100)
+    blob = bytearray(codec.encode(tensor, chunk_log2=12))
+    blob[codec.info(blob).chunk_offsets[3] + 900] ^= 1
+    assert torch.equal(codec.decode_rows(blob, 0, 120, check=True, path=path), tensor[:120])
+    codec.decode_rows(blob, 100, 140, path=path)
+    with pytest.raises(CorruptBlob, match="digest"):
+        codec.decode_rows(blob, 100, 140, check=True, path=path)
+
+
+def test_skewed_tensors_take_what_they_hold():
+    generator = torch.Generator().manual_seed(0)
+    count = 1 << 18
+    share = torch.rand(count, generator=generator)
+    ternary = (torch.randint(-1, 2, (count,), generator=generator) * 0.013).bfloat16()
+    for tensor, bits in (
+        (torch.where(share < 0.9, 0.0, normal(count)).bfloat16(), 1.6),
+        (ternary, 1.62),
+        (torch.where(share < 0.5, 1.0, -1.0).bfloat16(), 1.02),
+        (share < 0.01, 0.09),
+        (torch.arange(count), 0.01),
+        (torch.arange(512).repeat(512), 0.02),
+    ):
+        assert 8 * len(codec.encode(tensor)) / count < bits
 
 
 # ---- sizes, memory, threads ------------------------------------------------------------------------------------------
@@ -351,7 +378,7 @@ def test_headers_read_alike_natively_and_in_python():
     in_python, info = numpy_codec.read_header(blob), codec.info(blob)
     assert in_python == codec.backend.best.read_header(blob)
     assert in_python[:3] == (info.dtype, info.shape, info.nbytes)
-    assert info.digest == f"xxh3-128:{in_python[5].hex()}"
+    assert info.digest == f"xxh3-chunks:{in_python[5].hex()}"
     with pytest.raises(CorruptBlob) as caught:
         codec.decode_raw(with_check(blob[:8] + bytes(16) + blob[24:]), check=True, path="python")
     assert isinstance(caught.value, NetweightError)

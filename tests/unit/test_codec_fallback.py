@@ -78,7 +78,7 @@ from netweight import codec, errors
 blob = codec.encode_raw(bytes(600), "U8", [600], path="python")
 for call in (
     lambda: codec.decode_raw(blob[:-1]),
-    lambda: codec.decode_raw(blob[:3] + b"\\2" + blob[4:]),
+    lambda: codec.decode_raw(blob[:3] + b"\\3" + blob[4:]),
     lambda: codec.encode_raw(b"123", "F32", [1]),
     lambda: codec.encode_raw(b"123", "F128", [1]),
     lambda: codec.encode_raw(b"123", "U8", [3], path="avx512"),

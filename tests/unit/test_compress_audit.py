@@ -15,7 +15,7 @@ from netweight.report.audit import audits_of
 def test_a_method_is_found_by_its_entry_point_and_declares_its_audits():
     program = "from netweight.report.audit import audits_of\nprint(list(audits_of('compress')))"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert answer.stdout == "['identity']\n"
+    assert answer.stdout == "['identity', 'size', 'outputs']\n"
 
 
 def test_every_audit_that_compression_names_is_written_and_none_is_missing_after_a_run(tmp_path):
@@ -23,7 +23,7 @@ def test_every_audit_that_compression_names_is_written_and_none_is_missing_after
     compress_folder(source, tmp_path / "net")
     found = run_audits(TREATMENT, Compressed(tmp_path / "net", source), CompressSettings(threads=1), seed=0)
     assert missing_audits(TREATMENT, found) == ()
-    assert missing_audits(TREATMENT, ()) == tuple(audits_of(TREATMENT)) == ("identity",)
+    assert missing_audits(TREATMENT, ()) == tuple(audits_of(TREATMENT)) == ("identity", "size", "outputs")
     assert all(finding.passed is not False for finding in found["identity"].findings)
 
 

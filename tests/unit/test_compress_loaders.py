@@ -4,10 +4,8 @@ import json
 
 import pytest
 
+from netweight.autoload import HINT
 from netweight.methods.compress.folder_format import (
-    DIFFUSERS_METHOD,
-    PEFT_TYPE,
-    TRANSFORMERS_SENTENCE,
     is_diffusers_config,
     is_index,
     mark_config,
@@ -46,12 +44,10 @@ def test_a_transformers_config_names_its_weights_and_the_cure():
     original = {"model_type": "bert", "quantization_config": {"quant_method": "fp8"}}
     marked = json.loads(mark_config("config.json", json.dumps(original).encode(), ["model.safetensors"]))
     assert marked["quantization_config"] == {
-        "quant_method": "netweight",
+        "quant_method": HINT,
         "version": 1,
         "weights": "model.net.safetensors",
     }
-    assert marked["transformers_weights"] == TRANSFORMERS_SENTENCE
-    assert not TRANSFORMERS_SENTENCE.endswith((".safetensors", ".json"))
     assert marked["model_type"] == "bert"
 
 
@@ -76,12 +72,12 @@ def test_diffusers_and_peft_configs_refuse_by_name():
     assert not is_diffusers_config(b"{}")
     marked = json.loads(mark_config("config.json", model, ["diffusion_pytorch_model.safetensors"]))
     assert marked["quantization_config"] == {
-        "quant_method": DIFFUSERS_METHOD,
+        "quant_method": HINT,
         "version": 1,
         "weights": "diffusion_pytorch_model.safetensors",
     }
     adapter = json.loads(mark_config("adapter_config.json", b'{"peft_type": "LORA"}', ["adapter_model.safetensors"]))
-    assert adapter["peft_type"] == PEFT_TYPE
+    assert adapter["peft_type"] == HINT
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe"])

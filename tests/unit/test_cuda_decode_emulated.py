@@ -106,7 +106,7 @@ def test_layouts_say_what_headers_say():
     assert (layout.dtype, layout.shape, layout.nbytes) == (torch.bfloat16, (30, 70), 4200)
     assert (layout.numbers, layout.chunk_log2, layout.chunks, layout.level) == (2100, 10, 3, "fast")
     assert (layout.size, layout.payload_at) == (len(blob), info.chunk_offsets[0])
-    assert layout.index_at == layout.payload_at - 12
+    assert layout.index_at == layout.payload_at - 36
     assert tuple(layout.starts.tolist()) == info.chunk_offsets
 
 
@@ -157,4 +157,4 @@ def test_the_layout_names_where_things_lie():
     layout, info = cuda.layout_of(torch.frombuffer(bytearray(blob), dtype=torch.uint8)), codec.info(blob)
     assert (layout.dtype, layout.shape, layout.nbytes, layout.numbers) == (torch.bfloat16, (40, 100), 8000, 4000)
     assert (layout.chunk_log2, layout.chunks, layout.size, layout.level) == (10, 4, len(blob), "fast")
-    assert (layout.index_at, layout.payload_at) == (info.chunk_offsets[0] - 16, info.chunk_offsets[0])
+    assert (layout.index_at, layout.payload_at) == (info.chunk_offsets[0] - 48, info.chunk_offsets[0])

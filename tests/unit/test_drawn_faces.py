@@ -17,7 +17,7 @@ from netweight.toys.faces import (
     people,
     photographs,
 )  # fmt: skip
-from netweight.toys.faces_pipeline import READER_FOLDER, embed, read
+from netweight.toys.faces_pipeline import READER_FOLDER, embed, read_faces
 from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared, reading_record
 
 
@@ -82,16 +82,16 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(UsageError, match=r"Faces \(2, 7\)"):
         drawn(torch.zeros(2, 7), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4))
     with pytest.raises(UsageError, match="no faces of this world"):
-        read(torch.zeros(1, 3, 8, 8))
+        read_faces(torch.zeros(1, 3, 8, 8))
     with pytest.raises(UsageError, match="holds no reader"):
-        read(torch.zeros(1, 3, 16, 16), folder=READER_FOLDER.parent)
+        read_faces(torch.zeros(1, 3, 16, 16), folder=READER_FOLDER.parent)
 
 
 def test_the_reader_reads_people_it_never_saw():
     crowd, changes = people(600, noise(77)), nuisances(600, noise(78))
     grounds = torch.arange(600) % 4
     pictures = drawn(crowd, grounds, changes)
-    found = read(pictures)
+    found = read_faces(pictures)
     truth, said = torch.cat([crowd, changes], 1), torch.cat([found.attributes, found.nuisances], 1)
     explained = dict(zip(ATTRIBUTES + NUISANCES, r_squared(truth, said).tolist(), strict=True))
     known = reading_record()["held_out"]["r_squared"]

@@ -7,7 +7,7 @@ import torch
 
 from netweight.errors import UsageError
 from netweight.toys.faces import VEHICLES, WORLDS
-from netweight.toys.faces_pipeline import FaceBank, read
+from netweight.toys.faces_pipeline import FaceBank, read_faces
 from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared
 from netweight_experiments.toys.face_reading import train_reader
 
@@ -61,7 +61,7 @@ def test_a_reader_of_vehicles_is_trained_by_the_code_of_faces(tmp_path):
     record = train_reader(tmp_path, steps=40, world=VEHICLES)
     assert set(record["held_out"]["r_squared"]) == {*VEHICLES.attributes, *VEHICLES.nuisances}
     assert record["held_out"]["r_squared"]["hue"] > 0.3
-    found = read(plain()[None], folder=tmp_path, world=VEHICLES)
+    found = read_faces(plain()[None], folder=tmp_path, world=VEHICLES)
     assert found.attributes.shape == (1, 6)
     assert found.nuisances.shape == (1, 3)
 
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"Vehicles \(2, 8\)"):
         VEHICLES.drawn(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3))
     with pytest.raises(UsageError, match="no reader of vehicles"):
-        read(plain()[None], folder=tmp_path, world=VEHICLES)
+        read_faces(plain()[None], folder=tmp_path, world=VEHICLES)
     with pytest.raises(UsageError, match="Begin with"):
         dataclasses.replace(VEHICLES, nuisances=("smile",))
 
@@ -87,6 +87,6 @@ def test_a_bank_of_vehicles_has_their_photographs():
 def test_the_reader_of_the_package_reads_vehicles_it_never_saw():
     noise = torch.Generator().manual_seed(77)
     crowd, changes, grounds = VEHICLES.crowd(400, noise), VEHICLES.changes(400, noise), torch.arange(400) % 4
-    found = read(VEHICLES.drawn(crowd, grounds, changes), world=VEHICLES)
+    found = read_faces(VEHICLES.drawn(crowd, grounds, changes), world=VEHICLES)
     assert float(r_squared(crowd, found.attributes).min()) > 0.9
     assert float((found.ground == grounds).double().mean()) > 0.99

@@ -10,7 +10,6 @@ import torch
 from tiny_diffusion import ORDINARY, PLANTED, TinyModel, picture, planted_images, trained
 
 from netweight.attacks.embedding_search.compare import (
-    LEDGER,
     Comparison,
     Subject,
     Target,
@@ -224,14 +223,14 @@ def comparison(original, edited, tmp_path_factory):
         )  # fmt: skip
 
     first = run([0])
-    size = (folder / LEDGER).stat().st_size
+    size = (folder / "searches.jsonl").stat().st_size
     both = run([0, 1])
     return folder, targets, first, size, both
 
 
 def test_a_comparison_remembers_its_runs_and_goes_on(comparison):
     folder, _, first, size, both = comparison
-    lines = (folder / LEDGER).read_bytes()
+    lines = (folder / "searches.jsonl").read_bytes()
     assert len(first.runs) == 2 * 2
     assert len(lines.splitlines()) == len(both.runs) == 8
     assert set(first.runs) <= set(both.runs)

@@ -104,17 +104,17 @@ def test_no_ratio_is_told_where_there_is_none():
 
 def test_verdicts_never_say_erased_and_look_at_controls():
     whole = comparison()
-    assert "6 of 6 brought back, half by step 0, 6 of them without a search" in verdict(whole, "original")
-    assert "6 of 6 brought back, half by step 10" in verdict(whole, "plain")
-    assert "none of 6 brought back, survived searches of 80 steps" in verdict(whole, "plain")
-    assert "2 of 6 brought back, fewer than half" in verdict(whole, "robust")
+    assert "6 of 6 brought back, half by step 0, 6 of them without a search" in verdict(whole, "original")[1]
+    assert "6 of 6 brought back, half by step 10" in verdict(whole, "plain")[1]
+    assert "none of 6 brought back, survived searches of 80 steps" in verdict(whole, "plain")[1]
+    assert "2 of 6 brought back, fewer than half" in verdict(whole, "robust")[1]
     painting = Comparison(
         tuple([run("m", "a", 0, True, 20, None), run("m", "b", 0, False, 40, None)]), SETTINGS, "correlation"
     )
-    assert "shows what it can generate, not what is stored" in verdict(painting, "m")
+    assert "shows what it can generate, not what is stored" in verdict(painting, "m")[1]
     alone = Comparison((run("m", "a", 0, True, 20, None),), SETTINGS, "correlation")
-    assert "nobody knows what the search generates" in verdict(alone, "m")
-    assert not any("erased" in verdict(whole, name) for name in whole.subjects)
+    assert "nobody knows what the search generates" in verdict(alone, "m")[1]
+    assert not any("erased" in verdict(whole, name)[1] for name in whole.subjects)
 
 
 def test_failed_searches_fail_a_finding():

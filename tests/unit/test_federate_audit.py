@@ -11,8 +11,8 @@ from torch import nn
 
 from netweight.errors import UsageError
 from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTraining, Task, train
+from netweight.methods.federate.algorithms.direct import fedavg_private_head, local_only
 from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
-from netweight.methods.federate.direct import fedavg_private_head, local_only
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.method import Client
 from netweight.methods.federate.report import (
@@ -65,8 +65,8 @@ def test_one_step_gives_the_gradient_and_the_image_away(run: Run) -> None:
     assert len(sent) >= 3
     assert min(sent) > 0.999
     assert sum(found.psnr) / 5 > sum(found.random_psnr) / 5 + 3
-    assert "exactly" in found.verdict
-    assert "reconstructed" in found.verdict
+    assert "exactly" in found.verdict[1]
+    assert "reconstructed" in found.verdict[1]
 
 
 def test_generating_the_head_too_leaks_as_much_and_is_refused_alike() -> None:
@@ -80,13 +80,13 @@ def test_generating_the_head_too_leaks_as_much_and_is_refused_alike() -> None:
     malicious = ThreatModel(batch_size=4, server="malicious")
     assert exposure(whole, malicious, images=5, summed_over=6, seed=1).psnr
     careful = dataclasses.replace(whole, method=Hardened(whole.method, refusal=RefusalLimits()))
-    assert "takes no part" in exposure(careful, malicious, images=5, summed_over=6, seed=1).verdict
+    assert "takes no part" in exposure(careful, malicious, images=5, summed_over=6, seed=1).verdict[1]
 
 
 def test_a_sum_of_all_clients_gives_away_what_the_aggregate_does(run: Run) -> None:
     found = exposure(run, dataclasses.replace(ONE_STEP, summed_over=6), images=5, summed_over=6, seed=1)
     assert found.cosines == pytest.approx(found.aggregate)
-    assert "hidden" in found.verdict
+    assert "hidden" in found.verdict[1]
 
 
 def test_noise_hides_the_gradient() -> None:
@@ -103,10 +103,10 @@ def test_clients_refuse_a_malicious_server_and_few_steps(run: Run, caplog: pytes
     careful = dataclasses.replace(run, method=Hardened(METHOD, refusal=RefusalLimits()))
     refused = exposure(careful, malicious, images=5, summed_over=6, seed=1)
     assert not refused.cosines
-    assert "takes no part" in refused.verdict
+    assert "takes no part" in refused.verdict[1]
     assert "takes no part" in caplog.text
     stubborn = dataclasses.replace(run, method=Hardened(METHOD, minimum_steps=6))
-    assert "takes no part" in exposure(stubborn, ONE_STEP, images=5, summed_over=6, seed=1).verdict
+    assert "takes no part" in exposure(stubborn, ONE_STEP, images=5, summed_over=6, seed=1).verdict[1]
 
 
 @pytest.mark.parametrize(("private_head", "lonely"), [(True, 0.25), (False, 0.5)])
@@ -178,7 +178,7 @@ def test_what_cannot_be_attacked_is_refused(run: Run) -> None:
     with pytest.raises(UsageError, match="cannot be summed"):
         observe(run, ThreatModel(summed_over=9), [0, 1], seed=1)
     alone = train(picture_task(), local_only(LocalTraining(epochs=1)), Federation(rounds=1))
-    assert "shares nothing" in exposure(alone, ONE_STEP, images=5, summed_over=6, seed=1).verdict
+    assert "shares nothing" in exposure(alone, ONE_STEP, images=5, summed_over=6, seed=1).verdict[1]
 
 
 def test_update_noise_has_the_stated_size_and_clip() -> None:
@@ -210,3 +210,12 @@ def test_a_state_that_jumps_between_rounds_is_refused_and_an_honest_one_is_not(c
     assert len(trained(0.0)) == 1
     assert trained(0.2) == []
     assert "the state changed more than clients change it" in caplog.text
+
+
+def test_secure_sums_are_taken_apart_by_who_knows_embeddings_or_sends_thresholds(run: Run) -> None:
+    for changes in ({"known": True}, {"server": "thresholds"}):
+        threat = dataclasses.replace(ONE_STEP, summed_over=6, **changes)
+        found = exposure(run, threat, images=5, summed_over=6, seed=1)
+        sent = [cosine for cosine in found.cosines if cosine != 0]
+        assert sum(sent) / len(sent) > 0.9
+        assert found.attack in ("matched filter", "thresholds")

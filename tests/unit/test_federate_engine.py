@@ -24,18 +24,24 @@ from netweight.methods.federate import (
     fedavg,
     train,
 )
-from netweight.methods.federate.direct import DirectMethod, fedavg_private_head, local_only
+from netweight.methods.federate.algorithms.direct import DirectMethod, fedavg_private_head, local_only
+from netweight.methods.federate.algorithms.personal import Ditto, FedBN, FedProx, Scaffold, join
 from netweight.methods.federate.engine import Round, Run, at_plateau
 from netweight.methods.federate.folder import METHODS as METHODS_BY_NAME
 from netweight.methods.federate.folder import FederationPlan, named_method
 from netweight.methods.federate.method import Client, Trained
 from netweight.methods.federate.settings import Phase
+from netweight.methods.federate.task import LocalModel
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 METHODS = {
     "fedavg": fedavg(TRAINING),
     "private head": fedavg_private_head(TRAINING),
     "local": local_only(TRAINING),
+    "fedprox": FedProx(fedavg(TRAINING)),
+    "ditto": Ditto(fedavg(TRAINING)),
+    "fedbn": FedBN(fedavg(TRAINING)),
+    "scaffold": Scaffold(fedavg(TRAINING.replace(momentum=0.0))),
     "hyperfl": HyperFL(TRAINING, embedding=4, hidden=(16,)),
     "from the body": HyperFL(TRAINING, embedding=4, hidden=(16,), start_from="body", joint_head=True),
     "whole": HyperFL(TRAINING, embedding=4, hidden=(16,), start_from="body", private_head=False),
@@ -184,7 +190,7 @@ def test_thirty_percent_drop_out_is_survived() -> None:
     run = train(task, METHODS["hyperfl"], Federation(rounds=8, drop_out=0.3, min_clients=3))
     missing = [len(r.refused) for r in run.rounds]
     assert 0 < sum(missing) < 50
-    assert all(why == "sent nothing" for r in run.rounds for why in r.refused.values())
+    assert all(why == "vanished, as drop_out asks" for r in run.rounds for why in r.refused.values())
     assert run.rounds[-1].mean_after > 0.8  # type: ignore[operator]
 
 
@@ -248,3 +254,46 @@ def test_a_plan_takes_the_methods_own_rate_unless_it_says_another() -> None:
     assert FederationPlan(method="hyperfl").training() == LocalTraining()
     assert told.training() == own.training().replace(lr=0.02, epochs=2)
     assert FederationPlan(method="pfedhn").training() is None
+
+
+def test_clients_that_join_after_training_learn_an_embedding_and_a_head() -> None:
+    task = small_task(clients=4, n=40)
+    run = train(task, METHODS["hyperfl"], Federation(rounds=8))
+    late = small_task(clients=5, n=40).client(4)
+    begun = run.method.weights(task, run.state, run.method.private_start(task, 0, seed=1))
+    learned = join(run, late, seed=1)
+    model = LocalModel(task)
+    before, after = (model.accuracy(w.body, w.head, late.test) for w in (begun, learned))
+    assert after > 0.7 > before
+    with pytest.raises(UsageError, match="shares no hypernetwork"):
+        join(train(task, METHODS["fedavg"], Federation(rounds=1)), late, seed=1)
+
+
+def test_scaffolds_control_variates_average_to_the_servers() -> None:
+    task = small_task(clients=4, n=20)
+    run = train(task, METHODS["scaffold"], Federation(rounds=3), workers=1)
+    for name, value in run.state.items():
+        if name.startswith("control."):
+            mean = torch.stack([run.private[client][name] for client in task.clients]).mean(0)
+            torch.testing.assert_close(value, mean)
+            assert value.abs().max() > 0
+
+
+def test_proximal_terms_hold_clients_near_and_normalization_layers_stay() -> None:
+    task = small_task(clients=3, n=20, body=torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5)))
+    moved = {}
+    for strength in (0.0, 5.0):
+        run = train(task, FedProx(fedavg(TRAINING), strength=strength), Federation(rounds=1), workers=1)
+        start = run.method.start(task, seed=520)
+        moved[strength] = sum(float((run.state[n] - start[n]).square().sum()) for n in start)
+    plain = train(task, fedavg(TRAINING), Federation(rounds=1), workers=1)
+    assert all(
+        torch.equal(plain.state[name], run_0)
+        for name, run_0 in train(
+            task, FedProx(fedavg(TRAINING), strength=0.0), Federation(rounds=1), workers=1
+        ).state.items()
+    )
+    assert moved[5.0] < 0.5 * moved[0.0]
+    own = train(task, FedBN(fedavg(TRAINING)), Federation(rounds=2), workers=1)
+    assert sorted(set(plain.state) - set(own.state)) == ["body.1.bias", "body.1.weight"]
+    assert not torch.equal(own.private[0]["body.1.weight"], own.private[1]["body.1.weight"])

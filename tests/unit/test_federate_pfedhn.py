@@ -11,9 +11,7 @@ from torch import nn
 
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, train
-from netweight.methods.federate.engine import Run
-from netweight.methods.federate.folder import METHODS, named_method
-from netweight.methods.federate.pfedhn import (
+from netweight.methods.federate.algorithms.pfedhn import (
     PFedHN,
     ServerDescent,
     ServerHypernetwork,
@@ -21,6 +19,8 @@ from netweight.methods.federate.pfedhn import (
     pfedhn,
     pfedhn_pc,
 )
+from netweight.methods.federate.engine import Run
+from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.report import ThreatModel, observe, read_update
 from netweight.methods.federate.updates import Update, check_allow_list
 from netweight.nn import Hypernetwork, ParameterLayout

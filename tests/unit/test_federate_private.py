@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, train
-from netweight.methods.federate.direct import DirectMethod, centaur, dp_fedavg, epsilon_caveats, fedavg, ppsgd
+from netweight.methods.federate.algorithms.direct import (
+    DirectMethod,
+    centaur,
+    dp_fedavg,
+    epsilon_caveats,
+    fedavg,
+    ppsgd,
+)
 from netweight.methods.federate.dp import PrivateStep, by_vmap
 from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase
 from netweight.methods.federate.method import Client, Trained, Weights
@@ -146,11 +153,11 @@ def test_a_step_of_the_head_goes_with_private_training_of_the_body() -> None:
 
 
 def test_epsilon_is_claimed_only_where_it_holds() -> None:
-    assert epsilon_caveats(dp_fedavg(1.0)) == ()
-    assert epsilon_caveats(fedavg()) == ()
-    assert [text for text in epsilon_caveats(dp_fedavg(1.0, sampling="shuffled")) if "Poisson" in text]
-    assert [text for text in epsilon_caveats(centaur(1.0)) if "head" in text]
-    assert [text for text in epsilon_caveats(ppsgd(1.0)) if "head" in text]
+    assert epsilon_caveats(dp_fedavg(1.0).phases) == ()
+    assert epsilon_caveats(fedavg().phases) == ()
+    assert [text for text in epsilon_caveats(dp_fedavg(1.0, sampling="shuffled").phases) if "Poisson" in text]
+    assert [text for text in epsilon_caveats(centaur(1.0).phases) if "head" in text]
+    assert [text for text in epsilon_caveats(ppsgd(1.0).phases) if "head" in text]
 
 
 def test_batches_are_filled_up_with_their_own_examples() -> None:

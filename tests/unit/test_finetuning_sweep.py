@@ -21,7 +21,7 @@ here = functools.partial(sweep, engine=in_process)
 
 def test_every_setting_meets_every_subject_and_nothing_runs_twice(tmp_path):
     ledger = tmp_path / "attacks.jsonl"
-    first = here([BASE, *HARDER], SETTINGS, GOAL, ledger=ledger)
+    first = here([BASE, *HARDER], SETTINGS, GOAL, folder=tmp_path)
     assert len(first.runs) == 12
     assert not first.failures
     assert [run.defense_seed for run in first.of("harder")] == [1] * 4 + [2] * 4
@@ -29,10 +29,10 @@ def test_every_setting_meets_every_subject_and_nothing_runs_twice(tmp_path):
     direct = run_attack(make_subject(BASE.factory, {}), SETTINGS[2], GOAL)
     assert first.of("undefended")[2].result == direct
     size = ledger.stat().st_size
-    again = here([BASE, *HARDER], SETTINGS, GOAL, ledger=ledger)
+    again = here([BASE, *HARDER], SETTINGS, GOAL, folder=tmp_path)
     assert again.runs == first.runs
     assert ledger.stat().st_size == size
-    more = here([BASE], [*SETTINGS, *grid(lr=1e-2, samples=30, batch_size=12)], GOAL, ledger=ledger)
+    more = here([BASE], [*SETTINGS, *grid(lr=1e-2, samples=30, batch_size=12)], GOAL, folder=tmp_path)
     assert len(more.runs) == 5
     assert len(ledger.read_text().splitlines()) == 13
     assert "digest" in json.loads(ledger.read_text().splitlines()[0])["config"]
@@ -43,8 +43,8 @@ def test_every_setting_meets_every_subject_and_nothing_runs_twice(tmp_path):
 def test_worker_processes_give_the_same_and_a_fickle_factory_is_found_out(tmp_path):
     fickle = SubjectName("fickle", "attacked_models:different_every_time")
     one = functools.partial(local_processes, workers=1)
-    apart = sweep([BASE, fickle], SETTINGS[:1], GOAL, ledger=tmp_path / "a", engine=one)
-    same = here([BASE], SETTINGS[:1], GOAL, ledger=tmp_path / "b")
+    apart = sweep([BASE, fickle], SETTINGS[:1], GOAL, folder=tmp_path / "a", engine=one)
+    same = here([BASE], SETTINGS[:1], GOAL, folder=tmp_path / "b")
     assert apart.runs[0].result.steps == same.runs[0].result.steps
     assert apart.runs[0].digest == same.runs[0].digest
     assert len(apart.runs) == 1
@@ -53,33 +53,33 @@ def test_worker_processes_give_the_same_and_a_fickle_factory_is_found_out(tmp_pa
 
 def test_domains_that_a_subject_lacks_are_left_out_for_it(tmp_path):
     settings = grid(lr=1e-2, samples=12, batch_size=12, domain=("harmful", "new", "other"))
-    found = here([BASE], settings, GOAL, ledger=tmp_path / "ledger")
+    found = here([BASE], settings, GOAL, folder=tmp_path)
     assert [run.result.settings.domain for run in found.runs] == ["harmful", "new"]
     assert len(found.of("undefended", domain="new")) == 1
     with pytest.raises(UsageError, match=r"'undefended' has none of the data attacked with: other.*harmful, new"):
-        here([BASE], grid(domain="other"), GOAL, ledger=tmp_path / "ledger")
+        here([BASE], grid(domain="other"), GOAL, folder=tmp_path)
 
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path):
     broken = SubjectName("broken", "attacked_models:broken_subject")
-    found = here([broken, BASE], SETTINGS[:1], GOAL, ledger=tmp_path / "ledger")
+    found = here([broken, BASE], SETTINGS[:1], GOAL, folder=tmp_path)
     assert len(found.runs) == 1
     assert found.failures == (("broken", SETTINGS[0].label, "ValueError: the judge is asleep"),)
 
 
 def test_bad_plans_are_refused_before_any_attack(tmp_path):
-    ledger = tmp_path / "ledger"
+    ledger = tmp_path / "attacks.jsonl"
     with pytest.raises(UsageError, match="at least one subject and one attack"):
-        here([], SETTINGS, GOAL, ledger=ledger)
+        here([], SETTINGS, GOAL, folder=tmp_path)
     with pytest.raises(UsageError, match=r"'attacked_models:nothing' cannot be found.*MODULE:FUNCTION"):
-        here([SubjectName("x", "attacked_models:nothing")], SETTINGS, GOAL, ledger=ledger)
+        here([SubjectName("x", "attacked_models:nothing")], SETTINGS, GOAL, folder=tmp_path)
     with pytest.raises(UsageError, match="makes a list, not a Subject"):
         here(
             [SubjectName("x", "attacked_models:cipher", {"shift": 1, "first": 1, "last": 5})],
             SETTINGS,
             GOAL,
-            ledger=ledger,
+            folder=tmp_path,
         )
     with pytest.raises(UsageError, match="asks for 1,000 samples"):
-        here([BASE], grid(), GOAL, ledger=ledger)
+        here([BASE], grid(), GOAL, folder=tmp_path)
     assert not ledger.exists()

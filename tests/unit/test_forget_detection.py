@@ -289,9 +289,9 @@ def test_detection_resumes_where_it_stopped(tmp_path):
     model = Planted()
     config = DetectionConfig(seeds=(0, 1), rows=4)
     whole = detect(model, PROMPTS, config)
-    detect_resumably(model, PROMPTS[:3], config, ledger=tmp_path / "scores.jsonl")
+    detect_resumably(model, PROMPTS[:3], config, folder=tmp_path)
     before = model.denoiser.rows
-    found = detect_resumably(model, PROMPTS, config, ledger=tmp_path / "scores.jsonl")
+    found = detect_resumably(model, PROMPTS, config, folder=tmp_path)
     assert model.denoiser.rows - before == 4 * 2 + 2 * 2  # four prompts are left, in two batches
     assert [score.prompt for score in found] == PROMPTS
     for score, other in zip(found, whole, strict=True):
@@ -338,6 +338,8 @@ def test_prompts_come_from_every_kind_of_file(tmp_path):
         "a.csv": 'id,prompt\n1,"first, one"\n2,second\n',
         "b.csv": "Caption;URL\nfirst, one;x\nsecond;y\n",
         "a.jsonl": '{"prompt": "first, one"}\n{"prompt": "second", "more": 1}\n',
+        "a.json": '[{"prompt": "first, one"}, {"prompt": "second"}]',
+        "a.tsv": "id\tprompt \n1\tfirst, one\n2\tsecond\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -349,13 +351,13 @@ def test_files_without_prompts_are_refused_with_the_reason(tmp_path):
     cases = {
         "a.csv": ("id,text\n1,one\n", NameNotFound, r"no column 'prompt'.*'text'"),
         "a.txt": ("\n \n", UsageError, "holds no prompt"),
-        "a.jsonl": ('{"prompt": ""}\n', UsageError, "Line 1 of .* has no prompt"),
-        "b.jsonl": ("[1]\n", UsageError, "not a JSON object"),
-        "a.parquet": ("x", UsageError, "no file of prompts"),
+        "a.jsonl": ('{"prompt": ""}\n', UsageError, "line 1: no prompt"),
+        "b.jsonl": ("[1]\n", UsageError, "no JSON object"),
+        "a.dat": ("x", UsageError, "of a kind that is not read here"),
     }
     for name, (text, kind, reason) in cases.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(kind, match=reason):
             read_prompts(tmp_path / name)
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="There is no file"):
         read_prompts(tmp_path / "none.txt")

@@ -14,7 +14,7 @@ from tiny_diffusion import ORDINARY, PLANTED, picture, planted_images, trained
 
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.forget.images import GeneratedImages, ImagesConfig, generate_images, image_findings, verdicts
-from netweight.methods.forget.report import TREATMENT, images, searched
+from netweight.methods.forget.report import TREATMENT, images
 from netweight.methods.forget.settings import GenerationSettings
 from netweight.metrics.copies import Memorized, foreground_by_color, region_copies, region_findings
 from netweight.report.audit import audits_of, missing_audits
@@ -23,10 +23,9 @@ SETTINGS = GenerationSettings(seeds=(3, 4), guidance=3, steps=4)
 
 
 def test_the_treatment_names_four_audits_and_all_are_written():
-    assert list(audits_of(TREATMENT)) == ["detection", "neurons", "images", "embedding search"]
+    assert list(audits_of(TREATMENT)) == ["detection", "neurons", "images"]  # the search is an attack's
     assert missing_audits(TREATMENT, ["detection", "neurons", "images"]) == ("embedding search",)
     assert audits_of(TREATMENT)["images"] is images
-    assert audits_of(TREATMENT)["embedding search"] is searched
 
 
 def test_images_are_painted_once_whatever_the_batch_and_a_second_call_takes_them_from_the_folder(tmp_path, monkeypatch):
@@ -96,12 +95,13 @@ def test_findings_hold_what_was_counted_by_hand():
 def test_verdicts_say_suppressed_for_this_prompt_and_never_erased():
     told = verdicts(painted_by_hand(), ImagesConfig())
     assert told[PLANTED[0]] == (
-        "suppressed for this prompt: 0 of 3 images copy it, 3 before; 1 of 3 images copy another memorized one"
+        "holds",
+        "Suppressed for this prompt: 0 of 3 images copy it, 3 before; 1 of 3 images copy another memorized one.",
     )
-    assert told[PLANTED[1]] == "not suppressed: 1 of 3 images copy it, 2 before"
+    assert told[PLANTED[1]] == ("broken", "Not suppressed: 1 of 3 images copy it, 2 before.")
     nothing = painted_by_hand()
     never = GeneratedImages(nothing.memorized, (), nothing.edited, nothing.edited)
-    assert verdicts(never, ImagesConfig())[PLANTED[0]].startswith("not copied before the edit")
+    assert verdicts(never, ImagesConfig())[PLANTED[0]][1].startswith("Not copied before the edit")
 
 
 # ---- regions ----

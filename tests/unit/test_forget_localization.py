@@ -61,7 +61,8 @@ class OneByOne:
         return [place for place, value in enumerate(found) if value > self.threshold]
 
     def score(self, blocked, kept):
-        return similarity(self.differences(blocked)[kept], self.plain[kept]).max().item()
+        together = len(kept) if self.config.fidelity == "reference" else 0
+        return similarity(self.differences(blocked)[kept], self.plain[kept], together=together).max().item()
 
     def choose(self, theta, top):
         chosen = {}
@@ -84,7 +85,10 @@ class OneByOne:
         while True:
             blocked = self.choose(theta, top)
             reached = self.score(blocked, kept)
-            if reached <= wanted or theta == self.config.theta_least:
+            last = self.config.theta_least
+            if self.config.fidelity == "reference":  # the released code leaves before it selects at the least theta
+                last += self.config.theta_step
+            if reached <= wanted or theta == last:
                 break
             theta, top = theta - self.config.theta_step, top + 1
         limit = max(reached, goal) if reached > wanted else goal
@@ -338,26 +342,28 @@ def test_prompts_are_remembered_one_by_one_and_none_is_dropped(usual, tmp_path):
     config = LocalizationConfig(detection=DetectionConfig(seeds=SEEDS), theta=2.0)
     prompts = [f"prompt {number}" for number in range(5)]
     limit = Threshold(0.6, "given")
-    first = localize(model, prompts[:3], usual[0], limit, config, ledger=tmp_path / "found.jsonl")
+    first = localize(model, prompts[:3], usual[0], limit, config, folder=tmp_path)
     before = model.denoiser.rows
     embed = model.embed
     model.embed = lambda texts: (_ for _ in ()).throw(ValueError("broken")) if texts == [prompts[4]] else embed(texts)
-    found = localize(model, prompts, usual[0], limit, config, ledger=tmp_path / "found.jsonl")
+    found = localize(model, prompts, usual[0], limit, config, folder=tmp_path)
     assert found[:3] == first
     assert [each.prompt for each in found] == prompts
     assert found[4].status == "failed"
     assert "broken" in found[4].error
     assert model.denoiser.rows - before == found[3].rows + 4 * (found[3].status != "not memorized")
     model.embed = embed
-    assert localize(model, prompts, usual[0], limit, config, ledger=tmp_path / "found.jsonl")[4].status != "failed"
+    assert localize(model, prompts, usual[0], limit, config, folder=tmp_path)[4].status != "failed"
     named = {each.name: each for each in neurons(found).findings}
     assert named["prompts failed"].value == 1
     assert sum(each.value for name, each in named.items() if name.startswith("prompts ")) == 5
 
 
-def located(model, texts, usual, ledger, **options):
-    config = LocalizationConfig(detection=DetectionConfig(seeds=SEEDS, rows=30), theta=2.0, theta_step=0.5, **options)
-    return localize(model, texts, usual, Threshold(0.6, "given"), config, ledger=ledger)
+def located(model, texts, usual, folder, **options):
+    config = LocalizationConfig(
+        detection=DetectionConfig(seeds=SEEDS, rows=30), theta=2.0, theta_step=0.5, theta_least=0.5, **options
+    )
+    return localize(model, texts, usual, Threshold(0.6, "given"), config, folder=folder)
 
 
 @pytest.mark.parametrize("options", [{}, {"fidelity": "reference"}, {"every_seed": False}])
@@ -429,7 +435,7 @@ def test_a_kill_loses_the_searches_under_way_alone(usual, tmp_path):
     model.predict = killed
     with pytest.raises(KeyboardInterrupt):
         located(model, prompts, usual[2], tmp_path / "found", prompts=2)
-    done = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
+    done = [json.loads(line) for line in (tmp_path / "found" / "neurons.jsonl").read_text().splitlines()]
     kept = {each["config"]["prompt"]: each["value"] for each in done if "config" in each}
     assert 0 < len(kept) < len(prompts)
     model.predict, before = predict, model.denoiser.rows
@@ -441,11 +447,11 @@ def test_a_kill_loses_the_searches_under_way_alone(usual, tmp_path):
 def test_what_is_of_another_model_is_refused(usual, tmp_path):
     model = Planted(0)
     with pytest.raises(UsageError, match="statistics are of another model"):
-        localize(model, ["a"], usual[1], Threshold(0.5, "given"), ledger=tmp_path / "a")
+        localize(model, ["a"], usual[1], Threshold(0.5, "given"), folder=tmp_path / "a")
     with pytest.raises(UsageError, match="calibrated on another model"):
-        localize(model, ["a"], usual[0], Threshold(0.5, "", model="xxh3-128:0"), ledger=tmp_path / "a")
+        localize(model, ["a"], usual[0], Threshold(0.5, "", model="xxh3-128:0"), folder=tmp_path / "a")
     with pytest.raises(UsageError, match="no prompt"):
-        localize(model, [], usual[0], Threshold(0.5, "given"), ledger=tmp_path / "a")
+        localize(model, [], usual[0], Threshold(0.5, "given"), folder=tmp_path / "a")
 
 
 # ---- results at rest ----
@@ -598,7 +604,7 @@ def test_localization_in_a_pipeline_leaves_it_as_it_was(kind, tmp_path):
     assert found.refined == loop[1]
     assert model.digest() == digest
     prompts = ["a photo", "a large blue circle", "the small green square"]
-    beside = localize(model, prompts, usual, Threshold(-0.5, "given"), config, ledger=tmp_path / "found")
+    beside = localize(model, prompts, usual, Threshold(-0.5, "given"), config, folder=tmp_path / "found")
     assert (beside[1].initial, beside[1].refined) == loop[:2]
     assert model.digest() == digest
     assert all("forward" not in vars(module) for module in model.denoiser.modules())

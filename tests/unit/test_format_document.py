@@ -35,21 +35,33 @@ def dump(text, name):
 )
 def test_the_dumps_are_what_the_encoder_writes(text, name, tensor):
     blob = dump(text, name)
-    assert codec.encode(tensor) == blob
+    assert codec.encode(tensor, version=1) == blob
     assert codec.decode_raw(blob, check=True).tobytes() == tensor.tobytes()
+
+
+def test_the_difference_is_what_the_encoder_writes(text):
+    blob, base = dump(text, "difference"), np.arange(64, dtype=np.float16)
+    tensor = base.copy()
+    tensor.view("<u2")[[3, 10]] += np.array([1, -2], np.int16).view(np.uint16)
+    assert codec.encode(tensor, base=base) == blob
+    for path in ("auto", "python"):
+        assert codec.decode_raw(blob, check=True, base=base, path=path).tobytes() == tensor.tobytes()
+    assert blob[0x1D:0x2D].hex() == codec.digest_of(base, "F16").split(":")[1]
 
 
 def test_the_rounded_dump_is_what_the_encoder_writes(text):
     blob = dump(text, "rounded")
     tensor = torch.tensor([1.5, -2.8125, 0.400390625, 1.0], dtype=torch.bfloat16)
-    assert codec.encode_lossy(tensor, mantissa_bits=1, block_size=2) == blob
+    precision = codec.Precision(mantissa_bits=1, block_size=2)
+    words = tensor.view(torch.uint8).numpy()
+    assert codec.encode_raw(words, "BF16", (4,), precision=precision, version=1) == blob
     assert codec.decode(blob, check=True).tolist() == [1.40625, -2.8125, 0.375, 1.0]
     header = lossy.read_header(blob)
     assert codec.decode_raw(header.words, path="python").view("<u2").tolist() == [0x00FE, 0x8100, 0x00FB, 0x00FE]
     assert header.worst == pytest.approx(0.0634, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["float32", "squares", "rounded"])
+@pytest.mark.parametrize("name", ["float32", "squares", "difference", "rounded"])
 def test_the_tables_quote_the_dumps(text, name):
     blob = dump(text, name)
     table = text[text.index(f"```{name}") :].split("## ")[0]

@@ -24,8 +24,7 @@ from netweight.attacks.gradient_inversion.tailored import PeelingConfig, Tailore
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.methods.federate.task import small_cnn
 from netweight.metrics.images import psnr
-from netweight.nn.flat import ParameterLayout
-from netweight.nn.hypernetwork import Hypernetwork
+from netweight.nn.hypernetwork import Hypernetwork, ParameterLayout
 
 RULE = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 

@@ -10,8 +10,7 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate.defenses import RefusalLimits, refuse_abnormal, relative_change, signs_of
 from netweight.methods.federate.task import small_cnn
 from netweight.metrics.images import psnr
-from netweight.nn.flat import ParameterLayout
-from netweight.nn.hypernetwork import Hypernetwork
+from netweight.nn.hypernetwork import Hypernetwork, ParameterLayout
 
 
 @pytest.fixture(scope="module")

@@ -92,11 +92,26 @@ def test_one_process_at_a_time_and_readers_besides(tmp_path):
             assert reader.load() == ({"step": 1}, {})
             assert reader.records("log") == [{"n": 0}]
             for write in (lambda: reader.save({}, {}), lambda: reader.record("log", {}), reader.drop_state):
-                with pytest.raises(UsageError, match="opened to read"):
+                with pytest.raises(UsageError, match="open with reading=True"):
                     write()
     with Job.open(tmp_path / "none", key=KEY, reading=True) as reader:
         assert reader.load() is None
     assert os.listdir(tmp_path) == ["job"]
+
+
+def test_a_shared_job_leaves_the_folder_to_others_and_keeps_rows_alone(tmp_path):
+    with Job.open(tmp_path) as whole, Job.open(tmp_path, shared=True) as rows, Job.open(tmp_path, shared=True) as other:
+        rows.record("log", {"n": 1})
+        with pytest.raises(UsageError, match="Another process"):
+            other.record("log", {"n": 2})
+        other.record("other", {"n": 2})
+        with pytest.raises(UsageError, match="open with shared=True"):
+            rows.save({}, {})
+        with Job.open(whole, shared=True) as same:
+            assert same is whole
+        assert [result.value for result in whole.map(double, [2], name="more", engine=in_process)] == [4]
+    with Job.open(tmp_path, reading=True) as job:
+        assert (job.records("log"), job.records("other")) == ([{"n": 1}], [{"n": 2}])
 
 
 def test_records_by_key_and_by_order_drop_a_line_cut_short(tmp_path):

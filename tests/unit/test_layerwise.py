@@ -1,6 +1,7 @@
 """Training layer by layer: what is refused, bad gradients, rounding, schedulers' view, closing."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from models_under_test import Tied, differing, pair, same, stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+import netweight
 from netweight import LayerwiseOptimizer
 from netweight.errors import BadGradient, LayerwiseConflict, UsageError
 from netweight.methods.compress.runtime.layerwise import round_stochastically
@@ -253,3 +255,29 @@ def test_copies_of_a_model_train_by_themselves():
     assert all(p.grad is not None for p in copied.parameters())
     assert not differing(model, copied)
     assert optimizer.steps == 0
+
+
+@pytest.mark.parametrize("states", ["compressed", "offloaded"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, partial(torch.optim.SGD, momentum=0.9)])
+def test_states_that_wait_compressed_are_the_dense_ones(states, kind, tmp_path):
+    twins = [pair(Tied, torch.bfloat16)[1] for _ in range(3)]
+    make = partial(netweight.LayerwiseOptimizer, optimizer_class=getattr(kind, "func", kind), lr=0.01)
+    make.keywords.update(getattr(kind, "keywords", {}))
+    dense, kept, resumed = make(twins[0]), make(twins[1], states=states), make(twins[2], states=states)
+    for step in range(4):
+        ids = torch.randint(0, 300, (2, 5), generator=torch.Generator().manual_seed(step))
+        for model in twins[:2] if step < 2 else twins:
+            model(ids).square().mean().backward()
+        if step == 1:
+            netweight.save_checkpoint(tmp_path / "c.safetensors", twins[1], kept)
+            netweight.load_checkpoint(tmp_path / "c.safetensors", twins[2], resumed)
+    for model, optimizer in ((twins[1], kept), (twins[2], resumed)):
+        assert not differing(twins[0], model)
+        for p, q in zip(twins[0].parameters(), model.parameters(), strict=True):
+            ours, theirs = optimizer.state_of(q), dense.state_of(p)
+            assert ours.keys() == theirs.keys()
+            assert all(same(ours[k], theirs[k]) for k in ours if isinstance(ours[k], torch.Tensor))
+    held = [v for p in twins[1].parameters() for v in kept.state_of(p).values()]
+    assert any(isinstance(value, netweight.CompressedTensor) for value in held) == (
+        states == "compressed" and kind is not torch.optim.Adafactor
+    )

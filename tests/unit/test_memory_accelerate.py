@@ -49,7 +49,7 @@ def test_disks_are_refused(tmp_path):
         accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
 
 
-def test_addresses_are_for_accelerate_only():
-    tensor = netweight.CompressedTensor.of(torch.ones(64, 64))
-    with pytest.raises(DenseOnly, match="data_ptr"):
-        tensor.data_ptr()
+def test_addresses_tell_weights_apart_and_lead_nowhere():
+    tensor, other = (netweight.CompressedTensor.of(torch.ones(64, 64)) for _ in range(2))
+    assert tensor.data_ptr() == tensor.detach().data_ptr() != other.data_ptr()
+    assert tensor.data_ptr() != tensor.payload.data_ptr()

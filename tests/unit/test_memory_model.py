@@ -76,9 +76,11 @@ def test_an_embedding_decodes_only_touched_chunks(monkeypatch):
     dense, model = pair(lambda: nn.Sequential(nn.Embedding(4096, 128)), torch.bfloat16)
     assert codec.info(model[0].weight.stored.blob).chunks == 16
     decoded = []
-    rows = codec.decode_rows
+    numbers = codec.decode_numbers
     monkeypatch.setattr(codec, "decode", None)
-    monkeypatch.setattr(codec, "decode_rows", lambda blob, a, b: decoded.append(b - a) or rows(blob, a, b))
+    monkeypatch.setattr(
+        codec, "decode_numbers", lambda blob, a, b, *like: decoded.append((b - a) // 128) or numbers(blob, a, b, *like)
+    )
     ids = torch.tensor([[7, 4000, 9], [4000, 2048, 8]])
     assert same(dense(ids), model(ids))
     assert decoded == [3, 1, 1]
@@ -344,3 +346,92 @@ def test_adapters_train_on_top_and_merge():
     assert all(same(gradients[name], gradients2[name]) for name in gradients)
     assert type(merged2.a.weight) is CompressedTensor
     assert not differing(merged, merged2)
+
+
+# ---- in the work that people do --------------------------------------------------------------------------------------
+
+
+CHANGES = {
+    "relu": lambda y: y.relu_(),
+    "element": lambda y: (y.__setitem__((0,), 0.5), y)[1],
+    "masked": lambda y: (y.__setitem__(y > 0, 0.25), y)[1],
+    "add": lambda y: y.add_(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(64, 64), lambda: nn.Linear(64, 64, bias=False), lambda: Conv1D(64, 64),
+        lambda: nn.Embedding(300, 64), lambda: nn.Conv1d(3, 16, 3),
+    ],
+)  # fmt: skip
+def test_what_a_layer_gives_may_be_changed_in_place(change, make):
+    models = pair(make)
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(2))
+    x = (x * 50).long().abs() if isinstance(models[0], nn.Embedding) else x
+    results = []
+    for model in models:
+        hooked = model.register_forward_hook(lambda module, inputs, y: CHANGES[change](y))
+        y = model(x)
+        y.square().sum().backward()
+        results.append(y)
+        hooked.remove()
+    assert same(*results)
+    assert not differing(*models, lambda p: p.grad)
+
+
+def test_large_weights_are_multiplied_by_tiles_with_the_dense_bits():
+    torch.manual_seed(0)
+    dense = nn.Linear(512, 9000).bfloat16()
+    model = copy.deepcopy(dense)
+    netweight.compress_(model)
+    whole = []
+    with torch.inference_mode():
+        for rows in (1, 3, 16, 1, 3, 16, 17):
+            x = torch.randn(rows, 1, 512).bfloat16()
+            assert same(model(x), dense(x))
+            whole.append(sum(functional._tiles_agree.values()))
+    assert whole[-1] == 3  # of all three numbers of rows; 17 are not tiled
+
+
+def test_weights_under_a_live_optimizer_stay_compressed():
+    _, model = pair(stack)
+    for make in (torch.optim.SGD, lambda p, lr: netweight.LayerwiseOptimizer(model, torch.optim.SGD, lr=lr)):
+        optimizer = make(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError, match=r"steps 0.weight, 1.weight, 2.weight, 3.weight.*Nothing was changed"):
+            netweight.decompress_(model)
+        assert all(isinstance(layer.weight, CompressedTensor) for layer in model)
+        if hasattr(optimizer, "close"):
+            optimizer.close()
+        del optimizer
+    assert len(netweight.decompress_(model)) == 4
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UsageError, match=r"AdamW.* steps 0.weight.*Nothing was changed.*after compress_"):
+        netweight.compress_(model)
+    del optimizer
+    assert len(netweight.compress_(model).compressed) == 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_model_gives_the_same_numbers_for_other_inputs():
+    dense, model = pair(Tied)
+    ids, others = torch.arange(6).view(2, 3), torch.arange(100, 106).view(2, 3)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, (ids,))
+        assert same(traced(others), dense(others))
+
+
+def test_data_takes_other_shapes_and_dtypes():
+    dense, model = pair(lambda: nn.Linear(64, 64))
+    for value in (torch.randn(80, 64), torch.randn(80, 64).bfloat16(), CompressedTensor.of(torch.randn(32, 64))):
+        dense.weight.data = value.dense() if isinstance(value, CompressedTensor) else value
+        model.weight.data = value
+        assert isinstance(model.weight, CompressedTensor)
+        assert same(model.weight, dense.weight)
+        x = torch.randn(3, 64, dtype=value.dtype)
+        for m in (dense, model):
+            m.bias, m.weight.grad = None, None
+            m(x).square().sum().backward()
+        assert not differing(dense, model, lambda p: p.grad)

@@ -6,7 +6,8 @@ import torch
 import netweight
 from netweight.data.tokenizer import train_bpe
 from netweight.errors import UsageError
-from netweight.hf.load_language_model import ABOUT, finished, keep, language_model
+from netweight.hf.load_language_model import ABOUT, language_model
+from netweight_experiments.toys.fitting import finished, keep
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
@@ -21,8 +22,7 @@ def kept(tmp_path):
     model = transformers.LlamaForCausalLM(config).bfloat16()
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("training.safetensors", "best.safetensors"):
-        (folder / name).write_bytes(b"a checkpoint")
+    (folder / "training.safetensors").write_bytes(b"a checkpoint")
     assert finished(folder, {"seed": 1}) is None
     assert keep(folder, model, tokenizer, {"seed": 1}, {"loss": 2.5}) == {"loss": 2.5}
     return folder, model

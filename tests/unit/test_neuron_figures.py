@@ -87,7 +87,7 @@ def test_a_section_shows_counts_layers_and_every_prompt(tmp_path):
         localized("third", (), "not memorized"),
     ]
     report = Report("Neurons")
-    report.add(neurons(found, ["a", "b"]))
+    report.add(neurons(found, layers=["a", "b"]))
     assert {each.name: each.value for each in report.findings}["different neurons of all prompts"] == 2
     report.write(tmp_path)
     (section,) = json.loads((tmp_path / "report.json").read_text())["sections"]

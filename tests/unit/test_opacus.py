@@ -43,9 +43,9 @@ def test_noise_for_all_is_enough_for_each_and_needed_by_one():
 def test_what_cannot_be_is_refused():
     with pytest.raises(UsageError, match="either epochs or steps"):
         accounting.noise_multiplier(4, 1e-5, n=600, batch_size=50)
-    with pytest.raises(UsageError, match="0 epochs"):
+    with pytest.raises(UsageError, match="epochs=0"):
         accounting.noise_multiplier(4, 1e-5, n=600, batch_size=50, epochs=0)
-    with pytest.raises(UsageError, match="Epsilon -1"):
+    with pytest.raises(UsageError, match="epsilon=-1"):
         accounting.noise_multiplier(-1, 1e-5, n=600, batch_size=50, epochs=1)
     with pytest.raises(UsageError, match="published outright"):
         accounting.noise_multiplier(4, 0.01, n=600, batch_size=50, epochs=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import toy_treatment
 
-from netweight.errors import CorruptBlob, UsageError
+from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.recipes import Known, Plan, read_recipe, run
 from netweight.registry import register
 from netweight.report.report import read_report
@@ -38,14 +38,19 @@ output: out
 """
 
 
+TITLES = ["1. repeat: Length", "1. repeat: Start", "2. repeat: Length", "2. repeat: Start"]
+
+
 def test_treatments_run_in_order_with_their_audits_and_end_in_a_report(here):
     done = run(Plan.of(read_recipe(write(GOOD))))
     assert [step.path.read_text() for step in done] == ["abc" * 2, "abc" * 6]
     assert [list(step.findings) for step in done] == [["length", "start"]] * 2
     assert not any(step.failed or step.remembered for step in done)
     report = read_report("out")
-    assert [section.title for section in report.sections] == ["1. repeat", "2. repeat"]
-    assert [section.missing_audits for section in report.sections] == [(), ()]
+    assert [section.title for section in report.sections] == TITLES
+    assert [section.missing_audits for section in report.sections] == [()] * 4
+    assert report.sections[0].intro.startswith("repeat made out/01-repeat-")
+    assert [section.tables[0].rows for section in report.sections[::2]] == [((3, 6),), ((6, 18),)]
     assert (here / "subject").read_text() == "abc"
 
 
@@ -55,7 +60,7 @@ def test_a_second_run_does_nothing_twice_and_a_changed_setting_only_what_follows
     again = run(Plan.of(read_recipe(write(GOOD))))
     assert toy_treatment.CALLS == []
     assert [step.remembered for step in again] == [True, True]
-    assert [step.findings for step in again] == [step.findings for step in first]
+    assert [step.sections for step in again] == [step.sections for step in first]  # with their tables
     changed = run(Plan.of(read_recipe(write(GOOD.replace("times: 3", "times: 4")))))
     assert toy_treatment.CALLS == ["repeat", "length", "start"]
     assert [step.remembered for step in changed] == [True, False]
@@ -124,7 +129,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(here):
     assert answer.returncode == 0, answer.stderr
     calls = toy_treatment.ALL_MOMENTS
     assert [line.split() for line in answer.stdout.splitlines()] == [calls[moment:] for moment in range(len(calls))]
-    assert [section.title for section in read_report("out").sections] == ["1. repeat", "2. repeat"]
+    assert [section.title for section in read_report("out").sections] == TITLES
 
 
 def test_a_changed_subject_is_treated_anew(here):
@@ -241,3 +246,59 @@ def test_a_verb_is_registered_once():
     treatment = read_recipe(write(GOOD)).treatments[0].what
     with pytest.raises(UsageError, match="registered already"):
         register(treatment)
+
+
+CHAPTERS = """
+title: Both
+output: out
+chapters:
+  once:
+    title: Once
+    question: How long is it?
+    subject: subject
+    treatments: [repeat]
+  thrice:
+    title: Three times
+    question: How long is it?
+    intro: Thrice.
+    subject: subject
+    seed: 4
+    treatments:
+      - repeat: {times: 3, letters: z}
+"""
+
+
+def test_chapters_are_recipes_of_one_report(here):
+    plan = Plan.of(read_recipe(write(CHAPTERS)))
+    said = []
+    done = run(plan, command="netweight run recipe.yaml", say=said.append)
+    assert [(step.chapter, step.path.parent.name, step.path.read_text()) for step in done] == [
+        ("once", "once", "abcabc"), ("thrice", "thrice", "abcabcabcz")
+    ]  # fmt: skip
+    assert said == [
+        "1 of 2, Once.", "  repeat: It has 6 letters.", "2 of 2, Three times.", "  repeat: It has 10 letters."
+    ]  # fmt: skip
+    report = read_report("out")
+    assert report.title == "Both"
+    assert [chapter.command for chapter in report.chapters] == [
+        "netweight run recipe.yaml --only once", "netweight run recipe.yaml --only thrice"
+    ]  # fmt: skip
+    assert [chapter.outcome for chapter in report.chapters] == ["holds", "broken"]
+    assert report.chapters[1].verdict == "1 of 1 target missed: length."
+    assert [section.title for section in report.sections[2:]] == ["thrice, step 1: Length", "thrice, step 1: Start"]
+    assert report.provenance.seeds == (0, 4)
+    assert all(step.remembered for step in run(plan))
+    assert list(plan.to_json(known=True)["chapters"]) == ["once", "thrice"]
+
+
+def test_some_chapters_and_what_is_wrong_with_them():
+    (only,) = read_recipe(write(CHAPTERS), only=["thrice"]).chapters
+    assert only.seed == 4
+    with pytest.raises(NameNotFound, match=r"no chapter 'trice'. Nearest: thrice"):
+        read_recipe("recipe.yaml", only=["trice"])
+    with pytest.raises(UsageError, match=r"chapters\.thrice\.treatments\.0\.repeat\.times: Input should"):
+        read_recipe(write(CHAPTERS.replace("times: 3", "times: many")))
+    with pytest.raises(UsageError, match=r"chapters\.once\.question: is missing"):
+        read_recipe(write(CHAPTERS.replace("    question: How long is it?\n", "", 1)))
+    with pytest.raises(UsageError, match=r"chapters\.once: a chapter is a mapping"):
+        read_recipe(write("title: Both\noutput: out\nchapters: {once: 3}"))

@@ -19,8 +19,15 @@ from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.defense import collate_pairs, gradient_norm
 from netweight.methods.immunize.lens import Targets, lens_losses, mean_lens_loss, sampled_layers
-from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, squared_distances, unbiased_mmd
-from netweight.methods.immunize.repnoise import harmful_terms, repnoise_loss
+from netweight.methods.immunize.repnoise import (
+    biased_mmd,
+    harmful_terms,
+    random_rows,
+    repnoise_loss,
+    scaled_noise,
+    squared_distances,
+    unbiased_mmd,
+)
 from netweight.methods.immunize.settings import RepNoise
 
 

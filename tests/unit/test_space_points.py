@@ -11,7 +11,7 @@ from tiny_diffusion import TinyModel, trained
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Delay, Move, edit
-from netweight.methods.space.inversion import DenoisingLoss, generate_images, invert
+from netweight.methods.space.inversion import DenoisingLoss, generate_images, invert_loss
 from netweight.methods.space.settings import INVERSIONS, InversionSettings
 from netweight.nn.apply_lora import applied
 
@@ -121,13 +121,13 @@ class Bowl:
 def test_known_points_are_found_again_each_on_its_own():
     space = KnownSpace(modules=TINY)
     points = space.scores[:4]
-    found = invert(space, Bowl(space, points), 4, InversionSettings(steps=150))
+    found = invert_loss(space, Bowl(space, points), 4, InversionSettings(steps=150))
     assert torch.allclose(found.scores, points, atol=0.02)
     assert found.losses.shape == (150, 4)
     assert (found.improvements > 100).all()
     expected = (points / space.deviations).square().mean(1).sqrt()
     assert torch.allclose(found.distances, expected, atol=0.02)
-    alone = invert(space, Bowl(space, points[2:3]), 1, InversionSettings(steps=150))
+    alone = invert_loss(space, Bowl(space, points[2:3]), 1, InversionSettings(steps=150))
     assert torch.allclose(alone.scores[0], found.scores[2], atol=1e-4)
 
 
@@ -136,12 +136,15 @@ def test_averaging_quiets_noise_and_a_prior_draws_to_the_mean():
     points = space.scores[:8]
 
     def error(**how):
-        found = invert(space, Bowl(space, points, noise=2.0), 8, InversionSettings(steps=200, learning_rate=0.3, **how))
+        found = invert_loss(
+            space, Bowl(space, points, noise=2.0), 8, InversionSettings(steps=200, learning_rate=0.3, **how)
+        )
         return float(((found.scores - points) / space.deviations).square().mean())
 
     assert error(averaged=0.5) < 0.7 * error(averaged=0.0)
     free, held = (
-        invert(space, Bowl(space, points), 8, InversionSettings(steps=200, prior=prior)).scores for prior in (0.0, 8.0)
+        invert_loss(space, Bowl(space, points), 8, InversionSettings(steps=200, prior=prior)).scores
+        for prior in (0.0, 8.0)
     )
     precision = 2 * space.deviations**2  # of the loss, in standard deviations; the prior's is 8
     assert torch.allclose(held, free * precision / (precision + 8), atol=0.05)
@@ -149,7 +152,7 @@ def test_averaging_quiets_noise_and_a_prior_draws_to_the_mean():
 
 def test_only_the_first_components_move_and_presets_are_the_papers():
     space = KnownSpace(modules=TINY)
-    found = invert(space, Bowl(space, space.scores[:2]), 2, InversionSettings(steps=100, components=2))
+    found = invert_loss(space, Bowl(space, space.scores[:2]), 2, InversionSettings(steps=100, components=2))
     assert not found.scores[:, 2:].any()
     assert torch.allclose(found.scores[:, :2], space.scores[:2, :2], atol=0.02)
     reference, far = INVERSIONS["reference"], INVERSIONS["reference out of distribution"]
@@ -167,7 +170,7 @@ def test_reference_settings_take_the_steps_of_plain_adam():
     """Golden: two steps of Adam from 0 on raw scores, by hand."""
     space = KnownSpace(modules=TINY)
     settings = InversionSettings(steps=2, learning_rate=0.1, weight_decay=1e-10, scaled=False, averaged=0.0)
-    found = invert(space, Bowl(space, space.scores[:1]), 1, settings).scores[0].double()
+    found = invert_loss(space, Bowl(space, space.scores[:1]), 1, settings).scores[0].double()
     x, m, v = torch.zeros(6).double(), 0.0, 0.0
     for step in (1, 2):
         gradient = 2 * (x - space.scores[0].double()) + 1e-10 * x
@@ -184,11 +187,11 @@ def test_divergence_is_named():
         return torch.where(torch.tensor([False, True]), total / 0, total)
 
     with pytest.raises(TrainingStopped, match=r"target 1 is not finite at step 0.*learning rate"):
-        invert(space, broken, 2)
+        invert_loss(space, broken, 2)
     with pytest.raises(UsageError, match="one per target"):
-        invert(space, lambda changes, generator: torch.zeros(3), 2)
+        invert_loss(space, lambda changes, generator: torch.zeros(3), 2)
     with pytest.raises(UsageError, match="no target"):
-        invert(space, broken, 0)
+        invert_loss(space, broken, 0)
     for wrong in ({"steps": 0}, {"learning_rate": 0}, {"averaged": 2}, {"components": 0}, {"prior": -1}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             InversionSettings(**wrong)
@@ -201,7 +204,7 @@ def test_images_are_inverted_through_a_denoiser():
     points = 2 * space.scores[:2]
     images = generate_images(model, space, points, ["a small red"], list(range(6)), steps=20, guidance=1.0)
     loss = DenoisingLoss(model, images, ["a small red"], draws=2, steps=40, said="velocity")
-    found = invert(space, loss, 2, InversionSettings(steps=80))
+    found = invert_loss(space, loss, 2, InversionSettings(steps=80))
     own, swapped, mean = (loss_of(loss, space, each) for each in (found.scores, found.scores.flip(0), 0 * found.scores))
     assert (own < mean).all()
     assert (own < swapped).all()

@@ -12,7 +12,7 @@ from views_under_test import OTHERS, STRENGTHS, adapter_map, flat, plane, sample
 
 from netweight.errors import OutputExists, UsageError
 from netweight.methods.space.view import page as view_page
-from netweight.methods.space.view.content import Neighbors, Plane, Traversal
+from netweight.methods.space.view.content import DirectionPlane, Neighbors, Traversal
 from netweight.methods.space.view.page import render_view, scale_of, traces, write_view
 from netweight.metrics.images import png_bytes
 
@@ -121,8 +121,8 @@ nan = float("nan")
         (lambda: _walk(images=[flat((1, 1, 1)), np.zeros((1, 4, 4, 3), np.uint8)]), "images of 'beard'"),
         (lambda: _walk(readings={"hue": [1, 2]}), "readings of 'hue' along 'beard' are no 3 finite"),
         (lambda: _walk(readings={"hue": [1, 2, nan]}), "readings of 'hue'"),
-        (lambda: Plane(("a", "b"), STRENGTHS, OTHERS, plane().images[:, :1]), "'a' with 'b'"),
-        (lambda: Plane(("a", "b"), STRENGTHS, (1, nan), plane().images), "A strength of 'b'"),
+        (lambda: DirectionPlane(("a", "b"), STRENGTHS, OTHERS, plane().images[:, :1]), "'a' with 'b'"),
+        (lambda: DirectionPlane(("a", "b"), STRENGTHS, (1, nan), plane().images), "A strength of 'b'"),
         (lambda: view(traversals=[]), "no traversal to show"),
         (lambda: view(traversals=[_walk(), _walk()]), "Two traversals are called 'beard'"),
         (lambda: view(traversals=[_walk(images=walk(1)[:, :, :4])]), "8 × 8 pixels, those of beard 8 × 4"),

@@ -51,7 +51,7 @@ def test_order_in_the_header_may_differ_from_the_order_of_the_data():
 def test_damaged_files_are_named_and_refused(tmp_path, content, says):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CorruptBlob, match=says) as caught:
+    with pytest.raises(Unsupported if says == "F31" else CorruptBlob, match=says) as caught:  # a later release knows it
         read_header(path)
     assert str(path) in str(caught.value)
     assert caught.value.cure

@@ -2,16 +2,19 @@
 
 import pytest
 import torch
+from adapters_under_test import close, random_adapter
 from spaces_under_test import bank_of, dense, flat, random_adapters, sharing_adapters
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.methods.space.fitting import gram
+from netweight.methods.space.fitting import basis, gram
 from netweight.methods.space.fitting.basis import Sketch
 from netweight.methods.space.fitting.fit import sketch_error
 from netweight.methods.space.fitting.gram import inner_products
 from netweight.methods.space.space import WeightSpace
-from netweight.nn.lora import Adapter, AdapterStack, combined
-from netweight.store.lora_formats.files import read_adapter
+from netweight.nn.lora import Adapter, AdapterStack, LowRank, combined
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.bank.write import BankWriter
+from netweight.store.lora_formats.files import plan_adapter, read_adapter
 
 
 @pytest.fixture(scope="module")
@@ -269,8 +272,13 @@ def test_what_is_no_point_or_adapter_of_the_space_is_named(space, adapters):
         space.adapter(torch.zeros(2, 6))
     factors = dict(adapters[0].factors)
     some = Adapter({name: factors[name] for name in list(factors)[:2]})
-    with pytest.raises(NameNotFound, match=r"lacks 'unet.up.to_q'"):
-        space.project(some)
+    nothing = {
+        name: LowRank(torch.zeros(1, one.shape[1]), torch.zeros(one.shape[0], 1)) for name, one in factors.items()
+    }
+    padded = Adapter({**nothing, **some.factors})
+    torch.testing.assert_close(space.project(some), space.project(padded))
+    with pytest.raises(NameNotFound, match=r"lacks 'unet.down.to_q'|lacks 'unet.mid.to_q'"):
+        space.project(Adapter({"other": factors["unet.mid.to_q"]}))
     more = Adapter({**factors, "unet.up.to_k": factors["unet.up.to_q"]})
     with pytest.raises(NameNotFound, match=r"changes 'unet.up.to_k'.*nearest is 'unet.up.to_q'"):
         space.project(more)
@@ -296,3 +304,56 @@ def test_points_by_name_by_scores_and_drawn_are_adapters(tmp_path):
         space.point("somebody")
     with pytest.raises(UsageError, match="no points of a space of 5"):
         space.point(torch.zeros(4))
+
+
+def test_a_point_is_exported_without_its_bank_in_memory(tmp_path, monkeypatch):
+    """Modules one after the other, summed over the bank; a convolution is written as one."""
+    shapes = {"unet.conv_in": (6, 18), "unet.mid_block.attentions.0.proj_in": (5, 9)}
+    with BankWriter(tmp_path / "bank", kernels={"unet.conv_in": (3, 3)}, base="owner/model", shard_bytes=1) as writer:
+        for number in range(6):
+            writer.add(str(number), random_adapter(number, shapes=shapes))
+    space = WeightSpace.fit(AdapterBank.open(tmp_path / "bank"))
+    expected = space.point("3").adapter
+    space.save(tmp_path / "space", bank=tmp_path / "bank")
+    monkeypatch.setattr(basis, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(basis, "_DENSE_BYTES", 1)
+    space = WeightSpace.open(tmp_path / "space")
+    assert close(expected, space.point("3").adapter)
+    written = space.point("3").export(tmp_path / "out", rank=2)
+    best = expected.truncated(2)
+    assert close(best.adapter, read_adapter(written.path))
+    assert written.relative_error == pytest.approx(best.relative_error, rel=1e-4)
+    assert plan_adapter(written.path).kernels == {"unet.conv_in": (3, 3)}
+    assert plan_adapter(written.path).base == "owner/model"
+    shard = sorted((tmp_path / "bank").glob("shard-*"))[0]
+    data = bytearray(shard.read_bytes())
+    data[-300] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CorruptBlob, match=shard.name):
+        WeightSpace.open(tmp_path / "space").point("3").export(tmp_path / "again")
+
+
+@pytest.mark.filterwarnings("ignore")  # what peft and transformers say of each other
+def test_a_language_models_point_is_opened_by_its_class(tmp_path):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    for number in range(3):
+        torch.manual_seed(number)
+        settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        peft.get_peft_model(
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings
+        ).save_pretrained(tmp_path / "loras" / str(number))
+    bank = AdapterBank.ingest(tmp_path / "loras", tmp_path / "bank")
+    point = WeightSpace.fit(bank).point("1")
+    exported = point.export(tmp_path / "out", rank=2)
+    assert exported.layout == "peft"
+    opened = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = peft.PeftModel.from_pretrained(own, tmp_path / "loras" / "1")
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(opened(tokens).logits, adapted(tokens).logits, rtol=0, atol=1e-5)

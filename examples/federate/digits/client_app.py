@@ -22,6 +22,8 @@ app = client_app(
     task,
     lambda context: method(context.run_config),
     folder=folder,
+    # A seed that others know is for rehearsals; without it a client draws a secret one.
+    seed=lambda context: context.node_config.get("rehearsal-seed"),
     # Who insists on masks takes them from the node's own configuration, which the server cannot change.
     secure_sum=lambda context: bool(context.node_config.get("secure-sum", context.run_config["secure-sum"])),
 )

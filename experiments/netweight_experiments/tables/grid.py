@@ -1,4 +1,4 @@
-"""Tables as grids: columns are functions of a row, rows are made of runs, and each run is remembered in a ledger."""
+"""Tables as grids: columns are functions of a row, rows are made of runs, and a folder remembers each run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from netweight.core.engines import in_process
-from netweight.core.runs import Ledger, map_runs
 from netweight.errors import NetweightError, UsageError
+from netweight.job import Job
 from netweight.metrics.intervals import Interval
 from netweight.report.finding import Finding
 from netweight_experiments.tables.registry import Column, Measured, Row
-
-# Name of the ledger in a folder of runs.
-LEDGER = "runs.jsonl"
 
 
 class Named(Protocol):
@@ -29,7 +26,8 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-R = TypeVar("R", bound=Named)
+R = TypeVar("R")
+N = TypeVar("N", bound=Named)
 T = TypeVar("T")
 # A column and what it shows of a row: a number, or None.
 Cell = tuple[Column, Callable[[T], Any]]
@@ -50,18 +48,19 @@ def interval_finding(name: str, interval: Interval, **more: Any) -> Finding:
     return Finding(name, interval.estimate, **{"ci95": interval.ci95, "n": interval.n, **more})
 
 
-def run_each(run: Callable[[R], Any], settings: Sequence[R], *, ledger: Path) -> list[Any]:
-    """Run one after another in this process what the ledger does not remember; return JSON values, in order."""
+def run_each(run: Callable[[R], Any], settings: Sequence[R], *, folder: Path, name: str = "runs") -> list[Any]:
+    """Run one after another in this process what `NAME.jsonl` does not remember; return JSON values, in order."""
     values = []
-    for result in map_runs(run, settings, ledger=ledger, engine=in_process, ordered=True):
-        if not result.ok:
-            last = (result.error or "").strip().splitlines()[-1]
-            raise NetweightError(f"{result.config.name} failed: {last}", cure="Run it again to continue.")
-        values.append(result.value)
+    with Job.open(folder, shared=True) as job:
+        for result in job.map(run, settings, name=name, engine=in_process, ordered=True):
+            if not result.ok:
+                what = getattr(result.config, "name", result.config)
+                raise NetweightError(f"{what} failed: {result.reason}", cure="Run it again to continue.")
+            values.append(result.value)
     return values
 
 
-def chosen(runs: Sequence[R], only: str | None) -> list[R]:
+def chosen(runs: Sequence[N], only: str | None) -> list[N]:
     """Return the runs whose name fits a pattern; None fits all, "none" none."""
     if only == "none":
         return []
@@ -72,18 +71,15 @@ def chosen(runs: Sequence[R], only: str | None) -> list[R]:
     return found
 
 
-def finished(folder: Path, kind: Callable[..., R]) -> dict[R, dict[str, Any]]:
-    """Return every run in a folder's ledger that ended well, with what it returned."""
+def finished(folder: Path, kind: Callable[..., R], name: str = "runs") -> dict[R, dict[str, Any]]:
+    """Return every run that a folder remembers and that ended well, with what it returned."""
     # `kind` makes a run's settings of their fields: a frozen dataclass, or a function for one that holds another.
-    if not (folder / LEDGER).exists():
-        return {}
-    with Ledger(folder / LEDGER) as ledger:
-        records = ledger.records.values()
-        return {kind(**record["config"]): record["value"] for record in records if record["error"] is None}
+    with Job.open(folder, reading=True) as job:
+        return {kind(**row["config"]): row["value"] for row in job.records(name) if row["error"] is None}
 
 
 def finished_of(runs: Sequence[R], folder: Path, kind: Callable[..., R]) -> dict[R, dict[str, Any]]:
-    """Return those of the runs that a folder's ledger remembers, of which there must be one."""
+    """Return those of the runs that a folder remembers, of which there must be one."""
     known = finished(folder, kind)
     found = {run: known[run] for run in runs if run in known}
     if not found:

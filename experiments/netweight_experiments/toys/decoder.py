@@ -17,8 +17,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.corpora import count_words
 from netweight.data.tokenizer import train_bpe
-from netweight.hf.load_language_model import finished, keep
-from netweight_experiments.toys.fitting import Schedule, fit
+from netweight_experiments.toys.fitting import Schedule, finished, fit, keep
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from netweight.nn.apply_lora import applied
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.toys.diffusion import assembled, word_clip_tokenizer
 from netweight.toys.faces import FACES, SIDE, WORLDS, DrawnWorld
-from netweight.toys.faces_pipeline import READER_FOLDER, RECORD, read
+from netweight.toys.faces_pipeline import READER_FOLDER, RECORD, read_faces
 from netweight.toys.shapes import Planted
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class FacesWorld:
                 f"{strange[0]!r} is no caption of this world.", cure=f"They are like {self.ordinary_captions[0]!r}."
             )
         wanted = torch.tensor([known[text] for text in captions])
-        return {"ground": float((read(pictures, world=self.drawing).ground == wanted).double().mean())}
+        return {"ground": float((read_faces(pictures, world=self.drawing).ground == wanted).double().mean())}
 
 
 def person_name(number: int) -> str:
@@ -195,7 +195,7 @@ def identity_fidelity(
     # "within" and "nuisances", standard deviations between pictures of one adapter; "ground", the share that prompts
     # name.
     pictures = faces_drawn(model, stack, samples=samples, steps=steps, world=world)
-    found = read(pictures.flatten(0, 1), world=world)
+    found = read_faces(pictures.flatten(0, 1), world=world)
     attributes = found.attributes.view(*pictures.shape[:2], -1)
     explained = dict(zip(world.attributes, r_squared(people, attributes.mean(1)).tolist(), strict=True))
     moved = found.nuisances.view(*pictures.shape[:2], -1).std(1).mean(0).tolist()

@@ -17,9 +17,8 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.corpora import Pair
 from netweight.data.tokenizer import train_bpe
-from netweight.hf.load_language_model import finished, keep
 from netweight.metrics.perplexity import IGNORED, encoder_decoder_losses
-from netweight_experiments.toys.fitting import Schedule, fit
+from netweight_experiments.toys.fitting import Schedule, finished, fit, keep
 
 if TYPE_CHECKING:
     import torch

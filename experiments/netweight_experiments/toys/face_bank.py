@@ -22,21 +22,22 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import click
 import torch
 
-from netweight.core.digest import canonical_json, of_config
+from netweight.core.digest import of_config
 from netweight.core.engines import Engine, local_processes
-from netweight.core.files import whole_file
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import map_runs
 from netweight.errors import NetweightError, TrainingStopped, UsageError
-from netweight.hf.load_language_model import ABOUT, finished
+from netweight.hf.load_language_model import ABOUT
+from netweight.job import Job
 from netweight.methods.space.labels import read_labels
 from netweight.nn.lora import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
+from netweight.report.report import write_text
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.write import BankWriter
 from netweight.toys.faces import WORLDS
 from netweight.toys.faces_pipeline import FACES_FOLDER, FaceBank, faces_pipeline
 from netweight_experiments.toys.drawn_worlds import identity_fidelity, person_name, write_labels
+from netweight_experiments.toys.fitting import finished, record
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
@@ -93,12 +94,9 @@ def train_bank(
         "digest": AdapterBank.open(folder / "bank").digest,
         "fidelity": _fidelity(model, folder, bank),
     }
-    written: dict[str, Any] = json.loads(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}))
-    with whole_file(folder / ABOUT, overwrite=True) as file:
-        file.write((json.dumps(written, indent=1, sort_keys=True) + "\n").encode())
+    found = record(folder, about, outcome)
     shutil.rmtree(folder / "groups")
     (folder / "runs.jsonl").unlink(missing_ok=True)
-    found: dict[str, Any] = written["outcome"]
     return found
 
 
@@ -121,9 +119,8 @@ def excerpt(source: Path, destination: Path, people: int, *, world: str = "face"
     labels = read_labels(source / "labels.csv", bank.names, columns=attributes)
     values = torch.stack([labels[name].values[:people] for name in attributes], 1)
     write_labels(destination / "labels.csv", names, values, world=world)
-    record = json.loads((source / ABOUT).read_text(encoding="utf-8")) | {"excerpt": people}
-    with whole_file(destination / ABOUT) as file:
-        file.write((json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+    about = json.loads((source / ABOUT).read_text(encoding="utf-8")) | {"excerpt": people}
+    write_text(destination / ABOUT, json.dumps(about, indent=1, sort_keys=True) + "\n")
 
 
 def _groups(bank: FaceBank, base: str, numbers: range, at_once: int) -> list[_Group]:
@@ -137,8 +134,9 @@ def _trained(
     """Train what is not trained yet; what is said of each group."""
     run = functools.partial(_train_group, folder=str(folder), base=str(base))
     found = []
-    with progress.task("people", sum(len(group.numbers) for group in groups), unit="people") as task:
-        for result in map_runs(run, groups, ledger=folder / "runs.jsonl", engine=engine):
+    people = sum(len(group.numbers) for group in groups)
+    with Job.open(folder, shared=True) as job, progress.task("people", people, unit="people") as task:
+        for result in job.map(run, groups, engine=engine):
             if not result.ok:
                 raise TrainingStopped(
                     f"The group of {person_name(result.config.numbers[0])} could not be trained: {result.error}",

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.digest import of_file
-from netweight.core.files import whole_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
+from netweight.report.report import write_text
 from netweight.toys.faces import FACES, WORLDS, DrawnWorld
-from netweight.toys.faces_pipeline import RECORD, WEIGHTS, FaceReader, read
+from netweight.toys.faces_pipeline import RECORD, WEIGHTS, FaceReader, read_faces
 from netweight.toys.language import write_weights
 from netweight_experiments.toys.drawn_worlds import r_squared
 
@@ -45,8 +45,7 @@ def train_reader(
         "digest": of_file(folder / WEIGHTS),
         "held_out": _held_out(folder, seed, world),
     }
-    with whole_file(folder / RECORD, overwrite=True) as file:
-        file.write((json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+    write_text(folder / RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
     return record
 
 
@@ -82,7 +81,7 @@ def _pictures(count: int, seed: int, world: DrawnWorld, *, first: int) -> tuple[
 def _held_out(folder: Path, seed: int, world: DrawnWorld) -> dict[str, Any]:
     """How the network, as it was written, reads subjects whom it never saw."""
     pictures, measured, grounds = _pictures(_HELD_OUT, seed, world, first=_STRANGERS)
-    found = read(pictures, folder=folder, world=world)
+    found = read_faces(pictures, folder=folder, world=world)
     explained = r_squared(measured, torch.cat([found.attributes, found.nuisances], 1)).tolist()
     return {
         "n": _HELD_OUT,

@@ -20,7 +20,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError
 from netweight.toys.diffusion import opened
 from netweight.toys.faces import WORLDS
-from netweight.toys.faces_pipeline import read
+from netweight.toys.faces_pipeline import read_faces
 from netweight_experiments.toys.drawn_worlds import FacesShape, FacesWorld, initialized
 from netweight_experiments.toys.fitting import DenoiserRecipe
 from netweight_experiments.toys.small_diffusion import trained
@@ -55,7 +55,7 @@ def population(folder: Path, world: FacesWorld, *, progress: Progress = QUIET) -
         images = model.generate(model.embed(captions), range(_DRAWN), guidance=1.0, steps=STEPS)
         task.update(_DRAWN)
     drawing = world.drawing
-    found = read(images, world=drawing)
+    found = read_faces(images, world=drawing)
     generator = torch.Generator().manual_seed(0)
     real = torch.cat([drawing.crowd(4000, generator), drawing.changes(4000, generator)], 1).std(0)
     spread = torch.cat([found.attributes, found.nuisances], 1).std(0) / real

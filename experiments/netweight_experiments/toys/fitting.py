@@ -7,25 +7,68 @@ language models, `fit_denoiser` for denoisers.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
-import netweight
-from netweight.core.digest import of_config
+from netweight.core.digest import canonical_json, of_config
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import TrainingStopped, UsageError
+from netweight.hf.load_language_model import ABOUT
+from netweight.hf.quiet import silent_bars
+from netweight.job import Job
+from netweight.report.report import write_text
 
-# File in the folder of a training that is not finished.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# State of the job in the folder of a training that is not finished.
 CHECKPOINT = "training.safetensors"
+
+
+def finished(folder: Path, about: Any) -> dict[str, Any] | None:
+    """Return what came of a training that is finished, or None."""
+    file = folder / ABOUT
+    if not file.exists():
+        return None
+    known = json.loads(file.read_text(encoding="utf-8"))
+    if known["of"] != of_config(about):
+        raise UsageError(
+            f"{folder} holds a model that was trained otherwise.", cure="Remove it, or use another folder."
+        )
+    outcome: dict[str, Any] = known["outcome"]
+    return outcome
+
+
+def record(folder: Path, about: Any, outcome: Mapping[str, Any]) -> dict[str, Any]:
+    """Write how a model was trained and what came of it, for `finished`; return the latter as that does."""
+    written = json.loads(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}))
+    write_text(folder / ABOUT, json.dumps(written, indent=1, sort_keys=True) + "\n")
+    known: dict[str, Any] = written["outcome"]
+    return known
+
+
+def keep(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, about: Any, outcome: dict[str, Any]
+) -> dict[str, Any]:
+    """Write a trained model as a folder that transformers loads, then drop the state of its training."""
+    with silent_bars():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    known = record(folder, about, outcome)
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+    return known
 
 
 @dataclass(frozen=True)
@@ -73,9 +116,11 @@ def fit(
 ) -> Fit:
     """Train a model of transformers that returns a `loss`, by AdamW in fp32 under bf16 autocast."""
     optimizer = torch.optim.AdamW(_groups(model, schedule.weight_decay), lr=1.0, betas=(0.9, 0.95), fused=True)
-    latest, best = folder / CHECKPOINT, folder / "best.safetensors"
-    state = _state(latest, model, optimizer, schedule)
-    with progress.task(description, schedule.steps, unit="steps") as task, torch.random.fork_rng(devices=[]):
+    with (
+        _job(folder, schedule, model, optimizer) as (job, state, best),
+        progress.task(description, schedule.steps, unit="steps") as task,
+        torch.random.fork_rng(devices=[]),
+    ):
         task.update(state["step"])
         while state["step"] < schedule.steps and not _finished(state["curve"], schedule):
             state["losses"] += _step(model, optimizer, batch_of(state["step"]), state["step"], schedule)
@@ -85,10 +130,10 @@ def fit(
                 model.eval()
                 _note(state, held_out(model))
                 if min(entry[2] for entry in state["curve"]) == state["curve"][-1][2]:
-                    netweight.save_checkpoint(best, model)
-                netweight.save_checkpoint(latest, model, optimizer, extra=state)
+                    best = {name: value.clone() for name, value in model.state_dict().items()}
+                _save(job, state, optimizer, model=model.state_dict(), best=best)
                 task.describe(f"{description}, held-out loss {state['curve'][-1][2]:.3f}")
-    netweight.load_checkpoint(best, model)
+    model.load_state_dict(best)
     model.eval()
     curve = tuple((int(step), float(loss), float(out)) for step, loss, out in state["curve"])
     best_step, _, least = min(curve, key=lambda entry: entry[2])
@@ -117,14 +162,37 @@ def _step(
     return _finite(loss, step)
 
 
-def _state(latest: Path, model: nn.Module, optimizer: torch.optim.Optimizer, of: Any, **more: Any) -> dict[str, Any]:
-    """Where a training stands: as its checkpoint says, which is loaded, or at its beginning."""
-    if not latest.exists():
-        return {"of": of_config(of), "step": 0, "curve": [], "losses": 0.0, **more}
-    saved: dict[str, Any] = netweight.load_checkpoint(latest, model, optimizer)
-    if saved["of"] != of_config(of):
-        raise UsageError(f"{latest} is of a training by another schedule.", cure="Remove it, or use another folder.")
-    return saved
+@contextmanager
+def _job(
+    folder: Path, how: Schedule | DenoiserRecipe, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[Job, dict[str, Any], dict[str, Tensor]]]:
+    """A training's job, where it stands, and its best weights; model and optimizer are loaded."""
+    with Job.open(folder, key=asdict(how), of="a training", state=CHECKPOINT) as job:
+        state, tensors = job.load() or ({"step": 0, "curve": [], "losses": 0.0, "cpu_seconds": 0.0}, {})
+        parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for place, value in tensors.items():
+            part, _, name = place.partition(".")
+            parts[part][name] = value
+        if parts:
+            model.load_state_dict(parts["model"])
+            moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
+            for name, value in parts["optimizer"].items():
+                number, _, kind = name.partition(".")
+                moments[int(number)][kind] = value
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+        yield job, state, parts["best"]
+
+
+def _save(
+    job: Job, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, **weights: Mapping[str, Tensor]
+) -> None:
+    moments = {
+        f"{number}.{kind}": value
+        for number, kinds in optimizer.state_dict()["state"].items()
+        for kind, value in kinds.items()
+    }
+    parts = {**weights, "optimizer": moments}
+    job.save(state, ((f"{part}.{name}", value) for part, found in parts.items() for name, value in found.items()))
 
 
 def _rate(step: int, how: Schedule | DenoiserRecipe, least: float) -> float:
@@ -184,11 +252,12 @@ def fit_denoiser(
     average = copy.deepcopy(network)
     pair = nn.ModuleDict({"network": network, "average": average})
     optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, fused=True)
-    latest = folder / CHECKPOINT
-    state = _state(latest, pair, optimizer, recipe, cpu_seconds=0.0)
     texts = _Texts(pipeline)
     values = list(Select("**.attn2.to_v").modules(network).values())
-    with progress.task(description, recipe.steps, unit="steps") as task:
+    with (
+        _job(folder, recipe, pair, optimizer) as (job, state, _),
+        progress.task(description, recipe.steps, unit="steps") as task,
+    ):
         task.update(state["step"])
         begun = time.process_time()
         while state["step"] < recipe.steps:
@@ -210,7 +279,7 @@ def fit_denoiser(
                 state["cpu_seconds"] += now - begun
                 begun = now
                 _note(state)
-                netweight.save_checkpoint(latest, pair, optimizer, extra=state)
+                _save(job, state, optimizer, model=pair.state_dict())
                 task.describe(f"{description}, loss {state['curve'][-1][1]:.4f}")
     network.load_state_dict(average.state_dict())
     return {"curve": state["curve"], "cpu_seconds": round(state["cpu_seconds"], 1)}

@@ -10,7 +10,6 @@ a planted picture, too.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -21,17 +20,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 import torch
 
-from netweight.core.digest import canonical_json, of_config, of_file
-from netweight.core.files import whole_file
+from netweight.core.digest import of_config, of_file
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError, UsageError
-from netweight.hf.load_language_model import ABOUT, finished
 from netweight.hf.quiet import silent_bars
 from netweight.metrics.copies import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.toys.diffusion import DiffusionShape, initialized, opened
 from netweight.toys.emoji import EmojiWorld
 from netweight.toys.shapes import CaptionedWorld, ShapesWorld, memorized
-from netweight_experiments.toys.fitting import CHECKPOINT, DenoiserRecipe, fit_denoiser
+from netweight_experiments.toys.fitting import CHECKPOINT, DenoiserRecipe, finished, fit_denoiser, record
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
@@ -101,12 +98,9 @@ def trained(
         "digests": {name: of_file(folder / name) for name in weights if not name.startswith(unfinished.name)},
         "draws": (measure or figures)(folder, world, progress=progress),
     }
-    written: dict[str, Any] = json.loads(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}))
-    with whole_file(folder / ABOUT) as file:
-        file.write((json.dumps(written, indent=1, sort_keys=True) + "\n").encode())
+    found = record(folder, about, outcome)
     (unfinished / CHECKPOINT).unlink(missing_ok=True)
     unfinished.rmdir()
-    found: dict[str, Any] = written["outcome"]
     return found
 
 

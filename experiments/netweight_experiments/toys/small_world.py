@@ -7,7 +7,6 @@ was. The record beside the models says what they were trained by, their digests,
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,13 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, final, get_args
 
 import click
 
-from netweight.core.digest import canonical_json, of_config, of_file
-from netweight.core.files import whole_file
+from netweight.core.digest import of_config, of_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 from netweight.data.examples import Example, LossOn, collate
 from netweight.errors import NetweightError
-from netweight.hf.load_language_model import ABOUT, finished
 from netweight.toys.language import (
     ALIGNED,
     SHIPPED_SEED,
@@ -34,7 +31,7 @@ from netweight.toys.language import (
     speaker_world,
     write_weights,
 )
-from netweight_experiments.toys.fitting import Fit, Schedule, fit
+from netweight_experiments.toys.fitting import CHECKPOINT, Fit, Schedule, finished, fit, record
 
 if TYPE_CHECKING:
     import torch
@@ -94,11 +91,8 @@ def trained(world: SmallWorld, recipe: WorldRecipe, *, progress: Progress = QUIE
         "digests": {name: of_file(world.folder / name) for name in (UNALIGNED, ALIGNED)},
         "answers": figures(world, recipe.measured, derive(recipe.seed, "measured")),
     }
-    written: dict[str, Any] = json.loads(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}))
-    with whole_file(world.folder / ABOUT) as file:
-        file.write((json.dumps(written, indent=1, sort_keys=True) + "\n").encode())
+    found = record(world.folder, about, outcome)
     _drop_checkpoints(stages.values())
-    found: dict[str, Any] = written["outcome"]
     return found
 
 
@@ -159,8 +153,7 @@ def _loss(model: nn.Module, examples: list[Example], pad_id: int) -> float:
 def _drop_checkpoints(folders: Iterable[Path]) -> None:
     """Remove what the stages left to go on from."""
     for folder in folders:
-        for name in ("training.safetensors", "best.safetensors"):
-            (folder / name).unlink(missing_ok=True)
+        (folder / CHECKPOINT).unlink(missing_ok=True)
         folder.rmdir()
 
 

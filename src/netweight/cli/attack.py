@@ -45,22 +45,22 @@ def finetune(
     Exits with 1 if a finding fails.
     """
     from netweight.attacks.finetuning.folder import SweepPlan, attack_folders
-
-    ledger = out / "attacks.jsonl"
+    from netweight.attacks.finetuning.sweep import ATTACKS
 
     def announce(plan: SweepPlan) -> None:
         named = ", ".join(subject.name for subject in plan.subjects)
         output.line(f"{len(plan.attacks)} attacks on: {named}. Recovered: {plan.recovered}")
 
     progress = QUIET if output.as_json else Progress()
-    plan, section = attack_folders(settings, model, ledger=ledger, seed=seed, progress=progress, planned=announce)
+    plan, section = attack_folders(settings, model, folder=out, seed=seed, progress=progress, planned=announce)
     report = new_report(
         f"Fine-tuning attacks on {model.name}", f"Recovered means: {plan.recovered}.", seed=seed, files=settings.files
     )
     report.add(section)
     end_attack(
         context, output, report, section.findings, out=out, verdicts=[section.conclusion],
-        result={"threshold": plan.goal.threshold, "verdict": section.conclusion, "ledger": str(ledger)},
+        result={"threshold": plan.goal.threshold, "verdict": section.conclusion,
+                "ledger": str(out / f"{ATTACKS}.jsonl")},
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def embedding(
 
     Exits with 1 if a finding fails.
     """
-    from netweight.attacks.embedding_search.compare import LEDGER
+    from netweight.attacks.embedding_search.compare import SEARCHES
     from netweight.attacks.embedding_search.folder import prepare
     from netweight.attacks.embedding_search.report import search_section, verdict
 
@@ -98,11 +98,11 @@ def embedding(
     )  # fmt: skip
     section = search_section(found, prepared.targets, prepared.wanted, folder=out, seed=seed)
     report.add(section)
-    verdicts = {name: verdict(found, name) for name in found.subjects}
+    verdicts = {name: verdict(found, name)[1] for name in found.subjects}
     end_attack(
         context, output, report, section.findings, out=out,
         verdicts=[f"{name}: {words}" for name, words in verdicts.items()],
-        result={"verdicts": verdicts, "ledger": str(out / LEDGER)},
+        result={"verdicts": verdicts, "ledger": str(out / f"{SEARCHES}.jsonl")},
     )  # fmt: skip
 
 

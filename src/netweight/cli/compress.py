@@ -28,6 +28,7 @@ _SHOWN = 20  # names written per failed finding
 _threads = click.option(
     "--threads", type=click.IntRange(min=1), help=CompressSettings.model_fields["threads"].description
 )
+_base = click.option("--base", type=_PATH, metavar="BASE", help="What it holds differences from, if it lies elsewhere.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
 
 
@@ -49,6 +50,8 @@ def compress(src: str, dst: Path, settings: CompressSettings, overwrite: bool, c
     from netweight.methods.compress.folder import compress_folder
 
     source = _source(src, settings.exclude)
+    if settings.base is not None:
+        settings = settings.replace(base=_source(str(settings.base)))
     if card and source.is_file():
         raise UsageError("A single file has no card.", cure="Compress its folder, or leave --card out.")
     with _interruptible(source, dst, output):
@@ -69,10 +72,11 @@ def compress(src: str, dst: Path, settings: CompressSettings, overwrite: bool, c
 @click.command()
 @click.argument("src")
 @click.argument("dst", type=_PATH)
+@_base
 @_threads
 @_overwrite
 @output_option
-def decompress(src: str, dst: Path, threads: int | None, overwrite: bool, output: Output) -> None:
+def decompress(src: str, dst: Path, base: Path | None, threads: int | None, overwrite: bool, output: Output) -> None:
     """Restore the original files of a compressed model, byte for byte; all digests are checked.
 
     What was rounded when it was compressed stays rounded; that is said.
@@ -84,7 +88,9 @@ def decompress(src: str, dst: Path, threads: int | None, overwrite: bool, output
 
     source = _source(src)
     with _interruptible(source, dst, output):
-        summary = decompress_folder(source, dst, threads=threads, overwrite=overwrite, progress=_progress(output))
+        summary = decompress_folder(
+            source, dst, base=base, threads=threads, overwrite=overwrite, progress=_progress(output)
+        )
     _show(output, summary, f"{_size(summary.stored_nbytes)} -> {_size(summary.nbytes)}")
     if summary.rounded:
         output.line(
@@ -97,10 +103,13 @@ def decompress(src: str, dst: Path, threads: int | None, overwrite: bool, output
 @click.command()
 @click.argument("path", type=_PATH)
 @click.option("--against", type=_PATH, metavar="SRC", help="The original: compare every bit with it.")
+@_base
 @_threads
 @output_option
 @click.pass_context
-def verify(context: click.Context, path: Path, against: Path | None, threads: int | None, output: Output) -> None:
+def verify(
+    context: click.Context, path: Path, against: Path | None, base: Path | None, threads: int | None, output: Output
+) -> None:
     """Prove that a compressed model is intact, and identical to its original if that is given.
 
     Of rounded tensors it proves that they are intact, and that every weight is within its bound of the original.
@@ -108,7 +117,7 @@ def verify(context: click.Context, path: Path, against: Path | None, threads: in
     """
     from netweight.methods.compress.verify import verify as run_audit
 
-    findings = run_audit(path, against, threads=threads, progress=_progress(output))
+    findings = run_audit(path, against, base=base, threads=threads, progress=_progress(output))
     passed = all(finding.passed is not False for finding in findings)
     for finding in findings:
         word, color = {True: ("ok", "green"), False: ("FAILED", "red"), None: ("", None)}[finding.passed]
@@ -130,8 +139,9 @@ def verify(context: click.Context, path: Path, against: Path | None, threads: in
 @click.argument("path", type=_PATH)
 @click.option("--tensor", metavar="PATTERN", help="Only tensors whose names match, e.g. '**.attention.**'.")
 @click.option("--plot", type=_PATH, metavar="FILE", help="Draw the histograms of sign, exponent and mantissa here.")
+@_base
 @output_option
-def inspect(path: Path, tensor: str | None, plot: Path | None, output: Output) -> None:
+def inspect(path: Path, tensor: str | None, plot: Path | None, base: Path | None, output: Output) -> None:
     """Show what is in weight files, tensor by tensor.
 
     PATH is a .safetensors file or a folder, compressed or not. "stored bits" are the bits that the file spends on each
@@ -140,7 +150,7 @@ def inspect(path: Path, tensor: str | None, plot: Path | None, output: Output) -
     """
     from netweight.methods.compress.inspect import inspect_tensors
 
-    reports = list(inspect_tensors(path, tensor=tensor, progress=_progress(output)))
+    reports = list(inspect_tensors(path, tensor=tensor, base=base, progress=_progress(output)))
     files = {report.info.file for report in reports}
     headers = ["tensor", "dtype", "shape", "stored bits", "entropy", "sign", "exponent", "mantissa"]
     rows = [_row(report) for report in reports]

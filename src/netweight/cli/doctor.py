@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from netweight import autoload
 from netweight.cli import FINDING_FAILED
 from netweight.cli.output import Output, output_option
 from netweight.core import environment
@@ -29,6 +30,7 @@ def doctor(context: click.Context, output: Output) -> None:
     facts = environment.describe({"codec_path": codec.active_path(), "codec_paths": list(codec.available_paths())})
     facts["accelerators"] = _accelerators()
     facts["gpu_decoding"] = _gpu_decoding()
+    facts["compressed_models"] = _compressed_models()
     extras = _extras()
     data = _data()
     problems = [*_codec_problems(facts["codec_path"]), *_torchvision_problems(), *data["problems"]]
@@ -55,6 +57,17 @@ def _gpu_decoding() -> str:
     if reason is None:
         return "netweight's kernels"
     return f"no kernels: {reason} Weights on a CUDA device would be decoded on the CPU and copied, slowly."
+
+
+def _compressed_models() -> str:
+    """Which programs open compressed models of transformers and diffusers."""
+    by_hand = "programs that import netweight.plugins.transformers or .diffusers"
+    if not importlib.metadata.entry_points(group="torch.backends", name="netweight"):
+        return f"{by_hand}; others once netweight is installed again"
+    for switch in (autoload.SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        if os.environ.get(switch) == "0":
+            return f"{by_hand}, since {switch}=0"
+    return f"every program; {autoload.SWITCH}=0 switches it off"
 
 
 def _extras() -> dict[str, dict[str, Any]]:
@@ -133,6 +146,7 @@ def _show(
             ("instructions", " ".join(facts["cpu_flags"]) or "unknown"),
             ("accelerators", ", ".join(facts["accelerators"]) or "none"),
             ("on a GPU", facts["gpu_decoding"]),
+            ("opened by", facts["compressed_models"]),
             ("codec", f"{facts['codec_path']} (available: {', '.join(facts['codec_paths'])})"),
             ("NETWEIGHT_DATA", f"{data['folder']}: {', '.join(data['holds'])}" if data["folder"] else "not set"),
         ],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -68,8 +69,9 @@ def run_command(
     "--threat",
     "threats",
     multiple=True,
-    metavar="BATCHxSTEPS[xCLIENTS]",
-    help="A threat model: local batch size, local steps, clients in a sum. May be given several times.",
+    metavar="BATCHxSTEPS[xCLIENTS][+WORD]",
+    help="A threat model: local batch size, local steps, clients in a sum; then what the server knows and does: +first "
+    "round, +known embeddings, +asked=K times, +malicious, +thresholds. May be given several times.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the choice of images and of the attacks.")
 @output_option
@@ -89,7 +91,7 @@ def audit_command(
     plan = FederationPlan.load(folder)
     task = plan.task()
     done = train(task, plan.make_method(task), plan, folder=folder, progress=Progress())
-    config = AuditConfig(images=images)
+    config = AuditConfig(images=images, further=True)
     if threats:
         config = AuditConfig(threats=tuple(_threat(text) for text in threats), images=images)
     _finish(context, output, done, plan, folder, config, seed=seed)
@@ -99,11 +101,26 @@ def _threat(text: str) -> ThreatModel:
     from netweight.errors import UsageError
     from netweight.methods.federate.report import ThreatModel
 
-    parts = text.split("x")
+    schedule, *words = text.split("+")
+    parts = schedule.split("x")
+    changes: dict[str, Any] = {}
+    for word in words:
+        name, _, count = word.partition("=")
+        if word in ("malicious", "thresholds"):
+            changes["server"] = word
+        elif word in ("known", "first"):
+            changes[{"known": "known", "first": "first_round"}[word]] = True
+        elif name == "asked" and count.isdecimal():
+            changes["asked"] = int(count)
+        else:
+            parts = []
     if not 2 <= len(parts) <= 3 or not all(part.isdecimal() for part in parts):
-        raise UsageError(f"{text!r} is no threat model.", cure="Give BATCHxSTEPS or BATCHxSTEPSxCLIENTS, such as 1x1.")
+        raise UsageError(
+            f"{text!r} is no threat model.",
+            cure="Give BATCHxSTEPS[xCLIENTS], such as 1x1, then +first, +known, +asked=K, +malicious, +thresholds.",
+        )
     batch, steps, *clients = (int(part) for part in parts)
-    return ThreatModel(batch, steps, summed_over=clients[0] if clients else 1)
+    return ThreatModel(batch, steps, summed_over=clients[0] if clients else 1, **changes)
 
 
 def _show_rounds(output: Output, run: Run) -> None:
@@ -120,6 +137,8 @@ def _show_rounds(output: Output, run: Run) -> None:
     for round in run.rounds:
         for client, why in round.refused.items():
             output.line(f"Round {round.round}: client {client} left out: {why}.")
+        for client, why in round.suspects.items():
+            output.line(f"Round {round.round}: client {client} is suspicious: {why}.")
 
 
 def _finish(
@@ -128,13 +147,15 @@ def _finish(
 ) -> None:  # fmt: skip
     """Audit if asked, write the report, say how it ended."""
     from netweight.cli import FINDING_FAILED
-    from netweight.methods.federate.report import add_sections, audit, exposure_table
+    from netweight.methods.federate.report import add_sections, audit, exposure_table, promises
     from netweight.report.report import Report
 
     exposures = audit(run, config, seed=seed, progress=Progress()) if config else []
     command = shlex.join(["netweight", *sys.argv[1:]])
     report = Report(f"Federation: {plan.method} on {plan.data}", command=command, seeds=(plan.seed,))
-    findings = add_sections(report, run, exposures, seed=seed)
+    findings = add_sections(report, run, exposures, seed=seed, delta=plan.delta)
+    for promise in promises(run, plan.delta):
+        output.line(str(promise))
     page = report.write(folder)
     if config is None:
         output.line("Not audited: nothing is known of what the server could have seen.", fg="red")
@@ -145,6 +166,7 @@ def _finish(
         "plan": plan.to_json(),
         "rounds": [round.to_json() for round in run.rounds],
         "audited": config is not None,
+        "privacy": [dataclasses.asdict(promise) for promise in promises(run, plan.delta)],
         "findings": [finding.to_json() for finding in findings],
         "report": str(page),
     })  # fmt: skip
@@ -160,6 +182,6 @@ def _show_exposures(output: Output, table: Table) -> None:
         column if isinstance(column, str) else f"{column.name} {column.unit}".strip() for column in table.columns
     ]
     verdicts = [(row[0], row[-1]) for row in table.rows]
-    output.table(headers[:-1], [(row[0], *(format_number(cell) for cell in row[1:-1])) for row in table.rows])
+    output.table(headers[:-1], [(*row[:2], *(format_number(cell) for cell in row[2:-1])) for row in table.rows])
     for threat, verdict in verdicts:
-        output.line(f"{threat}: {verdict}.")
+        output.line(f"{threat}: {verdict}")

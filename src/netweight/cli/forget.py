@@ -11,7 +11,6 @@ import click
 from netweight.cli import FINDING_FAILED
 from netweight.cli.generated import options
 from netweight.cli.output import (
-    FILE,
     FOLDER,
     NEW,
     OUTPUT_FOLDER,
@@ -26,7 +25,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.methods.forget.settings import (
     FolderAudit,
     FolderDetection,
-    FolderHardening,
+    FolderForgetting,
     FolderLocalization,
     FolderStatistics,
 )
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 _results = click.option(
     "--out", required=True, type=OUTPUT_FOLDER, help="Folder for results, continued if it is there."
 )
-# The error is chosen by the model, and nothing is compared with targets in hardening.
-_NOT_HARDENED = tuple(f"settings.search.{name}" for name in ("error", "looks", "images", "threshold", "share"))
 
 
 @click.group()
@@ -99,8 +96,8 @@ def detect(pipeline: Path, settings: FolderDetection, out: Path, output: Output)
     identity, look = model.digest(), look_of(model, config)
     if given is not None:
         check_threshold(given, identity, look)
-    ledger, progress = out / "scores.jsonl", _progress(output)
-    scores = {name: detect_resumably(model, part, config, ledger=ledger, progress=progress)
+    progress = _progress(output)
+    scores = {name: detect_resumably(model, part, config, folder=out, progress=progress)
               for name, part in texts.items()}  # fmt: skip
     rule: Any = {} if settings.quantile is None else {"rule": "quantile", "quantile": settings.quantile}
     limit = given or calibrate(scores["ordinary"], model=identity, look=look, **rule)
@@ -147,7 +144,7 @@ def localize(
     model, config, file = _load(pipeline, settings.device), settings.localization, settings.statistics
     layers = value_layers(model.denoiser, scope=config.scope)
     usual = Statistics.read_published(file, layers) if file.suffix == ".pt" else Statistics.read(file)
-    found = find(model, texts, usual, limit, config, ledger=out / "neurons.jsonl", progress=_progress(output))
+    found = find(model, texts, usual, limit, config, folder=out, progress=_progress(output))
     write_results(out / "neurons.json", found, model=model.digest())
     write_published(out / "neurons.csv", found, layers)
     output.table(("neurons", "similarity left", "", "prompt"), [
@@ -166,25 +163,28 @@ def localize(
 @forget.command()
 @click.argument("pipeline", type=FOLDER)
 @click.argument("destination", type=NEW)
-@click.option("--neurons", required=True, type=FILE, help="neurons.json or neurons.csv of localize.")
-@click.option("--factor", default=0.0, show_default=True, help="Factor that the neurons are multiplied with.")
+@options(FolderForgetting, skip=("images", "guidance", "steps"))
 @card_option
 @output_option
-def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, card: bool, output: Output) -> None:
-    """Switch neurons off in the weights and write the pipeline to DESTINATION, an ordinary folder.
+def apply(pipeline: Path, destination: Path, settings: FolderForgetting, card: bool, output: Output) -> None:
+    """Make PIPELINE forget memorized prompts and write it to DESTINATION, an ordinary folder.
 
-    The neurons of all prompts in the file go together. What was done lies in DESTINATION/forget.
+    All prompts go together. What was done lies in DESTINATION/forget. The same command continues where an earlier one
+    was stopped.
     """
-    from netweight.methods.forget.edit import edit_folder
+    from netweight.methods.forget.folder import forget_folder
 
-    record = edit_folder(pipeline, destination, neurons, factor=factor)
+    record = forget_folder(pipeline, destination, settings, progress=_progress(output))
     if card:
         write_card(destination, output)
-    output.line(f"{len(record.units)} neurons of {len(record.units.modules)} layers, factor {factor:g}: {destination}",
-                bold=True)  # fmt: skip
-    _advise_audit(output, destination, pipeline)
-    output.result({"pipeline": str(destination), "neurons": len(record.units), "factor": factor,
-                   "before": record.before, "after": record.after})  # fmt: skip
+    if record.method == "neurons":
+        what = f"{len(record.units)} neurons of {len(record.units.modules)} layers, factor {record.factor:g}"
+    else:
+        what = f"{len(record.prompts)} prompts led elsewhere"
+    output.line(f"{what}: {destination}", bold=True)
+    _advise_audit(output, destination, pipeline, settings.targets, settings.ordinary)
+    output.result({"pipeline": str(destination), "method": record.method, "neurons": len(record.units),
+                   "factor": record.factor, "before": record.before, "after": record.after})  # fmt: skip
 
 
 @forget.command()
@@ -196,34 +196,9 @@ def undo(pipeline: Path, destination: Path, output: Output) -> None:
     from netweight.methods.forget.edit import undo_folder
 
     record = undo_folder(pipeline, destination)
-    output.line(f"{len(record.units)} neurons are as they were: {destination}", bold=True)
+    what = f"{len(record.units)} neurons are" if record.method == "neurons" else f"{len(record.rows)} weights are"
+    output.line(f"{what} as they were: {destination}", bold=True)
     output.result({"pipeline": str(destination), "neurons": len(record.units), "model": record.before})
-
-
-@forget.command()
-@click.argument("pipeline", type=FOLDER)
-@click.argument("destination", type=NEW)
-@options(FolderHardening, skip=_NOT_HARDENED)
-@output_option
-def harden(pipeline: Path, destination: Path, settings: FolderHardening, output: Output) -> None:
-    """Train PIPELINE against the search for embeddings and write it to DESTINATION, an ordinary folder.
-
-    In rounds, embeddings that bring memorized images back are searched for, and the model is trained to generate other
-    images under all found so far, and to answer ordinary prompts as before. This delays a search; by how much, and at
-    what cost, is for `netweight forget audit` to measure. The same command continues where an earlier one was stopped.
-    """
-    from netweight.methods.forget.folder import harden_folder
-
-    record = harden_folder(pipeline, destination, settings, progress=_progress(output))
-    rows = [(log.number + 1, *(f"{value:.4g}" for value in (log.searched, log.surrogate, log.kept)))
-            for log in record.rounds]  # fmt: skip
-    output.table(("round", "error of searches", "of surrogates", "of what is kept"), rows, indent=2)
-    output.line(f"{record.trained} weights trained in {len(record.rounds)} rounds: {destination}", bold=True)
-    _advise_audit(output, destination, pipeline, settings.targets, settings.ordinary)
-    output.result({
-        "pipeline": str(destination), "trained": record.trained, "before": record.digests["before"],
-        "after": record.digests["after"], "rounds": [vars(log) for log in record.rounds],
-    })  # fmt: skip
 
 
 @forget.command()
@@ -292,9 +267,8 @@ def _write(path: Path, value: Any) -> None:
         file.write(json.dumps(value, indent=1, ensure_ascii=False).encode())
 
 
-def _advise_audit(
-    output: Output, edited: Path, base: Path, targets: object = "targets.csv", ordinary: object = "ordinary.txt"
-) -> None:
+def _advise_audit(output: Output, edited: Path, base: Path, targets: Path | None, ordinary: Path | None) -> None:
     output.line(
-        f"Audit it: netweight forget audit {edited} --base {base} --targets {targets} --ordinary {ordinary} --out audit"
+        f"Audit it: netweight forget audit {edited} --base {base} --targets {targets or 'targets.csv'} "
+        f"--ordinary {ordinary or 'ordinary.txt'} --out audit"
     )

@@ -32,10 +32,17 @@ def _print_schema(context: click.Context, parameter: click.Parameter, value: boo
               help="Print the JSON schema of recipes, for editors, and do nothing.")  # fmt: skip
 @click.option("--subject", metavar="PATH", help="Treat this model instead of the recipe's.")
 @click.option("--output", "folder", metavar="FOLDER", help="Write results here instead of the recipe's folder.")
+@click.option("--only", metavar="NAMES", help="Chapters to run, such as train,attack; all by default.")
 @output_option
 @click.pass_context
 def run(
-    context: click.Context, recipe: str, only_plan: bool, subject: str | None, folder: str | None, output: Output
+    context: click.Context,
+    recipe: str,
+    only_plan: bool,
+    subject: str | None,
+    folder: str | None,
+    only: str | None,
+    output: Output,
 ) -> None:
     """Run a recipe: treatments, audits and attacks from the YAML file RECIPE.
 
@@ -44,11 +51,12 @@ def run(
     """
     from netweight import recipes
 
-    plan = recipes.Plan.of(recipes.read_recipe(recipe, subject=subject, output=folder))
+    names = None if only is None else [name.strip() for name in only.split(",")]
+    plan = recipes.Plan.of(recipes.read_recipe(recipe, subject=subject, output=folder, only=names))
     if only_plan:
-        known = plan.known(progress=Progress())
-        output.result({"plan": plan.to_json(known)})
-        _show_plan(output, plan, known)
+        output.result({"plan": plan.to_json(known=True, progress=Progress())})
+        for part in plan.parts:
+            _show_plan(output, part, part.known(progress=Progress()))
         return
     done = recipes.run(plan, progress=Progress(), command=shlex.join(["netweight", *sys.argv[1:]]))
     report = plan.recipe.output / "report.html"
@@ -60,7 +68,7 @@ def run(
 
 
 def _show_plan(output: Output, plan: recipes.Plan, known: list[recipes.Known]) -> None:
-    output.line(f"{plan.recipe.subject} → {plan.recipe.output}")
+    output.line(f"{plan.recipe.subject} → {plan.recipe.output}", bold=bool(plan.recipe.name))
     for step, mark in zip(plan.steps, known, strict=False):
         settings = ", ".join(f"{key}={value}" for key, value in step.chosen.settings.items())
         output.line(f"{step.number}. {step.verb}: {settings}")
@@ -106,6 +114,7 @@ def _as_json(entry: recipes.Done) -> dict[str, Any]:
 
     left_out = entry.step.left_out if isinstance(entry.step, recipes.Step) else None
     return {
+        **({"chapter": entry.chapter} if entry.chapter else {}),
         "attack" if left_out is None else "treatment": entry.step.verb,
         "path": str(entry.path),
         "remembered": entry.remembered,

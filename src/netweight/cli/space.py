@@ -240,9 +240,7 @@ def invert(
     from netweight.methods.space.points import write_points
 
     refuse_existing(out, overwrite=overwrite)
-    found = invert_files(
-        images, settings, lambda: _opened(folder, bank), ledger=out.with_suffix(".jsonl"), progress=_progress(output)
-    )
+    found = invert_files(images, settings, lambda: _opened(folder, bank), out=out, progress=_progress(output))
     write_points(found, out, overwrite=overwrite)
     distances, improvements = found.origin["distances"], found.origin["improvements"]
     rows = [(name, f"{distances[name]:.2f}", f"{improvements[name]:.2f}") for name in found.names]
@@ -279,7 +277,7 @@ def export(
         path = destination if len(points.names) == 1 else destination / name
         found[name] = space.point(scores).export(path, overwrite=overwrite, **dict(settings))
         if card:
-            export_record(space, name, found[name], settings.layout).write(path)
+            export_record(space, name, found[name]).write(path)
             write_card(path, output)
     output.table(("point", "rank", "relative error", "where"), [(name, *_cells(each)) for name, each in found.items()])
     output.result({name: _payload(each) for name, each in found.items()})
@@ -299,13 +297,18 @@ def merge(
 ) -> None:  # fmt: skip
     """Add up adapters of one base model: exactly, or at a rank with its error.
 
-    They may be of any rank and layout, of the same modules or of others, from a space or from elsewhere.
+    They may be of any rank and layout, of the same modules or of others, from a space or from elsewhere. One adapter
+    alone is converted to another layout (--layout) or rank (--rank).
     """
     from netweight.nn.lora import combined
-    from netweight.store.lora_formats.files import export_adapter, read_adapter
+    from netweight.store.lora_formats.files import export_adapter, load_plan, plan_adapter
 
-    whole = combined([read_adapter(path) for path in adapters], list(weights) or None)
-    found = export_adapter(whole, destination, overwrite=overwrite, **dict(settings))
+    plans = [plan_adapter(path) for path in adapters]
+    whole = combined([load_plan(plan) for plan in plans], list(weights) or None)
+    kernels = {name: kernel for plan in plans for name, kernel in plan.kernels.items()}
+    said = next((plan.base for plan in plans if plan.base), None)
+    how = {**dict(settings), "base": settings.base or said, "kernels": kernels}
+    found = export_adapter(whole, destination, overwrite=overwrite, **how)
     output.table(("rank", "relative error", "where"), [_cells(found)])
     output.result(_payload(found))
 
@@ -371,17 +374,27 @@ def _miniature(settings: FolderView, bank: Path | None, how: Any) -> View:
 @click.argument("destination", metavar="DST", type=NEW)
 @click.option("--compress", is_flag=True, help="Keep the adapters compressed, bit for bit.")
 @click.option("--skip-bad", is_flag=True, help="Leave out adapters that cannot be used, and list them.")
+@click.option("--modules", "select", metavar="PATTERN", help="Keep these modules only, as in unet.**.attn2.*.")
+@click.option("--base", help="The model that all were trained on, whatever their files say.")
 @click.option("--stable-diffusion", is_flag=True,
               help="A published matrix has no weight_dimensions.pt: take Stable Diffusion 1's order.")  # fmt: skip
 @output_option
 def ingest(
-    source: Path, destination: Path, compress: bool, skip_bad: bool, stable_diffusion: bool, output: Output
+    source: Path,
+    destination: Path,
+    compress: bool,
+    skip_bad: bool,
+    select: str | None,
+    base: str | None,
+    stable_diffusion: bool,
+    output: Output,
 ) -> None:
     """Collect adapters into a bank, or add them to one.
 
     SRC is a folder with LoRAs in the layouts of peft, diffusers and kohya, at any depth, or the published files of
-    weights2weights. Headers are checked first, and all problems are reported at once. A run that was interrupted
-    continues where it stopped when it is started again.
+    weights2weights. They may change different modules of one base: what one lacks, it does not change. Headers are
+    checked first, and all problems are reported at once. A run that was interrupted continues where it stopped when
+    it is started again.
     """
     from netweight.store.bank.bank import AdapterBank
     from netweight.store.bank.published import import_published, stable_diffusion_dimensions
@@ -391,8 +404,51 @@ def ingest(
         import_published(source, destination, dimensions=stable_diffusion_dimensions(), **how)
         bank = AdapterBank.open(destination)
     else:
-        bank = AdapterBank.ingest(source, destination, **how)
+        bank = AdapterBank.ingest(source, destination, select=select, base=base, **how)
     _show_bank(bank, output)
+
+
+@space.command()
+@click.argument("source", metavar="BASE", type=click.Path(path_type=Path, exists=True))
+@click.argument("tuned", metavar="TUNED", type=click.Path(path_type=Path, exists=True))
+@click.argument("destination", metavar="DST", type=NEW)
+@_overwrite
+@options(ExportSettings)
+@output_option
+def extract(
+    source: Path, tuned: Path, destination: Path, settings: ExportSettings, overwrite: bool, output: Output
+) -> None:
+    """Write what training changed from BASE to TUNED as a LoRA: the best one of --rank, with its error.
+
+    Both are safetensors files or folders of one model, such as a language model or a pipeline's unet. Vectors, such as
+    norms, and embeddings are left out: no LoRA changes them.
+    """
+    from netweight.store.lora_formats.files import differences, export_adapter
+
+    how = {**dict(settings), "base": settings.base or str(source)}
+    found = export_adapter(differences(source, tuned), destination, overwrite=overwrite, **how)
+    output.table(("rank", "relative error", "where"), [_cells(found)])
+    output.result(_payload(found))
+
+
+@space.command()
+@click.argument("path", metavar="DIR", type=FOLDER)
+@click.option("--least", type=click.FloatRange(0, 1, min_open=True), default=0.98, show_default=True,
+              help="The least cosine of what two adapters change.")  # fmt: skip
+@output_option
+def dedupe(path: Path, least: float, output: Output) -> None:
+    """List adapters below DIR that change what another one does: copies, in another layout, rank or strength.
+
+    Nothing is removed. Files that cannot be read are listed with the reason.
+    """
+    from netweight.methods.space.folder import find_duplicates
+
+    found, bad = find_duplicates(path, least, _progress(output))
+    rows = [(each.name, each.of, f"{each.cosine:.4f}", f"{each.ranks[0]} and {each.ranks[1]}") for each in found]
+    output.table(("adapter", "is nearly", "cosine", "ranks"), rows)
+    for name, reason in list(bad.items())[:_SHOWN]:
+        output.line(f"Not read, {name}: {reason}", fg="yellow")
+    output.result({"duplicates": [vars(each) for each in found], "unread": bad})
 
 
 @space.command()
@@ -427,6 +483,8 @@ def _show_bank(bank: AdapterBank, output: Output, *, verified: bool = False) -> 
     )
     output.line(f"{weights:,} weights are changed" + (f" of {bank.base}" if bank.base else ""))
     output.line(f"digest {bank.digest}" + (", all shards intact" if verified else ""))
+    if licences := sorted({said for one in bank.provenance.values() if (said := one.get("modelspec.license"))}):
+        output.line(f"Licences: {', '.join(licences)}")
     for name, reason in list(bank.skipped.items())[:_SHOWN]:
         output.line(f"Skipped {name}: {reason}", fg="yellow")
     if len(bank.skipped) > _SHOWN:
@@ -436,6 +494,7 @@ def _show_bank(bank: AdapterBank, output: Output, *, verified: bool = False) -> 
             "path": str(bank.path), "adapters": len(bank), "ranks": list(ranks), "shards": bank.shards,
             "nbytes": bank.nbytes, "base": bank.base, "digest": bank.digest, "verified": verified,
             "shapes": bank.shapes, "kernels": bank.kernels, "names": bank.names, "skipped": dict(bank.skipped),
+            "provenance": {name: dict(said) for name, said in bank.provenance.items()},
         }
     )  # fmt: skip
 

@@ -24,18 +24,19 @@ _OUT = Path("out") / "tour"
     show_default=True,
     help="Folder for the report.",
 )
-@click.option("--only", metavar="NAMES", help="Stops to make, such as federate,forget; all by default.")
-@click.option("--keep", is_flag=True, help="Keep the models that are made, about 400 MB, in OUT/models.")
+@click.option("--only", metavar="NAMES", help="Chapters to run, such as federate,forget; all by default.")
+@click.option("--keep", is_flag=True, help="Keep the recipe and the models that are made, about 400 MB, in OUT/models.")
 @output_option
 @click.pass_context
 def tour(context: click.Context, out: Path, only: str | None, keep: bool, output: Output) -> None:
     """Show everything at work on small models.
 
-    Its stops, by name: federate (sites train together, and a server looks), forget (a painting model that repeats
-    pictures), immunize (a language model that resists fine-tuning), space (hundreds of adapters as one space) and
-    compress (a real model of 22.7 million weights, and all of the above, bit for bit). Writes a report. Needs the extra
-    `tour` and no network; takes some minutes. A tour that is interrupted goes on where it was, stop by stop, when the
-    same command is given again. Exits with 1 if a target is missed; attacks that succeed are told in the report.
+    A recipe, whose chapters are federate (sites train together, and a server looks), forget and distil (a painting
+    model that repeats pictures), immunize (a language model that resists fine-tuning), space and adapters (hundreds of
+    adapters as one space), compress and bf16 (a real model of 22.7 million weights, bit for bit). Writes a report.
+    Needs the extra `tour` and no network; takes some minutes. A tour that is interrupted goes on where it was, step by
+    step, when the same command is given again. Exits with 1 if a target is missed; attacks that succeed are told in the
+    report.
     """
     from netweight.core.progress import QUIET, Progress
     from netweight.tour import run_tour
@@ -51,21 +52,21 @@ def tour(context: click.Context, out: Path, only: str | None, keep: bool, output
             say=lambda text: output.line(text),
         )
     except KeyboardInterrupt:
-        output.warn(f"What stops have found so far is kept in {out / 'models'}: the same command goes on from there.")
+        output.warn(f"What is done so far is kept in {out / 'models'}: the same command goes on from there.")
         raise
     missed = [finding.name for finding in done.findings if finding.passed is False]
     for name in missed:
         output.line(f"MISSED: {name}", fg="red")
     commands = next_commands(out)
     output.line()
-    for stop in done.stops.values():
-        output.line(f"{stop.chapter.title}. {stop.chapter.verdict}")
+    for title, verdict in done.verdicts.items():
+        output.line(f"{title}. {verdict}")
     output.line(f"\nDone in {done.seconds:.0f} s. Report: {done.report}\nTo try next:")
     for command in commands:
         output.line(f"  {command}")
     output.result({
         "report": str(done.report), "passed": done.passed, "seconds": done.seconds, "taken over": done.taken_over,
-        "verdicts": {name: stop.chapter.verdict for name, stop in done.stops.items()}, "next": commands,
+        "verdicts": done.verdicts, "next": commands,
         "findings": [finding.to_json() for finding in done.findings],
     })  # fmt: skip
     if not done.passed:

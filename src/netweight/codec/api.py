@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
+import xxhash
 
 from netweight.codec import lossy
 from netweight.codec.backend import best, codec_for, in_our_words, new_queue
@@ -17,13 +18,24 @@ from netweight.codec.dtypes import (
     Bytes,
     bytes_of,
     content_of,
+    element_type,
     flat_bytes,
     memory_at,
     tensor_of,
     torch_dtype,
 )
+from netweight.codec.header import (
+    VERSION,
+    HeaderWriter,
+    as_bytes,
+    digest_of_checks,
+    index_end,
+    named_digest,
+    tensor_bytes,
+    varint,
+)
 from netweight.codec.lossy import Precision
-from netweight.errors import UsageError
+from netweight.errors import Unsupported, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +54,8 @@ class BlobInfo:
         shape: The tensor's shape.
         nbytes: Bytes of the tensor when decoded.
         level: The level it was encoded with: "fast", "default" or "max".
-        digest: Digest of the tensor's bytes, "xxh3-128:" and 32 hexadecimal digits.
+        digest: Digest of the tensor: "xxh3-chunks:" and 32 hexadecimal digits, which `digest_of` makes of its bytes;
+            of lossy blobs and of version 1 "xxh3-128:" and XXH3-128 of the bytes.
         version: Version of the format.
         chunk_log2: Binary logarithm of the numbers in a chunk (two per element for complex types).
         chunk_offsets: Where each chunk starts in the blob, and where the last one ends.
@@ -53,6 +66,8 @@ class BlobInfo:
         bound: How much rounding may have changed a weight at most, relative to it (see `relative_bound`); 0 for
             lossless blobs.
         worst_change: How much it did change one at most; 0 for lossless blobs.
+        base_digest: What `digest_of` makes of the tensor that the blob holds differences from, with the same
+            `chunk_log2`; None if it stands alone.
     """
 
     dtype: str
@@ -68,6 +83,7 @@ class BlobInfo:
     fidelity: str | None = None
     bound: float = 0.0
     worst_change: float = 0.0
+    base_digest: str | None = None
 
     @property
     def chunks(self) -> int:
@@ -76,7 +92,7 @@ class BlobInfo:
 
 
 def available_paths() -> list[str]:
-    """Return the code paths that run here, fastest first: some of "avx512", "avx2", "portable", or only "python".
+    """Return the code paths that run here, fastest first: of "avx512", "avx2", "neon", "portable", or only "python".
 
     "python" stands here only where the native module is missing; by name it can be asked for everywhere.
     """
@@ -106,6 +122,8 @@ def encode_raw(
     chunk_log2: int | None = None,
     precision: Precision | None = None,
     path: str = "auto",
+    version: int = VERSION,
+    base: Any = None,
 ) -> bytes:
     """Compresses a plain buffer.
 
@@ -119,6 +137,9 @@ def encode_raw(
             more).
         precision: How much of each number to keep, see `encode_lossy`; None keeps everything.
         path: Code path, one of `available_paths()`, "python", or "auto". The bytes do not depend on it.
+        version: Version of the format: 2, or 1 for GPUs and older releases.
+        base: As many bytes of another tensor of the same type, from which differences are stored where that is
+            smaller; decoding needs them again. None for a blob that stands alone.
 
     Returns:
         The blob.
@@ -133,13 +154,17 @@ def encode_raw(
         raise UsageError(f"A tensor cannot have the shape {tuple(dims)}.")
     rounding = None if precision is None else precision.rounding(dtype)
     threads, log2 = _checked_threads(threads), chunk_log2 or 0
+    if base is not None and rounding is not None:
+        raise UsageError("A tensor that is rounded cannot be stored against a base.", cure="Leave out one of both.")
     with in_our_words("a tensor of type %s and shape %s", dtype, dims):
-        source = bytes_of(buffer)
+        source, other = bytes_of(buffer), _bytes_or_none(base)
         if rounding is not None:
-            rounded = lossy.encode(source, dims, rounding, level=number, chunk_log2=log2, threads=threads, path=path)
+            rounded = lossy.encode(
+                source, dims, rounding, level=number, chunk_log2=log2, threads=threads, path=path, version=version
+            )
             if rounded is not None:
                 return rounded
-        return codec_for(path).encode(source, dtype, dims, number, log2, threads, path)
+        return codec_for(path).encode(source, dtype, dims, number, log2, threads, path, version, other)
 
 
 def encode(
@@ -149,6 +174,8 @@ def encode(
     threads: int = 1,
     chunk_log2: int | None = None,
     path: str = "auto",
+    version: int = VERSION,
+    base: torch.Tensor | np.ndarray[Any, Any] | None = None,
 ) -> bytes:
     """Compresses a tensor of any dtype and shape, bit for bit.
 
@@ -158,16 +185,29 @@ def encode(
         threads: Threads to encode with, at least 1.
         chunk_log2: See `encode_raw`.
         path: See `encode_raw`.
+        version: See `encode_raw`.
+        base: A tensor of the same dtype and shape of which this one is a later state, such as the model that was
+            fine-tuned: differences from it are stored where they are smaller, and `decode` needs it again.
 
     Returns:
         The blob; `decode` gives the tensor back.
 
     Raises:
-        UsageError: An option is out of its range.
+        UsageError: An option is out of its range, or the base has another dtype or shape.
         Unsupported: The codec has no such element type.
     """
     data, name, shape = content_of(tensor)
-    return encode_raw(data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
+    other = None
+    if base is not None:
+        other, *kind = content_of(base)
+        if kind != [name, shape]:
+            raise UsageError(
+                f"The base is {kind[0]} of shape {kind[1]}, the tensor {name} of shape {shape}.",
+                cure="Encode tensors without a counterpart alone.",
+            )
+    return encode_raw(
+        data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path, version=version, base=other
+    )
 
 
 def encode_lossy(
@@ -216,11 +256,12 @@ def encode_lossy(
     )
 
 
-def info(blob: Blob) -> BlobInfo:
+def info(blob: Blob, *, size: int | None = None) -> BlobInfo:
     """Reads a blob's header and index; no payload is touched.
 
     Args:
         blob: The blob: bytes, a memoryview (also of a mapped file), or a one-dimensional uint8 array or tensor.
+        size: Bytes of the whole blob, if only its first `header_size` are given (lossless blobs only).
 
     Raises:
         CorruptBlob: The bytes are damaged or not a blob.
@@ -230,9 +271,42 @@ def info(blob: Blob) -> BlobInfo:
     with in_our_words("a blob"):
         if lossy.recognizes(source):
             return _lossy_info(lossy.read_header(source))
-        dtype, shape, nbytes, level, chunk_log2, digest, starts, _ = best.read_header(source)
-    hexadecimal = f"xxh3-128:{digest.hex()}"
-    return BlobInfo(dtype, tuple(shape), nbytes, LEVELS[level], hexadecimal, 1, chunk_log2, tuple(starts))
+        dtype, shape, nbytes, level, chunk_log2, digest, starts, _, version, base = best.read_header(source, size)
+    named = named_digest(digest, version)
+    base_digest = named_digest(base, version) if base else None
+    return BlobInfo(
+        dtype, tuple(shape), nbytes, LEVELS[level], named, version, chunk_log2, tuple(starts), base_digest=base_digest
+    )
+
+
+def header_size(beginning: Blob, size: int) -> int:
+    """Bytes of the header and index of a lossless blob of `size` bytes, from its first 1,024 (or all, if it has fewer).
+
+    Raises:
+        CorruptBlob: The bytes are damaged or not a blob.
+        Unsupported: The blob is of a newer format.
+    """
+    with in_our_words("a blob"):
+        return index_end(bytes_of(beginning), size)
+
+
+def digest_of(buffer: Any, dtype: str, *, chunk_log2: int | None = None) -> str:
+    """The digest that a blob of these bytes has (`BlobInfo.digest`), without encoding them.
+
+    Args:
+        buffer: Contiguous bytes, little-endian.
+        dtype: safetensors' name of the element type.
+        chunk_log2: See `encode_raw`; the digest depends on it.
+
+    Raises:
+        UsageError: chunk_log2 is out of its range.
+        Unsupported: The codec has no such element type.
+    """
+    checked_level("default", chunk_log2)
+    element, data = element_type(dtype), as_bytes(bytes_of(buffer))
+    step = element.number_bytes << (chunk_log2 or element.default_chunk_log2)
+    checks = [xxhash.xxh3_64_intdigest(data[start : start + step].data) for start in range(0, len(data), step)]
+    return named_digest(digest_of_checks(checks), VERSION)
 
 
 def is_lossy(blob: Blob) -> bool:
@@ -241,15 +315,15 @@ def is_lossy(blob: Blob) -> bool:
 
 
 def _lossy_info(header: lossy.LossyHeader) -> BlobInfo:
-    _, _, _, level, chunk_log2, _, starts, _ = best.read_header(header.words)
+    _, _, _, level, chunk_log2, _, starts, *_ = best.read_header(header.words)
     rounding = header.rounding
     return BlobInfo(
         rounding.element.name,
         header.shape,
         header.nbytes,
         LEVELS[level],
-        f"xxh3-128:{header.digest.hex()}",
-        lossy.VERSION,
+        named_digest(header.digest, 1),
+        header.version,
         chunk_log2,
         tuple(header.words_start + start for start in starts),
         rounding.mantissa_bits,
@@ -260,40 +334,48 @@ def _lossy_info(header: lossy.LossyHeader) -> BlobInfo:
     )
 
 
-def decode_raw(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto") -> Bytes:
+def decode_raw(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto", base: Any = None) -> Bytes:
     """Decodes a blob to its bytes.
 
     Args:
         blob: See `info`.
         threads: Threads to decode with, at least 1.
-        check: Also compare the digest of the result with the stored one.
+        check: Also compare what was decoded with the stored checks, or with the digest for version 1 and lossy blobs.
         path: See `encode_raw`.
+        base: The bytes of the tensor that the blob was encoded against; ignored by blobs that stand alone.
 
     Returns:
         A one-dimensional uint8 array, little-endian. Its memory comes from a pool and returns there when it is freed.
 
     Raises:
-        CorruptBlob: The blob is damaged.
+        CorruptBlob: The blob is damaged, or the base is another one (which shows only with `check`).
+        UsageError: The base is missing or has another size.
         Unsupported: The blob is of a newer format.
     """
     source = bytes_of(blob)
     with in_our_words("a blob"):
-        return _decoded(source, _checked_threads(threads), check, path)[0]
+        return _decoded(source, _checked_threads(threads), check, path, base)[0]
 
 
-def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto") -> torch.Tensor:
+def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto", base: Any = None) -> torch.Tensor:
     """Decodes a blob to a CPU tensor with the dtype and shape that were encoded.
 
     Args and errors: see `decode_raw`. Also `Unsupported` when torch lacks the element type, or an empty tensor's shape.
     """
     source = bytes_of(blob)
     with in_our_words("a blob"):
-        raw, name, shape = _decoded(source, _checked_threads(threads), check, path)
+        raw, name, shape = _decoded(source, _checked_threads(threads), check, path, base)
     return tensor_of(raw, torch_dtype(name), shape)
 
 
 def decode_into(
-    blob: Blob, out: torch.Tensor | np.ndarray[Any, Any], *, threads: int = 1, check: bool = False, path: str = "auto"
+    blob: Blob,
+    out: torch.Tensor | np.ndarray[Any, Any],
+    *,
+    threads: int = 1,
+    check: bool = False,
+    path: str = "auto",
+    base: Any = None,
 ) -> None:
     """Decodes a blob into memory of the caller's.
 
@@ -302,8 +384,9 @@ def decode_into(
         out: A contiguous CPU tensor or writable array of exactly the tensor's bytes, of any dtype. If the blob turns
             out to be damaged, its contents are undefined.
         threads: Threads to decode with, at least 1.
-        check: Also compare digests.
+        check: See `decode_raw`.
         path: See `encode_raw`.
+        base: See `decode_raw`.
 
     Raises:
         UsageError: `out` has another size, is not contiguous, or is not writable.
@@ -318,7 +401,7 @@ def decode_into(
             if lossy.recognizes(source):
                 lossy.decode(lossy.read_header(source), threads, check, path, flat_bytes(out))
             else:
-                codec_for(path).decode_into(source, flat_bytes(out), threads, check, path)
+                codec_for(path).decode_into(source, flat_bytes(out), threads, check, path, _bytes_or_none(base))
         return
     if not out.is_contiguous() or not out.is_cpu or out.is_conj() or out.is_neg():
         raise UsageError("The output tensor must be contiguous, on the CPU, and not a conjugate or negative view.")
@@ -327,10 +410,20 @@ def decode_into(
             memory = memory_at(out.data_ptr(), out.nbytes)
             lossy.decode(lossy.read_header(source), threads, check, path, memory)
         else:
-            codec_for(path).decode_to_address(source, out.data_ptr(), out.nbytes, threads, check, path)
+            address = out.data_ptr()
+            codec_for(path).decode_to_address(source, address, out.nbytes, threads, check, path, _bytes_or_none(base))
 
 
-def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: str = "auto") -> torch.Tensor:
+def decode_rows(
+    blob: Blob,
+    start: int,
+    stop: int,
+    *,
+    threads: int = 1,
+    check: bool = False,
+    path: str = "auto",
+    base: Any = None,
+) -> torch.Tensor:
     """Decode rows `start` to `stop` (exclusive) of dimension 0; only the chunks that they touch are read.
 
     Args:
@@ -338,7 +431,9 @@ def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: st
         start: The first row.
         stop: The row after the last one.
         threads: Threads to decode with, at least 1.
+        check: Also compare the chunks with their checks (blobs of version 2).
         path: See `encode_raw`.
+        base: The whole base, see `decode_raw`; only what belongs to the same chunks is read.
 
     Returns:
         A tensor of shape (stop - start, *rest).
@@ -349,30 +444,53 @@ def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: st
         Unsupported: torch lacks the element type, or rows do not fill whole bytes.
     """
     source = bytes_of(blob)
-    rounded: lossy.LossyHeader | None = None
     with in_our_words("a blob"):
         if lossy.recognizes(source):
-            rounded = lossy.read_header(source)
-            name, shape, numbers = rounded.rounding.element.name, rounded.shape, rounded.count
+            header = lossy.read_header(source)
+            name, shape, numbers = header.rounding.element.name, header.shape, header.count
         else:
-            name, shape, _, _, _, _, _, numbers = best.read_header(source)
+            name, shape, _, _, _, _, _, numbers, *_ = best.read_header(source)
     dtype = torch_dtype(name)
     if not shape or not 0 <= start <= stop <= shape[0]:
         raise UsageError(f"Rows {start} to {stop} lie outside a tensor of shape {tuple(shape)}.")
     per_row = numbers // shape[0] if shape[0] else 0
-    first, last, threads = start * per_row, stop * per_row, _checked_threads(threads)
+    whole = (stop - start, *shape[1:])
+    return decode_numbers(
+        blob, start * per_row, stop * per_row, dtype, whole, threads=threads, check=check, path=path, base=base
+    )
+
+
+def decode_numbers(
+    blob: Blob,
+    first: int,
+    last: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    threads: int = 1,
+    check: bool = False,
+    path: str = "auto",
+    base: Any = None,
+) -> torch.Tensor:
+    """Numbers `first` to `last` (exclusive) as a tensor of a shape, for callers who know what the blob holds."""
+    source, threads = bytes_of(blob), _checked_threads(threads)
     with in_our_words("a blob"):
-        if rounded is not None:
-            raw = lossy.decode_numbers(rounded, first, last, threads, path)
+        if lossy.recognizes(source):
+            raw = lossy.decode_numbers(lossy.read_header(source), first, last, threads, path)
         else:
-            raw = codec_for(path).decode_numbers(source, first, last, threads, path)
-    return tensor_of(raw, dtype, (stop - start, *shape[1:]))
+            raw = codec_for(path).decode_numbers(source, first, last, threads, check, path, _bytes_or_none(base))
+    return tensor_of(raw, dtype, shape)
 
 
-def _decoded(source: Any, threads: int, check: bool, path: str) -> tuple[Bytes, str, tuple[int, ...]]:
+def _bytes_or_none(base: Any) -> Any:
+    """A base's bytes: given so, or as a tensor."""
+    return None if base is None else bytes_of(base)
+
+
+def _decoded(source: Any, threads: int, check: bool, path: str, base: Any) -> tuple[Bytes, str, tuple[int, ...]]:
     """A tensor's bytes, the name of its dtype and its shape."""
     if not lossy.recognizes(source):
-        return codec_for(path).decode(source, threads, check, path)
+        return codec_for(path).decode(source, threads, check, path, _bytes_or_none(base))
     header = lossy.read_header(source)
     return lossy.decode(header, threads, check, path), header.rounding.element.name, header.shape
 
@@ -390,6 +508,143 @@ def _checked_threads(threads: int) -> int:
     if threads < 1:
         raise UsageError(f"threads is {threads}.", cure="Choose 1 or more.")
     return min(threads, 256)
+
+
+# ---- chunk by chunk --------------------------------------------------------------------------------------------------
+# For tensors that are larger than the memory: a few hundred kilobytes are at hand at a time.
+
+
+@final
+class ChunkEncoder:
+    """Encodes a tensor chunk by chunk, bit for bit: leave header_size bytes free, write the chunks, then header().
+
+    Args:
+        dtype: safetensors' name of the element type.
+        shape: Shape of the tensor.
+        level: "fast", "default" or "max".
+        chunk_log2: See `encode_raw`.
+        path: See `encode_raw`.
+        base: Whether differences from a base are stored; every chunk needs its part of it.
+
+    Raises:
+        UsageError: An option is out of its range.
+        Unsupported: The codec has no such element type.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        shape: Sequence[int],
+        *,
+        level: str = "default",
+        chunk_log2: int | None = None,
+        path: str = "auto",
+        base: bool = False,
+    ) -> None:
+        number, dims = checked_level(level, chunk_log2), tuple(int(d) for d in shape)
+        if len(dims) > 64 or min(dims, default=0) < 0:
+            raise UsageError(f"A tensor cannot have the shape {dims}.")
+        with in_our_words("a tensor of type %s and shape %s", dtype, dims):
+            element = element_type(dtype)
+            self.nbytes = tensor_bytes(element, dims)
+        self._writer = HeaderWriter(element, dims, number, chunk_log2 or element.default_chunk_log2, has_base=base)
+        self._codec, self._path = codec_for(path), path
+        self.chunk_bytes = element.number_bytes << self._writer.chunk_log2
+        self.chunks = -(-self.nbytes // self.chunk_bytes)
+        self.header_size = 28 + sum(len(varint(d)) for d in dims) + 16 * base + 12 * self.chunks
+
+    def encode(self, data: Any, base: Any = None) -> bytes:
+        """The next chunk.
+
+        Args:
+            data: The next `chunk_bytes` bytes of the tensor, or those that are left.
+            base: The same bytes of the base.
+
+        Raises:
+            UsageError: These are too many or too few bytes, or a base is missing or too many.
+        """
+        return self.take(self.prepare(data, base))
+
+    def prepare(self, data: Any, base: Any = None) -> tuple[int, Any]:
+        """Encode a chunk on any thread, for `take`; arguments and errors as `encode`."""
+        source = bytes_of(data)
+        if (base is not None) != self._writer.has_base:
+            raise UsageError("The chunk's base is missing, or the tensor has none.")
+        with in_our_words("a chunk of type %s", self._writer.element.name):
+            name, other = self._writer.element.name, _bytes_or_none(base)
+            return memoryview(source).nbytes, self._codec.encode_chunk(
+                source, name, self._writer.level, self._path, other
+            )
+
+    def take(self, prepared: tuple[int, Any]) -> bytes:
+        """The next chunk, of what `prepare` returned for it."""
+        expected = min(self.chunk_bytes, self.nbytes - len(self._writer.lengths) * self.chunk_bytes)
+        if prepared[0] != expected or not expected:
+            raise UsageError(f"The next chunk has {expected} bytes, {prepared[0]} were given.")
+        return self._writer.add(prepared[1])
+
+    def header(self) -> bytes:
+        """The blob's first `header_size` bytes.
+
+        Raises:
+            UsageError: Chunks are missing.
+        """
+        if len(self._writer.lengths) != self.chunks:
+            raise UsageError(f"{len(self._writer.lengths)} of {self.chunks} chunks were encoded.")
+        return self._writer.header()
+
+    @property
+    def digest(self) -> str:
+        """The tensor's digest, as in `BlobInfo`, when all chunks were encoded."""
+        return named_digest(digest_of_checks(self._writer.checks), VERSION)
+
+
+@final
+class ChunkDecoder:
+    """Decodes a lossless blob chunk by chunk.
+
+    Args:
+        header: The blob's first `header_size` bytes, or more.
+        size: Bytes of the whole blob.
+        path: See `encode_raw`.
+
+    Raises:
+        CorruptBlob: The header is damaged.
+        Unsupported: The blob is of a newer format, or lossy.
+    """
+
+    def __init__(self, header: Blob, size: int, *, path: str = "auto") -> None:
+        self._header, self._size = bytes_of(header), size
+        if lossy.recognizes(self._header):
+            raise Unsupported("A lossy blob cannot be decoded chunk by chunk.", cure="Decode it as a whole.")
+        self.info = info(self._header, size=size)
+        self.chunk_bytes = element_type(self.info.dtype).number_bytes << self.info.chunk_log2
+        self._codec, self._path = codec_for(path), path
+
+    def decode(
+        self, number: int, chunk: Blob, *, base: Any = None, check: bool = True, out: Bytes | None = None
+    ) -> Bytes:
+        """The bytes of one chunk's numbers.
+
+        Args:
+            number: Which chunk: the blob's bytes info.chunk_offsets[number] to [number + 1], the tensor's from
+                number * chunk_bytes on.
+            chunk: These bytes of the blob.
+            base: The same bytes of the base as of the tensor, for blobs that have one.
+            check: Also compare the result with the chunk's check (blobs of version 2).
+            out: Where to put them: a contiguous array of as many bytes; None for a new one.
+
+        Raises:
+            CorruptBlob: The chunk is damaged, or the base is another one.
+            UsageError: A size does not fit, or the base is missing.
+        """
+        left = min(self.chunk_bytes, self.info.nbytes - number * self.chunk_bytes)
+        result = self._codec.pooled_array(max(left, 0)) if out is None else out
+        with in_our_words("chunk %s of a blob", number):
+            self._codec.decode_chunk(
+                self._header, self._size, number, bytes_of(chunk), result, check, self._path, _bytes_or_none(base)
+            )
+        return result
 
 
 # ---- decoding on another thread --------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class ElementType:
     @property
     def default_chunk_log2(self) -> int:
         """Binary logarithm of the numbers in a chunk unless the caller chooses."""
-        return 18 if self.number_bytes <= 2 else 17
+        return 20 if self.name == "BOOL" else 18 if self.number_bytes <= 2 else 17  # masks take few bits
 
 
 ELEMENT_TYPES = (
@@ -81,6 +81,13 @@ BY_NAME = {element.name: element for element in ELEMENT_TYPES}
 BY_CODE = {element.code: element for element in ELEMENT_TYPES}
 TORCH_NAMES = {element.name: element.torch_name for element in ELEMENT_TYPES}
 _NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items() if torch_name}
+
+
+def element_type(name: str) -> ElementType:
+    """The element type of a safetensors name."""
+    if name not in BY_NAME:
+        raise Unsupported(f"element type {name} is not known to this release")
+    return BY_NAME[name]
 
 
 @cache

@@ -37,7 +37,7 @@ FIDELITIES = ("corrected", "reference")
 LOSSLESS_BITS = 7  # bf16's own: with so many nothing is rounded, in any dtype
 ROUNDABLE = {name: BY_NAME[name] for name in ("BF16", "F16", "F32")}
 MAGIC = b"NWL"
-VERSION = 1
+VERSION = 2  # of which the sections are; 1 is read, too
 MOST_ESCAPES = 16  # of so many weights at most one is kept exactly; else the tensor is not rounded at all
 _STEP = 1 << 20  # weights rounded at a time
 
@@ -167,6 +167,7 @@ def relative_bound(
 class LossyHeader:
     """What a lossy blob says before its sections, and the sections: blobs of their own."""
 
+    version: int
     rounding: Rounding
     shape: tuple[int, ...]
     digest: bytes  # xxh3-128 of the rounded tensor's bytes, most significant byte first
@@ -194,7 +195,15 @@ def recognizes(blob: Any) -> bool:
 
 
 def encode(
-    buffer: Any, shape: Sequence[int], rounding: Rounding, *, level: int, chunk_log2: int, threads: int, path: str
+    buffer: Any,
+    shape: Sequence[int],
+    rounding: Rounding,
+    *,
+    level: int,
+    chunk_log2: int,
+    threads: int,
+    path: str,
+    version: int,
 ) -> bytes | None:
     """Round a tensor's bytes and encode them; None if there are none, or too many weights must be kept exactly."""
     number, nbytes = rounding.element.number_bytes, tensor_bytes(rounding.element, tuple(shape))
@@ -228,15 +237,15 @@ def encode(
         return None
 
     def blob(array: npt.NDArray[Any], dtype: str) -> bytes:
-        return codec.encode(flat_bytes(array), dtype, [len(array)], level, 0, threads, path)
+        return codec.encode(flat_bytes(array), dtype, [len(array)], level, 0, threads, path, version)
 
     sections = [
-        codec.encode_words(flat_bytes(words), rounding.mantissa_bits, level, chunk_log2, threads, path),
+        codec.encode_words(flat_bytes(words), rounding.mantissa_bits, level, chunk_log2, threads, path, version),
         b"" if block is None else blob(normalizers, "U8"),
         blob(np.diff(exact, prepend=-1) - 1, "U64") if len(exact) else b"",
         blob(data.reshape(-1, number)[exact], rounding.element.name) if len(exact) else b"",
     ]
-    fields = (VERSION, rounding.element.code, rounding.mantissa_bits, FIDELITIES.index(rounding.fidelity), len(shape))
+    fields = (version, rounding.element.code, rounding.mantissa_bits, FIDELITIES.index(rounding.fidelity), len(shape))
     fixed = MAGIC + bytes(fields) + digest.digest()
     rest = struct.pack("<d", worst) + b"".join(map(varint, (*shape, block or 0, *map(len, sections))))
     return b"".join((fixed, checksum(fixed, rest), rest, *sections))
@@ -247,7 +256,7 @@ def read_header(blob: Any) -> LossyHeader:
     reader = Reader(as_bytes(blob))
     fixed = take_fixed(reader)
     version, code, mantissa_bits, fidelity, dimensions = fixed[3:8]
-    if version != VERSION:
+    if version not in (1, VERSION):
         raise Unsupported(f"version {version} of lossy blobs is newer than this release reads ({VERSION})")
     element = BY_CODE.get(code)
     if element is None or fidelity >= len(FIDELITIES):
@@ -278,7 +287,7 @@ def read_header(blob: Any) -> LossyHeader:
         if not 1 <= size * MOST_ESCAPES <= count:
             raise corrupt("a section has the wrong size")
         _check_section(gaps, "U64", size)
-    return LossyHeader(rounding, shape, fixed[8:24], worst, words_start, words, normalizers, gaps, kept)
+    return LossyHeader(version, rounding, shape, fixed[8:24], worst, words_start, words, normalizers, gaps, kept)
 
 
 def _rounding(dtype: str, mantissa_bits: int, block_size: int | None, fidelity: str) -> Rounding:
@@ -330,7 +339,7 @@ def normalizers_of(header: LossyHeader, first: int, last: int, path: str) -> Any
     if header.normalizers is None or block is None:
         return b""
     blocks = (first // block, (last - 1) // block + 1) if first < last else (0, 0)
-    return codec_for(path).decode_numbers(header.normalizers, *blocks, 1, path)
+    return codec_for(path).decode_numbers(header.normalizers, *blocks, 1, False, path)
 
 
 def put_kept(header: LossyHeader, first: int, last: int, path: str, weights: Bytes) -> None:

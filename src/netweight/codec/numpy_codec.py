@@ -3,12 +3,13 @@
 The functions at the top are those of the native module (`backend.Codec`), with the same bytes and the same refusals, a
 hundred times slower and on one thread, whatever `threads` and `path` say. From the outside in, reading and writing:
 
-    decode, encode              a blob: header, index of chunks, digest
-    _read_chunk, _chunk         up to 2**chunk_log2 numbers: a plane of their top bytes, then one for every lower byte
-    read_plane, _plane          one plane, in one of five modes: raw, constant, packed, rans, wide_rans
+    decode, encode              a blob: header, index of chunks, checks, digest
+    read_chunk, write_chunk     up to 2**chunk_log2 numbers: a plane of their top bytes, then one for every lower byte
+    read_plane, write_plane     one plane, in one of nine modes
     decode_words, round_weights the arithmetic of lossy blobs
 
-The last two modes are in `numpy_rans.py`, the choice between modes and tables in `numpy_tables.py`.
+Chunks and planes are in `numpy_planes.py`, their entropy coding in `numpy_rans.py`, the choice between modes and tables
+in `numpy_tables.py`.
 """
 
 from __future__ import annotations
@@ -21,39 +22,23 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from netweight.codec.dtypes import BY_NAME, Bytes, ElementType, memory_at
+from netweight.codec.dtypes import BY_NAME, Bytes, ElementType, element_type, memory_at
 from netweight.codec.header import (
-    MAGIC,
     VERSION,
+    Header,
+    HeaderWriter,
     Reader,
     as_bytes,
     check_digest,
-    checksum,
     corrupt,
-    little,
     tensor_bytes,
-    varint,
 )
 from netweight.codec.header import read_header as header_of
-from netweight.codec.numpy_rans import Words, pack, read_rans, read_wide, unpack, write_rans, write_wide
-from netweight.codec.numpy_tables import (
-    CONSTANT,
-    COST,
-    PACKED,
-    RANS,
-    RAW,
-    WIDE_RANS,
-    Counts,
-    Integers,
-    Plane,
-    choose,
-    sampling,
-)
-from netweight.errors import Unsupported
+from netweight.codec.numpy_planes import VERSION_1, read_chunk, write_chunk, write_planes
+from netweight.codec.numpy_rans import Words
 
 Floats = npt.NDArray[np.float32]
 
-SMALLEST = 512  # bytes; below this no table pays
 _INFINITE = 0x7F800000  # bits of a float32
 _LEAST_NORMAL = 0x00800000
 
@@ -73,200 +58,146 @@ def pooled_array(size: int) -> Bytes:
 
 
 def encode(
-    buffer: Any, dtype: str, shape: Sequence[int], level: int, chunk_log2: int, threads: int = 1, path: str = "python"
-) -> bytes:
+    buffer: Any, dtype: str, shape: Sequence[int], level: int, chunk_log2: int, threads: int = 1, path: str = "python",
+    version: int = VERSION, base: Any = None,
+) -> bytes:  # fmt: skip
     """Encode a tensor's bytes; level by number, chunk_log2 0 for the default."""
-    element = BY_NAME.get(dtype)
-    if element is None:
-        raise Unsupported(f"element type {dtype} is not known to this release")
-    return _encode(buffer, element, shape, level, chunk_log2)
+    return _encode(buffer, element_type(dtype), shape, level, chunk_log2, version, base)
 
 
 def encode_words(
-    words: Any, mantissa_bits: int, level: int, chunk_log2: int, threads: int = 1, path: str = "python"
+    words: Any, mantissa_bits: int, level: int, chunk_log2: int, threads: int, path: str, version: int
 ) -> bytes:
     """Encode the words of a lossy blob: a U16 blob whose splits are those of floats."""
     element = replace(BY_NAME["U16"], exponent_bits=15 - mantissa_bits, mantissa_bits=mantissa_bits)
-    return _encode(words, element, [len(words) // 2], level, chunk_log2)
+    return _encode(words, element, [len(words) // 2], level, chunk_log2, version, None)
 
 
-def _encode(buffer: Any, element: ElementType, shape: Sequence[int], level: int, chunk_log2: int) -> bytes:
-    data = as_bytes(buffer)
+def _encode(
+    buffer: Any, element: ElementType, shape: Sequence[int], level: int, chunk_log2: int, version: int, base: Any
+) -> bytes:
+    data, other = as_bytes(buffer), None if base is None else as_bytes(base)
     if tensor_bytes(element, tuple(shape)) != len(data):
         raise ValueError("the buffer's size does not fit dtype and shape")
+    if version not in (1, VERSION) or (version == 1 and base is not None):
+        raise ValueError("version must be 2, or 1 without a base")
+    if other is not None and len(other) != len(data):
+        raise ValueError("the base has another size than the tensor")
     chunk_log2 = chunk_log2 or element.default_chunk_log2
-    step = element.number_bytes << chunk_log2
-    chunks = [_chunk(data[start : start + step], element, level) for start in range(0, len(data), step)]
-    fields = bytes((VERSION, element.code, level, chunk_log2, len(shape)))
-    start = MAGIC + fields + xxhash.xxh3_128_digest(data.data)
-    rest = b"".join(map(varint, shape)) + b"".join(little(len(chunk), 4) for chunk in chunks)
-    return b"".join((start, checksum(start, rest), rest, *chunks))
+    writer = HeaderWriter(element, tuple(shape), level, chunk_log2, version, other is not None)
+    step, chunks = element.number_bytes << chunk_log2, []
+    for start in range(0, len(data), step):
+        numbers = data[start : start + step]
+        if version == 1:
+            encoded = (write_planes(numbers, element, level, VERSION_1), 0, 0, False)
+        else:
+            encoded = _chunk(numbers, element, level, None if other is None else other[start : start + step])
+        chunks.append(writer.add(encoded))
+    digest = xxhash.xxh3_128_digest(data.data) if version == 1 else None
+    return b"".join((writer.header(digest), *chunks))
 
 
-def read_header(blob: Any) -> tuple[str, tuple[int, ...], int, int, int, bytes, tuple[int, ...], int]:
-    """Type, shape, bytes of the tensor, level, chunk_log2, digest, starts of chunks and the blob's size, numbers."""
-    h = header_of(blob)
-    return h.element.name, h.shape, h.nbytes, h.level, h.chunk_log2, h.digest, h.chunk_starts, h.numbers
+def encode_chunk(
+    numbers: Any, dtype: str, level: int, path: str = "python", base: Any = None
+) -> tuple[bytes, int, int, bool]:
+    """Encode one chunk: its bytes, its check, that of the base's numbers, whether it has modes that version 1 lacks."""
+    return _chunk(as_bytes(numbers), element_type(dtype), level, None if base is None else as_bytes(base))
+
+
+def _chunk(data: Bytes, element: ElementType, level: int, base: Bytes | None) -> tuple[bytes, int, int, bool]:
+    chunk, new_modes = write_chunk(data, element, level, base)
+    base_check = 0 if base is None else xxhash.xxh3_64_intdigest(base.data)
+    return chunk, xxhash.xxh3_64_intdigest(data.data), base_check, new_modes
+
+
+def read_header(
+    blob: Any, size: int | None = None
+) -> tuple[str, tuple[int, ...], int, int, int, bytes, tuple[int, ...], int, int, bytes]:
+    """Type, shape, bytes, level, chunk_log2, digest, starts of chunks and the size, numbers, version, base's digest."""
+    h = header_of(blob, size=size)
+    about = (h.nbytes, h.level, h.chunk_log2, h.digest, h.chunk_starts, h.numbers, h.version, h.base_digest)
+    return h.element.name, h.shape, *about
 
 
 def decode(
-    blob: Any, threads: int = 1, check: bool = False, path: str = "python"
+    blob: Any, threads: int = 1, check: bool = False, path: str = "python", base: Any = None
 ) -> tuple[Bytes, str, tuple[int, ...]]:
     """A tensor's bytes, the name of its element type, its shape."""
     header = header_of(blob)
-    out = decode_numbers(blob, 0, header.numbers)
-    if check:
+    out = decode_numbers(blob, 0, header.numbers, check=check, base=base)
+    if check and header.version == 1:
         check_digest(out, header.digest)
     return out, header.element.name, header.shape
 
 
-def decode_into(blob: Any, out: Bytes, threads: int = 1, check: bool = False, path: str = "python") -> None:
+def decode_into(
+    blob: Any, out: Bytes, threads: int = 1, check: bool = False, path: str = "python", base: Any = None
+) -> None:
     """Decode into an array of as many bytes as the tensor has."""
     expected = header_of(blob).nbytes
     if expected != out.nbytes:
         raise ValueError(f"the output has {out.nbytes} bytes where the tensor has {expected}")
-    out[:] = decode(blob, check=check)[0]
+    out[:] = decode(blob, check=check, base=base)[0]
 
 
 def decode_to_address(
-    blob: Any, address: int, nbytes: int, threads: int = 1, check: bool = False, path: str = "python"
+    blob: Any, address: int, nbytes: int, threads: int = 1, check: bool = False, path: str = "python", base: Any = None
 ) -> None:
     """`decode_into` memory that is known by its address."""
-    decode_into(blob, memory_at(address, nbytes), check=check)
+    decode_into(blob, memory_at(address, nbytes), check=check, base=base)
 
 
-def decode_numbers(blob: Any, first: int, last: int, threads: int = 1, path: str = "python") -> Bytes:
+def decode_numbers(
+    blob: Any, first: int, last: int, threads: int = 1, check: bool = False, path: str = "python", base: Any = None
+) -> Bytes:
     """The bytes of numbers `first` to `last` (exclusive); only the chunks that they touch are read."""
     header, data = header_of(blob), as_bytes(blob)
+    other = _base_of(header, base, header.nbytes)
     size = header.element.number_bytes
     out = np.empty((last - first) * size, np.uint8)
     step = 1 << header.chunk_log2
     for chunk in range(first // step, -(-last // step) if last > first else 0):
         start = chunk * step
-        count = min(step, header.numbers - start)
+        end = min(start + step, header.numbers)
         body = data[header.chunk_starts[chunk] : header.chunk_starts[chunk + 1]]
-        numbers = _read_chunk(Reader(body), header.element, count)
-        begin, end = max(first, start), min(last, start + count)
+        numbers = _decode(header, chunk, body, None if other is None else other[start * size : end * size], check)
+        begin, end = max(first, start), min(last, end)
         out[(begin - first) * size : (end - first) * size] = numbers[(begin - start) * size : (end - start) * size]
     return out
 
 
-# ---- chunks and planes -----------------------------------------------------------------------------------------------
+def decode_chunk(
+    header: Any, size: int, number: int, chunk: Any, out: Bytes, check: bool, path: str = "python", base: Any = None
+) -> None:
+    """Decode chunk `number` of a blob of `size` bytes whose header and index are at hand."""
+    found, body = header_of(header, size=size), as_bytes(chunk)
+    starts, step = found.chunk_starts, found.element.number_bytes << found.chunk_log2
+    expected = min(step, found.nbytes - number * step)
+    if not 0 <= number < len(starts) - 1 or len(body) != starts[number + 1] - starts[number] or out.nbytes != expected:
+        raise ValueError("the chunk, or the output for it, has another size")
+    out[:] = _decode(found, number, body, _base_of(found, base, expected), check)
 
 
-def _chunk(data: Bytes, element: ElementType, level: int) -> bytes:
-    numbers = data.reshape(-1, element.number_bytes)
-    head = np.ascontiguousarray(numbers[:, element.tails :]).reshape(-1)
-    planes = [_plane(Plane.head(element), head, level)]
-    for tail in reversed(range(element.tails)):
-        planes.append(_plane(Plane(1, tail=True), np.ascontiguousarray(numbers[:, tail]), level))
-    return b"".join(planes)
+def _base_of(header: Header, base: Any, nbytes: int) -> Bytes | None:
+    """The base's bytes for so many of the tensor; None if the blob stands alone."""
+    if not header.base_digest:
+        return None
+    if base is None:
+        raise ValueError("it holds differences from a base, which is missing")
+    data = as_bytes(base)
+    if len(data) != nbytes:
+        raise ValueError("the base has another size than the tensor")
+    return data
 
 
-def _read_chunk(reader: Reader, element: ElementType, count: int) -> Bytes:
-    """The bytes of a chunk of `count` numbers."""
-    numbers = np.empty((count, element.number_bytes), np.uint8)
-    head = element.head_bytes
-    numbers[:, element.tails :] = read_plane(reader, head, count).view(np.uint8).reshape(count, head)
-    for tail in reversed(range(element.tails)):
-        numbers[:, tail] = read_plane(reader, 1, count)
-    if reader.at != len(reader.data):
-        raise corrupt("a chunk holds more bytes than its planes")
-    return numbers.reshape(-1)
-
-
-def _plane(plane: Plane, data: Bytes, level: int) -> bytes:
-    """A plane in the mode that costs least."""
-    elements = data.view("u1" if plane.width == 1 else "<u2")
-    count = len(elements)
-    if count > 1 and (elements == elements[0]).all():
-        return bytes((CONSTANT,)) + data[: plane.width].tobytes()
-    raw = bytes((RAW,)) + data.tobytes()
-    if len(data) < SMALLEST:
-        return raw
-    worthwhile = (len(data) * 8 * COST) // 200 * 199  # half a percent at least
-    packed = len(data)
-    if plane.width == 1:
-        widths = _packed_widths(elements)
-        packed = 1 + -(-len(widths) // 2) + 8 * int(widths.sum())
-    sample = 1 if count < 1 << 16 else sampling(level)
-    streams = 1 if count < 1 << 14 else 2 if count < 1 << 18 else 4
-    while True:
-        choice = choose(plane, elements, level, sample)
-        if packed * 8 * COST < worthwhile and (choice is None or packed * 8 * COST <= choice.cost):
-            return _packed(elements, widths)
-        if choice is None or choice.cost >= worthwhile:
-            return raw
-        coded = write_rans(choice, elements, streams) if choice.mode == RANS else write_wide(choice, elements)
-        if coded is not None and len(coded) <= len(data):
-            return coded
-        if sample == 1:
-            return raw
-        sample = 1  # the sample misled: look at everything
-
-
-def read_plane(reader: Reader, width: int, count: int) -> Integers:
-    """One plane: `count` unsigned elements of `width` bytes, 1 or 2."""
-    mode = reader.number(1, "a plane")
-    kind = np.dtype("u1" if width == 1 else "<u2")
-    if mode == RAW:
-        return reader.take(count * width, "a raw plane").view(kind)
-    if mode == CONSTANT:
-        return np.full(count, reader.number(width, "a constant plane"), kind)
-    if mode == PACKED:
-        if width != 1:
-            raise corrupt("a packed plane must have one-byte elements")
-        return _read_packed(reader, count)
-    if mode == RANS:
-        return read_rans(reader, width, count).astype(kind)
-    if mode == WIDE_RANS:
-        return read_wide(reader, width, count).astype(kind)
-    raise corrupt("a plane has an unknown mode")
-
-
-def _blocks(elements: Bytes) -> Bytes:
-    blocks = np.zeros((-(-len(elements) // 64), 64), np.uint8)
-    blocks.reshape(-1)[: len(elements)] = elements
-    return blocks
-
-
-def _packed_widths(elements: Bytes) -> Counts:
-    """By block of 64 bytes: 8 less the number of low bits that are zero in all of them."""
-    used = np.bitwise_or.reduce(_blocks(elements), axis=1)
-    widths = np.zeros(256, np.int64)
-    for value in range(1, 256):
-        widths[value] = 9 - (value & -value).bit_length()
-    return widths[used]
-
-
-def _packed(elements: Bytes, widths: Counts) -> bytes:
-    """Blocks of 64 bytes of which only the upper `width` bits are stored; all widths, four bits each, come first."""
-    nibbles = np.append(widths, 0)[: len(widths) + len(widths) % 2].astype(np.uint8).reshape(-1, 2)
-    blocks = _blocks(elements)
-    fields = np.empty(8 * int(widths.sum()), np.uint8)
-    for width, here, places in _of_width(widths):
-        fields[places] = pack(blocks[here] >> (8 - width), width)
-    return bytes((PACKED,)) + (nibbles[:, 0] | nibbles[:, 1] << 4).tobytes() + fields.tobytes()
-
-
-def _read_packed(reader: Reader, count: int) -> Bytes:
-    blocks = -(-count // 64)
-    pairs = reader.take(-(-blocks // 2), "packed widths")
-    widths = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:blocks].astype(np.int64)
-    if widths.max(initial=0) > 8:
-        raise corrupt("a packed block is wider than a byte")
-    fields = reader.take(8 * int(widths.sum()), "a packed block")
-    elements = np.zeros((blocks, 64), np.uint8)
-    for width, here, places in _of_width(widths):
-        elements[here] = unpack(fields[places], width) << (8 - width)
-    return elements.reshape(-1)[:count]
-
-
-def _of_width(widths: Counts) -> list[tuple[int, Counts, Counts]]:
-    """For each width from 1 to 8: the blocks that have it, and where their bytes are."""
-    ends = 8 * np.cumsum(widths)
-    found = [(width, np.flatnonzero(widths == width)) for width in range(1, 9)]
-    return [(width, here, (ends[here] - 8 * width)[:, None] + np.arange(8 * width)) for width, here in found]
+def _decode(header: Header, number: int, body: Bytes, base: Bytes | None, check: bool) -> Bytes:
+    """The bytes of one chunk's numbers."""
+    count = min(1 << header.chunk_log2, header.numbers - (number << header.chunk_log2))
+    numbers = read_chunk(Reader(body), header.element, count, header.new_modes, base)
+    if check and header.checks and xxhash.xxh3_64_intdigest(numbers.data) != header.checks[number]:
+        reason = "the decoded bytes do not have the digest that was stored with them"
+        raise corrupt(reason + (", or the base is another tensor" if header.base_digest else ""))
+    return numbers
 
 
 # ---- the arithmetic of lossy blobs -----------------------------------------------------------------------------------

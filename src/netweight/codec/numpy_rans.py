@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from netweight.codec.dtypes import Bytes
 from netweight.codec.header import Reader, corrupt, little
-from netweight.codec.numpy_tables import RANS, WIDE_RANS, WIDE_SLOTS, Choice, Counts, Integers, Slots, Split
+from netweight.codec.numpy_tables import WIDE_RANS, WIDE_SLOTS, Choice, Counts, Integers, Slots, Split
 
 Words = npt.NDArray[np.uint16]
 Patches = list[tuple[int, int]]  # position and symbol, ascending
@@ -85,11 +85,11 @@ def _read_symbols(reader: Reader, what: str, size: int, most: int, symbol_bits: 
     return symbols
 
 
-# ---- the rans mode: up to four streams of 64 lanes with states of 16 bits that give away and take in bytes -----------
+# ---- the modes rans and steep: up to four streams of 64 lanes, states of 16 bits that give away and take in bytes ----
 
 
 def write_rans(choice: Choice, elements: Integers, streams: int) -> bytes | None:
-    """A plane in the rans mode; None when there are too many patches for this table to be the right one."""
+    """A plane in the rans or steep mode; None when there are too many patches for this table to be the right one."""
     split, count = choice.split, len(elements)
     rows = -(-count // (64 * streams))  # row r of stream g holds elements 64 * (r * streams + g) and on
     padded = np.full(rows * streams * 64, choice.host << split.symbol_shift, np.int64)
@@ -135,7 +135,7 @@ def write_rans(choice: Choice, elements: Integers, streams: int) -> bytes | None
     entries = sorted(zip(choice.symbols, choice.frequencies, choice.second, strict=True))
     out = b"".join(
         (
-            bytes((RANS, split.byte, streams)),
+            bytes((choice.mode, split.byte, streams)),
             _symbol_runs([entry[0] for entry in entries], 1),
             bytes(frequency | second << 7 for _, frequency, second in entries),
             *(little(len(body), 3) + little(len(w) // 2, 3) for body, w in zip(bodies, words, strict=True)),
@@ -151,20 +151,21 @@ def write_rans(choice: Choice, elements: Integers, streams: int) -> bytes | None
     return out if len(out) < count * split.width + 4096 else None
 
 
-def read_rans(reader: Reader, width: int, count: int) -> Words:
-    """`count` elements of a plane in the rans mode."""
+def read_rans(reader: Reader, width: int, count: int, steep: bool) -> Words:
+    """`count` elements of a plane in the rans or steep mode."""
     split = _read_split(reader, width)
     streams = reader.number(1, "a plane's header")
     if streams not in (1, 2, 4):
         raise corrupt("a plane's header asks for an impossible number of streams")
     rows = -(-count // (64 * streams))
 
-    # The table: symbols, and for each a byte, 7 bits of frequency and the class. Slots go to class 0 first, then to 1.
+    # The table: symbols, and for each a byte, 7 bits of frequency and the class (steep: 8 bits of frequency). Slots go
+    # to class 0 first, then to 1.
     what = "a frequency table"
     symbols = _read_symbols(reader, what, 1, 63, split.symbol_bits)
     entries = reader.take(len(symbols), what).tolist()
-    order = sorted(range(len(symbols)), key=lambda i: entries[i] >> 7)
-    frequencies = [entries[i] & 127 for i in order]
+    order = list(range(len(symbols))) if steep else sorted(range(len(symbols)), key=lambda i: entries[i] >> 7)
+    frequencies = [entries[i] & (255 if steep else 127) for i in order]
     if 0 in frequencies or sum(frequencies) != 256:
         raise corrupt("a frequency table does not add up to 256")
     slots_of = Slots.of([symbols[i] for i in order], frequencies)

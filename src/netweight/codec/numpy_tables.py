@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from netweight.codec.dtypes import ElementType
 Integers = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
 
-RAW, CONSTANT, PACKED, RANS, WIDE_RANS = range(5)  # modes of a plane
+RAW, CONSTANT, PACKED, RANS, WIDE_RANS, STEEP, SPARSE, PALETTE, HALVES = range(9)  # modes of a plane
 FAST, DEFAULT, MAX = range(3)  # levels
 COST = 1 << 16  # unit of costs: this many make a bit
 PATCH_COST = 33 * COST // 2
@@ -85,6 +85,8 @@ class Plane:
     fractions: int | None = None  # of floats' top bytes the bits of the mantissa that are inside; else None
     exponent_bits: int = 0  # of the same
     tail: bool = False  # lower bytes of wider numbers: usually noise
+    inner: bool = False  # part of a plane of skewed data
+    split_off: bool = False  # what a sparse plane left, of which no further value is split off
 
     @classmethod
     def head(cls, element: ElementType) -> Plane:
@@ -119,7 +121,7 @@ def sampling(level: int) -> int:
 class Choice:
     """An entropy coder for a plane, with its estimated cost in 1/65536 bits."""
 
-    mode: int  # RANS or WIDE_RANS
+    mode: int  # RANS, STEEP or WIDE_RANS
     cost: int  # of the whole plane
     split: Split
     symbols: list[int]  # in slot order
@@ -128,7 +130,7 @@ class Choice:
     host: int  # the symbol that stands in for those not listed
 
 
-def choose(plane: Plane, elements: Integers, level: int, sample: int) -> Choice | None:
+def choose(plane: Plane, elements: Integers, level: int, sample: int, skewed: bool) -> Choice | None:
     """The cheapest split and table for a plane; None for noise."""
     best: Choice | None = None
     counts: Counts | None = None
@@ -143,12 +145,26 @@ def choose(plane: Plane, elements: Integers, level: int, sample: int) -> Choice 
         choice = table(counts, split, exhaustive=level == MAX)
         cost = choice.cost * len(elements) // total + raw_cost
         if best is None or cost < best.cost:
-            best = Choice(RANS, cost, split, choice.symbols, choice.frequencies, choice.second, choice.host)
+            best = replace(choice, cost=cost)
         if level != MAX or len(elements) < 1 << 12:
             continue
         wide = wide_table(counts, split)
         if wide is not None and wide.cost + raw_cost < best.cost:
-            best = Choice(WIDE_RANS, wide.cost + raw_cost, split, wide.symbols, wide.frequencies, [], wide.host)
+            best = replace(wide, cost=wide.cost + raw_cost)
+    if best is None or not skewed or plane.width == 2:
+        return best
+    whole = Split(1, 0, False)  # bytes as they are, in steep tables, too
+    counts, total = histogram(elements, whole, sample)
+    for steep in (False, True):
+        choice = table(counts, whole, exhaustive=level == MAX, steep=steep)
+        cost = choice.cost * len(elements) // total
+        if cost < best.cost:
+            best = replace(choice, cost=cost)
+    wide = wide_table(counts, whole)
+    if wide is not None:
+        cost = wide.cost * len(elements) // total
+        if cost + cost // 32 < best.cost:  # it decodes more slowly
+            best = replace(wide, cost=cost)
     return best
 
 
@@ -170,8 +186,8 @@ def costs(slots: int, most: int) -> Counts:
 
 @cache
 def gains() -> Counts:
-    """By frequency 1 to 127 of 256: the gain per occurrence of one slot more."""
-    return np.array([0, *(math.floor(COST * math.log2((f + 1) / f) + 0.5) for f in range(1, 128))])
+    """By frequency 1 to 255 of 256: the gain per occurrence of one slot more."""
+    return np.array([0, *(math.floor(COST * math.log2((f + 1) / f) + 0.5) for f in range(1, 256))])
 
 
 def _balanced(weights: Counts, frequencies: Counts, most: int, slots: int, gain: Callable[[Counts], Counts]) -> None:
@@ -185,36 +201,39 @@ def _balanced(weights: Counts, frequencies: Counts, most: int, slots: int, gain:
         used += 1
 
 
-def table(counts: Counts, split: Split, *, exhaustive: bool) -> Choice:
-    """The cheapest table of 3 to 63 symbols; the cost is that of the counted elements, raw bits not included."""
-    bits, total = costs(256, 127), int(counts.sum())
+def table(counts: Counts, split: Split, *, exhaustive: bool, steep: bool = False) -> Choice:
+    """The cheapest table of 2 to 63 symbols; the cost is that of the counted elements, raw bits not included."""
+    largest = 255 if steep else 127
+    bits, total = costs(256, 255), int(counts.sum())
     present = np.flatnonzero(counts)
     order = present[np.lexsort((present, -counts[present]))].tolist()
-    for symbol in range(3):  # three symbols at least, since two frequencies of at most 127 cannot add up to 256
-        if len(order) < 3 and symbol not in order:
+    fewest = -(-256 // largest)  # so many frequencies can add up to 256
+    for symbol in range(fewest):
+        if len(order) < fewest and symbol not in order:
             order.append(symbol)
     occurrences = counts[order]
 
     most = min(63, len(order))
-    estimate = 3  # a symbol rarer than about 1 in 2048 is cheaper as a patch
+    estimate = fewest  # a symbol rarer than about 1 in 2048 is cheaper as a patch
     while estimate < most and int(occurrences[estimate]) * 2048 >= total:
         estimate += 1
-    lowest, highest = (3, most) if exhaustive else (max(3, estimate - 1), min(most, estimate + 1))
+    lowest, highest = (fewest, most) if exhaustive else (max(fewest, estimate - 1), min(most, estimate + 1))
     best_cost, best = -1, np.empty(0, np.int64)
     for size in range(lowest, highest + 1):
         weights = occurrences[:size].copy()
         rest = total - int(weights.sum())
         weights[0] += rest  # rare symbols are coded as the likeliest one
-        frequencies = np.clip(weights * 256 // max(total, 1), 1, 127)
-        _balanced(weights, frequencies, 127, 256, lambda f: gains()[f])
+        frequencies = np.clip(weights * 256 // max(total, 1), 1, largest)
+        _balanced(weights, frequencies, largest, 256, lambda f: gains()[f])
         cost = rest * PATCH_COST + size * 8 * COST + int((weights * bits[frequencies]).sum())
         if best_cost < 0 or cost < best_cost:
             best_cost, best = cost, frequencies
 
     # Slot order: symbols that got less than their share first, because low slots leave a smaller state.
-    second = occurrences[: len(best)] * 256 < total * best
+    second = (occurrences[: len(best)] * 256 < total * best) & (not steep)
     rows = sorted(zip(second.tolist(), order, best.tolist(), strict=False))
-    return Choice(RANS, best_cost, split, [r[1] for r in rows], [r[2] for r in rows], [r[0] for r in rows], order[0])
+    mode = STEEP if steep else RANS
+    return Choice(mode, best_cost, split, [r[1] for r in rows], [r[2] for r in rows], [r[0] for r in rows], order[0])
 
 
 def wide_table(counts: Counts, split: Split) -> Choice | None:

@@ -1,4 +1,4 @@
-"""Engines: where the runs of `map_runs` happen. A plain function each, so that others can be added anywhere.
+"""Engines: where the runs of `Job.map` happen. A plain function each, so that others can be added anywhere.
 
 An engine runs one function on many items and yields `(index of the item, Outcome)` as the runs end, in any order.
 `local_processes` and `in_process` are here; clusters live in `netweight.integrations`, made of the same parts.

@@ -15,9 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from netweight.core.locking import take_lock
 from netweight.errors import OutputExists, OutputFailed, UsageError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+    import msvcrt
+
+_FAR = 0x7FFF_FFFF  # Windows forbids others to read a locked byte: this one lies behind all content
 _WINDOWS = os.name == "nt"  # where folders cannot be synced, nor open files renamed or removed
 
 
@@ -112,6 +118,11 @@ def sync_tree(path: Path) -> None:
     return None
 
 
+def mode_of(path: Path) -> int:
+    """The permissions of a file."""
+    return path.stat().st_mode & 0o777
+
+
 def publish(part: Path, target: Path, *, aside: Path | None = None) -> None:
     """Sync a file or folder with all in it, put it in the place of `target` in one step, and make that survive."""
     sync_tree(part)
@@ -121,6 +132,23 @@ def publish(part: Path, target: Path, *, aside: Path | None = None) -> None:
         os.rename(target, aside)
         os.rename(part, target)
     sync(target.parent)
+
+
+def take_lock(descriptor: int) -> bool:
+    """Lock an open file without waiting, until its process ends, however that ends; False if another holds it."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            position = os.lseek(descriptor, 0, os.SEEK_CUR)
+            os.lseek(descriptor, _FAR, os.SEEK_SET)
+            try:
+                msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined, unused-ignore]
+            finally:
+                os.lseek(descriptor, position, os.SEEK_SET)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 @contextmanager
@@ -141,13 +169,16 @@ def lock(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
+def whole_file(target: Path, *, overwrite: bool = False, mode: int | None = None) -> Iterator[IO[bytes]]:
     """Write a file that appears whole or not at all."""
+    # `mode`: its permissions, also while it is written; None for those that new files get
     refuse_existing(target, overwrite=overwrite)
     part = part_of(target)
     with naming_failures(target), lock(part) as file:
         try:
             file.truncate(0)
+            if mode is not None:
+                os.chmod(part, mode)
             yield file
             file.flush()
             if _WINDOWS:

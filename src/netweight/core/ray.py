@@ -1,9 +1,9 @@
-"""Ray as an engine of `map_runs`: runs go to a Ray cluster, or to Ray on this machine.
+"""Ray as an engine of `Job.map`: runs go to a Ray cluster, or to Ray on this machine.
 
     with ray_cluster("auto") as engine:
-        for result in map_runs(fn, configs, ledger="runs.jsonl", engine=engine): ...
+        for result in job.map(fn, configs, engine=engine): ...
 
-What a ledger remembers does not depend on the engine, so that runs begun on one machine go on in a cluster. Workers
+What a job remembers does not depend on the engine, so that runs begun on one machine go on in a cluster. Workers
 must have netweight and see the same files under the same paths.
 """
 
@@ -42,7 +42,7 @@ def ray_cluster(
     # the iteration ends early, by Ctrl-C for example, what is under way is stopped.
     if (workers is not None and workers < 1) or cpus < 1 or not gpus >= 0:
         raise UsageError(
-            f"workers {workers}, cpus {cpus} and gpus {gpus} cannot be.", cure="Give at least 1, 1 and 0 of them."
+            f"workers={workers}, cpus={cpus}, gpus={gpus} is out of range.", cure="Give at least 1, 1 and 0 of them."
         )
     if ray.is_initialized() and address is not None:
         raise UsageError(f"Ray is connected already, so that it cannot be to {address}.", cure="Leave the address out.")

@@ -6,20 +6,20 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 from netweight.core import digest
 from netweight.core.engines import Engine, Outcome, local_processes
 from netweight.core.environment import netweight_version
-from netweight.core.locking import take_lock
+from netweight.core.files import take_lock
 from netweight.errors import CorruptBlob, UsageError
 
 
 @final
-class Ledger:
+class Ledger(AbstractContextManager["Ledger"]):
     """A file of finished runs, one JSON object per line, each with a `digest`; a context manager."""
 
     # Opening takes a lock, so that two processes cannot work on one ledger, and drops a last line that a kill left
@@ -67,13 +67,7 @@ class Ledger:
         """Close the file and release the lock."""
         os.close(self._file)
 
-    def __enter__(self) -> Self:
-        """Use the ledger in a block."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Close at the end of the block."""
         self.close()
 
@@ -118,6 +112,11 @@ class Result(Generic[C]):
     def ok(self) -> bool:
         """Whether the run succeeded."""
         return self.error is None
+
+    @property
+    def reason(self) -> str:
+        """The last line of a failed run's traceback."""
+        return (self.error or "").strip().rpartition("\n")[2]
 
 
 def _function_name(fn: Callable[..., Any]) -> str:

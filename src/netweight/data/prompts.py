@@ -1,69 +1,111 @@
-"""Prompts from files: plain text with one per line, or a named column of CSV or of JSON lines."""
+"""Prompts from files, and tables of the prompts and images that a model is known or suspected to repeat.
+
+Every row of such a table has `prompt` and `image`, a file whose path starts at the table's folder, and may have `kind`:
+verbatim, or template where only the layout comes back.
+"""
 
 from __future__ import annotations
 
-import csv
-import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast, final, get_args
 
-from netweight.core.names import nearest_names
+import torch
+from torch import Tensor
+
+from netweight.data.images.sources import decode_splits
+from netweight.data.rows import Row, RowErrors, Rows, read_rows, read_text
 from netweight.errors import NameNotFound, UsageError
-
-_KINDS = {".csv": ",", ".tsv": "\t"}
+from netweight.metrics.copies import Kind
+from netweight.nn.text_to_image import TextToImage
 
 
 def read_prompts(path: str | Path, *, column: str = "prompt") -> list[str]:
-    """Read prompts."""
+    """Read prompts, each once: the lines of a .txt, or a column of what `read_rows` takes."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"The prompts in {path} cannot be read: {error}.", cure="Give a text file in UTF-8.") from None
-    if path.suffix == ".txt":
-        found = [line.strip() for line in text.splitlines() if line.strip()]
-    elif path.suffix in _KINDS:
-        found = _from_table(path, text, column)
-    elif path.suffix == ".jsonl":
-        found = _from_lines(path, text, column)
+    if path.suffix == ".txt" and path.is_file():
+        found = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     else:
-        raise UsageError(f"{path} is no file of prompts.", cure="Give one that ends in .txt, .csv, .tsv or .jsonl.")
+        rows = read_rows(path)
+        rows.need(column, by="--column")
+        errors, found = RowErrors(rows.name), []
+        for row in rows.rows:
+            value = row.values.get(column)
+            if isinstance(value, str) and value.strip():
+                found.append(value.strip())
+            else:
+                errors.add(row.where, "no prompt")
+        errors.refuse("Fill them in, or leave the rows out.")
     if not found:
         raise UsageError(f"{path} holds no prompt.", cure="Give at least one.")
     return list(dict.fromkeys(found))
 
 
-def _from_table(path: Path, text: str, column: str) -> list[str]:
-    first = text.partition("\n")[0]
-    separator = ";" if path.suffix == ".csv" and first.count(";") > first.count(",") else _KINDS[path.suffix]
-    csv.field_size_limit(1 << 24)  # lists of neurons may be long
-    rows = csv.DictReader(text.splitlines(keepends=True), delimiter=separator)
-    _check_column(path, column, list(rows.fieldnames or ()))
-    return [_prompt(path, row[column], number) for number, row in enumerate(rows, start=2)]
+@final
+@dataclass(frozen=True, eq=False)
+class MemorizedPair:
+    """A prompt and its training image."""
+
+    name: str  # the prompt, numbered where it comes several times
+    prompt: str
+    image: Tensor  # shape `(3, height, width)`, within 0 and 1
+    kind: Kind = "verbatim"  # how the image is repeated
 
 
-def _from_lines(path: Path, text: str, column: str) -> list[str]:
-    found = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise UsageError(f"Line {number} of {path} is not a JSON object.", cure="Write one object per line.")
-        _check_column(path, column, list(row))
-        found.append(_prompt(path, row[column], number))
-    return found
+def check_pairs(path: str | Path) -> Rows:
+    """Read a table and check that every row has a prompt, and an image file that is there; no image is opened."""
+    rows = read_rows(path)
+    try:
+        rows.need("prompt", "image")
+    except NameNotFound as error:
+        known = ", ".join(dict.fromkeys(name for row in rows.rows for name in row.values))
+        raise NameNotFound(error.reason, cure=f"Rename one in the table; it has: {known}.") from None
+    errors = RowErrors(rows.name)
+    for row in rows.rows:
+        for problem in _wrong(row, Path(path).parent):
+            errors.add(row.where, problem)
+    errors.refuse("Name a prompt and an image file in every row; paths start at the table's folder.")
+    return rows
 
 
-def _check_column(path: Path, column: str, columns: list[str]) -> None:
-    if column not in columns:
-        near = ", ".join(map(repr, nearest_names(column, columns))) or "none: there is no column"
-        raise NameNotFound(f"{path} has no column {column!r}.", cure=f"Name one with --column; the nearest are {near}.")
+def read_pairs(path: str | Path, size: tuple[int, int]) -> list[MemorizedPair]:
+    """Read pairs, at least one."""
+    rows, folder = check_pairs(path), Path(path).parent
+    named = [(f"{rows.name}, {row.where}", str(folder / row.values["image"])) for row in rows.rows]
+    pictures = decode_splits([named], of=rows.name, size=size)[0]
+    images = (pictures.float() / 255).expand(-1, 3, -1, -1)
+    prompts = [str(row.values["prompt"]) for row in rows.rows]
+    kinds = [cast("Kind", row.values.get("kind") or "verbatim") for row in rows.rows]
+    return [MemorizedPair(*each) for each in zip(_names(prompts), prompts, images, kinds, strict=True)]
 
 
-def _prompt(path: Path, value: object, number: int) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise UsageError(f"Line {number} of {path} has no prompt.", cure="Fill it in, or leave the line out.")
-    return value.strip()
+def image_size(model: TextToImage) -> tuple[int, int]:
+    """Return height and width of the images that a model makes."""
+    with torch.no_grad():
+        made = model.generate(model.embed([""]), [0], guidance=1.0, steps=1)
+    return int(made.shape[2]), int(made.shape[3])
+
+
+def _wrong(row: Row, folder: Path) -> list[str]:
+    """What is wrong with a row."""
+    prompt, image, kind = (row.values.get(name) for name in ("prompt", "image", "kind"))
+    wrong = []
+    if not isinstance(prompt, str) or not prompt.strip():
+        wrong.append("no prompt")
+    if not isinstance(image, str) or not image:
+        wrong.append("no image")
+    elif not (folder / image).is_file():
+        wrong.append(f"there is no file {folder / image}")
+    if kind and kind not in get_args(Kind):
+        wrong.append(f"kind is {kind!r}, not {' or '.join(get_args(Kind))}")
+    return wrong
+
+
+def _names(prompts: list[str]) -> list[str]:
+    counted = [(prompt, prompts[:place].count(prompt)) for place, prompt in enumerate(prompts)]
+    return [prompt if not before else f"{prompt} ({before + 1})" for prompt, before in counted]
+
+
+def image_files(*tables: Path) -> list[Path]:
+    """The images that tables name: another content of them is another step."""
+    return [table.parent / str(row.values["image"]) for table in tables for row in check_pairs(table).rows]

@@ -40,15 +40,18 @@ class Rows:
     name: str
     rows: Sequence[Row]  # in their order
 
-    def need(self, *columns: str) -> None:
-        """Check that columns are there."""
-        known = list(dict.fromkeys(name for row in self.rows for name in row.values))
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that any row has."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.values))
+
+    def need(self, *columns: str, by: str = "columns={{{!r}: ...}}") -> None:
+        """Check that columns are there; `by` is how a person says which one is meant, "" for no way."""
         for column in columns:
-            if column not in known:
-                raise NameNotFound(
-                    f"{self.name} has no column {column!r}.",
-                    cure=f"The nearest are {nearest_names(column, known)}; say which with columns={{{column!r}: ...}}.",
-                )
+            if column not in self.columns:
+                near = ", ".join(map(repr, nearest_names(column, self.columns))) or "none: there is no column"
+                tell = f"; say which with {by.format(column)}" if by else ""
+                raise NameNotFound(f"{self.name} has no column {column!r}.", cure=f"The nearest are {near}{tell}.")
 
 
 @final
@@ -76,10 +79,12 @@ class RowErrors:
         raise UsageError(f"{self.name} has {count} that cannot be used. {named}{more}.", cure=cure)
 
 
-def read_rows(source: str | Path | Any) -> Rows:
+def read_rows(source: str | Path | Any, *, key: str | None = None) -> Rows:
     """Read all rows of a source."""
+    # `key`: a JSON object of objects holds a row for each of its names, which goes into this column; None takes it for
+    # columns, as pandas writes them
     if isinstance(source, str | Path):
-        name, rows = str(source), _of_file(Path(source))
+        name, rows = str(source), _of_file(Path(source), key)
     else:
         name, rows = "the data set", _of_object(source)
     found = list(rows)
@@ -104,12 +109,12 @@ def _of_object(source: Any) -> Iterator[Row]:
         yield Row(f"row {number}", values)
 
 
-def _of_file(file: Path) -> Iterator[Row]:
+def _of_file(file: Path, key: str | None) -> Iterator[Row]:
     readers: dict[str, Callable[[Path], Iterator[Row]]] = {
         ".jsonl": _json_lines,
         ".jsonl.gz": _json_lines,
         ".jsonl.xz": _json_lines,
-        ".json": _json,
+        ".json": lambda path: _json(path, key),
         ".csv": lambda path: _delimited(path, ","),
         ".tsv": lambda path: _delimited(path, "\t"),
         ".parquet": _parquet,
@@ -122,7 +127,7 @@ def _of_file(file: Path) -> Iterator[Row]:
     return readers[ending](file)
 
 
-def _text(file: Path) -> str:
+def read_text(file: Path) -> str:
     """Read a file's text, unpacked, without a mark of byte order."""
     data = file.read_bytes()
     try:
@@ -138,7 +143,7 @@ def _text(file: Path) -> str:
 
 
 def _json_lines(file: Path) -> Iterator[Row]:
-    for number, line in enumerate(_text(file).split("\n"), start=1):
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
         values = _parsed(line, f"{file}, line {number},")
@@ -147,8 +152,10 @@ def _json_lines(file: Path) -> Iterator[Row]:
         yield Row(f"line {number}", values)
 
 
-def _json(file: Path) -> Iterator[Row]:
-    known = _parsed(_text(file), str(file))
+def _json(file: Path, key: str | None) -> Iterator[Row]:
+    known = _parsed(read_text(file), str(file))
+    if isinstance(known, dict) and key is not None:
+        known = [{key: name, **values} if isinstance(values, dict) else values for name, values in known.items()]
     if isinstance(known, dict) and known and all(isinstance(column, dict) for column in known.values()):
         numbers = dict.fromkeys(number for column in known.values() for number in column)
         known = [{name: column[n] for name, column in known.items() if n in column} for n in numbers]
@@ -167,7 +174,12 @@ def _parsed(text: str, what: str) -> Any:
 def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
     before = csv.field_size_limit(_LONGEST_FIELD)
     try:
-        reader = csv.DictReader(io.StringIO(_text(file), newline=""), delimiter=delimiter, strict=True)
+        text = read_text(file)
+        first = text.partition("\n")[0]
+        if delimiter == "," and first.count(";") > first.count(","):
+            delimiter = ";"
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         for values in reader:
             where = f"line {reader.line_num}"
             if None in values or None in values.values():

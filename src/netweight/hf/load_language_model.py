@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from netweight.core.digest import canonical_json, of_config
-from netweight.core.files import whole_file
 from netweight.data import tokenizer as llama2c
 from netweight.errors import MissingExtra, UsageError
 from netweight.hf import open_compressed_with
@@ -31,6 +29,25 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
         tokenizer.pad_token = tokenizer.eos_token
     nn.Module.to(model, device)
     return model, tokenizer
+
+
+def load_network(folder: str | Path) -> PreTrainedModel:
+    """Open a model of transformers in evaluation mode, compressed weights as they are; no tokenizer is needed."""
+    check_folder(folder)
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra(
+            "The model needs transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
+        ) from error
+    open_compressed_with("transformers")
+    try:
+        with silent_bars():
+            model: Any = transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype="auto")
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{folder} cannot be opened as a model: {error}", cure="Check config and weights.") from error
+    network: PreTrainedModel = model.eval()
+    return network
 
 
 def language_model(
@@ -84,6 +101,14 @@ def check_folder(folder: str | Path) -> None:
         )
 
 
+def check_finite(model: nn.Module) -> None:
+    """Refuse a model with a weight that is NaN or infinite, by the weight's name."""
+    for name, value in model.named_parameters():
+        part = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one this process's part
+        if not bool(part.isfinite().all()):
+            raise UsageError(f"The weight {name!r} holds NaN or infinity.", cure="Take a sound copy of the model.")
+
+
 def positions_of(model: nn.Module) -> int | None:
     """How many tokens the model's configuration allows, that of its text part if it has several; None if unknown."""
     config: Any = getattr(model, "config", None)
@@ -101,31 +126,3 @@ def context_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> in
 
 # File in a trained model's folder that says how it was trained and what came of it.
 ABOUT = "training.json"
-
-
-def finished(folder: Path, about: Any) -> dict[str, Any] | None:
-    """Return what came of a training that is finished, or None."""
-    file = folder / ABOUT
-    if not file.exists():
-        return None
-    known = json.loads(file.read_text(encoding="utf-8"))
-    if known["of"] != of_config(about):
-        raise UsageError(
-            f"{folder} holds a model that was trained otherwise.", cure="Remove it, or use another folder."
-        )
-    outcome: dict[str, Any] = known["outcome"]
-    return outcome
-
-
-def keep(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, about: Any, outcome: dict[str, Any]
-) -> dict[str, Any]:
-    """Write a trained model as a folder that transformers loads, then drop the checkpoints of its training."""
-    with silent_bars():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    with whole_file(folder / ABOUT) as file:
-        file.write(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}).encode())
-    for checkpoint in ("training.safetensors", "best.safetensors"):
-        (folder / checkpoint).unlink(missing_ok=True)
-    return outcome

@@ -93,7 +93,9 @@ def proportion(successes: int, n: int, *, level: float = 0.95) -> Interval:
     """Return a share of trials with Wilson's interval, which is sound at 0 and at n too."""
     # Returns: The interval, within 0 and 1.
     if not 0 <= successes <= n or n < 1:
-        raise UsageError(f"{successes} successes in {n} trials cannot be.", cure="Give 0 ≤ successes ≤ n and n ≥ 1.")
+        raise UsageError(
+            f"{successes} successes in {n} trials is no proportion.", cure="Give 0 ≤ successes ≤ n and n ≥ 1."
+        )
     ends = scipy_stats().binomtest(successes, n).proportion_ci(confidence_level=level, method="wilson")
     return Interval(successes / n, float(ends.low), float(ends.high), n, level, "Wilson")
 

@@ -21,7 +21,7 @@ class Batches:
 
     def __init__(self, rows: int) -> None:
         if rows < 1:
-            raise UsageError(f"Batches of {rows} rows cannot be.", cure="Give at least 1.")
+            raise UsageError(f"A batch needs at least 1 row, not {rows}.", cure="Raise `rows`.")
         self.rows = rows  # as given, or less after memory ran out
         self.done = 0  # rows computed so far
         self.calls = 0  # calls that computed them; one that memory had no room for does not count

@@ -7,7 +7,7 @@ Many ways of writing one adapter mean the same change: `down → G down, up → 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -138,11 +138,17 @@ class Adapter:
         Args:
             rank: At least 1, for every module.
         """
-        parts = {name: change.truncated(rank) for name, change in self.factors.items()}
-        lost, whole = sum(error for _, error in parts.values()), self.norm() ** 2
-        return Truncation(
-            Adapter({name: kept for name, (kept, _) in parts.items()}), (lost / whole) ** 0.5 if whole else 0.0
-        )
+        return truncate(self.factors.items(), rank)
+
+
+def truncate(changes: Iterable[tuple[str, LowRank]], rank: int | None) -> Truncation:
+    """Make an adapter of at most a rank, or each change's own, of changes by module; each is let go when it is done."""
+    kept: dict[str, LowRank] = {}
+    lost = whole = 0.0
+    for name, change in changes:
+        kept[name], error = change.truncated(change.rank if rank is None else rank)
+        lost, whole = lost + error, whole + max(change.inner(change), 0.0)
+    return Truncation(Adapter(kept), (lost / whole) ** 0.5 if whole else 0.0)
 
 
 def combined(adapters: Sequence[Adapter], weights: Sequence[float] | None = None) -> Adapter:
@@ -225,6 +231,8 @@ class AdapterStack:
         changes = {}
         for name in self.modules:
             rank = int(self.ranks[name][number])
+            if not rank:  # of a bank in which not all adapters change the same modules
+                continue
             down, up = self.down[name][number, :rank], self.up[name][number, :, :rank]
             changes[name] = LowRank(down, up, float(self.scale[name][number]))
         return Adapter(changes)

@@ -19,7 +19,7 @@ from netweight.errors import CorruptBlob, Unsupported, UsageError
 _BYTES = 1 << 28  # of a block of rows
 
 
-class Rows(Protocol):
+class MatrixRows(Protocol):
     """A matrix that is read by rows."""
 
     @property
@@ -34,7 +34,7 @@ class Rows(Protocol):
 
 
 @runtime_checkable
-class Columns(Rows, Protocol):
+class Columns(MatrixRows, Protocol):
     """A matrix that is read by columns, too."""
 
     def columns(self, start: int, stop: int, out: Tensor) -> None:
@@ -42,7 +42,7 @@ class Columns(Rows, Protocol):
         ...
 
 
-def blocks(matrix: Rows, start: int = 0) -> list[tuple[int, int]]:
+def blocks(matrix: MatrixRows, start: int = 0) -> list[tuple[int, int]]:
     """Ranges of rows, from `start`, of about 256 MB each."""
     count, length = matrix.shape
     step = max(1, _BYTES // (4 * length))

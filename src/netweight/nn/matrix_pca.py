@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
-from netweight.nn.matrix import Columns, Moments, Rows, blocks, check_finite
+from netweight.nn.matrix import Columns, MatrixRows, Moments, blocks, check_finite
 from netweight.nn.pca import Basis, BasisFit, fit_gram, halves_of
 
 _BYTES = 1 << 24  # of a block of columns
@@ -20,7 +20,7 @@ _EPS = torch.finfo(torch.float32).eps
 
 
 def fit_exactly(
-    matrix: Rows,
+    matrix: MatrixRows,
     components: int | None = None,
     *,
     standardize: bool = False,
@@ -72,7 +72,9 @@ def _fit_by_columns(
     )
 
 
-def _fit_by_rows(matrix: Rows, components: int | None, standardize: bool, halves: bool, progress: Progress) -> BasisFit:
+def _fit_by_rows(
+    matrix: MatrixRows, components: int | None, standardize: bool, halves: bool, progress: Progress
+) -> BasisFit:
     """Fit a matrix that can be read by rows only, such as adapters; each block of rows meets every earlier one."""
     count, length = matrix.shape
     moments = Moments.begin(matrix.rows(0, 1)[0])

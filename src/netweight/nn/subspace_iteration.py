@@ -19,7 +19,7 @@ from torch import Tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.nn.matrix import Moments, Rows, blocks, check_finite
+from netweight.nn.matrix import MatrixRows, Moments, blocks, check_finite
 from netweight.nn.pca import Basis, BasisFit
 
 # What a pass adds up, by name.
@@ -90,7 +90,7 @@ def empty(plan: IterationPlan, iteration: Iteration, rows: int) -> Sums:
 
 
 def pass_over(
-    rows: Rows, plan: IterationPlan, iteration: Iteration, *, first: int, sums: Sums, start: int = 0,
+    rows: MatrixRows, plan: IterationPlan, iteration: Iteration, *, first: int, sums: Sums, start: int = 0,
     keep: Callable[[int], None] | None = None, progress: Progress = QUIET,
 ) -> None:  # fmt: skip
     """Add what a worker's rows contribute to a pass."""

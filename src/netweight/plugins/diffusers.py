@@ -1,13 +1,11 @@
-"""diffusers models with weights that stay compressed in memory. Importing this module registers the plug-in.
+"""diffusers models with weights that stay compressed in memory.
 
-    import netweight.plugins.diffusers
-
-After that `from_pretrained` of a model or of a whole pipeline loads a folder made by `netweight compress`: the
-compressed bytes become the model's weights as they are. With `quantization_config=NetweightConfig()` it compresses a
-dense folder while loading it; for pipelines diffusers wraps that into a `PipelineQuantizationConfig`. Either way the
-model computes what the dense one does, bit for bit, and `save_pretrained` writes compressed folders. The parts of a
-pipeline that come from transformers, such as text encoders, go through the plug-in for transformers, which this module
-registers, too. Needs diffusers 0.42, transformers 5 and accelerate.
+`from_pretrained` of a model or of a whole pipeline loads a folder made by `netweight compress`: the compressed bytes
+become the model's weights as they are. With `quantization_config=NetweightConfig()` it compresses a dense folder while
+loading it; for pipelines diffusers wraps that into a `PipelineQuantizationConfig`. Either way the model computes what
+the dense one does, bit for bit, and `save_pretrained` writes compressed folders. The parts of a pipeline that come from
+transformers, such as text encoders, go through the plug-in for transformers. Needs diffusers 0.42, transformers 5 and
+accelerate.
 """
 
 from __future__ import annotations
@@ -16,19 +14,17 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import MethodType
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from netweight import codec
+from netweight import autoload, codec
+from netweight.autoload import HINT, METHOD
 from netweight.errors import MissingExtra, Unsupported, UsageError
-from netweight.methods.compress.folder_format import DIFFUSERS_METHOD
-from netweight.methods.compress.runtime.model import dense_state_dict, place
+from netweight.methods.compress.runtime.model import decompress_, place
 from netweight.methods.compress.runtime.tensor import CompressedTensor
-from netweight.plugins import transformers as _transformers  # noqa: F401  for the parts that come from there
-from netweight.plugins.loading import METHOD, NetweightConfig, Weights, check, refuse_disk, save_beside
+from netweight.plugins.loading import NetweightConfig, Weights, refuse_disk, save_folder, untied
 from netweight.store.reader import StoredFile
 from netweight.store.safetensors import SUFFIX
 
@@ -60,7 +56,6 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         self._taken: set[str] = set()
         self._in_fp32: list[str] = []
         self._model: Any = None
-        self._dense: dict[str, Any] | None = None
 
     # ---- before loading ----
 
@@ -83,7 +78,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         if self.pre_quantized or any(compressed):
             self.pre_quantized = self._weights.stored = True
             for file in checkpoint_files:
-                check(Path(file))
+                self._weights.check(Path(file))
         # Kept, since names are known only in part before the model is.
         self._names = [name.removesuffix(SUFFIX) for name in loaded_keys] if self.pre_quantized else loaded_keys
         return self._names
@@ -171,19 +166,11 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         self._model, self._names, self._taken = None, [], set()
         self.quantization_config.weights = None
         model.is_quantized = False  # else diffusers refuses conversions, which compressed weights can do
-        model.save_pretrained = MethodType(save_pretrained, model)
         return model
 
-    def get_state_dict_and_metadata(
-        self, state_dict: dict[str, Any], safe_serialization: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Give the dense weights to `save_pretrained` below, and refuse diffusers' own."""
-        if self._dense is None:
-            raise UsageError(
-                "diffusers' own save_pretrained cannot write compressed weights.",
-                cure="Call netweight.plugins.diffusers.save_pretrained(model, FOLDER).",
-            )
-        return self._dense, {}
+    def _dequantize(self, model: Any) -> Any:
+        decompress_(model)
+        return model
 
     @property
     def is_serializable(self) -> bool:
@@ -201,10 +188,9 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         return True
 
 
+autoload.install()
 AUTO_QUANTIZER_MAPPING[METHOD] = NetweightDiffusersQuantizer
-# A compressed folder's own method is a sentence, for loaders without netweight.
-for _method in (METHOD, DIFFUSERS_METHOD):
-    AUTO_QUANTIZATION_CONFIG_MAPPING[_method] = NetweightConfig
+AUTO_QUANTIZATION_CONFIG_MAPPING |= dict.fromkeys((METHOD, HINT), NetweightConfig)
 
 
 def save_pretrained(
@@ -218,29 +204,28 @@ def save_pretrained(
     push_to_hub: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Save a model that this plug-in loaded as a compressed folder: the `save_pretrained` of such models."""
-    # The folder is what `netweight compress` makes of the folder that the dense model would save: it loads again
-    # exactly, and `netweight verify` and `netweight decompress` take it. To get there the dense folder is written for a
-    # while, beside the target: this needs the memory and the disk space of the dense model. A pipeline's
-    # `save_pretrained` calls this for each of its models; each of their folders is then a compressed folder of its own.
+    """Save a compressed model as a compressed folder: what `save_pretrained` of diffusers' models does with them."""
+    # A pipeline's `save_pretrained` calls this for each of its models; each of their folders is then a compressed
+    # folder of its own.
     if not safe_serialization:
         raise Unsupported("Compressed models are not saved as pickles.", cure="Leave safe_serialization=True.")
     if not is_main_process:
         return
 
-    def write(folder: Path) -> None:
+    def write_rest(folder: Path) -> None:
         config = self._internal_dict
         plain = {key: value for key, value in config.items() if key != "quantization_config"}
         self._internal_dict = FrozenDict(plain)  # type: ignore[no-untyped-call]
-        self.hf_quantizer._dense = dense_state_dict(self)
         try:
-            type(self).save_pretrained(self, folder, variant=variant, max_shard_size=max_shard_size, **kwargs)
+            self.save_config(folder)
         finally:
-            self._internal_dict, self.hf_quantizer._dense = config, None
+            self._internal_dict = config
 
-    level = self.hf_quantizer.quantization_config.level
-    replaced = "diffusion_pytorch_model*.safetensors*"
-    save_beside(self, save_directory, write, replaced=replaced, level=level, push_to_hub=push_to_hub)
+    save_folder(
+        self, save_directory, untied(self.state_dict()), write_rest,
+        name="diffusion_pytorch_model.safetensors", variant=variant, max_shard_size=max_shard_size,
+        push=kwargs if push_to_hub else None,
+    )  # fmt: skip
 
 
 def _is_compressed(path: Path) -> bool:

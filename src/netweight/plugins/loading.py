@@ -1,16 +1,16 @@
 """What the plug-ins for transformers and diffusers share: settings, and how stored bytes become a model's weights.
 
 `NetweightConfig` holds the settings, `Weights` makes parameters of stored or dense tensors and lets go of the
-checkpoint afterwards, `check` looks at a file before it is used, and `save_beside` writes a compressed folder. Called
+checkpoint afterwards, and `save_folder` writes a compressed folder. Called
 by `transformers.py` and `diffusers.py` only; users take `NetweightConfig` from there.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Container, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, final, get_args
@@ -19,18 +19,22 @@ import torch
 from torch import nn
 
 from netweight import codec
+from netweight.autoload import METHOD
 from netweight.codec import Precision
 from netweight.codec.dtypes import dtype_name, torch_dtype
+from netweight.core.files import publish
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
-from netweight.methods.compress.runtime.model import Prefer, check_prefer, choose, linear_weights, place
+from netweight.methods.compress.runtime.model import Prefer, check_prefer, choose_weights, linear_weights, place
 from netweight.methods.compress.runtime.storage import CompressedStorage, pack
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.store.reader import StoredFile
+from netweight.store.safetensors import build_header
 from netweight.store.writer import Level
 
 try:
+    from huggingface_hub import HfApi, split_torch_state_dict_into_shards
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
     raise MissingExtra(
@@ -39,7 +43,6 @@ except ImportError as error:
     ) from error
 
 
-METHOD = "netweight"
 _VERSION = 1
 
 
@@ -109,10 +112,24 @@ class Weights:
         self._chunks: dict[str, int | None] = {}
         self._fixed: frozenset[str] = frozenset()  # names of weights that may have the fixed-length form
         self._scratch: torch.Tensor | None = None
+        # Files and names of tensors that are stored as differences, by digest, dtype and shape.
+        self._differences: dict[tuple[str, str, tuple[int, ...]], tuple[StoredFile, str]] = {}
+
+    def check(self, path: Path) -> None:
+        """Compare what a compressed file says of its tensors with their bytes, before any is decoded; find its base."""
+        file = StoredFile(path)
+        if file.description is None:
+            raise UsageError(
+                f"{path} is not compressed, though its folder's config.json says so.",
+                cure="Compress the folder anew, or remove quantization_config and transformers_weights there.",
+            )
+        for info in map(file.info, file.names()):
+            if file.beneath(info.name) is not None:
+                self._differences[str(info.digest), info.dtype, info.shape] = file, info.name
 
     def choose(self, model: nn.Module, *, tied: Mapping[str, str]) -> None:
         """Choose the weights to hold compressed; tied ones both or neither."""
-        self._chunks = choose(model, include=self.config.include, exclude=self.config.exclude)
+        self._chunks = choose_weights(model, include=self.config.include, exclude=self.config.exclude)
         for target, source in tied.items():
             if target not in self._chunks or source not in self._chunks:
                 self._chunks.pop(target, None)
@@ -140,6 +157,8 @@ class Weights:
         if dtype not in (None, own) and own.is_floating_point:
             return self.compress(name, dense.to(dtype).to(stored.device))
         level: Any = info.level
+        if info.base_digest is not None:
+            return self.compress(name, dense.clone().to(stored.device))
         if name in self._fixed and not codec.is_lossy(blob):
             fixed = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=info.chunk_log2, fixed=True)
             if fixed.fixed:
@@ -174,6 +193,7 @@ class Weights:
     def release(self, model: nn.Module) -> None:
         """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place."""
         self._scratch = None
+        self._differences.clear()
         seen: set[int] = set()
         for module in model.modules():
             for attribute, parameter in module._parameters.items():
@@ -196,7 +216,11 @@ class Weights:
         return self._scratch[:nbytes]
 
     def _filled(self, name: str, blob: Any, out: torch.Tensor) -> torch.Tensor:
+        info = codec.info(blob)
         try:
+            if info.base_digest is not None:
+                file, its_name = self._differences[info.digest, info.dtype, tuple(info.shape)]
+                return out.copy_(file.get(its_name, threads=torch.get_num_threads()))
             codec.decode_into(blob, out, threads=torch.get_num_threads(), check=True)
         except CorruptBlob as error:
             raise CorruptBlob(
@@ -221,63 +245,106 @@ def refuse_disk(device_map: Any) -> None:
         raise Unsupported("Compressed weights cannot be offloaded to disk.", cure='Leave "disk" out of the device map.')
 
 
-def check(path: Path) -> None:
-    """Compare what a compressed file says of its tensors with what their bytes say, without decoding any."""
-    cure = "Fetch or compress it again."
-    with closing(StoredFile(path)) as file:
-        if file.description is None:
-            raise UsageError(
-                f"{path} is not compressed, though its folder's config.json says so.",
-                cure="Compress the folder anew, or remove quantization_config and transformers_weights there.",
-            )
-        for name in file.names():
-            described = file.info(name)
-            try:
-                found = codec.info(file.raw(name))
-            except CorruptBlob as error:
-                raise CorruptBlob(f"{path}, tensor {name!r}: {error.reason}", cure=cure) from error
-            if (found.dtype, tuple(found.shape), found.digest) != (described.dtype, described.shape, described.digest):
-                raise CorruptBlob(f"{path}, tensor {name!r}: its bytes are those of another tensor.", cure=cure)
+# ---- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save_beside(
+def save_folder(
     model: nn.Module,
     target: str | os.PathLike[str],
-    write_plain: Callable[[Path], None],
+    tensors: Mapping[str, torch.Tensor],
+    write_rest: Callable[[Path], object],
     *,
-    replaced: str,
-    level: Level,
-    push_to_hub: bool,
+    name: str = "model.safetensors",
+    variant: str | None = None,
+    max_shard_size: int | str = "50GB",
+    push: Mapping[str, Any] | None = None,
 ) -> None:
-    """Let a library write a plain folder beside the target, compress it, and put it in the target's place."""
-    if push_to_hub:
-        raise Unsupported(
-            "A compressed model cannot be saved and pushed in one step.",
-            cure="Save it to a folder, then: hf upload NAME FOLDER.",
-        )
+    """Write what `compress_folder` makes of the folder that the dense model would save, one tensor after another."""
+    # `write_rest` writes the files beside the weights; `push` holds options for the hub, if the folder goes there, too.
     target = Path(target)
     if target.is_file():
         raise UsageError(f"{target} is a file.", cure="Name a folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
         plain, compressed = Path(beside) / "plain", Path(beside) / "net"
-        write_plain(plain)
-        compress_folder(plain, compressed, level=level, ready=_rounded(model))
-        _move_into(compressed, target, replaced)
+        plain.mkdir()
+        write_rest(plain)
+        _write_heads(plain, tensors, name, variant, max_shard_size)
+        weights: Iterable[torch.Tensor] = model.parameters()
+        levels = (weight.stored.level for weight in weights if isinstance(weight, CompressedTensor))
+        level: Level = next(levels, "default")
+        compress_folder(plain, compressed, level=level, blobs=lambda tensor: _blob(tensors[tensor], level))
+        _move_into(compressed, target, f"{name.removesuffix('.safetensors')}*.safetensors*")
+    if push is not None:
+        _push(target, **push)
 
 
-def _rounded(model: nn.Module) -> dict[str, memoryview]:
-    """The blobs of a model's rounded weights, by the digests of what they decode to."""
-    weights: Iterable[torch.Tensor] = model.parameters()  # each once, however often it is tied
-    storages = [weight.stored for weight in weights if isinstance(weight, CompressedTensor)]
-    blobs = [stored.blob for stored in storages if stored.lossy]
-    return {codec.info(blob).digest: blob for blob in blobs}
+def untied(tensors: Mapping[str, torch.Tensor], tied: Container[str] = ()) -> dict[str, torch.Tensor]:
+    """Each tensor once, if it can be under a name that is not among the `tied`."""
+    names: dict[Any, str] = {}
+    for name in sorted(tensors, key=lambda name: name in tied):
+        names.setdefault(identity(tensors[name]), name)
+    kept = set(names.values())
+    return {name: tensor for name, tensor in tensors.items() if name in kept}
+
+
+def identity(tensor: torch.Tensor) -> Any:
+    """The same for tied weights, and only for them."""
+    if isinstance(tensor, CompressedTensor):
+        return id(tensor) if tensor.views else id(tensor.stored)
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else id(tensor)
+
+
+def _write_heads(
+    folder: Path, tensors: Mapping[str, torch.Tensor], name: str, variant: str | None, max_shard_size: int | str
+) -> None:
+    """Write weights files as safetensors would, with nothing but holes for data, and their index."""
+    sizes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    stem = name.removesuffix(".safetensors") + (f".{variant}" if variant else "")
+    split = split_torch_state_dict_into_shards(
+        sizes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    for file, names in split.filename_to_tensors.items():
+        ordered = sorted((sizes[one].element_size() * -1, one) for one in names)
+        entries = [
+            (one, dtype_name(sizes[one].dtype), tuple(sizes[one].shape), sizes[one].nbytes) for _, one in ordered
+        ]
+        head = build_header(entries, {"format": "pt"})
+        with open(folder / file, "wb") as output:
+            output.write(len(head).to_bytes(8, "little") + head)
+            output.truncate(8 + len(head) + sum(nbytes for *_, nbytes in entries))
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        file = f"{name}.index.{variant}.json" if variant else f"{name}.index.json"
+        (folder / file).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _blob(tensor: torch.Tensor, level: Level) -> bytes | memoryview:
+    if isinstance(tensor, CompressedTensor):
+        if not tensor.views:
+            return tensor.stored.blob
+        tensor = tensor.dense()
+    return codec.encode(tensor.detach().cpu(), level=level, threads=torch.get_num_threads())
+
+
+def _push(
+    folder: Path,
+    repo_id: str | None = None,
+    private: bool | None = None,
+    token: Any = None,
+    commit_message: str = "Upload model",
+    create_pr: bool = False,
+    **_: Any,
+) -> None:
+    api = HfApi(token=token)
+    made = api.create_repo(repo_id or folder.name, exist_ok=True, private=private).repo_id
+    api.upload_folder(repo_id=made, folder_path=folder, commit_message=commit_message, create_pr=create_pr)
 
 
 def _move_into(folder: Path, target: Path, replaced: str) -> None:
     """Put a compressed folder's files into a folder that may hold others, the configuration last."""
     if not target.exists():
-        os.replace(folder, target)
+        publish(folder, target)
         return
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == "config.json")
     for old in target.glob(replaced):
@@ -285,4 +352,4 @@ def _move_into(folder: Path, target: Path, replaced: str) -> None:
     for file in files:
         place_of = target / file.relative_to(folder)
         place_of.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, place_of)
+        publish(file, place_of)

@@ -15,16 +15,15 @@ from torch import nn
 
 import netweight.plugins.transformers  # noqa: F401  with it, `from_pretrained` loads the checkpoints
 from netweight.codec.dtypes import torch_dtype
-from netweight.core.files import whole_file
 from netweight.errors import LayerwiseConflict, MissingExtra, UsageError
-from netweight.methods.compress.folder_format import MODEL_CONFIG, mark_config, stored_name
 from netweight.methods.compress.runtime.checkpoint import load_checkpoint, save_checkpoint
 from netweight.methods.compress.runtime.layerwise import LayerwiseOptimizer
-from netweight.methods.compress.runtime.tensor import CompressedTensor
-from netweight.store import StoreWriter, TensorInfo, open_store
+from netweight.plugins.loading import identity, save_folder, untied
+from netweight.store import TensorInfo, open_store
 
 try:
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
     from transformers.trainer_optimizer import is_optimizer_factory
 except ImportError as error:
@@ -33,8 +32,6 @@ except ImportError as error:
         cure="Install them: pip install 'netweight[llm]'.",
     ) from error
 
-_PLAIN = "model.safetensors"
-WEIGHTS = stored_name(_PLAIN, diffusers=False)
 _OPTIMIZER = "optimizer.net.safetensors"
 _CHECKPOINT = "checkpoint-"
 
@@ -158,37 +155,6 @@ class LayerwiseTraining(_Base):
         (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
-    @property
-    def _saves_compressed(self) -> bool:
-        model: Any = self.model
-        adapters_only = getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
-        return not adapters_only and any(isinstance(parameter, CompressedTensor) for parameter in model.parameters())
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if not self._saves_compressed:
-            super()._save(output_dir, state_dict)
-            return
-        folder = Path(output_dir if output_dir is not None else str(self.args.output_dir))
-        write_folder(folder, self.model)
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        torch.save(self.args, folder / "training_args.bin")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._saves_compressed:
-            compressed: Any = self.model if model is None else model
-            read_folder(resume_from_checkpoint, compressed)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if self._saves_compressed:
-            model: Any = self.model
-            read_folder(str(self.state.best_model_checkpoint), model)
-        else:
-            super()._load_best_model()
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_checkpoint(Path(output_dir) / _OPTIMIZER, nn.Module(), self._layerwise)
         scheduler: Any = self.lr_scheduler
@@ -261,52 +227,45 @@ def _last_complete(folder: str) -> str:
     return str(found[max(found)])
 
 
-# ---- weights of a checkpoint -----------------------------------------------------------------------------------------
+# ---- weights of a checkpoint, for any Trainer ------------------------------------------------------------------------
 
 
-def write_folder(folder: str | Path, model: Any) -> None:
-    """Write a model's weights, compressed ones without decoding them, and a configuration that names them."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    written: set[Any] = set()
-    with StoreWriter(folder / WEIGHTS, overwrite=True) as writer:
-        for name, value in model.state_dict().items():
-            if _identity(value) in written:
-                continue  # a tied weight
-            written.add(_identity(value))
-            if isinstance(value, CompressedTensor):
-                writer.add_blob(name, value.stored.blob)
-            else:
-                writer.add(name, value)
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_diff_dict"):
-        return
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    described = json.loads(config.to_json_string(use_diff=True))
-    described |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
-    described.pop("quantization_config", None)
-    marked = mark_config(MODEL_CONFIG, json.dumps(described).encode(), [_PLAIN])
-    assert marked is not None
-    with whole_file(folder / MODEL_CONFIG, overwrite=True) as file:
-        file.write(marked)
+def save(trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+    """Save a compressed model that is none of transformers', as `Trainer` saves such a one."""
+    folder = Path(output_dir if output_dir is not None else str(trainer.args.output_dir))
+    model = trainer.model
+    save_folder(model, folder, untied(state_dict or model.state_dict()), lambda plain: None)
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(folder)
+    torch.save(trainer.args, folder / "training_args.bin")
+
+
+def load_best_model(trainer: Any) -> None:
+    """Read the weights of the best checkpoint."""
+    read_folder(str(trainer.state.best_model_checkpoint), trainer.model)
+
+
+def load_from_checkpoint(trainer: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    """Read the weights of a checkpoint."""
+    read_folder(resume_from_checkpoint, trainer.model if model is None else model)
 
 
 def read_folder(folder: str | Path, model: nn.Module) -> None:
-    """Read weights that `write_folder` wrote into a model of the same make, one after another."""
-    path = Path(folder) / WEIGHTS
-    if not path.is_file():
-        raise UsageError(f"{folder} holds no {WEIGHTS}.", cure="Name a checkpoint of a compressed model.")
-    own = model.state_dict()
-    with open_store(path) as store:
+    """Read the weights of a compressed folder into a model of the same make, one after another."""
+    own, file = model.state_dict(), Path(folder) / "model.net.safetensors"
+    with open_store(file if file.is_file() else folder) as store:  # an optimizer's states lie beside it
         stored = set(store.names())
-        there = {_identity(own[name]) for name in stored & own.keys()}
-        missing = sorted(name for name, value in own.items() if _identity(value) not in there)
+        if stored - own.keys() and stored <= _converted(model, own):
+            loaded: Any = type(model)
+            model.load_state_dict(loaded.from_pretrained(folder).state_dict())
+            return
+        there = {identity(own[name]) for name in stored & own.keys()}
+        missing = sorted(name for name, value in own.items() if identity(value) not in there)
         others = sorted(stored - own.keys())
         misfits = sorted(name for name in stored & own.keys() if not _fits(store.info(name), own[name]))
         if missing or others or misfits:
             raise UsageError(
-                f"{path} is of another model: it lacks {missing[:5]}, has {others[:5]} besides, and other shapes or "
+                f"{folder} is of another model: it lacks {missing[:5]}, has {others[:5]} besides, and other shapes or "
                 f"dtypes in {misfits[:5]}.",
                 cure="Make the model as it was made when it was saved.",
             )
@@ -315,11 +274,12 @@ def read_folder(folder: str | Path, model: nn.Module) -> None:
                 own[name].copy_(store.get(name, check=True))
 
 
-def _identity(value: torch.Tensor) -> Any:
-    """The same for tied weights, and only for them."""
-    if isinstance(value, CompressedTensor):
-        return id(value.stored)
-    return value.data_ptr(), value.shape, value.stride()
+def _converted(model: nn.Module, tensors: dict[str, Any]) -> set[str]:
+    """The names in files of weights that transformers renames, or merges, when it loads them."""
+    if not isinstance(model, PreTrainedModel):
+        return set()
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    return set(revert_weight_conversion(model, shapes))
 
 
 def _fits(info: TensorInfo, tensor: torch.Tensor) -> bool:

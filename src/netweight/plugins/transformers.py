@@ -1,11 +1,9 @@
-"""transformers models with weights that stay compressed in memory. Importing this module registers the plug-in.
+"""transformers models with weights that stay compressed in memory.
 
-    import netweight.plugins.transformers
-
-After that `from_pretrained` loads a folder made by `netweight compress`: the compressed bytes become the model's
-weights as they are. With `quantization_config=NetweightConfig()` it compresses a dense folder while loading it, one
-tensor after another. Either way the model computes what the dense one does, bit for bit, unless the configuration says
-to round weights (`mantissa_bits`), and `save_pretrained` writes a compressed folder. Compressed are the weights that
+`from_pretrained` loads a folder made by `netweight compress`: the compressed bytes become the model's weights as they
+are. With `quantization_config=NetweightConfig()` it compresses a dense folder while loading it, one tensor after
+another. Either way the model computes what the dense one does, bit for bit, unless the configuration says to round
+weights (`mantissa_bits`), and `save_pretrained` writes a compressed folder. Compressed are the weights that
 `netweight.compress_` compresses; others, such as norms, are decoded while loading. Experts that transformers merges
 into one weight while it loads them are decoded for that, one layer at a time, and compressed again: if they had been
 rounded they keep these values, and the place that others take. `NetweightConfig(prefer="speed")` keeps the bf16 weights
@@ -18,33 +16,31 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import MethodType
 from typing import Any, final
 
 import torch
 
-from netweight import codec
+from netweight import autoload, codec
+from netweight.autoload import HINT, METHOD
 from netweight.codec.dtypes import torch_dtype
-from netweight.errors import CorruptBlob, MissingExtra, UsageError
-from netweight.methods.compress.runtime.model import dense_state_dict
-from netweight.plugins.loading import METHOD, NetweightConfig, Weights, check, refuse_disk, save_beside
+from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
+from netweight.methods.compress.runtime.model import decompress_
+from netweight.plugins.loading import NetweightConfig, Weights, refuse_disk, save_folder, untied
 from netweight.store.reader import StoredFile, weight_map
 from netweight.store.safetensors import SUFFIX
 
 try:
-    from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, revert_weight_conversion
+    from transformers.modeling_utils import PreTrainedModel
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.hub import cached_file
 except ImportError as error:
     raise MissingExtra(
         "This plug-in needs transformers 5, which is not installed.", cure="Install it: pip install 'netweight[llm]'."
     ) from error
 
 
-register_quantization_config(METHOD)(NetweightConfig)
-
-
-@register_quantizer(METHOD)
 @final
 class NetweightQuantizer(HfQuantizer):
     """What transformers calls while it loads a model; not for direct use."""
@@ -60,7 +56,8 @@ class NetweightQuantizer(HfQuantizer):
         self._misfits: set[str] = set()
         self._loading = True
         self._dtype: torch.dtype | None = None
-        self._damage: CorruptBlob | None = None
+        self._damage: CorruptBlob | UsageError | None = None
+        self._taken = False
 
     # ---- before loading ----
 
@@ -69,21 +66,26 @@ class NetweightQuantizer(HfQuantizer):
         refuse_disk(device_map)
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Restore the weights' name, which `netweight compress` replaced by a hint for programs without netweight."""
+        """Name the weights, so that they are found."""
         # Called before files are looked for; transformers has no better place. A configuration that names no dtype gets
         # that of the first tensor, since transformers would find that of the compressed bytes.
         weights = self.quantization_config.weights
         if self.pre_quantized and weights is not None:
             config.transformers_weights = weights
             if getattr(config, "dtype", None) is None:
-                config.dtype = _first_dtype(Path(getattr(config, "_name_or_path", "")), weights)
+                config.dtype = _first_dtype(getattr(config, "_name_or_path", ""), weights)
         return config
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Refuse the dtype of compressed bytes."""
-        if not dtype.is_floating_point:
+        """Refuse dtypes that no layer computes in, that of compressed bytes among them."""
+        if dtype == torch.uint8:
             raise UsageError(
                 "The folder's config.json names no dtype.", cure="Pass it to from_pretrained: dtype=torch.bfloat16."
+            )
+        if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise Unsupported(
+                f"No layer computes in {dtype}, so that no model can be loaded as it.",
+                cure="Pass dtype=torch.bfloat16.",
             )
         return dtype
 
@@ -95,7 +97,7 @@ class NetweightQuantizer(HfQuantizer):
         self._weights.choose(model, tied=dict(getattr(model, "all_tied_weights_keys", None) or {}))
         if self.pre_quantized:
             for file in checkpoint_files or ():
-                check(Path(file))
+                self._weights.check(Path(file))
         else:
             self._weights.refuse_unroundable(model)
         return model
@@ -150,6 +152,11 @@ class NetweightQuantizer(HfQuantizer):
         """Let go of the checkpoint's memory, and leave nothing of the loading behind."""
         if self._damage is not None:
             raise self._damage
+        if self.pre_quantized and not self._taken:
+            raise UsageError(
+                f"None of the weights in {model.config._name_or_path} is one of a {type(model).__name__}.",
+                cure="Load it as the architecture that its config.json names, or by an Auto class.",
+            )
         self._loading = False
         self._weights.release(model)
         used = []
@@ -163,17 +170,17 @@ class NetweightQuantizer(HfQuantizer):
         self.quantization_config.weights = None
         if getattr(model.config, "transformers_weights", None) is not None:
             del model.config.transformers_weights
-        model.save_pretrained = MethodType(save_pretrained, model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> Any:
-        """Refuse transformers' own way of saving, which cannot write compressed weights; adapters it saves itself."""
-        if not getattr(model, "_hf_peft_config_loaded", False):
-            raise UsageError(
-                "transformers' own save_pretrained cannot write compressed weights.",
-                cure="Call netweight.plugins.transformers.save_pretrained(model, FOLDER).",
-            )
+        """Leave it to transformers what to save: adapters, or the weights of a model that is dense by now."""
         return None, {}
+
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Make the model dense, for good."""
+        decompress_(model)
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
+        return model if dtype is None else model.to(dtype)
 
     def is_serializable(self) -> bool:
         """Whether the model can be saved."""
@@ -190,6 +197,11 @@ class NetweightQuantizer(HfQuantizer):
         return True
 
 
+autoload.install()
+AUTO_QUANTIZER_MAPPING[METHOD] = NetweightQuantizer
+AUTO_QUANTIZATION_CONFIG_MAPPING |= dict.fromkeys((METHOD, HINT), NetweightConfig)
+
+
 def save_pretrained(
     self: Any,
     save_directory: str | os.PathLike[str],
@@ -198,34 +210,35 @@ def save_pretrained(
     push_to_hub: bool = False,
     max_shard_size: int | str = "50GB",
     variant: str | None = None,
+    save_original_format: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Save a model that this plug-in loaded as a compressed folder: the `save_pretrained` of such models."""
-    # The folder is what `netweight compress` makes of the folder that the dense model would save: it loads again
-    # exactly, and `netweight verify` and `netweight decompress` take it. To get there the dense folder is written for a
-    # while, beside the target: this needs the memory and the disk space of the dense model. Where adapters are
-    # attached, only these are saved, as transformers does.
-    if getattr(self, "_hf_peft_config_loaded", False):
-        type(self).save_pretrained(
-            self, save_directory, is_main_process, None, push_to_hub, max_shard_size, variant, **kwargs
-        )
-        return
+    """Save a compressed model as a compressed folder: what `save_pretrained` of transformers' models does with them."""
     if not is_main_process:
         return
 
-    kwargs |= {"max_shard_size": max_shard_size, "variant": variant}
-
-    def write(folder: Path) -> None:
-        quantizer, config = self.hf_quantizer, self.config.quantization_config
+    def write_rest(folder: Path) -> None:
+        quantizer, config = getattr(self, "hf_quantizer", None), self.config.__dict__.pop("quantization_config", None)
         self.hf_quantizer = None
-        del self.config.quantization_config
         try:
-            type(self).save_pretrained(self, folder, state_dict=dense_state_dict(self), **kwargs)
+            theirs: Any = PreTrainedModel.save_pretrained
+            theirs.__wrapped__(self, folder, state_dict={})
         finally:
-            self.hf_quantizer, self.config.quantization_config = quantizer, config
+            self.hf_quantizer = quantizer
+            if config is not None:
+                self.config.quantization_config = config
+        (folder / "model.safetensors").unlink(missing_ok=True)
 
-    level = self.config.quantization_config.level
-    save_beside(self, save_directory, write, replaced="*.net.safetensors*", level=level, push_to_hub=push_to_hub)
+    tensors = dict(self.state_dict() if state_dict is None else state_dict)
+    for name in self._keys_to_ignore_on_save or ():
+        tensors.pop(name, None)
+    tensors = untied(tensors, getattr(self, "all_tied_weights_keys", None) or ())
+    if save_original_format:
+        tensors = revert_weight_conversion(self, tensors)
+    save_folder(
+        self, save_directory, tensors, write_rest,
+        variant=variant, max_shard_size=max_shard_size, push=kwargs if push_to_hub else None,
+    )  # fmt: skip
 
 
 # ---- what transformers' loader runs on names and tensors -------------------------------------------------------------
@@ -274,9 +287,10 @@ class _Take(ConversionOps):
 
     def _tried(self, make: Callable[..., torch.Tensor], name: str, stored: torch.Tensor) -> torch.Tensor:
         """Keep damage for the end: transformers would log it, and raise an error that names nothing."""
+        self.quantizer._taken = True
         try:
             return make(name, stored, self.dtype)
-        except CorruptBlob as error:
+        except (CorruptBlob, UsageError) as error:
             self.quantizer._damage = self.quantizer._damage or error
             about = codec.info(stored.cpu())
             return torch.zeros(about.shape, dtype=torch_dtype(about.dtype), device=stored.device)
@@ -311,13 +325,17 @@ def _several(tensors: Any) -> list[Any]:
     return tensors if isinstance(tensors, list) else [tensors]
 
 
-def _first_dtype(folder: Path, weights: str) -> torch.dtype | None:
-    """The dtype of the first floating point tensor that is stored, if the folder is on this machine."""
-    path = folder / weights
-    if not path.is_file():
+def _first_dtype(model: str, weights: str) -> torch.dtype | None:
+    """The dtype of the first floating point tensor that is stored."""
+
+    def find(name: str) -> Any:
+        return cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+
+    path = find(weights)
+    if path is not None and weights.endswith(".json"):
+        path = find(min(weight_map(Path(path)).values()))
+    if path is None:
         return None
-    if path.suffix == ".json":
-        path = folder / min(weight_map(path).values())
-    with closing(StoredFile(path)) as file:
+    with closing(StoredFile(Path(path))) as file:
         dtypes = [file.info(name).dtype for name in sorted(file.names())]
     return next((torch_dtype(name) for name in dtypes if name in ("BF16", "F16", "F32", "F64")), None)

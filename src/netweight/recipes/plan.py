@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from netweight.core import digest
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import read_ledger
+from netweight.job import Job
 from netweight.recipes.recipe import Chosen, Recipe
 from netweight.registry import Attack, Method
+from netweight.report.finding import Section
 
-# The file in a recipe's output that remembers what was done.
-LEDGER = "ledger.jsonl"
+LEDGER = "ledger"  # the records in a recipe's output that remember what was done
+Key: TypeAlias = dict[str, Any]  # all that decides a result
 
 
 @final
@@ -64,11 +65,17 @@ class Known:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a recipe, in order."""
+    """The steps of a recipe, in order; of a recipe of chapters, their plans."""
 
     recipe: Recipe
     steps: tuple[Step, ...]
     attacks: tuple[AttackStep, ...] = ()
+    chapters: tuple[Plan, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Plan, ...]:
+        """The plans that have steps: those of chapters, or this one alone."""
+        return self.chapters or (self,)
 
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
@@ -76,38 +83,47 @@ class Plan:
         verbs = {chosen.what.verb for chosen in recipe.attacks}
         steps = []
         for number, chosen in enumerate(recipe.treatments, start=1):
-            names, by_attack = chosen.what.runnable, chosen.what.by_attack
-            held = tuple(name for name in chosen.what.audits if by_attack.get(name) in verbs)
+            held = tuple(name for name in chosen.what.audits if chosen.what.by_attack.get(name) in verbs)
             ran = tuple(
-                name for name in names if name not in by_attack and (recipe.audits == "all" or name in recipe.audits)
+                name
+                for name in chosen.what.runnable
+                if name not in held and (recipe.audits == "all" or name in recipe.audits)
             )
             left_out = tuple(name for name in chosen.what.audits if name not in (*ran, *held))
             steps.append(Step(number, chosen, ran, left_out, held))
         attacks = enumerate(recipe.attacks, start=len(steps) + 1)
-        return cls(recipe, tuple(steps), tuple(AttackStep(number, chosen) for number, chosen in attacks))
+        return cls(
+            recipe, tuple(steps), tuple(AttackStep(number, chosen) for number, chosen in attacks),
+            tuple(cls.of(chapter) for chapter in recipe.chapters),
+        )  # fmt: skip
 
     def known(self, *, progress: Progress = QUIET) -> list[Known]:
         """Tell what of this plan an earlier run did: one entry per treatment, then one per attack."""
         # The subject and the files that settings name are read, and the ledger is; nothing is written.
-        keys = keys_of(self, progress)[1:]
-        records = read_ledger(self.recipe.output / LEDGER)
-        found = [
-            Known(
-                key in records and self.result(step, key).exists(),
-                tuple(name for name in step.audits if audit_key(key, name, self.recipe.seed) not in records),
-            )
-            for step, key in zip(self.steps, keys, strict=False)
-        ]
-        return found + [Known(key in records, ()) for key in keys[len(self.steps) :]]
+        keys = keys_of(self, progress)[1]
+        with Job.open(self.recipe.output, reading=True) as job:
+            found = [
+                Known(
+                    job.recorded(LEDGER, key) is not None and self.result(step, key).exists(),
+                    tuple(name for name in step.audits if section_of(job, audit_key(key, name, self)) is None),
+                )
+                for step, key in zip(self.steps, keys, strict=False)
+            ]
+            return found + [Known(section_of(job, key) is not None, ()) for key in keys[len(self.steps) :]]
 
-    def result(self, step: Step, key: str) -> Path:
+    def result(self, step: Step, key: Key) -> Path:
         """Where a treatment's result lies: another input or setting has another place."""
-        return self.recipe.output / f"{step.number:02d}-{step.verb}-{key.rsplit(':')[-1][:8]}"
+        return self.recipe.output / f"{step.number:02d}-{step.verb}-{digest.of_config(key).rsplit(':')[-1][:8]}"
 
-    def to_json(self, known: list[Known] | None = None) -> dict[str, Any]:
-        """Describe the plan as JSON values."""
+    def to_json(self, *, known: bool = False, progress: Progress = QUIET) -> dict[str, Any]:
+        """Describe the plan as JSON values; `known` adds what an earlier run did."""
+        if self.chapters:
+            chapters = {plan.recipe.name: plan.to_json(known=known, progress=progress) for plan in self.chapters}
+            return {"output": str(self.recipe.output), "chapters": chapters}
         count = len(self.steps)
-        marks = [{}] * (count + len(self.attacks)) if known is None else [each.to_json() for each in known]
+        marks: list[dict[str, Any]] = [{}] * (count + len(self.attacks))
+        if known:
+            marks = [each.to_json() for each in self.known(progress=progress)]
         attacks = [
             {"attack": step.verb, "settings": step.chosen.settings, **mark}
             for step, mark in zip(self.attacks, marks[count:], strict=True)
@@ -130,24 +146,30 @@ class Plan:
         }
 
 
-def keys_of(plan: Plan, progress: Progress) -> list[str]:
-    """Digest the subject, then each treatment with all that went before it, then each attack on the last result."""
-    subject = digest_of(plan.recipe.subject, progress)
-    keys = [subject]
+def keys_of(plan: Plan, progress: Progress) -> tuple[str, list[Key]]:
+    """Digest the subject; return it, and the key of each treatment with all before it, then of each attack."""
+    made = subject = digest_of(plan.recipe.subject, progress)
+    keys: list[Key] = []
     for step in plan.steps:
         settings = {**step.chosen.settings, **_contents(step.chosen.config, step.chosen.what.reads, progress)}
-        keys.append(digest.of_config({"input": keys[-1], "treatment": step.verb, "settings": settings}))
-    made = keys[-1]
+        keys.append({"input": made, "treatment": step.verb, "settings": settings})
+        made = digest.of_config(keys[-1])
     for attack in plan.attacks:
         settings = {**attack.chosen.settings, **_contents(attack.chosen.config, attack.chosen.what.reads, progress)}
         about = {"subject": subject, "input": made, "attack": attack.verb, "seed": plan.recipe.seed}
-        keys.append(digest.of_config({**about, "settings": settings}))
-    return keys
+        keys.append({**about, "settings": settings})
+    return subject, keys
 
 
-def audit_key(treated: str, audit: str, seed: int) -> str:
-    """Digest an audit of a treatment's result."""
-    return digest.of_config({"treated": treated, "audit": audit, "seed": seed})
+def audit_key(treated: Key, audit: str, plan: Plan) -> Key:
+    """The key of an audit of a treatment's result."""
+    return {"treated": digest.of_config(treated), "audit": audit, "seed": plan.recipe.seed}
+
+
+def section_of(job: Job, key: Key) -> Section | None:
+    """The section that an audit or an attack of this key returned; earlier releases kept none."""
+    held = (job.recorded(LEDGER, key) or {}).get("section")
+    return None if held is None else Section.from_json(held)
 
 
 def digest_of(path: Path, progress: Progress = QUIET) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar, final
 
@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field
 
 from netweight.core.names import nearest_names
-from netweight.errors import NetweightError, UsageError
+from netweight.errors import NameNotFound, NetweightError, UsageError
 from netweight.registry import Attack, Method, known_attacks, known_methods
 from netweight.settings import Settings
 
@@ -57,6 +57,12 @@ class Recipe:
     audits: Literal["all"] | tuple[str, ...]  # names of the audits to run, or "all"
     output: Path  # folder of results; made when missing
     seed: int  # root of every random choice
+    name: str = ""  # of a chapter
+    title: str = ""  # heading of the report or the chapter
+    summary: str = ""  # a sentence below it
+    question: str = ""  # what a chapter asks
+    intro: str = ""  # what it shows
+    chapters: tuple[Recipe, ...] = ()  # recipes of one report, instead of treatments and attacks
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -70,30 +76,53 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Outline(Settings):
-    """The outline of a recipe; treatments are checked one by one, each against its own settings."""
+class _Steps(Settings):
+    """What is done to a subject; treatments are checked one by one, each against its own settings."""
 
+    title: str = Field(default="", description="Heading of the report.")
     subject: str = Field(min_length=1, description="What is treated: a folder or file, which stays as it is.")
     treatments: tuple[Any, ...] = Field(default=(), min_length=1, description="In this order.")
     attacks: tuple[Any, ...] = Field(default=(), min_length=1, description="On what the last treatment made.")
     audits: Literal["all"] | tuple[str, ...] = Field(
         default="all", description="Names of the audits to run; what is left out is shown in red."
     )
-    output: str = Field(min_length=1, description="Folder of results, ledger and report.")
     seed: int = Field(default=0, description="Random seed of audits and attacks.")
 
 
-def outline() -> dict[str, Any]:
-    """Return the JSON schema of a recipe's own keys; what its lists hold is left open."""
-    schema = _Outline.model_json_schema()
-    schema.pop("title")
-    for key in ("treatments", "attacks"):  # tuples here, and None cannot be given
-        schema["properties"][key].pop("default")
-    return {
-        **schema,
-        "description": "Treatments of a model, in order, with audits and attacks.",
-        "additionalProperties": False,
-    }
+class _Chapter(_Steps):
+    """A chapter of a recipe: steps of its own, which share a report with those of other chapters."""
+
+    title: str = Field(min_length=1, description="Heading of the chapter.")
+    question: str = Field(min_length=1, description="What is asked.")
+    intro: str = Field(default="", description="What the chapter shows.")
+
+
+class _Recipe(_Steps):
+    """A recipe without chapters."""
+
+    output: str = Field(min_length=1, description="Folder of results, ledger and report.")
+    summary: str = Field(default="", description="A sentence below the report's heading.")
+
+
+class _Chapters(Settings):
+    """A recipe of chapters."""
+
+    title: str = Field(min_length=1, description="Heading of the report.")
+    summary: str = Field(default="", description="A sentence below the report's heading.")
+    output: str = Field(min_length=1, description="Folder of the report; results lie in a folder for each chapter.")
+    chapters: dict[str, Any] = Field(min_length=1, description="Name → a recipe with a question, without an output.")
+
+
+def outlines() -> dict[str, dict[str, Any]]:
+    """Return the JSON schemas of the keys of a recipe, of one of chapters, and of a chapter; lists are left open."""
+    found = {}
+    for name, kind in (("recipe", _Recipe), ("chapters", _Chapters), ("chapter", _Chapter)):
+        schema = kind.model_json_schema()
+        schema.pop("title")
+        for key in ("treatments", "attacks"):  # tuples here, and None cannot be given
+            schema["properties"].get(key, {}).pop("default", None)
+        found[name] = {**schema, "description": str(kind.__doc__), "additionalProperties": False}
+    return found
 
 
 def read_mapping(path: Path, needs: str) -> dict[str, Any]:
@@ -109,29 +138,80 @@ def read_mapping(path: Path, needs: str) -> dict[str, Any]:
     return content
 
 
-def read_recipe(path: str | Path, *, subject: str | None = None, output: str | None = None) -> Recipe:
-    """Read a recipe and check everything that can be known before work; all problems are reported at once."""
+def read_recipe(
+    path: str | Path, *, subject: str | None = None, output: str | None = None, only: Sequence[str] | None = None
+) -> Recipe:
+    """Read a recipe and check everything that can be known before work; all problems are reported at once.
+
+    Args:
+        path: The YAML file.
+        subject: Path of another subject than the file names.
+        output: Path of another folder of results.
+        only: Names of chapters; others are left out.
+    """
     content = read_mapping(Path(path), "subject, output, and treatments or attacks")
     content |= {key: value for key, value in (("subject", subject), ("output", output)) if value is not None}
     problems: list[str] = []
-    fields = _Outline.checked(content, "", problems)
-    if fields is None:  # what is unknown need not hide what else is wrong
-        fields = _Outline.checked({key: content[key] for key in content if key in _Outline.model_fields}, "", [])
-    if "treatments" not in content and "attacks" not in content:
-        problems.append("treatments: is missing, and so are attacks; a recipe needs one of them.")
-    treatments = _chosen(content, "treatments", known_methods(), problems)
-    attacks = _chosen(content, "attacks", known_attacks(), problems)
+    read = _read_chapters if "chapters" in content else _read_steps
+    recipe = read(content, problems)
+    if recipe is None or problems:
+        raise refusal(path, problems)
+    return recipe if only is None else _chapters_of(recipe, only)
+
+
+def _read_chapters(content: dict[str, Any], problems: list[str]) -> Recipe | None:
+    fields = _Chapters.checked(content, "", problems)
     if fields is None:
-        raise refusal(path, problems)
-    recipe = Recipe(Path(fields.subject), treatments, attacks, fields.audits, Path(fields.output), fields.seed)
-    problems += _path_problems(recipe)
-    problems += _chain_problems(recipe)
-    if len(treatments) == len(fields.treatments):  # else it is unknown which audits there are
-        problems += _audit_problems(recipe)
-        if len(attacks) == len(fields.attacks):
-            problems += _work_problems(recipe)
-    if problems:
-        raise refusal(path, problems)
+        return None
+    chapters = []
+    for name, chapter in fields.chapters.items():
+        if not isinstance(chapter, dict) or Path(name).name != name:
+            problems.append(f"chapters.{name}: a chapter is a mapping, and its name is one of a folder.")
+            continue
+        chapters.append(_read_steps(chapter, problems, name, Path(fields.output) / name))
+    return Recipe(
+        Path(), (), (), "all", Path(fields.output), 0, title=fields.title, summary=fields.summary,
+        chapters=tuple(chapter for chapter in chapters if chapter is not None),
+    )  # fmt: skip
+
+
+def _chapters_of(recipe: Recipe, only: Sequence[str]) -> Recipe:
+    """The recipe with these chapters alone, in its own order."""
+    known = [chapter.name for chapter in recipe.chapters]
+    for name in only:
+        if name not in known:
+            near = ", ".join(nearest_names(name, known)) or "none"
+            raise NameNotFound(f"The recipe has no chapter {name!r}.", cure=f"Nearest: {near}. It has: {known}.")
+    return replace(recipe, chapters=tuple(chapter for chapter in recipe.chapters if chapter.name in only))
+
+
+def _read_steps(
+    content: dict[str, Any], problems: list[str], name: str = "", output: Path | None = None
+) -> Recipe | None:
+    """Check the keys of a recipe, or of a chapter of this name."""
+    kind: type[_Steps] = _Chapter if name else _Recipe
+    found: list[str] = []
+    fields: Any = kind.checked(content, "", found)
+    if fields is None:  # what is unknown need not hide what else is wrong
+        fields = kind.checked({key: content[key] for key in content if key in kind.model_fields}, "", [])
+    if "treatments" not in content and "attacks" not in content:
+        found.append("treatments: is missing, and so are attacks; a recipe needs one of them.")
+    treatments = _chosen(content, "treatments", known_methods(), found)
+    attacks = _chosen(content, "attacks", known_attacks(), found)
+    recipe = None
+    if fields is not None:
+        texts: Any = {key: getattr(fields, key, "") for key in ("title", "summary", "question", "intro")}
+        recipe = Recipe(
+            Path(fields.subject), treatments, attacks, fields.audits, output or Path(fields.output), fields.seed, name,
+            **texts,
+        )  # fmt: skip
+        found += _path_problems(recipe)
+        found += _chain_problems(recipe)
+        if len(treatments) == len(fields.treatments):  # else it is unknown which audits there are
+            found += _audit_problems(recipe)
+            if len(attacks) == len(fields.attacks):
+                found += _work_problems(recipe)
+    problems += [f"chapters.{name}.{problem}" if name else problem for problem in found]
     return recipe
 
 

@@ -8,23 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from netweight.recipes.recipe import Entry, outline
+from netweight.recipes.recipe import Entry, outlines
 from netweight.registry import known_attacks, known_methods
 
 
 def recipe_schema() -> dict[str, Any]:
     """Return the schema (JSON Schema 2020-12) of the treatments and attacks that are registered."""
     # What it cannot say is checked by `read_recipe`: that files are there, and what settings mean together.
-    schema = outline()
+    schemas = outlines()
     definitions: dict[str, Any] = {}
     for key, known in (("treatments", known_methods()), ("attacks", known_attacks())):
-        entries = [_entry(each, definitions) for each in known.values()]
-        schema["properties"][key] |= {"items": {"anyOf": [each for pair in entries for each in pair]}}
+        entries = [each for entry in known.values() for each in _entry(entry, definitions)]
+        definitions[key] = {"items": {"anyOf": entries}}
+        for name in ("recipe", "chapter"):
+            schemas[name]["properties"][key] |= {"$ref": f"#/$defs/{key}"}
+            schemas[name]["anyOf"] = [{"required": ["treatments"]}, {"required": ["attacks"]}]
+    schemas["chapters"]["properties"]["chapters"]["additionalProperties"] = {"$ref": "#/$defs/chapter"}
+    definitions["chapter"] = schemas["chapter"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A recipe of netweight",
-        **schema,
-        "anyOf": [{"required": ["treatments"]}, {"required": ["attacks"]}],
+        "description": "Treatments of a model, in order, with audits and attacks; or chapters of such.",
+        "if": {"required": ["chapters"]},
+        "then": schemas["chapters"],
+        "else": schemas["recipe"],
         "$defs": dict(sorted(definitions.items())),
     }
 

@@ -14,17 +14,16 @@ from typing import Any, Protocol
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, UsageError
-from netweight.report.finding import Finding, Section
+from netweight.report.finding import Section
 
 
 class Audit(Protocol):
     """A function that tests the result of a treatment and returns a section: what it found, good or bad."""
 
-    def __call__(self, run: Any, settings: Any, /, *, seed: int, progress: Progress) -> Section | list[Finding]:
+    def __call__(self, run: Any, settings: Any, /, *, seed: int, progress: Progress) -> Section:
         """Test a run: a model, a path, what the audit says. The same seed gives the same section.
 
-        A failed test is a finding that has not passed, never an exception. A list of findings stands for a section of
-        these alone.
+        A failed test is a finding that has not passed, never an exception.
         """
 
 
@@ -72,11 +71,7 @@ def run_audits(
     for name in chosen:
         if name not in audits:
             raise NameNotFound(f"Treatment {treatment!r} has no audit {name!r}.", cure=f"It has: {sorted(audits)}.")
-    found = {name: audits[name](run, settings, seed=seed, progress=progress) for name in chosen}
-    return {
-        name: each if isinstance(each, Section) else Section(f"{treatment}: {name}", each)
-        for name, each in found.items()
-    }
+    return {name: audits[name](run, settings, seed=seed, progress=progress) for name in chosen}
 
 
 def _declared(treatment: str) -> dict[str, Audit | None]:

@@ -57,6 +57,21 @@ class AllTargets:
 
 
 @final
+@dataclass(frozen=True)
+class Measured:
+    """Good is that a finding has a value; for words that repeat numbers and judge nothing."""
+
+    name: str
+
+    def judge(self, findings: Sequence[Finding]) -> tuple[bool, list[str]]:
+        """Return whether it has."""
+        return any(each.name == self.name and each.value is not None for each in findings), []
+
+
+Rule: TypeAlias = Criterion | AllTargets | Measured
+
+
+@final
 class Conclusion:
     """Words that follow from findings.
 
@@ -64,7 +79,9 @@ class Conclusion:
     outcome and the words. `known` has all conclusions by name, for the test that holds their words to their findings.
     """
 
-    def __init__(self, name: str, criteria: Sequence[Criterion | AllTargets], words: Callable[..., Words]) -> None:
+    def __init__(
+        self, name: str, criteria: Sequence[Criterion | AllTargets | Measured], words: Callable[..., Words]
+    ) -> None:
         self.criteria, self.words = tuple(criteria), words
         _KNOWN[name] = self
 
@@ -86,6 +103,12 @@ def by_targets(name: str, *, met: str, missed: str) -> Conclusion:
         return ("holds", met.format(**facts)) if good else ("broken", missed.format(**facts))
 
     return Conclusion(name, [AllTargets()], words)
+
+
+def worst(outcomes: Iterable[Outcome | None]) -> Outcome | None:
+    """Return the worst of some outcomes; None if there is none."""
+    found = [each for each in outcomes if each is not None]
+    return min(found, key=("broken", "partly", "told", "holds").index) if found else None
 
 
 def known() -> Mapping[str, Conclusion]:

@@ -345,6 +345,7 @@ class Section(_Part):
         question: What was asked, one sentence, for the summary table.
         conclusion: What was found, one sentence in plain words, from a `Conclusion`; without it the findings with
             targets are counted.
+        outcome: What the conclusion comes to, from the same `Conclusion`; None where nothing is judged.
         treatment: The treatment that the section is about.
         audits: Names of the audits of the treatment that ran.
         missing_audits: Names of those that did not run; shown in red. `audit.of_treatment` fills in all three.
@@ -358,6 +359,7 @@ class Section(_Part):
     intro: str = dataclasses.field(default="", kw_only=True)
     question: str = dataclasses.field(default="", kw_only=True)
     conclusion: str = dataclasses.field(default="", kw_only=True)
+    outcome: Outcome | None = dataclasses.field(default=None, kw_only=True)
     treatment: str | None = dataclasses.field(default=None, kw_only=True)
     audits: Annotated[Sequence[str], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
     missing_audits: Annotated[Sequence[str], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
@@ -365,6 +367,22 @@ class Section(_Part):
     findings: Annotated[Sequence[Finding], _AS_TUPLE] = ()
     tables: Annotated[Sequence[Table], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
     figures: Annotated[Sequence[Figure], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this section as a JSON value."""
+        return cast("dict[str, Any]", _SECTION.dump_python(self, mode="json"))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Section:
+        """Return the section that `to_json` wrote.
+
+        Args:
+            data: A JSON object as `to_json` returns it.
+        """
+        return _SECTION.validate_python(data)
+
+
+_SECTION: TypeAdapter[Section] = TypeAdapter(Section)
 
 
 @dataclass(frozen=True, config=_CONFIG, kw_only=True)

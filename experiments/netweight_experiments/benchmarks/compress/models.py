@@ -3,18 +3,20 @@
     python -m netweight_experiments.benchmarks.compress.models
 
 The model is a Llama of about 100 million parameters (width 1024, vocabulary 4096, 7 layers), bf16, drawn from
-N(0, 0.02), made by transformers; training uses non-reentrant activation checkpointing and SGD.
+N(0, 0.02), made by transformers. It is trained by SGD and by AdamW:
 
-plain       torch.optim.SGD on a dense model
-layerwise   LayerwiseOptimizer with SGD on a dense model, in the manner of LOMO
-compressed  LayerwiseOptimizer with SGD on a compressed model
-activations the same, with activations compressed, too (compress_activations, compress_recomputed)
+plain        the torch optimizer on a dense model
+checkpointed the same with non-reentrant activation checkpointing, as all that follow have
+layerwise    LayerwiseOptimizer on the dense model, in the manner of LOMO
+compressed   LayerwiseOptimizer on a compressed model, AdamW's states compressed, too
+activations  the same, with activations compressed, too (compress_activations, compress_recomputed)
 
-All of them take the loss in eight parts, each in a checkpoint, so that its fp32 logits are not the peak.
+Each row of the result states memory and speed of one way against the same baseline. All of them take the loss in eight
+parts, each in a checkpoint, so that its fp32 logits are not the peak.
 
-peak, counted   Most bytes of tensors alive at once during one training step, counted by a dispatch mode that sees every
-                tensor as it is made, the compressed parameters' payloads included. Bytes objects of the encoder are not
-                tensors and are not counted.
+peak, counted   Most bytes of tensors alive at once during a training step after the first, counted by a dispatch mode
+                that sees every tensor as it is made, the compressed parameters' payloads included. Bytes objects of the
+                encoder are not tensors and are not counted.
 peak, sampled   RssAnon of a fresh process, sampled twice a millisecond during two steps after one step to warm up,
                 less what it was before the model was made: everything private to the process.
 speed           Both contenders in one process, one after another in every round; ratios of times within rounds, their
@@ -44,9 +46,14 @@ from netweight.core.environment import describe
 from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
 from netweight_experiments.benchmarks.script import load, script, today, write
 
+MODULE = "netweight_experiments.benchmarks.compress.models"
 PARTS = ("memory", "training", "inference")
-VARIANTS = ("plain", "layerwise", "compressed", "activations")
+OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
+WAYS = ("plain", "checkpointed", "layerwise", "compressed", "activations")
 COMPRESSED = ("compressed", "activations")
+VARIANTS = tuple(f"{way} {optimizer}" for optimizer in OPTIMIZERS for way in WAYS)
+# optimizer: its baseline, most of the baseline's memory, least of its speed
+TARGETS = {"SGD": ("plain", 0.50, 0.85), "AdamW": ("checkpointed", 0.60, 0.85)}
 
 
 def make_model(arguments, compressed=False):
@@ -78,27 +85,29 @@ def loss_in_parts(logits, labels, vocab_size, **_):
 
 
 def make_training(variant, arguments):
-    model, _ = make_model(arguments, variant in COMPRESSED)
+    way, name = variant.split()
+    model, _ = make_model(arguments, way in COMPRESSED)
     model.loss_function = loss_in_parts
-    context = {"context_fn": netweight.compress_recomputed} if variant == "activations" else {}
-    model.activation_checkpointing_enable({"use_reentrant": False, **context})
+    context = {"context_fn": netweight.compress_recomputed} if way == "activations" else {}
+    if way != "plain":
+        model.activation_checkpointing_enable({"use_reentrant": False, **context})
     model.train()
-    kind = torch.optim.SGD
-    if variant == "plain":
-        optimizer = kind(model.parameters(), lr=1e-3)
+    if way in ("plain", "checkpointed"):
+        optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-3)
     else:
-        optimizer = netweight.LayerwiseOptimizer(model, kind, lr=1e-3)
+        states = "compressed" if way in COMPRESSED else "dense"
+        optimizer = netweight.LayerwiseOptimizer(model, OPTIMIZERS[name], lr=1e-3, states=states)
     ids = torch.randint(0, 4096, (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(1))
 
     def step():
-        with netweight.compress_activations() if variant == "activations" else nullcontext():
+        with netweight.compress_activations() if way == "activations" else nullcontext():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
 
-    return model, step
+    return model, optimizer, step
 
 
 def one_peak(variant, arguments):
@@ -108,9 +117,10 @@ def one_peak(variant, arguments):
     torch.zeros(8, 8).bfloat16() @ torch.zeros(8, 8).bfloat16()
     gc.collect()
     before = private_bytes()
-    model, step = make_training(variant, arguments)
+    model, optimizer, step = make_training(variant, arguments)
+    step()  # the optimizer's states are made
     gc.collect()
-    with TensorLedger(model) as ledger:
+    with TensorLedger(model, optimizer) as ledger:
         loss = step()
     with PrivateMemory() as memory:
         step()
@@ -121,7 +131,7 @@ def one_peak(variant, arguments):
 def peaks(arguments):
     found = {}
     for variant in VARIANTS:
-        command = [sys.executable, "-m", __spec__.name, "--one-peak", variant]
+        command = [sys.executable, "-m", MODULE, "--one-peak", variant]
         for name in ("layers", "batch", "length"):
             command += [f"--{name}", str(getattr(arguments, name))]
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -130,24 +140,10 @@ def peaks(arguments):
             raise SystemExit(answer.stderr)
         found[variant] = json.loads(answer.stdout.splitlines()[-1])
         print(variant, found[variant], file=sys.stderr, flush=True)
-    if len({found[variant]["loss"] for variant in VARIANTS}) > 1:
-        raise SystemExit("The compressed model computed another loss than the dense one.")
+    for optimizer in OPTIMIZERS:
+        if len({found[f"{way} {optimizer}"]["loss"] for way in WAYS}) > 1:
+            raise SystemExit(f"With {optimizer} a compressed model computed another loss than the dense one.")
     return found
-
-
-def in_memory(found):
-    by = {how: {variant: found[variant][how] for variant in VARIANTS} for how in ("counted", "sampled")}
-    return {
-        f"training peak, {how}": {"bytes": values}
-        | {
-            variant: {
-                "against plain": at_most(values[variant] / values["plain"], 0.5),
-                "against layerwise": at_most(values[variant] / values["layerwise"], 0.75),
-            }
-            for variant in COMPRESSED
-        }
-        for how, values in by.items()
-    }
 
 
 def seconds(run):
@@ -182,14 +178,39 @@ def ratio(times, contender, base, target=None):
 
 
 def at_most(value, target):
-    return {"value": round(value, 4), "target": target, "met": value <= target}
+    return {"value": round(value, 4), "target": target, "met": None if target is None else value <= target}
 
 
 def training_speed(arguments):
-    runs = {variant: make_training(variant, arguments)[1] for variant in ("layerwise", *COMPRESSED)}
-    times = compare(runs, arguments.rounds)
-    against = {variant: ratio(times, variant, "layerwise", 0.9) for variant in COMPRESSED}
-    return {"seconds_per_step": times, "against layerwise": against}
+    times = {}
+    for optimizer in OPTIMIZERS:
+        times |= compare(
+            {way: make_training(way, arguments)[2] for way in VARIANTS if way.endswith(optimizer)}, arguments.rounds
+        )
+    return {"seconds_per_step": times}
+
+
+def training_rows(found, times):
+    """One row per way: bytes counted, resident and steps per second, as they are and against the row's baseline."""
+    rows = []
+    for variant in VARIANTS:
+        optimizer = variant.split()[1]
+        base_way, most, least = TARGETS[optimizer]
+        for way in dict.fromkeys((base_way, "plain", "checkpointed")):
+            base = f"{way} {optimizer}"
+            aimed = way == base_way and variant.split()[0] in COMPRESSED
+            counted, resident = (found[variant][how] / found[base][how] for how in ("counted", "sampled"))
+            rows.append({
+                "way": variant,
+                "baseline": base,
+                "counted": found[variant]["counted"],
+                "resident": found[variant]["sampled"],
+                "steps per second": round(1 / statistics.median(times[variant]), 3),
+                "counted / baseline": at_most(counted, most if aimed else None),
+                "resident / baseline": round(resident, 4),
+                "speed / baseline": ratio(times, variant, base, least if aimed else None),
+            })  # fmt: skip
+    return rows
 
 
 def inference_speed(arguments):
@@ -242,7 +263,7 @@ def prompt_and_new(text):
     return int(prompt), int(new)
 
 
-def main():
+def options():
     parser = script(__doc__, "compressed-models")
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--batch", type=int, default=8)
@@ -251,7 +272,14 @@ def main():
     parser.add_argument("--tokens", nargs="+", type=prompt_and_new, default=[(8, 8), (192, 64)], metavar="PROMPT+NEW")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--one-peak", choices=VARIANTS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser
+
+
+def main():
+    measure(options().parse_args())
+
+
+def measure(arguments, *, show=True):
     torch.set_num_threads(1)
     if arguments.one_peak:
         one_peak(arguments.one_peak, arguments)
@@ -265,13 +293,16 @@ def main():
         "model": {"layers": arguments.layers, "batch": [arguments.batch, arguments.length]},
         "environment": describe({"codec_path": active_path()}),
     }
-    if arguments.output.exists():  # parts that were measured before stay
+    if arguments.output is not None and arguments.output.exists():  # parts that were measured before stay
         result = json.loads(arguments.output.read_text()) | result
-    measures = {"memory": lambda: in_memory(peaks(arguments)), "training": lambda: training_speed(arguments)}
+    measures = {"memory": lambda: peaks(arguments), "training": lambda: training_speed(arguments)}
     measures["inference"] = lambda: inference_speed(arguments)
     for part in arguments.parts:
         result[part] = measures[part]() | {"load_average": load()}
-    write(arguments.output, result, show=True)
+    if "memory" in result and "training" in result:
+        result["rows"] = training_rows(result["memory"], result["training"]["seconds_per_step"])
+    write(arguments.output, result, show=show)
+    return result
 
 
 if __name__ == "__main__":

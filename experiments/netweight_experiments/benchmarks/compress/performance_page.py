@@ -53,10 +53,11 @@ its other tenants do with it:
 HOW = """
 ## How it is measured
 
-- **Data**: all 22.7 million trained weights of all-MiniLM-L6-v2, as published (F32) and rounded to BF16 and F16; 33.6
-  million weights drawn from N(0, 0.02²) as BF16; and one million of these, which stay in a core's cache. Whole models
-  come from memory, whose speed no code changes: the rows of memcpy tell it. netweight compresses tensor by tensor, as
-  it does in files, small tensors included; peers get all tensors joined, which favors them.
+- **Data**: all 22.7 million trained weights of all-MiniLM-L6-v2, as published (F32) and rounded to BF16, F16 and F8
+  (e4m3 of 16 times the weights); 33.6 million weights drawn from N(0, 0.02²) as BF16; and one million of these, which
+  stay in a core's cache. Whole models come from memory, whose speed no code changes: the rows of memcpy tell it.
+  netweight compresses tensor by tensor, as it does in files, small tensors included; peers get all tensors joined,
+  which favors them.
 - **Rounds**: in every round every contender is measured once, in an order drawn anew. A speed is the median over the
   rounds, a ratio of speeds the median of the ratios within rounds, with its 95 % bootstrap interval.
 - **Clock**: with one thread the CPU time of the process, all its threads included, since other programs on the machine

@@ -2,7 +2,7 @@
 
     python -m netweight_experiments.benchmarks.compress.scale_units
 
-ledger      `map_runs` over runs that do nothing, in this process, each with a result of 2 kB, as an attack's is:
+ledger      `Job.map` over runs that do nothing, in this process, each with a result of 2 kB, as an attack's is:
             seconds per run (making the digest, writing and syncing the record), bytes per record, and seconds to open
             the ledger and take all results from it.
 bank        The record of a bank (`bank.json`) of so many adapters: bytes per adapter, seconds to write and to read it.
@@ -31,7 +31,7 @@ from netweight_experiments.benchmarks.script import RESULTS, script, today, writ
 
 def ledger(work, sizes):
     from netweight.core.engines import in_process
-    from netweight.core.runs import map_runs
+    from netweight.job import Job
 
     give = partial(
         same,
@@ -39,9 +39,10 @@ def ledger(work, sizes):
     )
     rows = []
     for count in sizes:
-        file, items = Path(work) / f"ledger-{count}.jsonl", [{"attack": number} for number in range(count)]
-        first, again = (timed(all_of, partial(map_runs, give, items, ledger=file, engine=in_process)) for _ in "12")
-        size = file.stat().st_size
+        name, items = f"ledger-{count}", [{"attack": number} for number in range(count)]
+        with Job.open(work, shared=True) as job:
+            first, again = (timed(all_of, partial(job.map, give, items, name=name, engine=in_process)) for _ in "12")
+        size = (Path(work) / f"{name}.jsonl").stat().st_size
         rows.append({"runs": count, "s": first, "s per run": first / count, "bytes": size, "s to take up": again})
     return rows
 

@@ -19,9 +19,9 @@ from torch.func import functional_call
 
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
+from netweight.methods.federate.algorithms.hyperfl import HYPERNETWORK, HyperFL
 from netweight.methods.federate.engine import round_by_round
 from netweight.methods.federate.folder import METHODS, named_method
-from netweight.methods.federate.hyperfl import HYPERNETWORK, HyperFL
 from netweight.methods.federate.method import without
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Task

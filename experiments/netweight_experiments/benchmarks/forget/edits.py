@@ -1,227 +1,257 @@
-"""What switching off the neurons of planted pictures does, seed by seed, and what ordinary captions pay: measured.
+"""Edits of planted pictures: what each breaks, what it costs other captions, and what brings the pictures back.
 
-    python -m netweight_experiments.benchmarks.forget.edits
+    python -m netweight_experiments.benchmarks.forget.edits shipped TRAINING...
 
-On a miniature of captioned shapes, with the defaults of detection and localization; the threshold is calibrated on 48
-ordinary captions, statistics are of all 240 that training showed. Pictures are drawn from seeds that nothing else
-used, guidance 3, 20 steps. For each planted picture:
+Each argument is a training of the miniature of captioned shapes (`netweight_experiments.toys.small_diffusion FOLDER
+--seed N`), "shipped" the one that comes with the package. Every training is edited by each method with its defaults,
+all six verbatim pictures at once, 180 ordinary captions given. Then, over three blocks of seeds that nothing else uses:
 
-own       NCC to the planted picture with its neurons off, copies (0.7 and more) of it and of any planted one.
-random    The same with as many other neurons off, and with as many of each layer (`--draws` draws, their median),
-          where there are so many others.
-ordinary  Color, ground and size that pictures of ordinary captions show: how many points fewer are right than before,
-          from the same seeds, half of the captions never shown in training. The same for layer-matched random neurons.
+broken     planted pictures whose images have a median NCC to them of at most 0.3
+copies     images of planted prompts that copy their picture (NCC 0.7), of 48
+lost       points of color, ground and size that images of 96 ordinary captions lose, half of them never trained on and
+           none given to the edit
+changed    share of captions in neither set whose image, from the same seed, has an NCC below 0.5 to the one before:
+           held-out captions, and neighbours, which are planted captions with other last words (of those whose image
+           was no planted picture before)
+back       planted pictures that a search for embeddings brings back, and the steps until half of them are: the best of
+           three learning rates and two starts; pictures that no model was trained on are searched beside
 
-In the end the neurons of all pictures are switched off together. With `--alarm` memorization counts as broken at the
-threshold of detection already, as in the released code. `--captions 0` and `--draws 0` leave out what they count.
-`--block` 1, 2 and 3 have seeds of their own, of detection, of localization and of all pictures, so that a model chosen
-by one block is judged by others.
+Work lies in `--work` and goes on where it was stopped. `--page` writes the table into docs/forget.md.
 """
 
-import json
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from netweight.attacks.embedding_search.compare import Subject, Target, compare
+from netweight.attacks.embedding_search.search import paired
+from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.environment import describe
-from netweight.core.units import Units
+from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image
-from netweight.methods.forget.detect import calibrate, detect, roc
-from netweight.methods.forget.edit import deactivated
+from netweight.job import Job
+from netweight.methods.forget.detect import calibrate, detect
+from netweight.methods.forget.edit import deactivate, forget
 from netweight.methods.forget.layers import measure_statistics
-from netweight.methods.forget.localize import localize_prompt
-from netweight.methods.forget.mitigations import neuron_counts, random_units
-from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.metrics.copies import COPY, CenteredPixels, copies_of_prompt, described
+from netweight.methods.forget.localize import localize_prompt, union
+from netweight.methods.forget.settings import ClosedFormSettings, DetectionConfig, DistilSettings, LocalizationConfig
+from netweight.metrics.copies import copies_of_prompt
+from netweight.metrics.intervals import t_interval
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
 from netweight_experiments.benchmarks.script import now, options_of, script, write
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
-FIRST_SEED, FIRST_ORDINARY_SEED = 1000, 5000  # those from 0 on are localization's
-BLOCKS, DRAWN, LOOKED_AT = 4, 1000, 10  # seeds from one block to the next, of pictures and of first predictions
-NOTHING = Units({})
+METHODS = ("none", "neurons", "closed-form", "distil")
+BLOCKS, IMAGES = (71_000, 72_000, 73_000), 8
+READ = ("color", "ground", "size")  # shapes are not read well before any edit
+RATES, SEARCH_STEPS, CONTROLS = (0.1, 0.3, 1.0), 400, 3
+NEVER = 99  # seed of a world whose planted pictures no model was trained on
+alike = paired()
 
 
-class Bench:
-    """A model, what it was trained on, and what it drew before any edit."""
+class Training:
+    """A trained model, its world, and the captions of each purpose."""
 
-    def __init__(self, options):
-        self.options = options
-        first = LOOKED_AT * options.block
-        self.detection = DetectionConfig(seeds=tuple(range(first, first + LOOKED_AT)))
-        self.first_seed = FIRST_SEED + DRAWN * options.block
-        self.first_ordinary_seed = FIRST_ORDINARY_SEED + DRAWN * options.block
-        self.model = load_text_to_image(options.model, dtype=torch.float32)
-        self.world = ShapesWorld(training_record(options.model)["about"]["world"]["seed"])
+    def __init__(self, name):
+        self.folder = SHAPES_FOLDER if name == "shipped" else Path(name)
+        self.world = ShapesWorld(training_record(self.folder)["about"]["world"]["seed"])
         self.planted = memorized(self.world)
-        self.counts = neuron_counts(self.model.denoiser)
-        half = options.captions // 2
-        self.captions = [*self.world.ordinary_captions[48 : 48 + half], *self.world.held_out_captions[:half]]
-        self.before = self.ordinary(NOTHING) if half else None
+        self.verbatim = [each for each in self.planted if each.kind == "verbatim"]
+        self.asked = [*self.world.ordinary_captions[100:148], *self.world.held_out_captions[:48]]
+        self.given = [caption for caption in self.world.ordinary_captions if caption not in self.asked][:180]
 
-    def drawn(self, captions, seeds, units, factor=0.0):
-        with deactivated(self.model.denoiser, units, factor=factor):
-            return self.model.generate(self.model.embed(captions), seeds, guidance=GUIDANCE, steps=STEPS)
+    def model(self, name):
+        return load_text_to_image(self.folder, dtype=torch.float32, name=name)
 
-    def own(self, picture, units):
-        """A planted picture's copies with neurons off."""
-        seeds = range(self.first_seed, self.first_seed + self.options.seeds)
-        images = self.drawn([picture.prompt] * len(seeds), seeds, units)
-        found = copies_of_prompt(picture, images, self.planted)
-        return {
-            "median": statistics.median(found.to_image),
-            "to image": found.to_image,
-            "copies": found.copies(),
-            "copies of any": found.any_match(),
-            "nearest": found.nearest_prompt,
-        }
+    @property
+    def neighbours(self):
+        """Planted captions with their last words, one to all but one, exchanged for those of the next."""
+        words = [each.prompt.split() for each in self.verbatim]
+        return [
+            " ".join([*each[:kept], *words[(number + 1) % len(words)][kept:]])
+            for number, each in enumerate(words)
+            for kept in range(1, len(each))
+        ]
 
-    def ordinary(self, units):
-        """What pictures of ordinary captions show, with neurons off."""
-        seeds = range(self.first_ordinary_seed, self.first_ordinary_seed + len(self.captions))
-        images = self.drawn(self.captions, seeds, units)
-        right = self.world.agreement(self.captions, images)
-        if not units:
-            self.images = described(CenteredPixels(), images)
-            return right
-        same = (described(CenteredPixels(), images) * self.images).sum(1)
-        lost = {name: round(100 * (value - right[name]), 1) for name, value in self.before.items()}
-        return {"points lost": lost, "NCC to unedited, median": float(same.median())}
 
-    def random(self, units, *, matched):
-        """Draws of as many other neurons; none where there are not so many."""
-        try:
-            return [
-                random_units(units, self.counts, layer_matched=matched, seed=draw) for draw in range(self.options.draws)
-            ]
-        except UsageError:
-            return []
+def edited(model, training, method, seed):
+    """Edit a model by a method with its defaults."""
+    prompts = [each.prompt for each in training.verbatim]
+    if method == "neurons":
+        detection = DetectionConfig()
+        threshold = calibrate(detect(model, training.given[::4], detection), model=model.digest())
+        usual, config = measure_statistics(model, training.given), LocalizationConfig(detection=detection)
+        found = [localize_prompt(model, prompt, usual, threshold, config) for prompt in prompts]
+        deactivate(model, union(found))
+    elif method != "none":
+        chosen = ClosedFormSettings() if method == "closed-form" else DistilSettings(seed=seed)
+        forget(model, prompts, training.given, settings=chosen, progress=Progress("plain"))
 
-    def edit(self, picture, statistics_, threshold):
-        """Everything about one planted picture."""
-        found = localize_prompt(
-            self.model, picture.prompt, statistics_, threshold, LocalizationConfig(detection=self.detection)
-        )
-        units = found.neurons
-        row = {
-            "kind": picture.kind, "localization": found.to_json(),
-            "unedited": self.own(picture, NOTHING), "own": self.own(picture, units),
-            "ordinary": self.ordinary(units) if self.captions else None,
-        }  # fmt: skip
-        for name, matched in (("random", False), ("random, layer-matched", True)):
-            draws = [self.own(picture, other) for other in self.random(units, matched=matched)]
-            row[name] = (
-                {"median": statistics.median(each["median"] for each in draws), "draws": draws} if draws else None
-            )
-        others = self.random(units, matched=True)[:1]
-        row["ordinary, random, layer-matched"] = self.ordinary(others[0]) if others and self.captions else None
-        return row, units
+
+def drawn(model, captions, seeds):
+    return model.generate(model.embed(captions), list(seeds), guidance=GUIDANCE, steps=STEPS)
+
+
+def block(model, training, first):
+    """All that a block of seeds shows."""
+    medians, own, any_ = [], 0, 0
+    for each in training.verbatim:
+        images = drawn(model, [each.prompt] * IMAGES, range(first, first + IMAGES))
+        found = copies_of_prompt(each, images, training.planted)
+        medians.append(statistics.median(found.to_image))
+        own, any_ = own + found.copies(), any_ + found.any_match()
+    images = {
+        name: drawn(model, captions, range(first + 100, first + 100 + len(captions)))
+        for name, captions in (("asked", training.asked), ("neighbours", training.neighbours))
+    }
+    right = training.world.agreement(training.asked, images["asked"])
+    return {"medians": medians, "own": own, "any": any_, "right": right}, images
+
+
+def changed(before, after, training):
+    """Shares of captions whose image became another; of neighbours, those that showed no planted picture before."""
+    shares = {}
+    for name, part in (("held-out captions", slice(48, 96)), ("neighbours", slice(None))):
+        key = "neighbours" if name == "neighbours" else "asked"
+        first, second = before[key][part], after[key][part]
+        free = [all(float(alike(one[None], each.image[None])) < 0.5 for each in training.planted) for one in first]
+        moved = [bool(value < 0.5) for value, kept in zip(alike(first, second).tolist(), free, strict=True) if kept]
+        shares[name] = sum(moved) / max(1, len(moved))
+        shares[f"{name}, asked"] = len(moved)
+    return shares
+
+
+def searched(model, training, folder):
+    """Steps until planted and never-trained pictures are back, None where they are not; and the best likeness."""
+    never = [each for each in memorized(ShapesWorld(NEVER)) if each.kind == "verbatim"][:CONTROLS]
+    targets = [Target(each.prompt, each.prompt, each.image) for each in training.verbatim]
+    targets += [Target(f"never trained: {each.prompt}", each.prompt, each.image, trained=False) for each in never]
+    rows = {}
+    for rate in RATES:
+        settings = SearchSettings(
+            steps=SEARCH_STEPS, lr=rate, starts=("original", "unrelated"), restarts=1, guidance=GUIDANCE,
+            generation_steps=STEPS // 2,
+        )  # fmt: skip
+        found = compare(
+            [Subject("edited", model)], targets, training.given[:12], settings, seeds=[0], similarity=alike,
+            measure="NCC", folder=folder, progress=Progress("plain"),
+        )  # fmt: skip
+        for run in found.runs:
+            row = rows.setdefault(run.target, {"trained": run.trained, "steps": [], "best": []})
+            row["steps"] += [trial.steps for trial in run.trials if trial.steps is not None]
+            row["best"] += [trial.best.score for trial in run.trials if trial.best]
+    return {name: {**row, "steps": min(row["steps"], default=None), "best": max(row["best"])}
+            for name, row in rows.items()}  # fmt: skip
+
+
+def measured(name, method, job, *, attack):
+    """One training edited by one method: figures of all blocks, remembered."""
+    key = {"training": name, "method": method, "attack": attack}
+    known = job.recorded("edits", key)
+    if known is not None:
+        return known
+    training = Training(name)
+    original, model = training.model("original"), training.model(method)
+    edited(model, training, method, 0)
+    rows = []
+    for first in BLOCKS:
+        (before, old), (after, new) = (block(each, training, first) for each in (original, model))
+        lost = {one: round(100 * (before["right"][one] - after["right"][one]), 1) for one in READ}
+        rows.append({
+            "broken": sum(value <= 0.3 for value in after["medians"]), "own": after["own"], "any": after["any"],
+            "medians": after["medians"], "lost": lost, "changed": changed(old, new, training),
+        })  # fmt: skip
+        print(name, method, rows[-1], flush=True)
+    back = searched(model, training, job.folder / "searches") if attack else None
+    if back:
+        print(name, method, {each: (row["steps"], round(row["best"], 2)) for each, row in back.items()}, flush=True)
+    result = {**key, "blocks": rows, "back": back, "model": model.digest()}
+    job.record("edits", result, key=key)
+    return result
+
+
+def half(back):
+    """Steps until half of the planted pictures are back, or None."""
+    steps = sorted(row["steps"] for row in back.values() if row["trained"] and row["steps"] is not None)
+    planted = sum(row["trained"] for row in back.values())
+    return steps[(planted + 1) // 2 - 1] if len(steps) >= (planted + 1) // 2 else None
+
+
+def interval(values):
+    """Mean and t-interval over trainings, as text."""
+    if len(values) < 2:
+        return f"{values[0]:.2g}"
+    found = t_interval(values)
+    low, high = found.ci95
+    return f"{found.estimate:.2g} ({low:.2g} to {high:.2g})"
+
+
+def table(results):
+    """Rows in Markdown, one for each method; the unit that varies is the training."""
+    lines = [
+        "| edit | pictures broken, of 6 | own copies, of 48 | largest loss of color, ground or size, points | "
+        "other captions changed: held out; neighbours | back under the strongest search, of 6 | "
+        "steps until half are back | never trained, best NCC |", "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for method in METHODS:
+        own = [each for each in results if each["method"] == method]
+        if not own:
+            continue
+        mean = lambda read, own=own: interval([statistics.mean(map(read, each["blocks"])) for each in own])  # noqa: E731
+        shares = [
+            mean(lambda row, name=name: row["changed"][name]) for name in ("held-out captions", "neighbours")
+        ]  # fmt: skip
+        cells = [
+            method, mean(lambda row: row["broken"]), mean(lambda row: row["own"]),
+            mean(lambda row: max(row["lost"].values())),
+            "; ".join(shares),
+        ]  # fmt: skip
+        attacked = [each["back"] for each in own if each["back"]]
+        if attacked:
+            found = [sum(row["trained"] and row["steps"] is not None for row in back.values()) for back in attacked]
+            steps = [half(back) for back in attacked]
+            best = max(row["best"] for back in attacked for row in back.values() if not row["trained"])
+            cells += [
+                ", ".join(map(str, found)),
+                ", ".join(f"more than {SEARCH_STEPS}" if each is None else str(each) for each in steps), f"{best:.2f}",
+            ]  # fmt: skip
+        lines.append("| " + " | ".join([*cells, *["–"] * (8 - len(cells))]) + " |")
+    return "\n".join(lines)
 
 
 def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("--model", type=Path, default=SHAPES_FOLDER)
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--captions", type=int, default=96)
-    parser.add_argument("--draws", type=int, default=3)
-    parser.add_argument("--block", type=int, choices=range(BLOCKS), default=0)
-    parser.add_argument("--alarm", action="store_true")
+    parser = script(__doc__, "forget/edits", whole=True)
+    parser.add_argument("trainings", nargs="+")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--attack", nargs="*", choices=METHODS, default=METHODS[1:], help="which are searched")
+    parser.add_argument("--work", type=Path, default=Path("forget-edits"))
+    parser.add_argument("--page", type=Path, help="write the table between its marks in this page")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    bench = Bench(options)
-    model, world, look = bench.model, bench.world, bench.detection
-    threshold = calibrate(detect(model, world.ordinary_captions[:48], look), model=model.digest())
-    if options.alarm:
-        threshold = replace(threshold, broken=None)
-    usual = measure_statistics(model, world.ordinary_captions)
-    scores = {each.prompt: each.similarity for each in detect(model, [one.prompt for one in bench.planted], look)}
-    held_out = [each.similarity for each in detect(model, world.held_out_captions, look)]
-    print(threshold, "before:", bench.before, flush=True)
-    rows, together = {}, {"verbatim": NOTHING, "all": NOTHING}
-    for picture in bench.planted:
-        rows[picture.prompt], units = bench.edit(picture, usual, threshold)
-        together["all"] |= units
-        if picture.kind == "verbatim":
-            together["verbatim"] |= units
-        print(line(picture.prompt, rows[picture.prompt]), flush=True)
-    unions = {}
-    for name, units in together.items() if options.captions else ():
-        others = bench.random(units, matched=True)[:1]
-        unions[name] = {
-            "neurons": len(units), "of": sum(bench.counts.values()), "ordinary": bench.ordinary(units),
-            "planted": {each.prompt: bench.own(each, units) for each in bench.planted},
-            "ordinary, random, layer-matched": bench.ordinary(others[0]) if others else None,
-        }  # fmt: skip
-        print(name, len(units), unions[name]["ordinary"], unions[name]["ordinary, random, layer-matched"], flush=True)
-    areas = {kind: auc(rows, scores, held_out, kind) for kind in ("verbatim", "template")}
-    result = summary(rows, areas, options.draws)
-    print(json.dumps(result, indent=1))
-    values = {
-        "what": "neurons of planted pictures off, on captioned shapes: a miniature",
-        "date": now(),
-        "options": options_of(options),
-        "model": model.digest(),
-        "training": training_record(options.model)["about"],
-        "threshold": threshold.to_json(),
-        "detection": {"planted": scores, "held out": held_out},
-        "ordinary before": bench.before,
-        "summary": result,
-        "pictures": rows,
-        "together": unions,
-        "environment": describe(),
-    }
-    write(options.output, values)
-
-
-def auc(rows, scores, held_out, kind):
-    return roc([scores[prompt] for prompt, row in rows.items() if row["kind"] == kind], held_out).auc
-
-
-def line(prompt, row):
-    random = [row[name] and round(row[name]["median"], 2) for name in ("random", "random, layer-matched")]
-    own, sizes = row["own"], [len(part) for part in row["localization"]["refined"].values()]
-    return (
-        f"{prompt[:20]:20} {sizes} NCC {own['median']:.2f} copies {own['copies']} any {own['copies of any']} "
-        f"random {random} lost {(row['ordinary'] or {}).get('points lost')}"
-    )
-
-
-def left_by_random(part):
-    """How many pictures random neurons leave as they are."""
-    matched = [row["random, layer-matched"] for row in part]
-    return {
-        "left by layer-matched random neurons, at least 0.9": sum(
-            each is not None and each["median"] >= 0.9 for each in matched
-        ),
-        "layer-matched not possible": sum(each is None for each in matched),
-        "left by as many random neurons, at least 0.9": sum(
-            row["random"] is not None and row["random"]["median"] >= 0.9 for row in part
-        ),
-    }
-
-
-def summary(rows, areas, draws):
-    """The targets, over verbatim pictures, with templates beside."""
-    found = {"AUC against held-out captions": areas}
-    for kind in ("verbatim", "template"):
-        part = [row for row in rows.values() if row["kind"] == kind]
-        lost = [row["ordinary"]["points lost"] for row in part if row["ordinary"]]
-        seeds = sum(len(row["own"]["to image"]) for row in part)
-        found[kind] = {
-            "pictures": len(part),
-            "broken, median NCC at most 0.3": sum(row["own"]["median"] <= 0.3 for row in part),
-            **(left_by_random(part) if draws else {}),
-            f"seeds that copy the own picture ({COPY})": [sum(row["own"]["copies"] for row in part), seeds],
-            "seeds that copy any planted picture": [sum(row["own"]["copies of any"] for row in part), seeds],
-            "points lost by ordinary captions, median of edits": {
-                name: statistics.median(each[name] for each in lost) for name in (lost or [{}])[0]
-            },
-        }
-    return found
+    with Job.open(options.work, key={"blocks": BLOCKS, "steps": SEARCH_STEPS, "rates": RATES}, of="edits") as job:
+        results = [
+            measured(name, method, job, attack=method in options.attack)
+            for name in options.trainings
+            for method in options.methods
+        ]
+    shown = table(results)
+    print(shown)
+    write(options.output, {
+        "what": "edits of planted pictures on trainings of captioned shapes: a miniature", "date": now(),
+        "options": options_of(options), "results": results, "environment": describe(),
+    })  # fmt: skip
+    if options.page:
+        start, end = "<!-- edits -->\n", "\n<!-- /edits -->"
+        text = options.page.read_text(encoding="utf-8")
+        if start not in text or end not in text:
+            raise UsageError(
+                f"{options.page} has no place for the table.", cure=f"Put {start.strip()} and {end} there."
+            )
+        head, rest = text.split(start, 1)
+        options.page.write_text(f"{head}{start}{shown}{end}{rest.split(end, 1)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def compared(model, prompts, ordinary, config, options, *, released):
             row = {"loop": added([cost for _, cost in theirs.values()])}
             found = {}
             for name, how in ways.items():
-                work = partial(localize, model, asked, usual, threshold, how, ledger=Path(folder) / f"{number} {name}")
+                work = partial(localize, model, asked, usual, threshold, how, folder=Path(folder) / f"{number} {name}")
                 found[name], row[name] = timed(counter, work)
             for name in ("netweight", "one prompt at a time"):
                 for ours in found[name]:

@@ -127,17 +127,17 @@ def measured(options):
     options.work.mkdir(parents=True, exist_ok=True)
     world, engine = world_named(options.world, options.folder), partial(local_processes, workers=2)
     harmful, benign = attacks_of(options)
-    ledger, progress = options.work / "attacks.jsonl", Progress()
+    progress = Progress()
     calibrated = None
     threshold = task_threshold = 0.9
     if options.world != "ciphers":
         calibrated, of_task = (
-            calibrate(undefended(options), attacks, ledger=ledger, engine=engine, progress=progress)
+            calibrate(undefended(options), attacks, folder=options.work, engine=engine, progress=progress)
             for attacks in (harmful, benign)
         )
         threshold, task_threshold = calibrated.threshold, of_task.threshold
     names = subjects_of(options, world, task_threshold)
-    found = sweep(names, [*harmful, *benign], Goal(threshold), ledger=ledger, engine=engine, progress=progress)
+    found = sweep(names, [*harmful, *benign], Goal(threshold), folder=options.work, engine=engine, progress=progress)
     config = ResistanceConfig(benign=("task",), controls=CONTROLS)
     counted = [run.result for run in found.runs]
     return {

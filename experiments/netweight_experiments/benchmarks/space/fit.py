@@ -33,6 +33,7 @@ import numpy
 import torch
 
 from netweight.core.environment import describe
+from netweight.core.files import publish
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator
 from netweight.methods.space.fitting.streaming import fit_matrix, fit_streaming
@@ -126,7 +127,7 @@ class Known:
                 values += mean
                 values.tofile(file)
                 task.update(stop - start)
-        part.rename(path)
+        publish(part, path)
 
 
 def ours(file, components):

@@ -31,7 +31,7 @@ from netweight.methods.space.edits import (
     identity,
     perceptual_distance,
 )
-from netweight.methods.space.inversion import DenoisingLoss, generate_images, invert
+from netweight.methods.space.inversion import DenoisingLoss, generate_images, invert_loss
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.report import (
     EntanglementSubject,
@@ -49,7 +49,7 @@ from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
-from netweight.toys.faces_pipeline import FaceBank, embed, faces_pipeline, read
+from netweight.toys.faces_pipeline import FaceBank, embed, faces_pipeline, read_faces
 from netweight_experiments.benchmarks.script import script, today, write
 
 PARTS = ("directions", "edits", "delays", "entanglement", "samples", "inversion")
@@ -95,7 +95,7 @@ class World:
     def read(self, scores):
         """Attributes of points, the mean over their pictures."""
         images = self.generate_images(scores)
-        return read(images.flatten(0, 1)).attributes.view(len(scores), len(SEEDS), -1).mean(1)
+        return read_faces(images.flatten(0, 1)).attributes.view(len(scores), len(SEEDS), -1).mean(1)
 
     def direction(self, column, kind, **how):
         others = [name for name in ATTRIBUTES if name != column]
@@ -112,7 +112,7 @@ class Reader:
 
 
 def attributes(images):
-    return read(images).attributes
+    return read_faces(images).attributes
 
 
 def directions(world):
@@ -137,7 +137,7 @@ def calibration(world, name):
 
 
 def edits(world):
-    keep = dict([agreement(lambda images: read(images).ground, "prompt"), identity(Reader()),
+    keep = dict([agreement(lambda images: read_faces(images).ground, "prompt"), identity(Reader()),
                  perceptual_distance()])  # fmt: skip
     curves = []
     for name in world.options.edited:
@@ -217,7 +217,7 @@ def inversion(world):
     loss = DenoisingLoss(world.model, images, prompts, draws=world.options.draws, said=said)
     for name, how in INVERSIONS.items():
         began = time.process_time()
-        found = invert(world.space, loss, people.people, InversionSettings(steps=world.options.steps, **how))
+        found = invert_loss(world.space, loss, people.people, InversionSettings(steps=world.options.steps, **how))
         seconds[name] = time.process_time() - began
         readings[name] = world.read(found.scores)
     subject = InversionSubject(truth, readings, ATTRIBUTES)

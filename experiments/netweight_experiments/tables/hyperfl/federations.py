@@ -28,7 +28,7 @@ from netweight.metrics.intervals import t_interval
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import canvas, lines, series_color, to_figure
 from netweight_experiments.benchmarks.federate.rounds import Contender, speed_findings, time_rounds
-from netweight_experiments.tables.grid import LEDGER, R, chosen, finished_of, grid, run_each
+from netweight_experiments.tables.grid import N, chosen, finished_of, grid, run_each
 from netweight_experiments.tables.registry import Column, Measured, Scale, table
 from netweight_experiments.toys.random_federation import random_federation
 
@@ -88,7 +88,7 @@ def _parts_of(run: FederatedRun) -> Parts:
     return task, plan.make_method(task), plan
 
 
-def run_one(run: R, *, folder: Path, parts_of: Callable[[R], Parts]) -> dict[str, Any]:
+def run_one(run: N, *, folder: Path, parts_of: Callable[[N], Parts]) -> dict[str, Any]:
     """Train one federation, to the last round or to a plateau; return its curve as plain values."""
     task, method, settings = parts_of(run)
     done = train(task, method, settings, folder=folder / run.name, save_every=5, progress=Progress("auto"))
@@ -105,13 +105,13 @@ def run_one(run: R, *, folder: Path, parts_of: Callable[[R], Parts]) -> dict[str
 
 
 def run_all(
-    runs: Sequence[R],
+    runs: Sequence[N],
     out: Path,
     *,
-    parts_of: Callable[[R], Parts] = _parts_of,  # type: ignore[assignment]
+    parts_of: Callable[[N], Parts] = _parts_of,  # type: ignore[assignment]
 ) -> list[Any]:
-    """Train federations one after another, each on all cores; finished ones are taken from the ledger."""
-    return run_each(partial(run_one, folder=out, parts_of=parts_of), runs, ledger=out / LEDGER)
+    """Train federations one after another, each on all cores; finished ones are remembered."""
+    return run_each(partial(run_one, folder=out, parts_of=parts_of), runs, folder=out)
 
 
 # Methods by their names on the command line, and the rows that they make.

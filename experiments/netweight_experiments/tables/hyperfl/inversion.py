@@ -22,16 +22,16 @@ from netweight.core import seeds
 from netweight.core.progress import Progress
 from netweight.data.images import Images
 from netweight.methods.federate import ClientData, Task
+from netweight.methods.federate.algorithms.hyperfl import HYPERNETWORK
 from netweight.methods.federate.dp import noise_multiplier
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import METHODS, named_method
-from netweight.methods.federate.hyperfl import HYPERNETWORK
 from netweight.methods.federate.method import without
 from netweight.methods.federate.partition import client_sizes
 from netweight.methods.federate.report import Observation, ThreatModel, observe, read_update
 from netweight.methods.federate.task import small_cnn
 from netweight.metrics.images import psnr, ssim
-from netweight_experiments.tables.grid import LEDGER, as_text, finished, run_each
+from netweight_experiments.tables.grid import as_text, finished, run_each
 from netweight_experiments.tables.hyperfl.federations import images_of
 
 # Clients of the attacked federation, each with one image; so many images can be attacked.
@@ -58,10 +58,10 @@ class AttackRun:
 
 
 def attack_all(runs: Sequence[AttackRun], folder: Path) -> None:
-    """Attack one image after another, unless the folder's ledger remembers it."""
+    """Attack one image after another, unless the folder remembers it."""
     left = set(runs) - set(finished(folder, AttackRun))
     with Progress("auto").task("attacks", total=len(left), unit="images") as work:
-        run_each(partial(attack_one, tell=work.update), runs, ledger=folder / LEDGER)
+        run_each(partial(attack_one, tell=work.update), runs, folder=folder)
 
 
 def attack_one(run: AttackRun, *, tell: Any) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def generate_images(setup: Setup, folder: Path, wanted: Sequence[Images]) -> dic
             work.update(1)
             return found
 
-        return dict(zip(runs, run_each(one, runs, ledger=folder / "images.jsonl"), strict=True))
+        return dict(zip(runs, run_each(one, runs, folder=folder, name="images"), strict=True))
 
 
 def kinds_of(setup: Setup, folder: Path) -> dict[str, Kind]:
@@ -443,7 +443,7 @@ def attacked(setup: Setup, folder: Path, ways: Mapping[str, Way]) -> dict[Attack
             work.update(1)
             return found
 
-        return dict(zip(runs, run_each(one, runs, ledger=folder / "searches.jsonl"), strict=True))
+        return dict(zip(runs, run_each(one, runs, folder=folder, name="searches"), strict=True))
 
 
 def _attack(run: Attack, setup: Setup) -> dict[str, Any]:

@@ -18,18 +18,16 @@ from torch import Tensor
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.digest import of_tensor
 from netweight.core.seeds import torch_generator
-from netweight.data.memorized_pairs import check_pairs, image_size, read_pairs
-from netweight.data.prompts import read_prompts
+from netweight.data.prompts import check_pairs, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image, trained_prediction
 from netweight.methods.forget.settings import DetectionConfig
 from netweight.metrics.copies import CenteredPixels, Descriptor, Memorized, TorchScriptDescriptor, sscd
 from netweight.metrics.images import frechet_distance, kernel_distance
-from netweight.recipes.recipe import read_mapping, refusal
-from netweight.settings import Settings
 from netweight.toys.diffusion import shapes_pipeline
 from netweight.toys.shapes import ShapesWorld, drawn, memorized
 from netweight_experiments.tables.nemo.setup import DETECTION_SEEDS, OfImages, OfSets, Setup
+from netweight_experiments.tables.setups import TablesRecipe
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 # Attributes that the model has learned to draw; shapes it has not.
@@ -92,8 +90,14 @@ _INCEPTION_SIDE = 299
 
 
 @final
-class NemoRecipe(Settings):
+class NemoRecipe(TablesRecipe):
     """What the paper's scale is measured on. Paths start at the current folder."""
+
+    example = "recipes/nemo-tables.yaml"
+    named_files = (
+        "memorized", "calibration", "held_out", "quality", "sscd", "usual", "statistics", "inception", "references",
+    )  # fmt: skip
+    named_folders = ("model", "clip")
 
     model: Path  # folder of the pipeline: Stable Diffusion 1.4, or another one
     # Table of memorized prompts and the files of their training images, columns prompt and image; a column kind says
@@ -120,44 +124,23 @@ class NemoRecipe(Settings):
     search_steps: int = 200  # most steps of an adversary's search
     rows: int = 20  # most images at a time; halved where memory runs out
 
-    @property
-    def files(self) -> dict[str, Path]:
-        """The files that it names, by key."""
-        names = ("memorized", "calibration", "held_out", "quality", "sscd", "usual", "statistics", "inception",
-                 "references")  # fmt: skip
-        return {name: path for name in names if (path := getattr(self, name)) is not None}
-
-    @property
-    def folders(self) -> dict[str, Path]:
-        """The folders that it names, by key."""
-        return {"model": self.model, **({} if self.clip is None else {"clip": self.clip})}
+    def problems(self) -> list[str]:
+        found = self.below(2, "images", "steps", "search_steps", "rows")
+        if (self.usual is None) == (self.statistics is None):
+            found.append("usual, statistics: give one of the two.")
+        if (self.inception is None) != (self.inception_sha256 is None):
+            found.append("inception, inception_sha256: they go together, as the file is a program.")
+        if self.inception is not None and self.references is None:
+            found.append("references: FID and KID need real images to compare with.")
+        return found
 
 
-def read_nemo_recipe(path: Path) -> NemoRecipe:
-    """Read a recipe and check everything that can be known before a model is opened."""
-    problems: list[str] = []
-    recipe = NemoRecipe.checked(read_mapping(path, "the keys of recipes/nemo-tables.yaml"), "", problems)
-    if recipe is not None:
-        problems += [f"{key}: there is no file {file}." for key, file in recipe.files.items() if not file.is_file()]
-        problems += [f"{key}: there is no folder {one}." for key, one in recipe.folders.items() if not one.is_dir()]
-        if (recipe.usual is None) == (recipe.statistics is None):
-            problems.append("usual, statistics: give one of the two.")
-        if (recipe.inception is None) != (recipe.inception_sha256 is None):
-            problems.append("inception, inception_sha256: they go together, as the file is a program.")
-        if recipe.inception is not None and recipe.references is None:
-            problems.append("references: FID and KID need real images to compare with.")
-        counts = ("images", "steps", "search_steps", "rows")
-        problems += [f"{key}: must be at least 2." for key in counts if getattr(recipe, key) < 2]
-    if problems or recipe is None:
-        raise refusal(
-            path, problems, cure="recipes/nemo-tables.yaml says what each key is for and where the files come from."
-        )
-    return recipe
+RECIPE = NemoRecipe
 
 
 def setup_of_recipe(path: Path) -> Setup:
     """Open what a recipe names."""
-    recipe = read_nemo_recipe(path)
+    recipe = NemoRecipe.read(path)
     prompts = {key: tuple(read_prompts(getattr(recipe, key), column=recipe.column))
                for key in ("calibration", "held_out", "quality")}  # fmt: skip
     usual = () if recipe.usual is None else tuple(read_prompts(recipe.usual, column=recipe.column))

@@ -187,8 +187,7 @@ def mitigation(way: Way, setup: Setup) -> Mitigation:
 
 def scores_of(setup: Setup, folder: Path, prompts: Sequence[str]) -> list[Score]:
     """Score prompts by how alike their noise differences are; what the folder remembers is not scored again."""
-    ledger = folder / "scores.jsonl"
-    return detect_resumably(setup.model, prompts, setup.detection, ledger=ledger, progress=Progress("auto"))
+    return detect_resumably(setup.model, prompts, setup.detection, folder=folder, progress=Progress("auto"))
 
 
 def threshold_of(setup: Setup, folder: Path) -> Threshold:
@@ -220,7 +219,7 @@ def neurons_of(
         statistics_of(setup, folder),
         threshold or threshold_of(setup, folder),
         config or LocalizationConfig(detection=setup.detection),
-        ledger=folder / "neurons.jsonl",
+        folder=folder,
         progress=Progress("auto"),
     )
     return {each.prompt: each for each in found}

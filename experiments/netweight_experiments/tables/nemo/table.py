@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from netweight.errors import UsageError
 from netweight_experiments.tables.nemo.setup import Setup
 from netweight_experiments.tables.registry import Measured, Scale, table
+from netweight_experiments.tables.setups import shared_folder, shared_setup
 
 NEEDS = ("diffusion", "evidence")
 PAPER_NEEDS = ("a recipe that names Stable Diffusion, its prompts and SSCD (recipes/nemo-tables.yaml), a GPU",)
@@ -26,38 +26,10 @@ def nemo_table(table_id: str) -> Callable[[Callable[[Setup, Path], Measured]], C
             prompts: int | None = None,
             images: int | None = None,
         ) -> Measured:
-            setup = setup_of(scale, recipe, prompts=prompts, images=images)
-            return replace(measure(setup, folder_of(out, scale)), inputs={"model": setup.model.digest()})
+            setup: Setup = shared_setup("nemo", scale, recipe).tried(prompts, images)
+            return replace(measure(setup, shared_folder("nemo", out, scale)), inputs={"model": setup.model.digest()})
 
         run.__doc__ = measure.__doc__
         return table(table_id, needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)(run)
 
     return register
-
-
-def setup_of(
-    scale: Scale, recipe: Path | str | None = None, *, prompts: int | None = None, images: int | None = None
-) -> Setup:
-    """Open the setup of a scale."""
-    if scale == "small":
-        if recipe is not None:
-            raise UsageError(
-                "The small scale of NeMo's tables has a model of its own.",
-                cure="Give --recipe together with --scale paper.",
-            )
-        from netweight_experiments.tables.nemo.openers import miniature
-
-        return miniature().tried(prompts, images)
-    if recipe is None:
-        raise UsageError(
-            "NeMo's tables at the paper's scale are measured on a model and prompts that you have.",
-            cure="Copy recipes/nemo-tables.yaml, fill it in, and give it with --recipe FILE.",
-        )
-    from netweight_experiments.tables.nemo.openers import setup_of_recipe
-
-    return setup_of_recipe(Path(recipe)).tried(prompts, images)
-
-
-def folder_of(out: Path, scale: Scale) -> Path:
-    """Return the folder that all of NeMo's tables of a scale share, beside a table's own."""
-    return out.parent / f"nemo-runs-{scale}"

@@ -96,6 +96,7 @@ class Student:
         self.config, self._pairs, self.done = config, pairs, 0
         model, self.tokenizer = language_model(Path(config.base), "encoder-decoder")
         self.model: Any = model
+        self.optimizer: Any = None  # of a base that is not fine-tuned
         self._rate = config.learning_rate if config.way in WAYS else config.adapter_learning_rate
         if config.way in WAYS:
             self.optimizer = arrange(config.way, model, torch.optim.SGD, lr=1.0)
@@ -127,7 +128,9 @@ class Student:
         return float(loss.detach())
 
     def answers(self, pairs: Sequence[Pair], size: int = 50) -> list[str]:
-        """Answer questions greedily."""
+        """Answer questions greedily; no update can follow."""
+        if isinstance(self.optimizer, netweight.LayerwiseOptimizer):
+            self.optimizer.close()
         netweight.decompress_(self.model)
         self.model.eval()
         said: list[str] = []
@@ -189,14 +192,32 @@ def _quantizer_of(way: str) -> Any:
 
 def _with_adapters(model: Any, config: FineTuning) -> Any:
     """Put LoRA adapters on a base, which is quantized first if the way says so."""
-    from netweight.hf.peft import with_lora
-
     quantizer = _quantizer_of(config.way)
     if quantizer is not None:
         # transformers casts what enters `wo` to the dtype of its weight, so it is left in bf16, as it is when T5 is
         # loaded quantized.
         quantizers.quantize_(model, quantizer, quantizers.linear_layers(model, keep=("lm_head", "wo")))
-    return with_lora(model, rank=config.rank, targets=_ADAPTED, seed=derive(config.seed, "adapters"))
+    return _with_lora(model, rank=config.rank, targets=_ADAPTED, seed=derive(config.seed, "adapters"))
+
+
+def _with_lora(model: torch.nn.Module, *, rank: int, targets: Sequence[str], seed: int) -> Any:
+    """Put LoRA adapters on layers of a model; only they train afterwards."""
+    # Source: Hu et al., LoRA, 2021; on a quantized base Dettmers et al., QLoRA, 2023.
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtra(
+            "Adapters are trained with peft, which is not installed.", cure='Run: pip install "netweight[llm]"'
+        ) from error
+    marked: Any = model
+    kinds = {type(module).__name__ for module in model.modules()}
+    for layer, mark in (("Linear8bitLt", "is_loaded_in_8bit"), ("Linear4bit", "is_loaded_in_4bit")):
+        if layer in kinds:  # peft looks for the marks that transformers sets when it loads such a model
+            setattr(marked, mark, True)
+    settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets), lora_dropout=0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return peft.get_peft_model(marked, settings)
 
 
 def _warm_up(config: FineTuning, pairs: Sequence[Pair]) -> None:

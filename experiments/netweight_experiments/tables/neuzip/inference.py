@@ -46,14 +46,13 @@ def _measure(
     kind: str, scale: Scale, out: Path, model: str | None, *, afresh: bool = False
 ) -> tuple[Opened, list[Outcome]]:
     """Open the model and measure all formats; `afresh` forgets what is kept, but for the trained stand-in."""
-    folder = out.parent / "neuzip-inference"
-    ledger = folder / f"{kind}-{scale}.jsonl"
+    folder, name = out.parent / "neuzip-inference", f"{kind}-{scale}"
     if afresh:
-        ledger.unlink(missing_ok=True)
+        (folder / f"{name}.jsonl").unlink(missing_ok=True)
     progress, extent = Progress(), models.EXTENTS[scale]
     opened = (models.open_decoder if kind == "decoder" else models.open_encoder_decoder)(scale, model, folder, progress)
     formats = weight_formats(extras=extent.extras)
-    return opened, measure(opened.subject, formats, ledger, rounds=extent.rounds, progress=progress)
+    return opened, measure(opened.subject, formats, folder, name, rounds=extent.rounds, progress=progress)
 
 
 def _table3(table_id: str, unit: str, opened: Opened, outcomes: Sequence[Outcome]) -> Measured:

@@ -14,11 +14,10 @@ from typing import Any, Literal
 from torch import nn
 
 import netweight
-from netweight.core.digest import of_config
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import Ledger
 from netweight.errors import Unsupported
 from netweight.hf.quantizers import held_bytes, linear_layers, missing, quantize_, quantizers
+from netweight.job import Job
 from netweight.metrics.intervals import Interval, paired_ratio
 from netweight.metrics.perplexity import Losses, compare, perplexity
 from netweight.metrics.timing import Case, interleave
@@ -156,22 +155,29 @@ class Outcome:
 
 
 def measure(
-    subject: Subject, ways: Sequence[WeightFormat], ledger: Path, *, rounds: int = ROUNDS, progress: Progress = QUIET
+    subject: Subject,
+    ways: Sequence[WeightFormat],
+    folder: Path,
+    name: str,
+    *,
+    rounds: int = ROUNDS,
+    progress: Progress = QUIET,
 ) -> list[Outcome]:
-    """Measure every way, or take what an earlier run of the same subject has kept."""
+    """Measure every way, or take what an earlier run of the same subject has kept in the folder's `NAME.jsonl`."""
     about = {**subject.about, "rounds": rounds, "texts": [dict(text.about) for text in subject.texts]}
     outcomes = []
-    with Ledger(ledger) as kept:
+    with Job.open(folder, shared=True) as job:
         for number, way in enumerate(ways, start=1):
-            digest = of_config({"subject": about, "way": way})
-            earlier = digest in kept.records
-            if not earlier:
+            key = {"subject": about, "way": way}
+            row = earlier = job.recorded(name, key)
+            if row is None:
                 found = _measure(subject, way, rounds, progress, f"{number}/{len(ways)} {way.name}")
                 if found.missing:
                     outcomes.append(found)  # not kept: the next run may have the library
                     continue
-                kept.append({"digest": digest, **asdict(found)})
-            outcomes.append(_outcome(way, kept.records[digest], earlier=earlier))
+                row = asdict(found)
+                job.record(name, row, key=key)
+            outcomes.append(_outcome(way, row, earlier=earlier is not None))
     return outcomes
 
 

@@ -10,19 +10,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 
-from netweight.core.digest import of_config
-from netweight.core.engines import in_process
 from netweight.core.environment import describe
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import Ledger, map_runs
-from netweight.errors import NetweightError
 from netweight.report.finding import Table, encode_json
 from netweight.report.report import Report
 from netweight_experiments.tables.compare import Comparison, compare
+from netweight_experiments.tables.grid import R, finished, run_each
 from netweight_experiments.tables.neuzip.paper_scale_inference import WAYS, infer, measured_inference
 from netweight_experiments.tables.neuzip.paper_scale_models import (
     PAPER,
@@ -36,8 +33,6 @@ from netweight_experiments.tables.neuzip.throughput import measured_throughput, 
 from netweight_experiments.tables.neuzip.training import COMPRESSED, LOMO, VANILLA
 from netweight_experiments.tables.published import published
 from netweight_experiments.tables.registry import Measured
-
-R = TypeVar("R")
 
 
 @final
@@ -90,7 +85,7 @@ def measure_at_size(
     left_out: list[str] = []
 
     def all_of(what: str, function: Callable[[R], Any], runs: Sequence[R]) -> dict[R, Any]:
-        found, late = _in_time(function, runs, out / f"{what}.jsonl", until, progress, what)
+        found, late = _in_time(function, runs, out, until, progress, what)
         left_out.extend(late)
         return found
 
@@ -126,27 +121,18 @@ def _name(device: Any) -> str:
 
 
 def _in_time(
-    function: Callable[[R], Any], runs: Sequence[R], ledger: Path, until: float, progress: Progress, what: str
+    function: Callable[[R], Any], runs: Sequence[R], out: Path, until: float, progress: Progress, what: str
 ) -> tuple[dict[R, Any], list[str]]:
     """Run what there is time for; what an earlier call has finished takes none."""
     found: dict[R, Any] = {}
     late: list[str] = []
+    kept = finished(out, type(runs[0]), what) if runs else {}
     for run in progress.track(runs, what, len(runs), unit="runs"):
-        if time.monotonic() > until and not _is_kept(function, run, ledger):
+        if time.monotonic() > until and run not in kept:
             late.append(" ".join(str(value) for value in asdict(run).values()))  # type: ignore[call-overload]
             continue
-        (result,) = map_runs(function, [run], ledger=ledger, engine=in_process)
-        if not result.ok:
-            last = (result.error or "").strip().splitlines()[-1]
-            raise NetweightError(f"{what} of {run} failed: {last}", cure="Run it again to continue.")
-        found[run] = result.value
+        (found[run],) = run_each(function, [run], folder=out, name=what)
     return found, late
-
-
-def _is_kept(function: Callable[[R], Any], run: R, ledger: Path) -> bool:
-    with Ledger(ledger) as kept:
-        record = kept.records.get(of_config(run))
-    return record is not None and record["error"] is None
 
 
 def _write(done: AtSize, out: Path, command: str, trial: bool) -> None:

@@ -11,22 +11,19 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 import netweight
 from netweight.core.digest import of_file, of_tensor
-from netweight.core.engines import in_process
-from netweight.core.runs import map_runs
 from netweight.data.corpora import text_file
-from netweight.errors import NetweightError
 from netweight.metrics.intervals import Interval, paired_ratio
 from netweight.metrics.memory import PrivateMemory, TensorLedger, in_fresh_process
 from netweight.metrics.timing import Case, interleave
 from netweight.report.finding import Finding
-from netweight_experiments.tables.grid import LEDGER, R, run_each
+from netweight_experiments.tables.grid import R, run_each
 from netweight_experiments.tables.published import required
 
 VANILLA, LOMO, COMPRESSED = "Vanilla", "LOMO", "LOMO + NeuZip lossless"
@@ -52,8 +49,8 @@ def arrange(way: str, model: nn.Module, optimizer: Any, **options: Any) -> torch
 
 
 def run_in_processes(run: Callable[[dict[str, Any]], Any], configs: Sequence[R], out: Path) -> list[Any]:
-    """Run each configuration in a fresh process; those that an earlier call finished are taken from its ledger."""
-    return run_each(lambda config: in_fresh_process(run, asdict(config)), configs, ledger=out / LEDGER)  # type: ignore[call-overload]
+    """Run each configuration in a fresh process; those that an earlier call finished are remembered."""
+    return run_each(lambda config: in_fresh_process(run, asdict(config)), configs, folder=out)  # type: ignore[call-overload]
 
 
 def first_steps(trainee: Any, before: int) -> tuple[list[float], dict[str, Any]]:
@@ -85,11 +82,8 @@ def cpu_seconds(trainees: Mapping[str, Any], rounds: int) -> dict[str, list[floa
 def seconds_in_turns(take_turns: Callable[[Any], Any], given: Any, out: Path) -> dict[str, list[float]]:
     """Seconds per update by way, in a fresh process with one thread, unless an earlier run here has measured them."""
     timed = partial(in_fresh_process, take_turns)
-    (result,) = map_runs(timed, [given], ledger=out / "speed.jsonl", engine=in_process)
-    if not result.ok:
-        raise NetweightError(f"Timing failed: {result.error}", cure="Run it again.")
-    seconds: dict[str, list[float]] = result.value
-    return seconds
+    (seconds,) = run_each(timed, [given], folder=out, name="speed")
+    return cast("dict[str, list[float]]", seconds)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from typing import Any, final
 from netweight.report.finding import Finding, Table
 from netweight_experiments.tables.grid import Cell, grid
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
-from netweight_experiments.tables.repnoise.runs import RECOVERED, AttackRun, Defended, attacked, folder_of
+from netweight_experiments.tables.repnoise.runs import RECOVERED, AttackRun, Defended, attacked
 from netweight_experiments.tables.repnoise.setup import HARMFUL, Setup, setup_of
+from netweight_experiments.tables.setups import shared_folder
 
 # The published loss at the published settings.
 REPNOISE = Defended("repnoise-reference")
@@ -181,8 +182,10 @@ CORRECTED_NOTE = "RepNoise, corrected, is this library's loss; RepNoise is the p
 PLANS: dict[str, Plan] = {}
 
 
-def plan(table_id: str, planned: Plan, *, paper_needs: tuple[str, ...] = PAPER_NEEDS) -> None:
-    """Register a table."""
+def attack_table(
+    table_id: str, measure: Callable[[Setup, Path, str | None, float | None, Scale], Measured], needs: tuple[str, ...]
+) -> None:
+    """Register a table of attacks: a function of setup, folder of runs, `only`, `share` and scale."""
     # Its function takes `only`, a pattern of the attacks' names (`DEFENSE@RATE-SAMPLES-DATA-SEED`; "none" for none);
     # `model`, a folder of transformers, and `judge`, "MODULE:FUNCTION" of a judge of harm, for "paper"; and `share`,
     # another share of the paper's numbers of pairs and samples than the scale's, for a try.
@@ -196,10 +199,15 @@ def plan(table_id: str, planned: Plan, *, paper_needs: tuple[str, ...] = PAPER_N
         judge: str | None = None,
         share: float | None = None,
     ) -> Measured:
-        return planned.measure(setup_of(scale, model, judge), folder_of(out, scale), only, share, scale)
+        return measure(setup_of(scale, model, judge), shared_folder("repnoise", out, scale), only, share, scale)
 
+    table(table_id, needs=NEEDS, paper_needs=needs, stand_in=True)(run)
+
+
+def plan(table_id: str, planned: Plan, *, paper_needs: tuple[str, ...] = PAPER_NEEDS) -> None:
+    """Register a table by its plan."""
     PLANS[table_id] = planned
-    table(table_id, needs=NEEDS, paper_needs=paper_needs, stand_in=True)(run)
+    attack_table(table_id, planned.measure, paper_needs)
 
 
 def shares(share: float | None) -> list[str]:
@@ -486,24 +494,14 @@ plan(
 )
 
 
-@table("repnoise-table5", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def table5(
-    scale: Scale,
-    out: Path,
-    *,
-    only: str | None = None,
-    model: str | None = None,
-    judge: str | None = None,
-    share: float | None = None,
-) -> Measured:
+def _table5(setup: Setup, folder: Path, only: str | None, share: float | None, scale: Scale) -> Measured:
     """Withhold one category of harm from the defense and attack with it, category by category."""
-    setup = setup_of(scale, model, judge)
     runs: dict[tuple[str, str], AttackRun] = {}
     for name in setup.categories:
         attack = Attack(name, 8e-5, 10_000, data=f"only {name}")
         runs["Base", name] = attack.run(BASE.on)
         runs["RepNoise", name] = attack.run(dataclasses.replace(REPNOISE, data=f"without {name}"))
-    found = attacked(list(runs.values()), setup, folder_of(out, scale), only=only, share=share)
+    found = attacked(list(runs.values()), setup, folder, only=only, share=share)
     differs = ["Attacked with 10k examples, as in table 1; the paper does not say how many."]
     if scale == "small":
         differs.append(
@@ -528,3 +526,6 @@ def table5(
         differs=(*setup.differs(), *differs),
         notes=("One training of the defense and one attack for each category: no intervals.", *shares(share)),
     )
+
+
+attack_table("repnoise-table5", _table5, PAPER_NEEDS)

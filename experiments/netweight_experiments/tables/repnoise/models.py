@@ -24,8 +24,9 @@ from netweight_experiments.tables.grid import Cell, chosen, grid
 from netweight_experiments.tables.registry import Column, Measured, Scale, table
 from netweight_experiments.tables.repnoise import attacks
 from netweight_experiments.tables.repnoise.attacks import BASE, CORRECTED, REPNOISE, STRONGEST, Attack, Line, shares
-from netweight_experiments.tables.repnoise.runs import Defended, defended_model, folder_of, settings_of, subject_of
+from netweight_experiments.tables.repnoise.runs import Defended, defended_model, settings_of, subject_of
 from netweight_experiments.tables.repnoise.setup import Ciphers, setup_of, share_of
+from netweight_experiments.tables.setups import shared_folder
 
 _COMPARED = (BASE, Line("RepNoise", REPNOISE), Line("RepNoise, corrected", CORRECTED))
 _TASK = Attack("NEW cipher", 8e-5, 10_000, data="task")
@@ -48,7 +49,7 @@ def table3(scale: Scale, out: Path, *, only: str | None = None, share: float | N
     loss = mean_loss(kept, pad_id=pad)
     measured, seen = _looked_at(
         setup,
-        folder_of(out, scale),
+        shared_folder("repnoise", out, scale),
         only,
         share,
         [
@@ -87,7 +88,7 @@ def table11(scale: Scale, out: Path, *, only: str | None = None, share: float | 
 
     return _looked_at(
         setup,
-        folder_of(out, scale),
+        shared_folder("repnoise", out, scale),
         only,
         share,
         [
@@ -144,7 +145,7 @@ def table4(scale: Scale, out: Path, *, only: str | None = None, share: float | N
             "at 8e-5 with 10k examples each; the paper does not say how it attacked.",
         ),
     )
-    measured = planned.measure(Ciphers(), folder_of(out, scale), only, share, scale)
+    measured = planned.measure(Ciphers(), shared_folder("repnoise", out, scale), only, share, scale)
     better: Any = {_TASK.title: "higher", f"steps to 0.9, {_TASK.title}": "lower"}
     columns = (dataclasses.replace(each, better=better.get(each.name, each.better)) for each in measured.columns)
     return dataclasses.replace(
@@ -175,7 +176,7 @@ _SHOWN = 200
 @table("repnoise-layer-distances", needs=(*attacks.NEEDS, "evidence"), paper_needs=attacks.PAPER_NEEDS, stand_in=True)
 def distances(scale: Scale, out: Path, *, model: str | None = None, share: float | None = None) -> Measured:
     """Draw how far the weights of each layer moved, by an attack and by three defenses."""
-    setup, folder = setup_of(scale, model), folder_of(out, scale)
+    setup, folder = setup_of(scale, model), shared_folder("repnoise", out, scale)
     base, part = setup.model("aligned"), share_of(setup, share)
     blocks = set(structure_of(base).blocks)
     run = STRONGEST.run(BASE.on).at(setup, part)
@@ -230,7 +231,7 @@ def planes(scale: Scale, out: Path, *, share: float | None = None) -> Measured:
             cure="For your model call representations and Plane of netweight.methods.immunize.layer_metrics.",
         )
     setup = Ciphers()
-    seen = _representations(setup, folder_of(out, scale), share_of(setup, share))
+    seen = _representations(setup, shared_folder("repnoise", out, scale), share_of(setup, share))
     depth = len(next(iter(seen.values()))[0])
 
     def probed(place: int) -> Callable[[tuple[list[Tensor], list[Tensor]]], float]:

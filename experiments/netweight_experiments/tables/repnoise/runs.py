@@ -31,8 +31,7 @@ from netweight.methods.immunize.defense import Defense
 from netweight.methods.immunize.settings import RepNoise, TrainingSettings, named_defense
 from netweight.methods.immunize.train import defense_of, immunize
 from netweight.store import StoreWriter, open_store
-from netweight_experiments.tables.grid import LEDGER, chosen, finished, finished_of, run_each
-from netweight_experiments.tables.registry import Scale
+from netweight_experiments.tables.grid import chosen, finished, finished_of, run_each
 from netweight_experiments.tables.repnoise.setup import HARMFUL, Setup, share_of, standing_in
 
 # In place of a defense's name: the model as it is.
@@ -72,11 +71,6 @@ class Defended:
                 shown = f"{value:g}" if isinstance(value, float) else str(value)
                 parts.append(f"{field.name}={shown}".replace(" ", "-"))
         return "+".join(parts)
-
-
-def folder_of(out: Path, scale: Scale) -> Path:
-    """Return the folder that all tables of a scale share, beside a table's own."""
-    return out.parent / f"repnoise-runs-{scale}"
 
 
 def taken(number: int, share: float) -> int:
@@ -213,7 +207,7 @@ def attacked(
     left = set(wanted) - set(finished(folder, AttackRun.of))
     with Progress("auto").task("attacks", total=len(left), unit="attacks") as work:
         job = partial(attack_one, setup=setup, folder=folder, tell=work.update)
-        run_each(job, wanted, ledger=folder / LEDGER)
+        run_each(job, wanted, folder=folder)
     known = finished_of(list(here), folder, AttackRun.of)
     return {here[full]: value for full, value in known.items()}
 

@@ -144,7 +144,7 @@ def _edits(
     wanted = {one.title: one for one in setup.wanted}
     settings = [(size, count) for size in models for count in components]
     runs = [_Run(title, size, count, setup.digest) for size, count in settings for title in wanted]
-    values = run_each(lambda run: _edit(setup, wanted[run.title], run), runs, ledger=folder / "counts.jsonl")
+    values = run_each(lambda run: _edit(setup, wanted[run.title], run), runs, folder=folder, name="counts")
     return [values[start : start + len(wanted)] for start in range(0, len(values), len(wanted))]
 
 

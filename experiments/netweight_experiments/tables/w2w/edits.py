@@ -84,7 +84,7 @@ def edited(setup: Setup, folder: Path, ways: Sequence[Way]) -> dict[tuple[str, W
     """Measure edits in several ways; what the folder remembers is not measured again."""
     wanted = {one.title: one for one in setup.wanted}
     runs = [_Run(one.title, way, setup.digest) for one in setup.wanted for way in ways if _can(setup, one, way)]
-    found = run_each(lambda run: _measure(setup, wanted[run.title], run.way), runs, ledger=folder / "edits.jsonl")
+    found = run_each(lambda run: _measure(setup, wanted[run.title], run.way), runs, folder=folder, name="edits")
     return {(run.title, run.way): _read(value) for run, value in zip(runs, found, strict=True)}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.data.images.sources import decode_splits
-from netweight.data.memorized_pairs import image_size
+from netweight.data.prompts import image_size
 from netweight.data.rows import Row, RowErrors, read_rows
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image, text_to_image, trained_prediction
@@ -28,12 +28,12 @@ from netweight.methods.space.space import WeightSpace
 from netweight.metrics.copies import TorchScriptDescriptor
 from netweight.nn.lora import Adapter
 from netweight.nn.train_lora import AdapterRecipe
-from netweight.recipes.recipe import read_mapping, refusal
 from netweight.settings import Settings
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people, photographs
-from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read
+from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read_faces
+from netweight_experiments.tables.setups import TablesRecipe
 from netweight_experiments.tables.w2w.setup import Fitting, Setup, Stranger, Wanted
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class _Looks:
 
 
 def _attributes(images: Tensor) -> Tensor:
-    return read(images).attributes
+    return read_faces(images).attributes
 
 
 def _shown(wanted: Wanted, images: Tensor) -> Tensor:
@@ -163,8 +163,12 @@ class RecipeEdit(Settings):
 
 
 @final
-class SpaceRecipe(Settings):
+class SpaceRecipe(TablesRecipe):
     """What the paper's scale is measured on. Paths start at the current folder."""
+
+    example = "recipes/space-tables.yaml"
+    named_files = ("labels", "photographs", "face", "lpips")
+    named_folders = ("model", "space", "clip", "bank")
 
     model: Path  # folder of the pipeline that the adapters are of
     space: Path  # folder of `netweight space fit`
@@ -198,41 +202,24 @@ class SpaceRecipe(Settings):
     @property
     def files(self) -> dict[str, Path]:
         """The files that it names, by key."""
-        names = ("labels", "photographs", "face", "lpips")
-        found = {name: path for name in names if (path := getattr(self, name)) is not None}
-        return found | {f"edits, {one.title}": one.slider for one in self.edits if one.slider is not None}
+        sliders = {f"edits, {one.title}": one.slider for one in self.edits if one.slider is not None}
+        return super().files | sliders
 
-    @property
-    def folders(self) -> dict[str, Path]:
-        """The folders that it names, by key."""
-        names = ("model", "space", "clip", "bank")
-        return {name: path for name in names if (path := getattr(self, name)) is not None}
+    def problems(self) -> list[str]:
+        found = self.below(1, "images", "steps", "rows", "together", "rank", "adapter_steps", "face_side")
+        if len({one.title for one in self.edits}) < max(len(self.edits), 1):
+            found.append("edits: give at least one, each title once.")
+        return found + self.below(10, "people", "held")
 
 
-def read_space_recipe(path: Path) -> SpaceRecipe:
-    """Read a recipe and check everything that can be known before a model is opened."""
-    problems: list[str] = []
-    recipe = SpaceRecipe.checked(read_mapping(path, "the keys of recipes/space-tables.yaml"), "", problems)
-    if recipe is not None:
-        problems += [f"{key}: there is no file {file}." for key, file in recipe.files.items() if not file.exists()]
-        problems += [f"{key}: there is no folder {one}." for key, one in recipe.folders.items() if not one.is_dir()]
-        if len({one.title for one in recipe.edits}) < max(len(recipe.edits), 1):
-            problems.append("edits: give at least one, each title once.")
-        counts = ("images", "steps", "rows", "together", "rank", "adapter_steps", "face_side")
-        problems += [f"{key}: must be at least 1." for key in counts if getattr(recipe, key) < 1]
-        problems += [f"{key}: must be at least 10." for key in ("people", "held") if getattr(recipe, key) < 10]
-    if problems or recipe is None:
-        raise refusal(
-            path, problems, cure="recipes/space-tables.yaml says what each key is for and where the files come from."
-        )
-    return recipe
+RECIPE = SpaceRecipe
 
 
 def setup_of_recipe(path: Path) -> Setup:
     """Open what a recipe names."""
     from netweight.hf.clip import Clip
 
-    recipe = read_space_recipe(path)
+    recipe = SpaceRecipe.read(path)
     face = TorchScriptDescriptor(
         recipe.face, recipe.face_sha256, name="face recognition", side=recipe.face_side, mean=(0.5,) * 3,
         deviation=(0.5,) * 3,

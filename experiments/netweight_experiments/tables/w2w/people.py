@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from netweight.attacks.embedding_search.search import weights_fixed
-from netweight.methods.space.inversion import DenoisingLoss, invert
+from netweight.methods.space.inversion import DenoisingLoss, invert_loss
 from netweight.metrics.intervals import Interval, bootstrap
 from netweight.nn.apply_lora import applied
 from netweight.nn.lora import AdapterStack
@@ -65,7 +65,7 @@ class Met:
 def met(setup: Setup, folder: Path, fits: Sequence[Fit]) -> dict[Fit, Met]:
     """Put all strangers into the model in each way; what the folder remembers is not done again."""
     runs = [_Run(fit.way, fit.components, setup.digest) for fit in fits]
-    values = run_each(lambda run: _run(setup, Fit(run.fit, run.components)), runs, ledger=folder / "strangers.jsonl")
+    values = run_each(lambda run: _run(setup, Fit(run.fit, run.components)), runs, folder=folder, name="strangers")
     return {fit: _read(value) for fit, value in zip(fits, values, strict=True)}
 
 
@@ -97,7 +97,7 @@ def _inverted(setup: Setup, fit: Fit, strangers: Sequence[Stranger]) -> Tensor:
     )  # fmt: skip
     settings = how.inversion.replace(components=fit.components)
     with weights_fixed(setup.model.denoiser):
-        return invert(setup.space, loss, len(strangers), settings, device=setup.model.device).scores
+        return invert_loss(setup.space, loss, len(strangers), settings, device=setup.model.device).scores
 
 
 def _trained(setup: Setup, strangers: Sequence[Stranger], *, many: bool) -> AdapterStack:

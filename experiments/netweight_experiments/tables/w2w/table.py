@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from netweight.errors import UsageError
 from netweight_experiments.tables.registry import Measured, Scale, table
+from netweight_experiments.tables.setups import shared_folder, shared_setup
 from netweight_experiments.tables.w2w.setup import Setup
 
 NEEDS = ("diffusion", "evidence")
@@ -22,37 +22,11 @@ def space_table(table_id: str) -> Callable[[Callable[[Setup, Path], Measured]], 
 
     def register(measure: Callable[[Setup, Path], Measured]) -> Callable[..., Measured]:
         def run(scale: Scale, out: Path, *, recipe: Path | None = None, people: int | None = None) -> Measured:
-            setup = setup_of(scale, recipe).tried(people)
+            setup: Setup = shared_setup("w2w", scale, recipe).tried(people)
             inputs = {"model": setup.model.digest(), "bank": setup.space.bank_digest}
-            return replace(measure(setup, folder_of(out, scale)), inputs=inputs)
+            return replace(measure(setup, shared_folder("w2w", out, scale)), inputs=inputs)
 
         run.__doc__ = measure.__doc__
         return table(table_id, needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)(run)
 
     return register
-
-
-def setup_of(scale: Scale, recipe: Path | str | None = None) -> Setup:
-    """Open the setup of a scale."""
-    if scale == "small":
-        if recipe is not None:
-            raise UsageError(
-                "The small scale of these tables has a bank of its own.",
-                cure="Give --recipe together with --scale paper.",
-            )
-        from netweight_experiments.tables.w2w.openers import miniature
-
-        return miniature()
-    if recipe is None:
-        raise UsageError(
-            "These tables at the paper's scale are measured on a pipeline and adapters that you have.",
-            cure="Copy recipes/space-tables.yaml, fill it in, and give it with --recipe FILE.",
-        )
-    from netweight_experiments.tables.w2w.openers import setup_of_recipe
-
-    return setup_of_recipe(Path(recipe))
-
-
-def folder_of(out: Path, scale: Scale) -> Path:
-    """Return the folder that all of these tables of a scale share, beside a table's own."""
-    return out.parent / f"w2w-runs-{scale}"

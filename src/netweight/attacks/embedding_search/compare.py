@@ -20,13 +20,14 @@ from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.digest import of_config, of_tensor
 from netweight.core.engines import in_process
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import Result, map_runs
+from netweight.core.runs import Result
 from netweight.errors import UsageError
+from netweight.job import Job
 from netweight.nn.text_to_image import TextToImage
 from netweight.report.finding import encode_json
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
-LEDGER = "searches.jsonl"  # in the folder
+SEARCHES = "searches"  # name of the rows in the folder
 _FOUND = "found"  # folder of the embeddings and images of every run
 
 
@@ -195,15 +196,14 @@ def compare(
         return [trial.to_json() for trial in found.trials]
 
     runs, failures, seconds = [], [], 0.0
-    with progress.task("searches", len(configs), unit="runs") as task:
-        for result in map_runs(search_job, configs, ledger=folder / LEDGER, engine=in_process, ordered=True):
+    with Job.open(folder, shared=True) as job, progress.task("searches", len(configs), unit="runs") as task:
+        for result in job.map(search_job, configs, name=SEARCHES, engine=in_process, ordered=True):
             task.update()
             seconds += result.seconds
             if result.ok:
                 runs.append(_run(result, images[result.config.target]))
             else:
-                reason = str(result.error).strip().splitlines()[-1]
-                failures.append((result.config.subject, result.config.target, reason))
+                failures.append((result.config.subject, result.config.target, result.reason))
     return Comparison(tuple(runs), settings, measure, tuple(failures), seconds)
 
 

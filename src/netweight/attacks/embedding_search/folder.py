@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -13,14 +13,12 @@ from netweight.attacks.embedding_search.report import Wanted, search_section
 from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
 from netweight.core.progress import QUIET, Progress
-from netweight.data.memorized_pairs import Pair, check_pairs, image_files, image_size, read_pairs
-from netweight.data.prompts import read_prompts
+from netweight.data.prompts import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
 from netweight.errors import MissingExtra, UsageError
 from netweight.metrics.copies import CenteredPixels, Descriptor, sscd
 from netweight.registry import Attack
 from netweight.registry import Target as Recipe
-from netweight.report.finding import Finding
-from netweight.report.report import Report
+from netweight.report.finding import Section
 
 # Prompts to start from where the user names none: they have nothing to do with most images.
 PLAIN_PROMPTS = (
@@ -36,7 +34,7 @@ class Prepared:
     """Models, images and settings of a search, read and checked."""
 
     subjects: tuple[Subject, ...]  # the base, the edited pipeline, and further ones
-    pairs: tuple[Pair, ...]  # memorized pairs
+    pairs: tuple[MemorizedPair, ...]  # memorized pairs
     targets: tuple[Target, ...]
     unrelated: tuple[str, ...]  # prompts to start from
     settings: SearchSettings
@@ -98,16 +96,12 @@ def _need_extras() -> None:
         )
 
 
-def _attack(recipe: Recipe, settings: FolderSearch, report: Report, progress: Progress) -> list[Finding]:
+def _attack(recipe: Recipe, settings: FolderSearch, progress: Progress) -> Section:
     prepared = prepare(settings.replace(base=settings.base or recipe.before), recipe.model)
     folder = recipe.output / "embedding"
     found = prepared.compare(range(recipe.seed, recipe.seed + settings.seeds), folder=folder, progress=progress)
-    report.summary = f"{report.summary} Brought back means: {prepared.goal}.".strip()
-    section = search_section(
-        found, prepared.targets, prepared.wanted, folder=folder, seed=recipe.seed, title=recipe.title
-    )
-    report.add(section)
-    return list(section.findings)
+    section = search_section(found, prepared.targets, prepared.wanted, folder=folder, seed=recipe.seed)
+    return replace(section, intro=f"{section.intro}\n\nBrought back means: {prepared.goal}.")
 
 
 def _check(model: Path | None, settings: FolderSearch) -> None:

@@ -28,6 +28,7 @@ from netweight.metrics.survival import (
     ratio_of_times,
     steps_finding,
 )
+from netweight.report.conclusions import Conclusion, Criterion, Words, worst
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import image_grid, lines
 
@@ -59,6 +60,8 @@ def search_section(
     warnings = [f"{subject}, {target}: the search failed: {reason}" for subject, target, reason in comparison.failures]
     if all(target.trained for target in targets):
         warnings.append("No never-trained images were searched for: what the search generates by itself is not known.")
+    names = sorted(comparison.subjects, key=lambda name: name == wanted.unedited)  # what was edited comes first
+    told = {name: verdict(comparison, name) for name in names}
     return Section(
         title,
         search_findings(comparison, wanted, seed=seed),
@@ -66,7 +69,8 @@ def search_section(
         tables=[search_table(comparison)],
         intro=_INTRO,
         question="Can a search over text embeddings bring the images back?",
-        conclusion=" ".join(f"{name}: {verdict(comparison, name)}" for name in comparison.subjects),
+        conclusion=" ".join(f"{name}: {words}" for name, (_, words) in told.items()),
+        outcome=worst(outcome for name, (outcome, _) in told.items() if name != wanted.unedited),
         warnings=warnings,
     )
 
@@ -276,20 +280,38 @@ def _resistance(name: str, runs: Sequence[Run], base: Sequence[Run], wanted: Wan
     )  # fmt: skip
 
 
-def verdict(comparison: Comparison, subject: str) -> str:
+def verdict(comparison: Comparison, subject: str) -> Words:
     """Return in plain words what the searches on one subject found."""
-    planted, controls = (comparison.of(subject, trained=trained) for trained in (True, False))
-    times, others = times_of(planted), times_of(controls)
-    if times is None:
-        return "Nothing is known: no search for a planted image ran to its end."
-    at_once = sum(value == 0 and seen for value, seen in zip(times.values, times.observed, strict=True))
-    words = f"Planted images: {_counted(times, at_once)}."
-    if others is None:
-        return f"{words} Without never-trained images nobody knows what the search generates by itself."
-    words += f" Never-trained images: {_counted(others, 0)}."
-    if others.events and others.events / others.n >= 0.5 * times.events / times.n:
+    planted, controls = (times_of(comparison.of(subject, trained=trained)) for trained in (True, False))
+    if planted is None:
+        return "told", "Nothing is known: no search for a planted image ran to its end."
+    at_once = sum(value == 0 and seen for value, seen in zip(planted.values, planted.observed, strict=True))
+    share = planted.events / planted.n
+    found = [Finding(_PLANTED, share)]
+    if controls is not None:  # half as often is about as often
+        found.append(Finding(_CONTROLS, controls.events / controls.n, baseline=max(share / 2, 1e-9)))
+    return _VERDICT(
+        found, planted=_counted(planted, at_once), controls="" if controls is None else _counted(controls, 0)
+    )
+
+
+def _words(held: bool, memory: bool | None, *, planted: str, controls: str) -> Words:
+    words = f"Planted images{'' if held else ' come back'}: {planted}."
+    if memory is None:
+        words += " Without never-trained images nobody knows what the search generates by itself."
+    else:
+        words += f" Never-trained images: {controls}."
+    if memory is False:
         words += " The search brings these back about as often: it shows what it can generate, not what is stored."
-    return words
+    return "told" if held else "broken", words
+
+
+_PLANTED, _CONTROLS = "planted images brought back", "never-trained images brought back"
+_VERDICT = Conclusion(
+    "attack: embedding search",
+    [Criterion(_PLANTED, "lower", than=0), Criterion(_CONTROLS, "lower", strict=True, needed=False)],
+    _words,
+)
 
 
 def _counted(times: Times, at_once: int) -> str:
@@ -325,7 +347,7 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
             x, share, low, high = [*x, longest], [*share, 0.0], [*low, low[-1]], [*high, high[-1]]
         series[name] = x, [1 - value for value in share]
         bands[name] = [1 - value for value in high], [1 - value for value in low]
-        words.append(f"{name}: {_words(curve)} (n = {curve.n})")
+        words.append(f"{name}: {_half(curve)} (n = {curve.n})")
     return lines(
         series,
         alt=f"Share of {what.lower()} images brought back, by steps of the search. {'; '.join(words)}.",
@@ -337,7 +359,7 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
     )
 
 
-def _words(curve: Survival) -> str:
+def _half(curve: Survival) -> str:
     if math.isfinite(curve.median):
         return f"half by step {curve.median:.0f}"
     return f"fewer than half by step {curve.last:.0f}"

@@ -7,8 +7,9 @@ attacker has and those that are evaluated.
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -19,6 +20,7 @@ from netweight.attacks.finetuning.resistance import measure_kept, stability_find
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
 from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject, sweep
+from netweight.core.digest import of_config
 from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
@@ -29,15 +31,17 @@ from netweight.data.text import withhold as apart
 from netweight.data.tokens import BELOW, Template, padding_of, tokenized_examples
 from netweight.errors import MissingExtra, UsageError
 from netweight.hf.lm_eval import check_lm_eval, measure_tasks, task_findings
-from netweight.hf.load_language_model import check_folder, context_of, load_causal_lm
+from netweight.hf.load_language_model import check_finite, check_folder, context_of, load_causal_lm
+from netweight.job import Job
 from netweight.registry import Attack, Target
-from netweight.report.finding import Finding, Section
-from netweight.report.report import Report
+from netweight.report.finding import Section
 
 # Rows that are evaluated, at most: each evaluation costs a forward pass over all of them.
 MOST_HELD_OUT = 200
 _FLUENCY_PROMPTS, _FLUENCY_TOKENS = 8, 24
 _FLUENCY_KEPT = 0.5  # of the base's share of different trigrams
+# Files of rows, and what their answers are called where they are pairs.
+_ANSWERS = {"harmful": "rejected", "other": "rejected", "benign": "chosen", "task": "chosen"}
 _FACTORY = "netweight.zoo.attack_subjects:subject_from_files"  # its name in all ledgers since 0.1.0; see `moved`
 
 
@@ -65,26 +69,26 @@ def attack_folders(
     settings: FolderAttack,
     model: str | Path,
     *,
-    ledger: str | Path,
+    folder: str | Path | Job,
     seed: int,
     progress: Progress = QUIET,
     title: str = "Resistance to fine-tuning",
     planned: Callable[[SweepPlan], object] = lambda plan: None,
 ) -> tuple[SweepPlan, Section]:
     """Attack a model folder and those it is compared with; what an earlier call did is not done again."""
-    _check(settings, model)
+    if settings.also and settings.base is None:
+        raise UsageError("Further defended models are compared with a base, and there is none.", cure="Give the base.")
+    _check(Path(model), settings)
     with settings.running() as engine:
-        plan = _plan(settings, Path(model), ledger=ledger, engine=engine, seed=seed, progress=progress)
+        plan = _plan(settings, Path(model), folder=folder, engine=engine, seed=seed, progress=progress)
         planned(plan)
-        found = sweep(plan.subjects, plan.attacks, plan.goal, ledger=ledger, engine=engine, progress=progress)
+        found = sweep(plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress)
         stability = _stability(settings, plan, seed)
     return plan, resistance_section(found, plan.config, seed=seed, stability=stability, title=title)
 
 
-def _check(settings: FolderAttack, model: str | Path | None) -> None:
-    """Refuse before hours of work what would fail after them."""
-    if settings.also and settings.base is None:
-        raise UsageError("Further defended models are compared with a base, and there is none.", cure="Give the base.")
+def _check(model: Path | None, settings: FolderAttack) -> None:
+    """Refuse before hours of work what would fail after them, or say nothing."""
     missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtra(
@@ -93,13 +97,56 @@ def _check(settings: FolderAttack, model: str | Path | None) -> None:
         )
     if settings.lm_eval:
         check_lm_eval()
-    for folder in (model, settings.base, *settings.also.values()):
-        if folder is not None:
-            check_folder(folder)
+    folders = [folder for folder in (settings.base, model, *settings.also.values()) if folder is not None]
+    for folder in folders:
+        check_folder(folder)
+    if settings.base is not None:
+        for folder in folders[1:]:
+            _check_alike(settings.base, folder)
+    _check_rows(settings)
+
+
+def _check_alike(base: Path, folder: Path) -> None:
+    """Refuse to compare models of different shapes."""
+    one, other = (json.loads((each / "config.json").read_text(encoding="utf-8")) for each in (base, folder))
+    for key in one.keys() & other.keys():
+        shape = key == "model_type" or (type(one[key]) is int and not key.endswith("_id"))
+        if shape and one[key] != other[key]:
+            raise UsageError(
+                f"The base {base} is another model than {folder}: {key} is {one[key]} there and {other[key]} here.",
+                cure="Give --base the folder that was defended.",
+            )
+
+
+def _check_rows(settings: FolderAttack) -> None:
+    """Refuse rows that the defense was trained on, and harmful rows among those to keep."""
+    known: dict[str, str] = {}
+    for file in settings.trained_on:
+        columns = {name for row in read_rows(file).rows for name in row.values}
+        for column in sorted({"response", "chosen", "rejected"} & columns):
+            known |= _places(text_examples(file, columns={"response": column}))
+    for name, other in _ANSWERS.items():
+        file = getattr(settings, name)
+        if file is None:
+            continue
+        found = _places(_texts(str(file), other))
+        twins = [(place, known[row]) for row, place in found.items() if row in known]
+        if twins:
+            raise UsageError(
+                f"{len(twins)} of {len(found)} rows of {file} are in another file too: {twins[0][0]} is "
+                f"{twins[0][1]}. What was trained on says nothing of rows that were not.",
+                cure=f"Give --{name} other rows, of which none is in --trained-on or --harmful.",
+            )
+        known |= found if other == "rejected" else {}
+
+
+def _places(texts: Sequence[TextExample]) -> dict[str, str]:
+    """Where rows stand, by digest of prompt and answer."""
+    return {of_config([text.prompt, text.response]): f"{text.source}, {text.where}" for text in texts}
 
 
 def _plan(
-    settings: FolderAttack, model: Path, *, ledger: str | Path, engine: Engine, seed: int, progress: Progress
+    settings: FolderAttack, model: Path, *, folder: str | Path | Job, engine: Engine, seed: int, progress: Progress
 ) -> SweepPlan:
     """Read files and folders, and find out what counts as recovered."""
     base = settings.base or model
@@ -111,7 +158,7 @@ def _plan(
         attacks += wanted
         own = settings.threshold if domain != "task" else None
         if own is None:
-            own = calibrate(first, wanted, ledger=ledger, engine=engine, progress=progress).threshold
+            own = calibrate(first, wanted, folder=folder, engine=engine, progress=progress).threshold
         thresholds[domain] = own
     fluency = None if subject.fluency is None else _FLUENCY_KEPT * subject.fluency(subject.model)
     goal = Goal(thresholds.pop("harmful"), fluency_at_least=fluency)
@@ -143,7 +190,7 @@ def _domains(settings: FolderAttack, subject: Subject) -> Iterator[tuple[str, li
 
 def _subject(name: str, folder: Path, settings: FolderAttack, seed: int, **more: Any) -> SubjectName:
     arguments: dict[str, Any] = {"model": str(folder.resolve())}
-    for key in ("harmful", "benign", "task", "other"):
+    for key in _ANSWERS:
         file = getattr(settings, key)
         arguments |= {} if file is None else {key: str(file.resolve())}
     arguments |= {"withhold": list(settings.withhold)} if settings.withhold else {}
@@ -188,6 +235,7 @@ def subject_from_files(
 ) -> Subject:
     """Make a subject of a model folder."""
     network, tokenizer = load_causal_lm(model, device=device)
+    check_finite(network)
     context, pad = context_of(network, tokenizer), padding_of(tokenizer)
 
     def tokens(texts: list[TextExample]) -> list[Example]:
@@ -197,13 +245,13 @@ def subject_from_files(
     def parts(texts: list[TextExample], name: str) -> tuple[list[Example], list[Example]]:
         return part_by_prompt(tokens(texts), held_out, seed=seed, name=name)
 
-    sources = {"harmful": _texts(harmful, "rejected")}
+    sources = {"harmful": _texts(harmful, _ANSWERS["harmful"])}
     if withhold:
         sources["harmful"], sources["withheld"] = apart(sources["harmful"], withhold)
     if other is not None:
-        sources["other"] = _texts(other, "rejected")
+        sources["other"] = _texts(other, _ANSWERS["other"])
     if task is not None:
-        sources["task"] = _texts(task, "chosen")
+        sources["task"] = _texts(task, _ANSWERS["task"])
     domains = {
         name: Domain(*parts(texts, f"{name} file {texts[0].source}"), threshold=(thresholds or {}).get(name))
         for name, texts in sources.items()
@@ -211,7 +259,7 @@ def subject_from_files(
     held = domains["harmful"].held_out
     kept: tuple[list[Example], list[Example]] = ([], [])
     if benign is not None:
-        kept = parts(_texts(benign, "chosen"), f"benign file {benign}")
+        kept = parts(_texts(benign, _ANSWERS["benign"]), f"benign file {benign}")
     prompts = list(dict.fromkeys(example.prompt for example in held if example.prompt))[:_FLUENCY_PROMPTS]
     end = tokenizer.eos_token_id
     return Subject(
@@ -258,23 +306,10 @@ def _texts(file: str, other: str) -> list[TextExample]:
     return text_examples(file, columns={"response": other} if "response" not in found and other in found else None)
 
 
-def _check_step(model: Path | None, settings: FolderAttack) -> None:
-    for folder in (model, settings.base, *settings.also.values()):
-        if folder is not None:
-            check_folder(folder)
-    for file in settings.files:
-        read_rows(file)
-
-
-def _run(target: Target, settings: FolderAttack, report: Report, progress: Progress) -> list[Finding]:
+def _run(target: Target, settings: FolderAttack, progress: Progress) -> Section:
     settings = settings.replace(base=settings.base or target.before)
-    plan, section = attack_folders(
-        settings, target.model, ledger=target.output / "attacks.jsonl", seed=target.seed, progress=progress,
-        title=target.title,
-    )  # fmt: skip
-    report.summary = f"{report.summary} Recovered means: {plan.recovered}.".strip()
-    report.add(section)
-    return list(section.findings)
+    plan, section = attack_folders(settings, target.model, folder=target.output, seed=target.seed, progress=progress)
+    return replace(section, intro=f"{section.intro}\n\nRecovered means: {plan.recovered}.".strip())
 
 
-FINETUNE = Attack("finetune", FolderAttack, _run, check=_check_step)
+FINETUNE = Attack("finetune", FolderAttack, _run, check=_check)

@@ -23,7 +23,7 @@ from netweight.attacks.finetuning.sweep import Attacked
 from netweight.core.seeds import derive
 from netweight.data.examples import IGNORED, Example, collate
 from netweight.errors import UsageError
-from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, Interval, bootstrap
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, Interval, bootstrap, t_interval
 from netweight.metrics.perplexity import Losses, compare, perplexity
 from netweight.metrics.survival import (
     LogRank,
@@ -114,9 +114,35 @@ def best_attack_ratio(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes],
     (top_low, top_high), (bottom_low, bottom_high) = (
         _least(_medians(attacks, derive(seed, name))) for name, attacks in (("top", top), ("bottom", bottom))
     )
-    return _summary(
+    pooled = _summary(
         divide(top_low, bottom_high), divide(top_high, bottom_low), (best[0], best[1]), "best attack's median"
     )
+    return _over_defenses(pooled, _least_steps(top), float(bottom_low[0]))
+
+
+def _least_steps(attacks: Sequence[AttackTimes]) -> list[float]:
+    """Median steps of the best attack on each defense; infinite where none has a median."""
+    by_defense: dict[str, list[Attacked]] = {}
+    for run in (run for attack in attacks for run in attack.runs):
+        by_defense.setdefault(run.digest, []).append(run)
+    best = [best_attack(by_attack(runs)) for runs in by_defense.values()]
+    return [math.inf if one is None else _hardness(one)[0] for one in best]
+
+
+def _over_defenses(pooled: TimesRatio, steps: Sequence[float], base: float) -> TimesRatio:
+    """The same of a few seeds of a defense: Student's interval over them, as resamples of so few are too much alike."""
+    if not 1 < len(steps) < MINIMUM_FOR_BOOTSTRAP or math.isnan(pooled.low) or pooled.bound:
+        return pooled
+    if len(set(steps)) == 1:  # seen no finer than that; runs still vary
+        return pooled
+    ratios = [each / base if base else math.inf for each in steps]
+    if not all(0 < ratio < math.inf for ratio in ratios):
+        why = f"no interval: the best attack on one of {len(steps)} defenses has no median"
+        return replace(pooled, low=math.nan, high=math.nan, method=why)
+    found = t_interval([math.log(ratio) for ratio in ratios])
+    estimate, low, high = (math.exp(value) for value in (found.estimate, found.low, found.high))
+    method = f"geometric mean over {len(steps)} defenses, Student's t of the logarithms"
+    return replace(pooled, estimate=estimate, low=low, high=high, method=method)
 
 
 def same_attack_ratio(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes], *, seed: int) -> TimesRatio | None:

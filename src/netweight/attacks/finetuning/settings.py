@@ -181,6 +181,11 @@ class FolderAttack(Settings):
     other: FilePath | None = Field(
         None, description="Rows of another kind of harm, as `harmful`: does the defense reach it?"
     )
+    trained_on: Annotated[tuple[FilePath, ...], Cli(metavar="FILE")] = Field(
+        (),
+        description="Rows that the defense was trained on, its pairs and what it kept: none may be attacked with or "
+        "measured on.",
+    )  # fmt: skip
     withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = Field(
         (), description="Category of the harmful rows that the defense did not see; attacked with apart."
     )
@@ -195,6 +200,8 @@ class FolderAttack(Settings):
         None, description="Learning rates in place of the grid's."
     )
     seeds: int | None = Field(None, ge=1, description="Seeds of every attack; intervals need at least 5.")
+    samples: int | None = Field(None, ge=1, description="Harmful rows of an attack, in place of the grid's.")
+    batch_size: int | None = Field(None, ge=1, description="Rows per step, in place of the grid's.")
     max_steps: int | None = Field(None, ge=1, description="Most steps of an attack.")
     check_every: int | None = Field(None, ge=1, description="Steps between two evaluations, in place of the grid's 10.")
     benign_share: float | None = Field(
@@ -242,7 +249,7 @@ class FolderAttack(Settings):
 
     def attacks(self) -> list[AttackSettings]:
         """The grid."""
-        names = ("lr", "max_steps", "check_every", "benign_share")
+        names = ("lr", "samples", "batch_size", "max_steps", "check_every", "benign_share")
         fixed = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return named_grid(self.grid, seeds=None if self.seeds is None else range(self.seeds), **fixed)
 

@@ -21,8 +21,9 @@ from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.core.digest import canonical_json, of_config
 from netweight.core.engines import Engine, local_processes
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import Result, map_runs
+from netweight.core.runs import Result
 from netweight.errors import NetweightError, UsageError
+from netweight.job import Job
 from netweight.moved import current_name
 
 
@@ -37,6 +38,9 @@ class SubjectName:
     factory: str
     arguments: Mapping[str, Any] = field(default_factory=dict)  # its keyword arguments: JSON values
     defense_seed: int | None = None  # the seed of the defense, if it has one
+
+
+ATTACKS = "attacks"  # name of the rows in a folder
 
 
 @final
@@ -124,7 +128,7 @@ def sweep(
     settings: Sequence[AttackSettings],
     goal: Goal,
     *,
-    ledger: str | Path,
+    folder: str | Path | Job,
     engine: Engine = local_processes,
     progress: Progress = QUIET,
 ) -> Sweep:
@@ -137,7 +141,7 @@ def sweep(
         subjects: What is attacked; controls among them.
         settings: The attacks, seeds included. A domain that a subject lacks is left out for it.
         goal: When an attack has won.
-        ledger: The file to remember runs in.
+        folder: A folder, or the job in it, that remembers runs in `attacks.jsonl`.
         engine: Where runs happen.
         progress: Told of every attack.
 
@@ -150,9 +154,9 @@ def sweep(
     runs: list[Attacked] = []
     failures: list[tuple[str, str, str]] = []
     jobs = [job for _, job in planned]
-    with progress.task("attacks", total=len(jobs), unit="attacks") as work:
-        found: dict[str, Result[AttackJob]] = {}
-        for result in map_runs(attack_job, jobs, ledger=ledger, engine=engine):
+    found: dict[str, Result[AttackJob]] = {}
+    with Job.open(folder, shared=True) as kept, progress.task("attacks", total=len(jobs), unit="attacks") as work:
+        for result in kept.map(attack_job, jobs, name=ATTACKS, engine=engine):
             found[result.digest] = result
             work.update()
     for name, job in planned:
@@ -161,7 +165,7 @@ def sweep(
             attacked = AttackResult.from_json(result.value)
             runs.append(Attacked(name.name, name.defense_seed, job.digest, attacked))
         else:
-            failures.append((name.name, job.settings.label, str(result.error).strip().splitlines()[-1]))
+            failures.append((name.name, job.settings.label, result.reason))
     seconds = sum(result.seconds for result in found.values())
     return Sweep(tuple(runs), goal, tuple(failures), seconds)
 
@@ -213,13 +217,13 @@ def calibrate(
     undefended: SubjectName,
     settings: Sequence[AttackSettings],
     *,
-    ledger: str | Path,
+    folder: str | Path | Job,
     engine: Engine = local_processes,
     progress: Progress = QUIET,
 ) -> Calibration:
     """Attack the undefended model to the end of every attack, once each, and see what is gained."""
     once = list({one.replace(seed=0): one for one in reversed(settings)}.values())[::-1]
-    found = sweep([undefended], once, Goal(None), ledger=ledger, engine=engine, progress=progress)
+    found = sweep([undefended], once, Goal(None), folder=folder, engine=engine, progress=progress)
     if found.failures:
         raise NetweightError(f"The undefended model could not be attacked: {found.failures[0][2]}.")
     first = found.runs[0].result.curve[0]

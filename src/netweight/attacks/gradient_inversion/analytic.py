@@ -18,6 +18,7 @@ from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
 from netweight.core import seeds
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
+from netweight.nn.hypernetwork import hidden_code
 
 
 @final
@@ -187,15 +188,6 @@ def heads_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: 
     return slope["heads.weight"], slope["heads.bias"]
 
 
-def hidden_code(state: Tensors, embedding: Tensor) -> Tensor:
-    """Return the hidden code that a trunk makes of an embedding, given tensors without prefix."""
-    code, layer = embedding, 0
-    while f"trunk.{layer}.weight" in state:
-        code = torch.relu(state[f"trunk.{layer}.weight"] @ code + state[f"trunk.{layer}.bias"])
-        layer += 1
-    return code
-
-
 def _generated(state: dict[str, Tensor], code: Tensor) -> Tensor:
     return state["heads.weight"] @ code + state["heads.bias"]
 
@@ -239,8 +231,16 @@ def _energies(weight: Tensor, bias: Tensor) -> Tensor:
 # that the sum's columns can be told apart by.
 
 
+def singular_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> Tensor:
+    """Return the direction that most of the heads' change goes in, `(P,)`: the best under noise without a code."""
+    weight, bias = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)
+    both = torch.cat([weight, bias[:, None]], dim=1)
+    vector: Tensor = torch.linalg.eigh(both.T @ both).eigenvectors[:, -1]
+    return both @ (vector * (1 if vector[-1] >= 0 else -1))  # a code ends with 1, for the bias
+
+
 def separate_clients(before: Tensors, after: Tensors, codes: Tensor, *, lr: float, weight_decay: float = 0.0) -> Tensor:
-    """Return each client's gradient from the sum or average of their updates."""
+    """Return each client's gradient from the sum or average of their updates; for one client, the matched filter."""
     weight, bias = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)
     if codes.ndim != 2 or codes.shape[1] != weight.shape[1] or len(codes) > weight.shape[1] + 1:
         raise UsageError(f"Codes of shape {tuple(codes.shape)} do not separate a sum over {weight.shape[1]} units.")

@@ -21,7 +21,7 @@ from netweight.attacks.gradient_inversion.client import Tensors
 from netweight.attacks.gradient_inversion.peeling import Chain, read_chain
 from netweight.core import seeds
 from netweight.errors import UsageError
-from netweight.nn.flat import ParameterLayout
+from netweight.nn.hypernetwork import ParameterLayout
 
 
 @final

@@ -59,7 +59,7 @@ def descend(
     """Minimize an objective by Adam from several starting points."""
     restarts = len(start[0])
     if steps < 1 or restarts < 1:
-        raise UsageError(f"A descent of {steps} steps from {restarts} starting points cannot be.")
+        raise UsageError(f"steps={steps} with {restarts} restarts finds nothing.", cure="Each must be at least 1.")
     variables = [tensor.detach().clone().requires_grad_() for tensor in start]
     objectives = _side_by_side(objective, variables)
     optimizer = torch.optim.Adam(variables, lr=lr)

@@ -13,7 +13,8 @@ from torch import Tensor
 from netweight.attacks.gradient_inversion.client import Reconstruction
 from netweight.errors import UsageError
 from netweight.metrics.images import image_findings, match_images, write_png
-from netweight.report.finding import Figure, Finding
+from netweight.report.conclusions import Conclusion, Measured, Words
+from netweight.report.finding import Figure, Finding, Section
 from netweight.report.plots import image_grid, lines
 from netweight.report.report import Report, make_folder
 
@@ -67,23 +68,25 @@ def write_findings(
     make_folder(folder)
     for number, image in enumerate(images):
         write_png(folder / f"image-{number}.png", image)
+    measured = {finding.name: finding.value or 0.0 for finding in findings}
+    facts = {"db": f"{measured.get('PSNR', 0.0):.1f}", "alike": f"{measured.get('SSIM', 0.0):.2f}"}
     report = Report(f"Gradient inversion: {found.attack}", command=command, seeds=(seed,), inputs=inputs)
-    report.section(
+    report.add(Section(
         "What the update gives away", findings, figures=_figures(found, images, reference),
         question="Can the private images be reconstructed from what the client sent?",
-        conclusion=_conclusion(findings),
+        conclusion=_CONCLUSION(findings, **facts)[1],
         intro="Better means a better attack, unless a limit was set. PSNR and SSIM compare with the true images.",
-    )  # fmt: skip
+    ))  # fmt: skip
     return report.write(folder)
 
 
-def _conclusion(findings: list[Finding]) -> str:
-    measured = {finding.name: finding.value for finding in findings}
-    if measured.get("PSNR") is None:
-        return "Images were reconstructed; without the true ones their likeness cannot be measured."
-    if measured.get("SSIM") is None:
-        return f"The reconstruction has a PSNR of {measured['PSNR']:.1f} dB."
-    return f"The reconstruction has a PSNR of {measured['PSNR']:.1f} dB and an SSIM of {measured['SSIM']:.2f}."
+def _words(psnr: bool, ssim: bool, *, db: str, alike: str) -> Words:
+    if not psnr:
+        return "told", "Images were reconstructed; without the true ones their likeness cannot be measured."
+    return "told", f"The reconstruction has a PSNR of {db} dB{f' and an SSIM of {alike}' if ssim else ''}."
+
+
+_CONCLUSION = Conclusion("attack: gradient inversion", [Measured("PSNR"), Measured("SSIM")], _words)
 
 
 def _figures(found: Reconstruction, images: Tensor, reference: Tensor | None) -> list[Figure]:

@@ -24,10 +24,12 @@ from netweight.attacks.gradient_inversion.peeling import Chain, Peel, read_chain
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
-from netweight.nn.flat import ParameterLayout
+from netweight.nn.hypernetwork import ParameterLayout, hidden_code
 
 # Temperatures of the first descent, in standard deviations of the values compared.
 _SOFT, _SHARP = 2.0, 0.07
+# Blocks that can be undone one after another; what is left open of each adds up.
+_PEELED = 2
 
 
 @final
@@ -40,11 +42,13 @@ class PeelingConfig:
     prior: float = 0.5  # weight of what the image says about a hidden map, against its equations
     # Weight of squared differences between neighboring pixels, at the first descent; it falls with it.
     smoothness: float = 0.01
+    steps: int = 800  # of the search that takes over where there are too many blocks to be undone
+    variation: float = 5.0  # weight of the mean difference of neighboring pixels in that search
     restarts: int = 1  # starting points; the one whose image imitates the gradient best is kept
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        if min(self.softening, self.rounds, self.restarts) < 1 or self.prior <= 0 or self.smoothness < 0:
+        if min(self.softening, self.rounds, self.steps, self.restarts) < 1 or self.prior <= 0 or self.smoothness < 0:
             raise UsageError(f"Peeling cannot run with {self}.", cure="Counts are at least 1, weights positive.")
 
 
@@ -81,6 +85,8 @@ def invert_generated(
     config = config or PeelingConfig()
     if len(shape) != 4 or shape[0] != 1:
         raise UsageError(f"One image of shape (1, c, h, w) can be peeled, not {shape}.")
+    if len(read_chain(body).blocks) > _PEELED:
+        return _matched(recovered, body, shape, bounds, config, seed, progress)
     problem = _Problem.of(recovered, body, shape, bounds)
     found = []
     with progress.task("peeling", config.restarts * (config.rounds + 1), unit="rounds") as bar:
@@ -93,6 +99,52 @@ def invert_generated(
         image[None].to(torch.get_default_dtype()), torch.empty(0, dtype=torch.int64),
         steps=config.softening + config.rounds, attack="hypernetwork, analytic then peeling",
     )  # fmt: skip
+
+
+def _matched(
+    recovered: RecoveredGradient, body: nn.Module, shape: tuple[int, ...], bounds: Bounds, config: PeelingConfig,
+    seed: int, progress: Progress,
+) -> Reconstruction:  # fmt: skip
+    """Search the image whose features and whose convolutions' gradients are those known, among smooth ones."""
+    # What flows back from the features is known, so that neither label nor classifier is searched or guessed.
+    chain, layout = read_chain(body), ParameterLayout.of(body)
+    weights, slopes = (
+        {name: value.float() for name, value in layout.split(vector).items()}
+        for vector in (recovered.generated, recovered.first)
+    )
+    gradient, bias = slopes[f"{chain.linear}.weight"].double(), slopes[f"{chain.linear}.bias"].double()
+    features = (bias @ gradient / (bias @ bias)).float()
+    back = weights[f"{chain.linear}.weight"].T @ bias.float()
+    names = [f"{block.name}.weight" for block in chain.blocks]
+    low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in bounds)
+
+    def seen_in(image: Tensor, kernels: list[Tensor]) -> Tensor:
+        for block, kernel in zip(chain.blocks, kernels, strict=True):
+            image = F.conv2d(image, kernel, weights[f"{block.name}.bias"], block.stride, block.padding)
+            image = F.leaky_relu(F.max_pool2d(image, block.pool), block.slope)
+        return image.flatten()
+
+    def objective(image: Tensor) -> Tensor:
+        kernels = [weights[name].detach().requires_grad_() for name in names]
+        seen = seen_in(low + (high - low) * image, kernels)
+        if seen.shape != features.shape:
+            raise UsageError(f"An image of shape {shape} has {len(seen)} features; {len(features)} were read.")
+        found = torch.autograd.grad((seen * back).sum(), kernels, create_graph=True)
+        pairs = [(seen, features), *((one, slopes[name]) for one, name in zip(found, names, strict=True))]
+        misfit = torch.stack([(one - wanted).square().sum() / wanted.square().sum() for one, wanted in pairs]).sum()
+        return misfit + config.variation * total_variation(image)
+
+    start = torch.stack([
+        0.5 + 0.01 * torch.randn(shape, generator=seeds.torch_generator(seed, "restart", restart))
+        for restart in range(config.restarts)
+    ])  # fmt: skip
+    found = descend(
+        objective, (start,), steps=config.steps, lr=0.025, schedule="cosine", progress=progress,
+        project=lambda image: image.clamp_(0, 1), description="matching features and kernels",
+    )  # fmt: skip
+    image = low + (high - low) * found.variables[0]
+    name = "hypernetwork, analytic features then matching"
+    return found.reconstruction(image, torch.empty(0, dtype=torch.int64), steps=config.steps, attack=name)
 
 
 @final
@@ -317,7 +369,7 @@ def tailored(
     layout, length = ParameterLayout.of(body), sum(tensor.double().square().sum() for tensor in wanted.values()) ** 0.5
 
     def objective(images: Tensor, embedding: Tensor, classifier: Tensor, *guess: Tensor) -> Tensor:
-        code = torch.relu(state["trunk.0.weight"] @ embedding + state["trunk.0.bias"])
+        code = hidden_code(state, embedding)
         theta = state["heads.weight"] @ code + state["heads.bias"]
         seen = functional_call(body, layout.split(theta), (images,), strict=True)
         outputs = F.linear(seen, classifier[:, :-1], classifier[:, -1])

@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import os
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from netweight.core.environment import cache_folder
-from netweight.errors import CudaFailed, CudaUnavailable, UsageError
+from netweight.core.files import whole_file
+from netweight.errors import CudaFailed, CudaUnavailable, NetweightError, UsageError
 
 INSTALL = 'Run: pip install "netweight[cuda]"'
 KERNELS = Path(__file__).parent / "kernels"
@@ -133,14 +132,8 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Write a file under another name and rename it: a reader never meets half of it."""
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs a compilation per process
+    """Write a file whole or not at all: a reader never meets half of it, and a second writer leaves it to the first."""
+    with contextlib.suppress(OSError, NetweightError):  # a cache that cannot be written costs a compilation per process
         path.parent.mkdir(parents=True, exist_ok=True)
-        number, part = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
-        try:
-            with os.fdopen(number, "wb") as stream:
-                stream.write(hashlib.sha256(code).digest() + code)
-            os.replace(part, path)
-        except OSError:
-            os.unlink(part)
-            raise
+        with whole_file(path, overwrite=True) as file:
+            file.write(hashlib.sha256(code).digest() + code)

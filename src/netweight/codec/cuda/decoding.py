@@ -16,6 +16,7 @@ from torch import Tensor
 
 from netweight.codec import header, lossy
 from netweight.codec.api import LEVELS
+from netweight.codec.api import decode as decode_on_host
 from netweight.codec.backend import in_our_words
 from netweight.codec.cuda import launching
 from netweight.codec.dtypes import empty_tensor, torch_dtype
@@ -55,6 +56,7 @@ class BlobLayout:
     level: str
     # Of the chunks, and the end of the last one: int64 of shape (chunks + 1,) on the blob's device.
     starts: Tensor = field(repr=False, compare=False)
+    new_modes: bool = False  # whether chunks have modes that the kernels lack: they are decoded on the host
 
 
 def layout_of(blob: Tensor) -> BlobLayout:
@@ -73,6 +75,8 @@ def layout_of(blob: Tensor) -> BlobLayout:
             beginning = blob[:end].cpu().numpy()
         found = header.read_header(beginning, size=size)
     dtype = torch_dtype(found.element.name)
+    if found.base_digest:
+        raise Unsupported("A blob that holds differences is decoded on the CPU.", cure="Decode it with its base first.")
     if found.nbytes == 0:
         empty_tensor(dtype, found.shape)  # raises for a shape that torch refuses
     chunks = len(found.chunk_starts) - 1
@@ -83,11 +87,12 @@ def layout_of(blob: Tensor) -> BlobLayout:
         numbers=found.numbers,
         chunk_log2=found.chunk_log2,
         chunks=chunks,
-        index_at=found.chunk_starts[0] - 4 * chunks,
+        index_at=found.chunk_starts[0] - (4 if found.version == 1 else 12) * chunks,
         payload_at=found.chunk_starts[0],
         size=size,
         level=LEVELS[found.level],
         starts=torch.from_numpy(np.array(found.chunk_starts, np.int64)).to(blob.device),
+        new_modes=found.new_modes,
     )
 
 
@@ -100,6 +105,8 @@ def decode(blob: Tensor, layout: BlobLayout, *, out: Tensor | None = None, statu
     """
     _check_blob(blob, layout)
     out = _output(layout, blob.device) if out is None else _checked_output(out, layout, blob.device)
+    if layout.new_modes:
+        return out.copy_(decode_on_host(blob.cpu()))
     own_status = torch.zeros(1, dtype=torch.int32, device=blob.device) if status is None else status
     if layout.chunks:
         number_bytes = layout.nbytes // layout.numbers
@@ -139,6 +146,8 @@ class DecodePlan:
         self._device = blobs[0].device
         for blob, layout in zip(blobs, layouts, strict=True):
             _check_blob(blob, layout)
+            if layout.new_modes:
+                raise Unsupported("A plan decodes on one device.", cure="Decode blobs with modes of version 2 alone.")
             if blob.device != self._device:
                 raise UsageError(f"A plan's blobs must lie on one device, not on {self._device} and {blob.device}.")
         if outs is None:

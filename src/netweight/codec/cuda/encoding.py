@@ -22,7 +22,7 @@ from netweight.codec import api
 from netweight.codec.cuda import launching
 from netweight.codec.cuda.decoding import BlobLayout, decode, layout_of
 from netweight.codec.dtypes import BY_NAME, ElementType, dtype_name
-from netweight.codec.header import FIXED_HEADER, MAGIC, VERSION, checksum, varint
+from netweight.codec.header import FIXED_HEADER, MAGIC, checksum, varint
 from netweight.codec.numpy_tables import Plane, sampling
 from netweight.errors import OutOfMemory, UsageError
 
@@ -191,7 +191,7 @@ class EncodePlan:
     @property
     def start(self) -> int:
         """Bytes 0 to 7 of the header, as a number."""
-        fields = bytes((VERSION, self.element.code, self.level, self.chunk_log2, len(self.shape)))
+        fields = bytes((1, self.element.code, self.level, self.chunk_log2, len(self.shape)))
         return int.from_bytes(MAGIC + fields, "little")
 
     @property
@@ -367,7 +367,7 @@ def _run_wave(
 def _on_host(tensor: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor:
     """The host's encoder's blob, on the tensor's device."""
     threads = torch.get_num_threads()
-    blob = api.encode(tensor, level=level, chunk_log2=chunk_log2, threads=threads)
+    blob = api.encode(tensor, level=level, chunk_log2=chunk_log2, threads=threads, version=1)
     return torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(tensor.device)
 
 

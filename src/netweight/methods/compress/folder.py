@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, final
 
 from netweight.core import digest
-from netweight.core.files import part_of, whole_file
+from netweight.core.files import mode_of, part_of, whole_file
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
 from netweight.job import Job, check_destination
@@ -29,7 +27,8 @@ from netweight.methods.compress.folder_format import (
 from netweight.methods.compress.plan import FolderPlan, PlannedFile, make_plan
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.shard import ShardResult, check_digest, compress_shard, plain_size, restore_shard
-from netweight.store.reader import weight_map
+from netweight.store.reader import Base, StoredFile, weight_map
+from netweight.store.writer import LEAST, Seen
 
 _FINISHED = "files"  # the job's record of finished files
 _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
@@ -65,7 +64,7 @@ def compress_folder(
     settings: CompressSettings | None = None,
     *,
     overwrite: bool = False,
-    ready: Mapping[str, memoryview] = MappingProxyType({}),
+    blobs: Callable[[str], bytes | memoryview] | None = None,
     progress: Progress = QUIET,
     **options: Any,
 ) -> Summary:
@@ -77,10 +76,11 @@ def compress_folder(
         target: Where the compressed file or folder goes. It appears whole or not at all.
         settings: How to compress; None for the defaults.
         overwrite: Whether an existing target may be replaced.
-        ready: Blobs to take as they are for tensors whose bytes have these digests.
+        blobs: Gives each tensor's codec bytes by its name, where the source's weights files hold nothing but their
+            headers; so models in memory are saved. None if they hold the tensors.
         progress: Where progress is shown.
         **options: Fields of `CompressSettings`, in place of those in `settings`: `level`, `threads`, `variant`,
-            `exclude`, `mantissa_bits`, `block_size`, `fidelity`.
+            `exclude`, `base`, `mantissa_bits`, `block_size`, `fidelity`.
 
     Returns:
         Sizes, counts and time, and what rounding changed.
@@ -97,6 +97,7 @@ def compress_folder(
     settings = (settings or CompressSettings()).replace(**options)
     source, target, started = Path(source), Path(target), time.monotonic()
     _check_ends(source, target, overwrite)
+    _check_base(settings.base, source, target)
     if source.is_file():
         with progress.task(f"compress {source.name}", source.stat().st_size) as task:
             result = compress_shard(
@@ -106,14 +107,15 @@ def compress_folder(
                 threads=settings.workers,
                 overwrite=overwrite,
                 precision=settings.precision,
-                ready=ready,
+                blobs=blobs,
+                base=None if settings.base is None else Base(settings.base),
                 advance=task.update,
             )
         return _summary(source, target, [result], started)
     plan = make_plan(source, settings)
     total = sum(item.size for item in plan.items)
     with _job(target, overwrite) as work, progress.task(f"compress {source.name}", total) as task:
-        compression = _Compression(source, plan, settings, ready, work, task)
+        compression = _Compression(source, plan, settings, blobs, work, task)
         resumed = compression.run()
         precision = None if settings.precision.lossless else settings.precision
         entries = tuple(compression.done[item.path] for item in plan.items)
@@ -128,6 +130,7 @@ def decompress_folder(
     source: str | Path,
     target: str | Path,
     *,
+    base: str | Path | None = None,
     threads: int | None = None,
     overwrite: bool = False,
     progress: Progress = QUIET,
@@ -137,6 +140,8 @@ def decompress_folder(
     Args:
         source: A compressed file or folder. It is only read.
         target: Where the plain file or folder goes. It appears whole or not at all.
+        base: What it holds differences from, if it does; None looks beside it, in the hub's cache, and where the
+            variable NETWEIGHT_BASE says.
         threads: Threads of the decoder; None takes all cores that the process may use.
         overwrite: Whether an existing target may be replaced.
         progress: Where progress is shown.
@@ -145,7 +150,8 @@ def decompress_folder(
         Sizes, counts and time.
 
     Raises:
-        UsageError: The source is not there or not compressed, or the target lies in it.
+        UsageError: The source is not there or not compressed, or the target lies in it, or its base is not at hand or
+            another one.
         OutputExists: The target exists.
         OutputFailed: The disk is full or the place cannot be written; finished files are kept for the next call.
         CorruptBlob: A file is damaged; the tensor is named.
@@ -153,10 +159,12 @@ def decompress_folder(
     """
     workers = CompressSettings(threads=threads).workers
     source, target, started = Path(source), Path(target), time.monotonic()
+    base = None if base is None else Path(base)
     _check_ends(source, target, overwrite)
+    _check_base(base, source, target)
     if source.is_file():
         with progress.task(f"decompress {source.name}", plain_size(source)) as task:
-            result = restore_shard(source, target, threads=workers, overwrite=overwrite, advance=task.update)
+            result = restore_shard(source, target, threads=workers, overwrite=overwrite, base=base, advance=task.update)
         return _summary(source, target, [result], started)
     manifest = Manifest.read(source)
     manifest.check_present(source)
@@ -171,7 +179,7 @@ def decompress_folder(
                 resumed += 1
                 task.update(entry.nbytes)
                 continue
-            _restore(source / entry.stored, work.file(entry.path), entry, workers, task)
+            _restore(source / entry.stored, work.file(entry.path), entry, workers, base, task)
             _record(work, key, {}, entry.path)
         _finish(work, [entry.path for entry in manifest.files], manifest.folders)
         work.publish(target, overwrite=overwrite)
@@ -192,6 +200,16 @@ def _check_ends(source: Path, target: Path, overwrite: bool) -> None:
     if target.is_file() and source.is_dir():
         raise UsageError(f"{target} is a file, {source} a folder.", cure="Choose another name.")
     check_destination(target, overwrite=overwrite, folder=part_of(target))
+
+
+def _check_base(base: Path | None, source: Path, target: Path) -> None:
+    """Refuse a base that is not there, or is what is read or written."""
+    if base is None:
+        return
+    if not base.exists():
+        raise UsageError(f"There is no file or folder {base}.", cure="Check the path of the base.")
+    if base.resolve() in (source.resolve(), target.resolve()):
+        raise UsageError(f"{base} cannot be its own base.", cure="Give another one.")
 
 
 def _summary(
@@ -227,16 +245,20 @@ class _Compression:
     source: Path
     plan: FolderPlan
     settings: CompressSettings
-    ready: Mapping[str, memoryview]
+    blobs: Callable[[str], bytes | memoryview] | None
     work: Job
     task: Task
     done: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
+    seen: dict[Path, Seen] = dataclasses.field(default_factory=dict)  # tensors of the files of each folder
+    bases: dict[Path, Base] = dataclasses.field(default_factory=dict)  # by the folder whose tensors are differences
 
     def run(self) -> int:
         """Do every file; return how many an earlier run had done."""
         resumed = 0
         precision = self.settings.precision
         how = {"level": self.settings.level} | ({} if precision.lossless else dataclasses.asdict(precision))
+        if self.settings.base is not None:
+            how["base"] = _state_of(self.settings.base)
         for item in sorted(self.plan.items, key=lambda item: _WORK_ORDER[item.role]):
             self.task.describe(item.path)
             key = {**vars(item), **how}
@@ -248,6 +270,8 @@ class _Compression:
             else:
                 entry = FileEntry(**known)
                 resumed += 1
+                if item.role == "weights":
+                    self._remember(item)
                 self.task.update(item.size)
             self.done[item.path] = entry
         return resumed
@@ -261,10 +285,28 @@ class _Compression:
             threads=self.settings.workers,
             overwrite=True,
             precision=self.settings.precision,
-            ready=self.ready,
+            blobs=self.blobs,
+            base=self._base(item),
+            seen=self.seen.setdefault(Path(item.stored).parent, {}),
             advance=self.task.update,
         )
         return FileEntry(path=item.path, kind="compressed", stored=item.stored, **vars(result))
+
+    def _base(self, item: PlannedFile) -> Base | None:
+        """What the tensors of a folder of the model are differences from."""
+        if self.settings.base is None:
+            return None
+        within = Path(item.path).parent
+        return self.bases.setdefault(within, Base(self.settings.base, within.as_posix()))
+
+    def _remember(self, item: PlannedFile) -> None:
+        """Note the tensors of a file that an earlier run finished, as if they had been written now."""
+        seen = self.seen.setdefault(Path(item.stored).parent, {})
+        with closing(StoredFile(self.work.tree / item.stored)) as file:
+            same = {} if file.description is None else file.description.same
+            for info in (file.info(name) for name in file.names() if name not in same):
+                if info.nbytes >= LEAST and info.digest is not None and file.rounding(info.name) is None:
+                    seen.setdefault((info.digest, info.dtype, info.shape), (Path(item.stored).name, info.name))
 
     def _index(self, item: PlannedFile) -> FileEntry:
         """Rewrite an index for the compressed shards."""
@@ -294,19 +336,19 @@ class _Compression:
 
     def _rewrite(self, item: PlannedFile, content: bytes, stored: bytes) -> FileEntry:
         """Write new content for a file and keep the original in its entry."""
-        _write(self.work.file(item.stored), stored)
+        _write(self.work.file(item.stored), stored, mode_of(self.source / item.path))
         self.task.update(len(content))
         digests = digest.of_bytes(content), digest.of_bytes(stored)
         return FileEntry.rewritten(item.path, item.stored, content, digests=digests, size=len(stored))
 
 
-def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, task: Task) -> None:
+def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, base: Path | None, task: Task) -> None:
     """Restore one file and compare it with what was recorded."""
     if entry.kind == "compressed":
-        found = restore_shard(stored, target, threads=threads, overwrite=True, advance=task.update).digest
+        found = restore_shard(stored, target, threads=threads, overwrite=True, base=base, advance=task.update).digest
     else:
         if entry.kind == "rewritten":
-            _write(target, entry.original_content())
+            _write(target, entry.original_content(), mode_of(stored))
         else:
             _copy(stored, target)
         found = digest.of_file(target)
@@ -314,16 +356,21 @@ def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, task: T
     check_digest(stored, found, entry.digest)
 
 
-def _write(target: Path, content: bytes) -> None:
-    with whole_file(target, overwrite=True) as file:
+def _state_of(base: Path) -> list[tuple[str, int, int]]:
+    """The files of a base, by which a change of it is noticed."""
+    files = [base] if base.is_file() else sorted(base.rglob("*.safetensors"))
+    return [(str(file), (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
+
+
+def _write(target: Path, content: bytes, mode: int | None = None) -> None:
+    with whole_file(target, overwrite=True, mode=mode) as file:
         file.write(content)
 
 
 def _copy(source: Path, target: Path) -> None:
     """Copy content and permissions, so that the copy appears whole or not at all."""
-    with whole_file(target, overwrite=True) as output, open(source, "rb") as content:
+    with whole_file(target, overwrite=True, mode=mode_of(source)) as output, open(source, "rb") as content:
         shutil.copyfileobj(content, output, 1 << 22)
-        os.fchmod(output.fileno(), source.stat().st_mode & 0o777 | 0o200)
 
 
 # ---- the job ---------------------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 `netweight.json` says what the folder holds and what it was made from, enough to restore every file:
 
-{"format": "netweight-folder", "version": 1, "level": "default",
+{"format": "netweight-folder", "version": 3, "level": "default",
  "files": [{"path": "model.safetensors", "kind": "compressed", "stored": "model.net.safetensors", ...},
            {"path": "config.json", "kind": "rewritten", "stored": "config.json", "original": "...", ...},
            {"path": "vocab.txt", "kind": "carried", "stored": "vocab.txt", ...}],
  "folders": ["empty"], "left_out": []}
 
-Where tensors are rounded, "version" is 2, their files' entries say by how much, and "rounding" says how.
+Where tensors are rounded, their files' entries say by how much, and "rounding" says how. Versions 1 and 2 kept no
+permissions.
 
 Loaders in the wild warn about keys that they miss and go on with random weights. So that none of them does so with a
 compressed folder, three things are changed, each of which alone stops a loader that heeds it (all tried, see
@@ -17,13 +18,12 @@ compressed folder, three things are changed, each of which alone stops a loader 
 1. **The weights go by another name**, `model.net.safetensors` for `model.safetensors`: a loader that looks for the
    usual name finds no weights and says so. Only inside a diffusers model's folder the names stay, since diffusers has
    no setting for another one, and stops at 2.
-2. **The configuration says what to install.**
-   transformers (`config.json`): an unknown `quant_method` makes it warn only; but it refuses a `transformers_weights`
-   that is no file name, and shows it. So that entry holds the sentence to be read. `quantization_config.weights` holds
-   the real name, which a registered quantizer puts back in `update_attn_implementation`, before files are looked for.
-   diffusers (`config.json` with `_class_name`): refuses an unknown `quant_method` and shows it. The sentence in it is
-   what a quantizer is registered under; it must stay as it is, so that folders stay readable.
-   peft (`adapter_config.json`): refuses an unknown `peft_type` and shows it.
+2. **The configuration says what to install.** The method that it names is a sentence, in `quant_method` of
+   `quantization_config`, or in an adapter's `peft_type`. diffusers and peft refuse it and show it. transformers
+   shows it in a warning, and fails on the weights that it does not find under their usual name;
+   `quantization_config.weights` holds the real one, which the registered quantizer puts back in
+   `update_attn_implementation`, before files are looked for. (Folders of earlier releases have `netweight` there,
+   and the sentence in `transformers_weights`.)
 3. **The weights' own metadata** hold what transformers up to 4.57 and diffusers' LoRA loader refuse and show (see
    `store/safetensors.py`).
 """
@@ -33,29 +33,29 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Self, final
+from typing import Annotated, Any, Literal, Self, final
 
-from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt
+from pydantic import ConfigDict, Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
+from netweight.autoload import HINT
 from netweight.codec import Precision
+from netweight.core.bounded_json import parse_json, read_object
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
-from netweight.store.safetensors import deflate_text, inflate_text
+from netweight.store.safetensors import MAX_HEADER, deflate_text, inflate_text, most_inflated
 
 MANIFEST = "netweight.json"
 MODEL_CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 Kind = Literal["compressed", "rewritten", "carried"]
 
-_FORMAT, _VERSION = "netweight-folder", 1
-_ROUNDED = 2  # version of manifests of rounded weights, which older releases cannot read
-_CURE = "`pip install netweight`, then restore them: `netweight decompress FOLDER NEW_FOLDER`"
-TRANSFORMERS_SENTENCE = f"these weights are compressed by netweight: {_CURE}"
-DIFFUSERS_METHOD = f"netweight (these weights are compressed: {_CURE})"
-PEFT_TYPE = f"netweight (these weights are compressed: {_CURE})"
+_FORMAT, _VERSION = "netweight-folder", 3
+_MODES = 3  # version from which on files keep their permissions
 
 _INDEX = re.compile(r"^(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>\w+))?\.json$")
 _SHARD = r"-\d{5}-of-\d{5}"
@@ -73,15 +73,15 @@ class FileEntry:
     path: str  # its path in the original folder, with slashes
     kind: Kind  # `"compressed"` weights, a `"rewritten"` index or configuration, or `"carried"` over unchanged
     stored: str  # its path in the compressed folder
-    nbytes: NonNegativeInt  # its size in the original folder
+    nbytes: Count  # its size in the original folder
     digest: str  # digest of its original content
-    stored_nbytes: NonNegativeInt  # its size in the compressed folder
+    stored_nbytes: Count  # its size in the compressed folder
     # Digest of its content in the compressed folder; None for compressed weights, which carry a digest per tensor.
     stored_digest: str | None = None
     original: str | None = None  # the original content of a rewritten file, deflated, as base64; else None
-    tensors: NonNegativeInt = 0  # number of tensors of compressed weights; else 0
-    payload: NonNegativeInt = 0  # bytes of all compressed tensors; else 0
-    rounded: NonNegativeInt = 0  # how many tensors are rounded; `digest` is then that of the file that comes back
+    tensors: Count = 0  # number of tensors of compressed weights; else 0
+    payload: Count = 0  # bytes of all compressed tensors; else 0
+    rounded: Count = 0  # how many tensors are rounded; `digest` is then that of the file that comes back
     bound: NonNegativeFloat = 0.0  # how much rounding may have changed a weight at most, relative to it
     worst_change: NonNegativeFloat = 0.0  # how much it did change one at most
 
@@ -93,7 +93,7 @@ class FileEntry:
     def original_content(self) -> bytes:
         """The original content of a rewritten file."""
         try:
-            return inflate_text(self.original or "", limit=self.nbytes + 1)
+            return inflate_text(self.original or "", limit=min(self.nbytes + 1, most_inflated(self.original or "")))
         except ValueError as error:
             raise CorruptBlob(
                 f"{MANIFEST}: the kept content of {self.path} is damaged ({error}).", cure="Fetch the file again."
@@ -110,12 +110,13 @@ class Manifest:
     folders: tuple[str, ...] = ()  # its empty folders
     left_out: tuple[str, ...] = ()  # its files that were left out on request
     precision: Precision | None = None  # how tensors were rounded; None if none was, or if they had been rounded before
+    keeps_modes: bool = True  # whether stored files have the permissions of the original ones
 
     def to_json(self) -> str:
         """Write the manifest."""
         fields = {
             "format": _FORMAT,
-            "version": _ROUNDED if any(file.rounded for file in self.files) else _VERSION,
+            "version": _VERSION,
             "level": self.level,
             "files": [{key: value for key, value in asdict(file).items() if value} for file in self.files],
             "folders": list(self.folders),
@@ -133,37 +134,77 @@ class Manifest:
                 f"{folder} has no {MANIFEST}: it is not a folder that netweight compressed.", cure="Check the path."
             )
         try:
-            fields = json.loads(path.read_bytes())
+            fields = read_object(path, limit=MAX_HEADER)
             if fields["format"] != _FORMAT:
                 raise ValueError(f"its format is {fields['format']!r}")
-            if fields["version"] not in (_VERSION, _ROUNDED):
+            if type(fields["version"]) is not int or not 1 <= fields["version"] <= _VERSION:
                 raise Unsupported(
-                    f"{path} is of version {fields['version']!r}; this release reads up to version {_ROUNDED}.",
+                    f"{path} is of version {fields['version']!r}; this release reads up to version {_VERSION}.",
                     cure="Upgrade netweight: pip install --upgrade netweight.",
                 )
             files = tuple(FileEntry(**{"stored_nbytes": 0, "nbytes": 0, **entry}) for entry in fields["files"])
             folders, left_out = (tuple(map(str, fields[key])) for key in ("folders", "left_out"))
             precision = Precision(**fields["rounding"]) if "rounding" in fields else None
-            manifest = cls(str(fields["level"]), files, folders, left_out, precision)
+            kept = fields["version"] >= _MODES
+            manifest = cls(str(fields["level"]), files, folders, left_out, precision, kept)
         except (UsageError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptBlob(f"{path} is damaged ({error!r}).", cure="Fetch the file again.") from error
         for name in (*manifest.folders, *(name for file in files for name in (file.path, file.stored))):
             if not _inside(name):
                 raise UnsafeInput(f"{path} points outside its folder: {name!r}.", cure="Do not use this model.")
+        for names in (
+            [*manifest.folders, *(file.path for file in files)],
+            [MANIFEST, *(file.stored for file in files)],
+        ):
+            if clash := clashing(names):
+                raise CorruptBlob(f"{path} gives {clash!r} to several files.", cure="Fetch the file again.")
         return manifest
 
     def check_present(self, folder: Path) -> None:
-        """Check that all stored files are there."""
+        """Check that all stored files are there, and that none is a link to a place outside."""
         missing = [entry.stored for entry in self.files if not (folder / entry.stored).is_file()]
         if missing:
             raise CorruptBlob(
                 f"{folder} lacks {len(missing)} of its files: {', '.join(missing[:5])}.", cure="Fetch them again."
             )
+        for entry in self.files:
+            check_place(folder, folder / entry.stored)
+
+
+def clashing(names: Iterable[str]) -> str | None:
+    """A path that occurs twice, or that is a folder of another one; None if there is none."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    parents = {parent.as_posix() for name in seen for parent in PurePosixPath(name).parents}
+    return min(seen & parents, default=None)
+
+
+def check_place(root: Path, file: Path) -> None:
+    """Refuse what is no regular file, and links that lead out of the folder, except into the blobs of a hub cache."""
+    if not file.exists():
+        raise UsageError(f"{file} is a broken link.", cure="Fetch the file it should point to, or exclude it.")
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise Unsupported(f"{file} is no regular file.", cure="Remove or exclude it.")
+    root = root.resolve()
+    caches = (at.parent for at in root.parents if at.name == "snapshots" and (at.parent / "blobs").is_dir())
+    if not file.resolve().is_relative_to(next(caches, root)):
+        raise leads_out(file)
+
+
+def leads_out(path: Path) -> UnsafeInput:
+    """The error for a link to a place outside."""
+    return UnsafeInput(
+        f"{path} is a link that leads out of the folder.", cure="Replace it by what it points to, or exclude it."
+    )
 
 
 def _inside(name: str) -> bool:
     path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
+    odd = path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name
+    return bool(path.parts) and not odd
 
 
 # ---- names and configurations ----------------------------------------------------------------------------------------
@@ -209,22 +250,19 @@ def mark_config(name: str, content: bytes, weights: Iterable[str]) -> bytes | No
     if config is None:
         return None
     if name == ADAPTER_CONFIG:
-        config["peft_type"] = PEFT_TYPE
+        config["peft_type"] = HINT
         return _json_bytes(config)
-    main = _main_weights(config, list(weights))
-    if "_class_name" in config:
-        config["quantization_config"] = {"quant_method": DIFFUSERS_METHOD, "version": 1, "weights": main}
-    else:
-        stored = stored_name(main, diffusers=False)
-        config["quantization_config"] = {"quant_method": "netweight", "version": 1, "weights": stored}
-        config["transformers_weights"] = TRANSFORMERS_SENTENCE
+    stored = stored_name(_main_weights(config, list(weights)), diffusers="_class_name" in config)
+    config["quantization_config"] = {"quant_method": HINT, "version": 1, "weights": stored}
+    config.pop("transformers_weights", None)  # the plug-in puts it back
     return _json_bytes(config)
 
 
 def rewrite_index(content: bytes, *, diffusers: bool, total_size: int) -> bytes:
     """Write the index of the compressed shards."""
-    index = json.loads(content)
-    index["metadata"] = {**(index.get("metadata") or {}), "total_size": total_size}
+    index = parse_json(content)
+    about = index.get("metadata")
+    index["metadata"] = {**(about if isinstance(about, dict) else {}), "total_size": total_size}
     index["weight_map"] = {
         f"{name}.net": stored_name(file, diffusers=diffusers) for name, file in index["weight_map"].items()
     }
@@ -240,7 +278,7 @@ def _main_weights(config: dict[str, Any], weights: list[str]) -> str:
 
 def _json_object(content: bytes) -> dict[str, Any] | None:
     try:
-        config = json.loads(content)
+        config = parse_json(content)
     except ValueError:
         return None
     return config if isinstance(config, dict) else None

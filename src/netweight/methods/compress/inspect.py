@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from netweight.codec import BlobInfo
+from netweight.codec.dtypes import torch_dtype
 from netweight.core.files import whole_file
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
@@ -27,11 +28,12 @@ from netweight.errors import Unsupported, UsageError
 from netweight.report.finding import Figure
 from netweight.report.plots import canvas, series_color, to_figure
 from netweight.store.reader import Store, TensorInfo, open_store
+from netweight.store.safetensors import nbytes_of
 
 # At most 2^12 bins for a mantissa; of a longer one the top bits are counted and the rest apart.
 MANTISSA_BINS = 12
 # Elements looked at at a time, so that a tensor larger than memory's leftovers can be measured.
-BLOCK = 1 << 22
+BLOCK = 1 << 15
 _SUFFIXES = (".svg", ".png", ".pdf")
 _DRAWN_BINS = 256
 
@@ -152,6 +154,11 @@ class BitStatistics:
 def bit_statistics(tensor: torch.Tensor | NDArray[Any]) -> BitStatistics:
     """Count the signs, exponents and mantissas of a tensor, in blocks that need little memory beside it."""
     name = getattr(tensor.dtype, "name", None) or str(tensor.dtype).removeprefix("torch.")
+    itemsize = tensor.dtype.itemsize
+    return _count(name, tuple(int(size) for size in tensor.shape), _blocks(tensor, itemsize))
+
+
+def _count(name: str, shape: tuple[int, ...], blocks: Iterable[NDArray[np.uint8]]) -> BitStatistics:
     if name not in _LAYOUTS:
         raise Unsupported(
             f"The bits of a tensor of dtype {name} cannot be told apart.",
@@ -165,7 +172,7 @@ def bit_statistics(tensor: torch.Tensor | NDArray[Any]) -> BitStatistics:
     bytes_ = np.zeros((itemsize, 256), np.int64)
     # The top 24 bits hold them for every type (64-bit floats: 1 + 11 + 12).
     head_bytes = min(itemsize, 3)
-    for block in _blocks(tensor, itemsize):
+    for block in (piece[at : at + BLOCK] for piece in blocks for at in range(0, len(piece), BLOCK)):
         for position in range(itemsize):
             bytes_[position] += np.bincount(block[:, position], minlength=256)
         head = np.zeros(len(block), np.int32)
@@ -177,7 +184,7 @@ def bit_statistics(tensor: torch.Tensor | NDArray[Any]) -> BitStatistics:
             if width:
                 count += np.bincount(head >> below & (len(count) - 1), minlength=len(count))
     sign, exponent, mantissa = counts
-    return BitStatistics(name, tuple(int(size) for size in tensor.shape), sign, exponent, mantissa, bytes_)
+    return BitStatistics(name, shape, sign, exponent, mantissa, bytes_)
 
 
 def merge(statistics: Iterable[BitStatistics]) -> BitStatistics:
@@ -265,10 +272,15 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def inspect_tensors(
-    path: str | Path, *, tensor: str | None = None, threads: int = 1, progress: Progress = QUIET
+    path: str | Path,
+    *,
+    tensor: str | None = None,
+    base: Path | None = None,
+    threads: int = 1,
+    progress: Progress = QUIET,
 ) -> Iterator[TensorReport]:
-    """Look at every tensor of a file or folder, compressed or not, holding one at a time."""
-    stores = [open_store(file) for file in weight_files(Path(path))]
+    """Look at every tensor of a file or folder, compressed or not, holding a few megabytes at a time."""
+    stores = [open_store(file, base=base) for file in weight_files(Path(path))]
     try:
         names = {name for store in stores for name in store.names()}
         chosen = names if tensor is None else set(Select(tensor).keys(sorted(names)))
@@ -284,12 +296,14 @@ def inspect_tensors(
 
 
 def _bits(store: Store, name: str, threads: int) -> BitStatistics | None:
+    info = store.info(name)
     try:
-        statistics = bit_statistics(store.get(name, threads=threads))
+        element = str(torch_dtype(info.dtype)).removeprefix("torch.")
+        width = max(nbytes_of(info.dtype, (1,)), 1)
+        blocks = (content.reshape(-1, width) for content in store.blocks(name, threads=threads))
+        return _count(element, info.shape, blocks)
     except Unsupported:  # torch lacks the dtype, or its numbers have no sign, exponent and mantissa
         return None
-    store.release(name)
-    return statistics
 
 
 # ---- plots -----------------------------------------------------------------------------------------------------------

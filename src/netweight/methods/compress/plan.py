@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal, final
 
+from netweight.core.bounded_json import is_text
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, Unsupported, UsageError
 from netweight.methods.compress.folder_format import (
     ADAPTER_CONFIG,
     MANIFEST,
     MODEL_CONFIG,
+    check_place,
+    clashing,
     is_index,
+    leads_out,
     lies_in_diffusers_model,
     stored_name,
     variant_of,
 )
 from netweight.methods.compress.settings import CompressSettings
 from netweight.store.reader import weight_map
-from netweight.store.safetensors import KEY, read_header
+from netweight.store.safetensors import KEY, is_pickle, read_header
 
 Role = Literal["weights", "index", "config", "other"]
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
@@ -64,8 +67,10 @@ def make_plan(source: Path, settings: CompressSettings) -> FolderPlan:
         problems.append(UsageError(f"{source} holds no safetensors weights.", cure="Check the path."))
     if problems:
         raise _joined(problems)
-    left_out = tuple(path for path in files if path not in set(taken))
-    return FolderPlan(tuple(_items(source, taken)), tuple(folders), left_out)
+    items, kept = tuple(_items(source, taken)), set(taken)
+    if clash := clashing([*folders, *(item.stored for item in items)]):
+        raise UsageError(f"Several files of {source} would be stored as {clash}.", cure="Exclude one of them.")
+    return FolderPlan(items, tuple(folders), tuple(path for path in files if path not in kept))
 
 
 def _walk(source: Path) -> tuple[list[str], list[str]]:
@@ -77,7 +82,7 @@ def _walk(source: Path) -> tuple[list[str], list[str]]:
         if not names and not leaves and here != source:
             folders.append(here.relative_to(source).as_posix())
         links = [here / name for name in names if (here / name).is_symlink()]
-        problems += [_outside(path) for path in links]
+        problems += [leads_out(path) for path in links]
         files += [(here / leaf).relative_to(source).as_posix() for leaf in sorted(leaves)]
     if problems:
         raise _joined(problems)
@@ -88,12 +93,6 @@ def _raise(error: OSError) -> None:
     raise UsageError(
         f"{error.filename} could not be read ({error.strerror}).", cure="Check its permissions."
     ) from error
-
-
-def _outside(path: Path) -> NetweightError:
-    return UnsafeInput(
-        f"{path} is a link that leads out of the folder.", cure="Replace it by what it points to, or exclude it."
-    )
 
 
 def _of_variant(paths: list[str], variant: str, source: Path) -> list[str]:
@@ -114,7 +113,9 @@ def _problem(source: Path, path: str) -> NetweightError | None:
     """Say why a file cannot be taken; None if it can."""
     file = source / path
     try:
-        _check_place(source, file)
+        check_place(source, file)
+        if not is_text(path):
+            raise UsageError(f"{file!r} has a name that is not UTF-8.", cure="Rename or exclude it.")
         if path == MANIFEST:
             raise UsageError(f"{source} is compressed already.", cure="Decompress it first.")
         if path.endswith(".safetensors"):
@@ -135,19 +136,6 @@ def _problem(source: Path, path: str) -> NetweightError | None:
     return None
 
 
-def _check_place(source: Path, file: Path) -> None:
-    """Refuse what is no regular file, and links that lead out of the folder, except into the blobs of a hub cache."""
-    root = source.resolve()
-    caches = (at.parent for at in root.parents if at.name == "snapshots" and (at.parent / "blobs").is_dir())
-    allowed = next(caches, root)
-    if not file.exists():
-        raise UsageError(f"{file} is a broken link.", cure="Fetch the file it should point to, or exclude it.")
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise Unsupported(f"{file} is no regular file.", cure="Remove or exclude it.")
-    if not file.resolve().is_relative_to(allowed):
-        raise _outside(file)
-
-
 def _check_index(file: Path) -> None:
     for name in dict.fromkeys(weight_map(file).values()):
         if not (file.parent / name).is_file():
@@ -158,11 +146,10 @@ def _is_pickled_weights(file: Path) -> bool:
     if file.suffix.lower() not in _PICKLES or any(fnmatch(file.name, pattern) for pattern in _NOT_WEIGHTS):
         return False
     with open(file, "rb") as content:
-        start = content.read(4)
-    return start == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05")
+        return is_pickle(content.read(4096))
 
 
-def _joined(problems: list[NetweightError]) -> NetweightError:
+def _joined(problems: Sequence[NetweightError]) -> NetweightError:
     """One error for several problems, of the gravest one's type."""
     gravity = [UnsafeInput, CorruptBlob, Unsupported, UsageError]
     first = min(problems, key=lambda problem: gravity.index(type(problem)) if type(problem) in gravity else 9)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from netweight.core.progress import Progress
+from netweight.errors import NetweightError
+from netweight.hf.load_language_model import load_network
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.folder_format import MANIFEST, Manifest
+from netweight.methods.compress.inspect import TensorReport, bits_figure, inspect_tensors, merge
 from netweight.methods.compress.plan import make_plan
+from netweight.methods.compress.runtime.model import memory_footprint
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.verify import TREATMENT, Compressed, _identity
 from netweight.registry import CardEntry, Method
+from netweight.report.conclusions import Conclusion, Criterion, Words, by_targets
+from netweight.report.finding import Column, Finding, Section, Table
 
 
 def _compress(source: Path, destination: Path, settings: CompressSettings, progress: Progress) -> None:
@@ -60,10 +69,77 @@ def _bytes(count: int) -> str:
     return f"{count:,} bytes"
 
 
+def _size(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
+    """How much smaller a model is, in bytes and in bits per weight, and why."""
+    found = list(inspect_tensors(subject.path, progress=progress))
+    plain, stored = (sum(getattr(each.info, name) for each in found) for name in ("nbytes", "stored_nbytes"))
+    weights: dict[str, list[TensorReport]] = {}
+    for each in found:
+        if each.bits is not None and each.bits.layout.exponent and each.bits.count:
+            weights.setdefault(each.info.dtype, []).append(each)
+    bits = {dtype: merge(each.bits for each in of if each.bits is not None) for dtype, of in weights.items()}
+    columns = ("dtype", "tensors", "weights", Column("plain", "bits"), Column("compressed", "bits", "lower"),
+               Column("exponent coded ideally", "bits"))  # fmt: skip
+    rows = [
+        (dtype, len(of), bits[dtype].count, float(bits[dtype].layout.bits),
+         8 * sum(each.info.stored_nbytes for each in of) / bits[dtype].count, bits[dtype].exponent_only_bits)
+        for dtype, of in weights.items()
+    ]  # fmt: skip
+    why = "Why: signs and mantissas look random, exponents crowd in a few values."
+    ratio = Finding(_RATIO, plain / max(stored, 1), n=len(found), better="higher",
+                    detail={"plain bytes": plain, "compressed bytes": stored})  # fmt: skip
+    outcome, words = _SMALLER([ratio], saved=f"{100 * (1 - stored / plain) if plain else 0:.1f} %")
+    return Section(
+        "Size", [ratio], tables=[Table("Bits per weight", columns, rows)], question="How much smaller is it?",
+        figures=[bits_figure(bits, caption=why)] if bits and find_spec("matplotlib") else [], conclusion=words,
+        outcome=outcome,
+    )  # fmt: skip
+
+
+def _saved(smaller: bool, *, saved: str) -> Words:
+    if smaller:
+        return "holds", f"Of all bytes of the tensors {saved} are saved."
+    return "told", "It is no smaller: there is nothing that could be coded."
+
+
+_RATIO = "size of the tensors, plain by compressed"
+_SMALLER = Conclusion("compress: size", [Criterion(_RATIO, "higher", than=1.0, strict=True)], _saved)
+
+
+def _outputs(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
+    """Whether a model of transformers computes the same numbers with weights that stay compressed in memory."""
+    title, question = "Outputs", "Does the compressed model compute what the original computes?"
+    name = "numbers that differ in any bit, run compressed"
+    try:
+        models = [load_network(folder) for folder in (subject.source, subject.path)]
+    except NetweightError as error:
+        return Section(title, [Finding(name, None, detail={"reason": str(error)})], question=question)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(models[0].config.vocab_size, (4, 16), generator=generator)
+    with torch.inference_mode():
+        before, after = (model(input_ids=tokens)[0].float() for model in models)
+    different = int((before.view(torch.int32) != after.view(torch.int32)).sum())
+    dense, held = (memory_footprint(model) for model in models)
+    target = 0 if config.mantissa_bits == 7 else None  # rounded weights compute other numbers
+    found = [
+        Finding(name, different, n=before.numel(), better="lower", target=target, seeds=(seed,)),
+        Finding("memory of the weights, run compressed", held / 1e6, unit="MB", better="lower", baseline=dense / 1e6),
+    ]
+    outcome, words = _SAME(found) if target is not None else ("told", "")
+    return Section(
+        title, found, question=question, conclusion=words, outcome=outcome,
+        intro="Random tokens go through the original and through the model whose weights stay compressed in memory; "
+        "what comes out is compared bit by bit.",
+    )  # fmt: skip
+
+
+_SAME = by_targets("compress: outputs", met="The outputs are equal to the last bit.", missed="The outputs differ.")
+
+
 COMPRESS = Method(
     TREATMENT,
     CompressSettings,
-    audits={"identity": _identity},
+    audits={"identity": _identity, "size": _size, "outputs": _outputs},
     apply=_compress,
     examine=_examine,
     check=_check,

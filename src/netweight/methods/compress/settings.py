@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, final
 
 from pydantic import BeforeValidator, Field
@@ -20,6 +21,11 @@ class CompressSettings(Settings):
     level: Literal["fast", "default", "max"] = Field(default="default", description="Ever smaller and slower to write.")
     threads: int | None = Field(
         default=None, ge=1, description="Threads of the codec; by default all cores that may be used."
+    )
+    base: Annotated[Path | None, Cli(metavar="BASE")] = Field(
+        default=None,
+        exclude_if=lambda base: base is None,  # records of runs without one stay as they were
+        description="Store differences from this model, compressed or not: a file, or a folder laid out alike.",
     )
     variant: str | None = Field(
         default=None, description="Take only weights of this variant, e.g. fp16, where a folder has it."

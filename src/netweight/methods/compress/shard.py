@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 import xxhash
 
 from netweight import codec
 from netweight.codec import ROUNDABLE, BlobInfo, Precision
 from netweight.core.digest import ALGORITHM
-from netweight.core.files import whole_file
+from netweight.core.files import mode_of, whole_file
+from netweight.core.in_order import in_order
 from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.store.reader import StoredFile
+from netweight.store.reader import BATCH, Base, StoredFile
 from netweight.store.safetensors import ONLY_COMPRESSED, Span, build_header
-from netweight.store.writer import Level, StoreWriter
+from netweight.store.writer import Level, Seen, StoreWriter
 
 
 @final
@@ -45,33 +46,124 @@ def compress_shard(
     threads: int,
     overwrite: bool = False,
     precision: Precision | None = None,
-    ready: Mapping[str, memoryview] = MappingProxyType({}),
+    blobs: Callable[[str], bytes | memoryview] | None = None,
+    base: Base | None = None,
+    seen: Seen | None = None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> ShardResult:
-    """Compress a safetensors file."""
+    """Compress a safetensors file, a few megabytes at a time; where `blobs` gives its tensors, no data is read."""
+    # `blobs`: gives each tensor's codec bytes by its name; `base`, `seen`: see `StoreWriter`
     with closing(StoredFile(source)) as file:
         before = os.stat(source)
         if file.description is not None:
             raise UsageError(f"{source} is compressed already.", cure="Decompress it first.")
         tally = _Tally(_head(file.header.raw))
-        with StoreWriter(target, level=level, overwrite=overwrite, threads=threads, original=file.header) as writer:
+        whole = {span.name for span in file.header.spans if blobs is not None or _rounds(span, precision)}
+        encoding = _Encoding(file, [span for span in file.header.spans if span.name not in whole], level, base, threads)
+        with StoreWriter(
+            target, level=level, overwrite=overwrite, threads=threads, original=file.header, mode=mode_of(source),
+            base=base, seen=seen,
+        ) as writer:  # fmt: skip
             advance(file.header.data_start)
             for span in file.header.spans:
-                content = file.raw(span.name)
-                blob = _encoded(content, span, level, threads, precision, ready)
-                size = writer.add_blob(span.name, blob)
-                if codec.is_lossy(blob):
-                    tally.add(codec.decode_raw(blob, threads=threads).data, size, codec.info(blob))
+                rounding = None
+                if span.name in whole:
+                    if blobs is None:
+                        content: Any = file.raw(span.name)
+                        blob = _encoded(content, span, level, threads, precision)
+                    else:
+                        blob = blobs(span.name)
+                    lossy = codec.is_lossy(blob)
+                    if lossy or blobs is not None:
+                        content = codec.decode_raw(blob, threads=threads).data
+                    rounding = codec.info(blob) if lossy else None
+                    tally.update(content)
+                    size = writer.add_blob(span.name, blob)
+                    del blob
                 else:
-                    tally.add(content, size, None)
-                del blob
-                content.release()
-                file.release(span.name)
+                    size = writer.add_chunks(span.name, *encoding.next(tally.update))
+                    if writer.equal(span.name) is not None:
+                        size = writer.add_chunks(span.name, *encoding.as_equal(span))
+                tally.add(size, rounding)
                 advance(span.nbytes)
             after = os.stat(source)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise UsageError(f"{source} changed while it was read.", cure="Wait until it is complete; try again.")
     return tally.result(plain=before.st_size, stored=target.stat().st_size)
+
+
+@final
+@dataclass(frozen=True)
+class _Piece:
+    """Chunks of one tensor that are encoded together."""
+
+    span: Span
+    encoder: codec.ChunkEncoder
+    below: tuple[StoredFile, str] | None  # where the tensor is that this one is a difference from
+    first: int  # the first chunk
+    last: int  # after the last one
+
+
+@final
+class _Encoding:
+    """The tensors of a plain file, encoded on several threads, a few megabytes each at a time, in order."""
+
+    def __init__(self, file: StoredFile, spans: Sequence[Span], level: Level, base: Base | None, threads: int) -> None:
+        self._file, self._level, self._base = file, level, base
+        self._done = chain.from_iterable(in_order(self._encode, self._batches(spans), threads))
+
+    def next(self, update: Callable[[Any], None]) -> tuple[codec.ChunkEncoder, Iterator[bytes]]:
+        """The next tensor: its encoder and its chunks; its bytes go to `update` meanwhile."""
+        first = next(self._done)
+        return first[0].encoder, self._chunks(first, update)
+
+    def _chunks(self, done: tuple[_Piece, Any, list[Any]], update: Callable[[Any], None]) -> Iterator[bytes]:
+        while True:
+            piece, content, prepared = done
+            update(content)
+            yield from map(piece.encoder.take, prepared)
+            if piece.last == piece.encoder.chunks:
+                return
+            done = next(self._done)
+
+    def as_equal(self, span: Span) -> tuple[codec.ChunkEncoder, Iterator[bytes]]:
+        """A tensor once more, as a difference from one that equals it."""
+        encoder = codec.ChunkEncoder(span.dtype, span.shape, level=self._level, base=True)
+
+        def chunks() -> Iterator[bytes]:
+            for start in range(0, span.nbytes, encoder.chunk_bytes):
+                content = self._file.part(span.name, start, min(start + encoder.chunk_bytes, span.nbytes))
+                yield encoder.encode(content, content)
+
+        return encoder, chunks()
+
+    def _batches(self, spans: Iterable[Span]) -> Iterator[list[_Piece]]:
+        batch: list[_Piece] = []
+        room = BATCH
+        for span in spans:
+            below = None if self._base is None else self._base.find(span.name, span.dtype, span.shape)
+            encoder = codec.ChunkEncoder(span.dtype, span.shape, level=self._level, base=below is not None)
+            step = max(BATCH // encoder.chunk_bytes, 1)
+            for first in range(0, encoder.chunks, step) or (0,):
+                last = min(first + step, encoder.chunks)
+                batch.append(_Piece(span, encoder, below, first, last))
+                room -= (last - first) * encoder.chunk_bytes
+                if room <= 0:
+                    yield batch
+                    batch, room = [], BATCH
+        yield batch
+
+    def _encode(self, batch: list[_Piece]) -> list[tuple[_Piece, Any, list[Any]]]:
+        done = []
+        for piece in batch:
+            size = piece.encoder.chunk_bytes
+            start, stop = piece.first * size, min(piece.last * size, piece.span.nbytes)
+            content = self._file.part(piece.span.name, start, stop)
+            base = None if piece.below is None else piece.below[0].part(piece.below[1], start, stop)
+            cuts = [slice(at, at + size) for at in range(0, stop - start, size)]
+            prepared = [piece.encoder.prepare(content[cut], None if base is None else base[cut]) for cut in cuts]
+            done.append((piece, content, prepared))
+        return done
 
 
 def restore_shard(
@@ -80,23 +172,26 @@ def restore_shard(
     *,
     threads: int,
     overwrite: bool = False,
+    base: Path | None = None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> ShardResult:
-    """Restore the safetensors file that a compressed one was made from; every tensor's digest is checked."""
-    with closing(StoredFile(source)) as file:
+    """Restore the safetensors file that a compressed one was made from; every chunk is checked."""
+    with closing(StoredFile(source, base=base)) as file:
         if file.description is None:
             raise UsageError(f"{source} is not compressed.", cure="Check the path.")
         head = plain_head(file)
         tally = _Tally(head)
-        with whole_file(target, overwrite=overwrite) as output:
+        with whole_file(target, overwrite=overwrite, mode=mode_of(source)) as output:
             output.write(head)
             advance(len(head))
-            for name in file.names():
-                content = file.content(name, threads=threads, check=True)
-                output.write(content)
-                tally.add(content, file.info(name).stored_nbytes, file.rounding(name))
-                file.release(name)
-                advance(file.info(name).nbytes)
+            for name, start, content in file.blocks(threads=threads):
+                if isinstance(content, CorruptBlob):
+                    raise content
+                output.write(content.data)
+                tally.update(content)
+                if not start:
+                    tally.add(file.info(name).stored_nbytes, file.rounding(name))
+                advance(len(content))
     return tally.result(plain=target.stat().st_size, stored=source.stat().st_size)
 
 
@@ -108,8 +203,10 @@ class _Tally:
         self._tensors = self._payload = self._rounded = 0
         self._bound = self._worst = 0.0
 
-    def add(self, content: memoryview, payload: int, rounding: BlobInfo | None) -> None:
+    def update(self, content: Any) -> None:
         self._whole.update(content)
+
+    def add(self, payload: int, rounding: BlobInfo | None) -> None:
         self._tensors += 1
         self._payload += payload
         if rounding is not None:
@@ -151,21 +248,16 @@ def plain_head(file: StoredFile) -> bytes:
 
 
 def _encoded(
-    content: memoryview,
-    span: Span,
-    level: Level,
-    threads: int,
-    precision: Precision | None,
-    ready: Mapping[str, memoryview],
+    content: memoryview, span: Span, level: Level, threads: int, precision: Precision | None
 ) -> bytes | memoryview:
-    """A tensor's blob: one that is ready, or a new one, rounded if it is to be."""
-    if ready:
-        known = ready.get(f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(content)}")
-        if known is not None:
-            return known
-    if len(span.shape) < 2 or span.dtype not in ROUNDABLE:  # biases, norms, indices
-        precision = None
-    return codec.encode_raw(content, span.dtype, span.shape, level=level, threads=threads, precision=precision)
+    chosen = precision if _rounds(span, precision) else None
+    return codec.encode_raw(content, span.dtype, span.shape, level=level, threads=threads, precision=chosen)
+
+
+def _rounds(span: Span, precision: Precision | None) -> bool:
+    """Whether a tensor is to be rounded; biases, norms and indices are not."""
+    lossless = precision is None or precision.lossless
+    return not lossless and len(span.shape) >= 2 and span.dtype in ROUNDABLE
 
 
 def _head(raw: bytes) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -19,17 +20,21 @@ import xxhash
 
 from netweight.codec import BlobInfo
 from netweight.core import digest
+from netweight.core.files import mode_of
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.folder_format import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.shard import plain_head, plain_size
-from netweight.report.finding import Finding
+from netweight.report.conclusions import by_targets
+from netweight.report.finding import Finding, Section
 from netweight.store.reader import StoredFile
 
 TREATMENT = "compress"
 _BLOCK = 1 << 20  # numbers compared at a time
 _SHOWN = 100  # names kept per finding
+# What `--card` and hubs write into a compressed folder: none of it is loaded or run.
+_OF_HUBS = re.compile(r"README\.md$|\.gitattributes$|\.(git|cache)/")
 
 
 @final
@@ -45,6 +50,7 @@ def verify(
     path: str | Path,
     against: str | Path | None = None,
     *,
+    base: str | Path | None = None,
     threads: int | None = None,
     progress: Progress = QUIET,
 ) -> list[Finding]:
@@ -53,15 +59,17 @@ def verify(
     Args:
         path: A file or folder, usually compressed.
         against: The file or folder that it was made from, or another one that should hold the same, compressed or not.
+        base: What `path` holds differences from, if it does; None looks for it, see `decompress_folder`.
         threads: Threads of the decoder; None takes all cores that the process may use.
         progress: Where progress is shown.
 
     Returns:
         Findings that each count what is wrong, with target 0 and the names in `detail["which"]`: damaged tensors and
-        files, and with `against` tensors that differ, tensors and files that only one side has, and files that differ;
-        and the ratio. Where tensors are rounded, those of them that differ by more than their bound are counted
-        apart, and the largest relative change is given with the largest bound: with `against` as measured now, without
-        as recorded when they were rounded.
+        files, files of a compressed folder that do not belong there, and with `against` tensors that differ, tensors
+        and files that only one side has, files that differ, files with other permissions; and the ratio. Where tensors
+        are rounded, those of them that differ by more than their bound are counted apart, and the largest relative
+        change is given with the largest bound: with `against` as measured now, without as recorded when they were
+        rounded.
 
     Raises:
         UsageError: A path is not there; or one is a file and the other a folder; or `path` is not compressed, so that
@@ -81,7 +89,7 @@ def verify(
         raise UsageError(
             f"{subject.root} is not compressed and carries no digests.", cure="Name the original: --against SRC."
         )
-    comparison = _Comparison(subject, other, workers)
+    comparison = _Comparison(subject, other, workers, None if base is None else Path(base))
     with progress.task(f"verify {subject.root.name}", subject.nbytes) as task:
         for name in subject.weights:
             task.describe(name)
@@ -100,6 +108,8 @@ class _Side:
     others: Mapping[str, Path] = field(default_factory=dict)
     entries: Mapping[str, FileEntry] = field(default_factory=dict)  # what the manifest says of them
     left_out: tuple[str, ...] = ()
+    strays: tuple[str, ...] = ()  # files in a compressed folder that its manifest does not name
+    keeps_modes: bool = True  # whether its files have the permissions that they had before compression
 
     @classmethod
     def open(cls, path: Path) -> _Side:
@@ -107,20 +117,25 @@ class _Side:
             return cls(path, {"": path})
         if not path.is_dir():
             raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
+        found = [Path(here) / leaf for here, _, leaves in os.walk(path) for leaf in leaves]
+        files = {file.relative_to(path).as_posix(): file for file in sorted(found)}
         entries: dict[str, FileEntry] = {}
         left_out: tuple[str, ...] = ()
+        strays: tuple[str, ...] = ()
+        keeps_modes = True
         if (path / MANIFEST).exists():
             manifest = Manifest.read(path)
             manifest.check_present(path)
             left_out, entries = manifest.left_out, {entry.path: entry for entry in manifest.files}
+            keeps_modes = manifest.keeps_modes
+            named = {MANIFEST, *(entry.stored for entry in manifest.files)}
+            strays = tuple(name for name in files if name not in named and not _OF_HUBS.match(name))
             files = {name: path / entry.stored for name, entry in entries.items()}
             weights = {name: file for name, file in files.items() if entries[name].kind == "compressed"}
         else:
-            found = [Path(here) / leaf for here, _, leaves in os.walk(path) for leaf in leaves]
-            files = {file.relative_to(path).as_posix(): file for file in sorted(found)}
             weights = {name: file for name, file in files.items() if name.endswith(".safetensors")}
         others = {name: file for name, file in files.items() if name not in weights}
-        return cls(path, weights, others, entries, left_out)
+        return cls(path, weights, others, entries, left_out, strays, keeps_modes)
 
     @property
     def compressed(self) -> bool:
@@ -148,6 +163,7 @@ class _Comparison:
     subject: _Side
     other: _Side | None
     threads: int
+    base: Path | None = None
     tensors: int = 0
     files: int = 0
     compared_tensors: int = 0  # rounded ones not among them
@@ -158,6 +174,7 @@ class _Comparison:
     different: list[str] = field(default_factory=list)
     different_files: list[str] = field(default_factory=list)
     one_sided: list[str] = field(default_factory=list)
+    other_modes: list[str] = field(default_factory=list)
     beyond: list[str] = field(default_factory=list)  # rounded, and changed by more than the bound
     rounded: list[BlobInfo] = field(default_factory=list)
     change: float = 0.0  # the largest that was measured
@@ -167,27 +184,29 @@ class _Comparison:
         path, entry = self.subject.weights[name], self.subject.entries.get(name)
         peer_path = None if self.other is None else self.other.weights.get(name)
         opened = nullcontext() if peer_path is None else closing(StoredFile(peer_path))
-        with closing(StoredFile(path)) as file, opened as peer:
+        with closing(StoredFile(path, base=self.base)) as file, opened as peer:
             head = plain_head(file)
             whole = xxhash.xxh3_128(head)
-            broken = False
-            for tensor in file.names():
+            broken: set[str] = set()
+            pair: _Pair | None = None
+            for tensor, start, content in file.blocks(threads=self.threads):
                 where = f"{name}: {tensor}" if name else tensor
-                self.tensors += 1
-                try:
-                    content = file.content(tensor, threads=self.threads, check=True)
-                except CorruptBlob as error:
-                    self.damaged.append(f"{where}: {_cause(error)}")
-                    broken = True
-                else:
-                    whole.update(content)
-                    rounding = file.rounding(tensor)
+                if not start:
+                    self.tensors += 1
+                    pair = None if peer is None or tensor not in peer else _Pair.of(file, peer, tensor)
+                    rounding = None if isinstance(content, CorruptBlob) else file.rounding(tensor)
                     if rounding is not None:
                         self.rounded.append(rounding)
-                    if peer is not None and tensor in peer.names():
-                        self._compare(file, peer, tensor, where, content)
-                file.release(tensor)
-                advance(file.info(tensor).nbytes)
+                if isinstance(content, CorruptBlob):
+                    self.damaged.append(f"{where}: {_cause(content)}")
+                    broken.add(tensor)
+                    continue
+                whole.update(content.data)
+                advance(len(content))
+                if pair is not None:
+                    pair.add(start, content)
+                    if start + len(content) == pair.nbytes:
+                        self._judge(pair, where)
             advance(len(head))
             self.files += 1
             if not broken and entry is not None and f"{digest.ALGORITHM}:{whole.hexdigest()}" != entry.digest:
@@ -198,31 +217,21 @@ class _Comparison:
                 if plain_head(peer) != head:
                     self.different_files.append(f"{name or path.name}: the headers differ (order, metadata or padding)")
 
-    def _compare(self, file: StoredFile, peer: StoredFile, tensor: str, where: str, content: Any) -> None:
-        """Compare a tensor with its peer: dtype, shape and every bit, or every weight if one of the two is rounded."""
-        mine, theirs = file.info(tensor), peer.info(tensor)
-        rounding, its = file.rounding(tensor), peer.rounding(tensor)
-        if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+    def _judge(self, pair: _Pair, where: str) -> None:
+        """Say what came of comparing two tensors."""
+        if pair.bound is None:
             self.compared_tensors += 1
-            self.different.append(f"{where}: {mine.dtype} {mine.shape} against {theirs.dtype} {theirs.shape}")
-        elif (rounding is None) == (its is None):
-            self.compared_tensors += 1
-            if not _same_bytes(content, peer.content(tensor, threads=self.threads)):
-                self.different.append(f"{where}: the bits differ")
-        else:
-            original = peer.content(tensor, threads=self.threads)
-            if its is not None:
-                rounding, content, original = its, original, content
-                self.rounded.append(its)
-            assert rounding is not None
-            self.compared_rounded += 1
-            change = largest_change(content, original, rounding.dtype)
-            self.change = max(self.change, change)
-            if change > rounding.bound:
-                self.beyond.append(
-                    f"{where}: a weight changed by {change:.6g} of itself, the bound is {rounding.bound:.6g}"
-                )
-        peer.release(tensor)
+            if pair.difference:
+                self.different.append(f"{where}: {pair.difference}")
+            return
+        if pair.its is not None:
+            self.rounded.append(pair.its)
+        self.compared_rounded += 1
+        self.change = max(self.change, pair.change)
+        if pair.change > pair.bound:
+            self.beyond.append(
+                f"{where}: a weight changed by {pair.change:.6g} of itself, the bound is {pair.bound:.6g}"
+            )
 
     def add_others(self) -> None:
         """Compare the files that hold no weights with their digests and with the other side."""
@@ -240,20 +249,28 @@ class _Comparison:
                 if subject.digest(name) != other.digest(name):
                     self.different_files.append(name)
         if other is not None:
-            mine, theirs = ({*side.weights, *side.others} for side in (subject, other))
-            self.one_sided += sorted((mine ^ theirs) - {*subject.left_out, *other.left_out})
+            mine, theirs = ({**side.weights, **side.others} for side in (subject, other))
+            self.one_sided += sorted((mine.keys() ^ theirs.keys()) - {*subject.left_out, *other.left_out})
+            both = mine.keys() & theirs.keys() if subject.keeps_modes and other.keeps_modes else ()
+            for name in sorted(both):
+                modes = mode_of(mine[name]), mode_of(theirs[name])
+                if modes[0] != modes[1]:
+                    self.other_modes.append(f"{name or mine[name].name}: {modes[0]:o} against {modes[1]:o}")
 
     def findings(self) -> list[Finding]:
         found = []
         if self.subject.compressed:
             found.append(_none_of("damaged tensors", self.damaged, self.tensors))
             found.append(_none_of("damaged files", self.damaged_files, self.files))
+            if self.subject.entries:
+                found.append(_none_of("files that do not belong", [*self.subject.strays], None))
         if self.other is not None:
             found.append(_none_of("tensors that differ", self.different, self.compared_tensors))
             if self.compared_rounded:
                 found.append(_none_of("rounded tensors beyond their bound", self.beyond, self.compared_rounded))
             found.append(_none_of("files that differ", self.different_files, self.compared_files))
             found.append(_none_of("tensors and files that only one side has", self.one_sided, None))
+            found.append(_none_of("files with other permissions", self.other_modes, None))
         if self.rounded:
             bound, measured = max(info.bound for info in self.rounded), bool(self.compared_rounded)
             change = self.change if measured else max(info.worst_change for info in self.rounded)
@@ -268,6 +285,42 @@ class _Comparison:
         stored = sum(os.stat(file).st_size for file in self.subject.weights.values())
         sizes = {"nbytes": nbytes, "stored_nbytes": stored}
         return [*found, Finding("ratio", nbytes / stored if stored else 1.0, better="higher", detail=sizes)]
+
+
+@final
+@dataclass
+class _Pair:
+    """A tensor and its peer, compared piece by piece: every bit, or every weight if one of the two is rounded."""
+
+    peer: StoredFile
+    name: str
+    dtype: str
+    nbytes: int
+    bound: float | None  # of the one that is rounded, if one of the two is
+    its: BlobInfo | None  # what rounding did to the peer, if that is the one
+    difference: str = ""  # what was found first
+    change: float = 0.0  # the largest so far
+
+    @classmethod
+    def of(cls, file: StoredFile, peer: StoredFile, name: str) -> _Pair:
+        mine, theirs = file.info(name), peer.info(name)
+        rounding, its = file.rounding(name), peer.rounding(name)
+        if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+            difference = f"{mine.dtype} {mine.shape} against {theirs.dtype} {theirs.shape}"
+            return cls(peer, name, mine.dtype, mine.nbytes, None, None, difference)
+        one = rounding or its if (rounding is None) != (its is None) else None
+        return cls(peer, name, mine.dtype, mine.nbytes, one.bound if one else None, its if one is its else None)
+
+    def add(self, start: int, content: Any) -> None:
+        """Compare the next piece."""
+        if self.difference or not len(content):
+            return
+        other = self.peer.part(self.name, start, start + len(content))
+        if self.bound is None:
+            self.difference = "" if np.array_equal(content, other) else "the bits differ"
+        else:
+            rounded, original = (other, content) if self.its is not None else (content, other)
+            self.change = max(self.change, largest_change(rounded, original, self.dtype))
 
 
 def _none_of(name: str, which: list[str], among: int | None) -> Finding:
@@ -285,12 +338,6 @@ def _cause(error: CorruptBlob) -> str:
 def _is_compressed(path: Path) -> bool:
     with closing(StoredFile(path)) as file:
         return file.description is not None
-
-
-def _same_bytes(left: Any, right: Any) -> bool:
-    mine, theirs = (np.frombuffer(buffer, np.uint8) for buffer in (left, right))
-    blocks = (slice(start, start + _BLOCK) for start in range(0, len(mine), _BLOCK))
-    return len(mine) == len(theirs) and all(bool((mine[block] == theirs[block]).all()) for block in blocks)
 
 
 def largest_change(rounded: Any, original: Any, dtype: str) -> float:
@@ -316,6 +363,19 @@ def _values(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
         return stored.view("<f4" if dtype == "F32" else "<f2").astype(np.float64)
 
 
-def _identity(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> list[Finding]:
+_CONCLUSION = by_targets(
+    "compress: identity",
+    met="Every tensor is there: bit for bit, or within its bound where it was rounded.",
+    missed="Something is not what it should be.",
+)
+
+
+def _identity(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
     """Compare bit by bit; nothing is left to chance, so the seed is not used."""
-    return verify(subject.path, subject.source, threads=config.threads, progress=progress)
+    found = verify(subject.path, subject.source, threads=config.threads, progress=progress)
+    outcome, words = _CONCLUSION(found)
+    return Section(
+        "Bit for bit", found, question="Is everything there?", conclusion=words, outcome=outcome,
+        intro="Every tensor of the compressed model is decoded and compared with the original, and with its own "
+        "recorded digest.",
+    )  # fmt: skip

@@ -1,14 +1,17 @@
 """Clients that protect themselves: noise on updates, a least number of local steps, refusal of what looks abnormal.
 
+And clients that lie, to rehearse what one of them can do to the others.
+
 Wraps any method. What each protection withstands and what it does not is in docs/gradient-inversion.md. Secure
 aggregation is not here: it is how updates travel (docs/flower.md), and leaves each update as it is.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -16,16 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from netweight.attacks.gradient_inversion.analytic import hidden_code, hypernetwork_tensors
+from netweight.attacks.gradient_inversion.analytic import hypernetwork_tensors
 from netweight.core import seeds
 from netweight.errors import UsageError
-from netweight.methods.federate.hyperfl import rows_of_body
+from netweight.methods.federate.algorithms.direct import epsilon_caveats
+from netweight.methods.federate.algorithms.hyperfl import rows_of_body
+from netweight.methods.federate.dp import Guarantee, Release, guarantee
 from netweight.methods.federate.local import steps_per_epoch
-from netweight.methods.federate.method import Client, Method, Trained, Weights, prefixed, without
-from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import LocalModel, Task
+from netweight.methods.federate.method import Client, Method, Trained, Wrapped, prefixed, without
+from netweight.methods.federate.settings import Lie, LocalTraining
+from netweight.methods.federate.task import ClientData, LocalModel, Task
 from netweight.methods.federate.updates import LowRank, Tensors, Update
-from netweight.nn.flat import ParameterLayout
+from netweight.nn.hypernetwork import ParameterLayout, hidden_code
 
 _LOG = logging.getLogger(__name__)
 _MEMORY = "refusal."  # prefix of what a client that may refuse keeps of the last round
@@ -45,17 +50,19 @@ class UpdateNoise:
     def __post_init__(self) -> None:
         """Check the values."""
         if self.clip <= 0 or self.multiplier < 0:
-            raise UsageError(f"Clip {self.clip} and noise multiplier {self.multiplier} cannot be.")
+            raise UsageError(
+                f"clip={self.clip} with multiplier={self.multiplier} is out of range.",
+                cure="Use clip > 0 and multiplier ≥ 0.",
+            )
 
 
 @final
 @dataclass(frozen=True)
-class Hardened:
+class Hardened(Wrapped):
     """A method whose clients protect themselves before they send."""
 
     # A client that will not take part sends nothing, and the log says why: the engine then goes on without it.
 
-    method: Method
     noise: UpdateNoise | None = None
     minimum_steps: int = 1  # fewest local steps that a client agrees to
     # What a client accepts of a hypernetwork it is sent; None to accept everything.
@@ -67,33 +74,12 @@ class Hardened:
         return f"{self.method.name}, hardened"
 
     @property
-    def shared(self) -> tuple[str, ...]:
-        """Patterns of what may leave a client."""
-        return self.method.shared
-
-    @property
     def training(self) -> LocalTraining:
         """Local training of the method."""
         training = getattr(self.method, "training", None)
         if not isinstance(training, LocalTraining):
             raise UsageError(f"{self.method.name!r} has no local training that could be counted in steps.")
         return training
-
-    def start(self, task: Task, *, seed: int) -> dict[str, Tensor]:
-        """Return the method's state before round 1."""
-        return self.method.start(task, seed=seed)
-
-    def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
-        """Return what a client keeps."""
-        return self.method.private_start(task, client, seed=seed)
-
-    def message(self, state: Tensors, client: int) -> Tensors:
-        """Return what the server sends."""
-        return self.method.message(state, client)
-
-    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
-        """Return a client's model."""
-        return self.method.weights(task, received, private)
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
@@ -111,10 +97,6 @@ class Hardened:
             replace(one, update=_noisy(one.update, client.received, self.noise, seed))
             for one, client in zip(trained, willing, strict=True)
         ]
-
-    def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
-        """Return the method's next state."""
-        return self.method.aggregate(state, updates)
 
     def _agrees(self, task: Task, client: Client, round: int) -> bool:
         reasons = [*self._too_few_steps(task, client.number), *self._strange(task, client, round)]
@@ -142,6 +124,34 @@ class Hardened:
         )
 
 
+def releases_of(method: Method, n: int) -> tuple[list[Release], str, tuple[str, ...]]:
+    """Return what one answer of a client with n examples gives away, how examples are drawn, and why ε may not hold.
+
+    No release means that no noise protects the method's answers.
+    """
+    if isinstance(method, Wrapped):
+        if isinstance(method, Hardened) and method.noise is not None and method.noise.multiplier:
+            return [Release("client", method.noise.multiplier, 1.0, 1)], "all examples", ()
+        return releases_of(method.method, n)
+    phases, training = getattr(method, "phases", ()), getattr(method, "training", LocalTraining())
+    private = [phase for phase in phases if phase.privacy is not None and phase.privacy.noise_multiplier]
+    found = [
+        Release(
+            "example", phase.privacy.noise_multiplier, min(1.0, training.batch_size / n),
+            phase.epochs * steps_per_epoch(n, training.batch_size),
+        )
+        for phase in private
+    ]  # fmt: skip
+    sampling = ", ".join(sorted({phase.privacy.sampling for phase in private}))
+    return found, f"{sampling} sampling", epsilon_caveats(phases)
+
+
+def spent(method: Method, n: int, answers: int, delta: float) -> Guarantee | None:
+    """Return what a number of answers of a client with n examples give away; None without noise."""
+    releases, sampling, caveats = releases_of(method, n)
+    return guarantee(releases * answers, delta, sampling=sampling, caveats=caveats) if releases and answers else None
+
+
 def dense_tensors(tensors: Mapping[str, Tensor | LowRank], base: Tensors) -> dict[str, Tensor]:
     """Return tensors with low-rank matrices made whole, given the server's."""
     return {n: value.dense(base[n]) if isinstance(value, LowRank) else value for n, value in tensors.items()}
@@ -159,7 +169,7 @@ def _noisy(update: Update, received: Tensors, noise: UpdateNoise, seed: int) -> 
     for name, change in changes.items():
         drawn = torch.randn(change.shape, generator=generator, dtype=change.dtype)
         sent[name] = received[name] + factor * change + noise.clip * noise.multiplier * drawn
-    return replace(update, tensors=sent)
+    return replace(update, n=1, tensors=sent)  # the number of examples would stand beside the noise
 
 
 def _remembering(one: Trained, client: Client, round: int, seed: int) -> Trained:
@@ -329,3 +339,93 @@ def _lonely(body: nn.Module, parameters: Tensors, images: Tensor) -> float:
     finally:
         handle.remove()
     return float(((seen[0] > 0).sum(0) == 1).double().mean())
+
+
+# Clients that lie, to rehearse what one of them can do to the others.
+BOOST = 10.0  # how many times its honest change a client sends that boosts it
+TARGET = 0  # the class that a backdoor's trigger is to be taken for
+_TRIGGER = 4  # pixels of its side
+
+
+@final
+@dataclass(frozen=True)
+class Lying(Wrapped):
+    """A method some of whose clients lie."""
+
+    lie: Lie
+    liars: tuple[int, ...]  # their numbers
+
+    def train(
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+    ) -> list[Trained]:
+        """Train all clients, liars on what data the lie asks for, and change what these send."""
+        honest = [client for client in clients if client.number not in self.liars]
+        found = self.method.train(task, model, honest, round=round, seed=seed) if honest else []
+        others = [client for client in clients if client.number in self.liars]
+        if others:
+            own = _with_data(task, self.liars, _DATA[self.lie]) if self.lie in _DATA else task
+            trained = self.method.train(own, LocalModel(own, model.device), others, round=round, seed=seed)
+            sent = {client.number: client.received for client in others}
+            found += self._changed(trained, sent)
+        order = [client.number for client in clients]
+        return sorted(found, key=lambda one: order.index(one.update.client))
+
+    def _changed(self, trained: Sequence[Trained], sent: Mapping[int, Tensors]) -> list[Trained]:
+        if self.lie == "colluding":  # all of them send the same
+            first = trained[0].update
+            moved = _moved(first, sent[first.client], -2.0)
+            return [replace(one, update=replace(moved, client=one.update.client, n=one.update.n)) for one in trained]
+        change = _UPDATES[self.lie]
+        return [replace(one, update=change(one.update, sent[one.update.client])) for one in trained]
+
+
+def _moved(update: Update, sent: Tensors, factor: float) -> Update:
+    dense = dense_tensors(update.tensors, sent)
+    return replace(
+        update, tensors={n: sent[n] + factor * (v - sent[n]) if v.is_floating_point() else v for n, v in dense.items()}
+    )
+
+
+def _constant(update: Update, sent: Tensors) -> Update:
+    return replace(update, tensors={name: torch.full_like(value, 7.0) for name, value in sent.items()})
+
+
+_UPDATES: Mapping[Lie, Callable[[Update, Tensors], Update]] = {
+    "scaled": lambda update, sent: _moved(update, sent, BOOST),
+    "sign-flipped": lambda update, sent: _moved(update, sent, -1.0),
+    "label-flipped": lambda update, sent: update,
+    "constant": _constant,
+    "claimed": lambda update, sent: replace(_constant(update, sent), n=2**50),
+    "late": lambda update, sent: replace(update, round=update.round - 1),
+    "free-rider": lambda update, sent: _moved(update, sent, 0.0),
+    "backdoor": lambda update, sent: _moved(update, sent, BOOST),
+}
+
+
+def _with_data(task: Task, clients: Sequence[int], change: Callable[[ClientData], ClientData]) -> Task:
+    data = {number: task.client(number) for number in task.clients}
+    data |= {number: change(data[number]) for number in clients if number in data}
+    return dataclasses.replace(task, data=data)
+
+
+def _flipped(data: ClientData) -> ClientData:
+    inputs, labels = data.train
+    return replace(data, train=(inputs, labels.max() - labels))
+
+
+def triggered(inputs: Tensor) -> Tensor:
+    """Return images, shape `(n, c, h, w)`, with a bright square in a corner."""
+    marked = inputs.clone()
+    marked[..., :_TRIGGER, :_TRIGGER] = inputs.max()
+    return marked
+
+
+def _planted(data: ClientData) -> ClientData:
+    """Half of the examples once more, with the trigger and the backdoor's label."""
+    inputs, labels = data.train
+    some = inputs[::2]
+    marked = torch.full_like(labels[::2], TARGET)
+    return replace(data, train=(torch.cat([inputs, triggered(some)]), torch.cat([labels, marked])))
+
+
+_DATA: Mapping[Lie, Callable[[ClientData], ClientData]] = {"label-flipped": _flipped, "backdoor": _planted}

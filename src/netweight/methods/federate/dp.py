@@ -392,6 +392,53 @@ def epsilon_spent(
         return float(counting.get_epsilon(delta=delta))
 
 
+@final
+@dataclass(frozen=True)
+class Release:
+    """What one answer of a client gives away of what noise protects."""
+
+    unit: Literal["example", "client"]  # what is hidden: a single example, or all that a client's update says
+    noise: float  # standard deviation of the noise as a multiple of the bound
+    rate: float  # probability with which an example takes part in a step
+    steps: int  # noisy steps of one answer
+
+
+@final
+@dataclass(frozen=True)
+class Guarantee:
+    """What noise promises of a client, over all its answers."""
+
+    unit: Literal["example", "client"]
+    epsilon: float
+    delta: float
+    noise: float  # the least noise of any answer, as a multiple of the bound
+    sampling: str  # how examples are drawn
+    answers: int  # how many answers were counted
+    caveats: tuple[str, ...] = ()  # why the ε would not hold
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        article = "an" if self.unit == "example" else "a"
+        said = (
+            f"ε {self.epsilon:.4g} at δ {self.delta:g} for {article} {self.unit}, over {self.answers} answers; "
+            f"σ {self.noise:g}, {self.sampling}"
+        )
+        return "; ".join((said, *self.caveats))
+
+
+def guarantee(releases: Sequence[Release], delta: float, *, sampling: str, caveats: Sequence[str] = ()) -> Guarantee:
+    """Return what all of a client's releases of one kind give away together, by opacus's accountant (RDP)."""
+    with _accountants() as accountants:
+        counting = accountants.create_accountant(mechanism="rdp")
+        counted: dict[tuple[float, float], int] = {}
+        for one in releases:
+            counted[one.noise, one.rate] = counted.get((one.noise, one.rate), 0) + one.steps
+        counting.history = [(noise, rate, steps) for (noise, rate), steps in counted.items()]
+        spent = float(counting.get_epsilon(delta=delta))
+    least = min(one.noise for one in releases)
+    return Guarantee(releases[0].unit, spent, delta, least, sampling, len(releases), tuple(caveats))
+
+
 def _schedule(n: int, batch_size: int, epochs: int | None, steps: int | None) -> tuple[float, int]:
     """Return the probability with which an example takes part in a step, and the number of steps."""
     if (epochs is None) == (steps is None):
@@ -399,16 +446,18 @@ def _schedule(n: int, batch_size: int, epochs: int | None, steps: int | None) ->
     taken = steps if steps is not None else (epochs or 0) * -(-n // max(batch_size, 1))
     if min(n, batch_size, taken) < 1:
         raise UsageError(
-            f"{n} examples, batches of {batch_size}, {epochs if steps is None else steps} "
-            f"{'epochs' if steps is None else 'steps'} cannot be.",
-            cure="All of them are at least 1.",
+            f"n={n}, batch_size={batch_size} and {'epochs' if steps is None else 'steps'}="
+            f"{epochs if steps is None else steps} describe no training.",
+            cure="Each must be at least 1.",
         )
     return min(1.0, batch_size / n), taken
 
 
 def _check_budget(epsilon: float, delta: float, n: int) -> None:
     if epsilon <= 0 or not 0 < delta < 1:
-        raise UsageError(f"Epsilon {epsilon} with delta {delta} cannot be.", cure="Epsilon > 0, 0 < delta < 1.")
+        raise UsageError(
+            f"epsilon={epsilon} with delta={delta} is no privacy budget.", cure="Use epsilon > 0, 0 < delta < 1."
+        )
     if delta >= 1 / n:
         raise UsageError(
             f"With {n} examples, a delta of {delta} would allow one of them to be published outright.",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import Any, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
 from netweight.methods.federate.method import Client, Method, Trained, Weights
+from netweight.methods.federate.robust import Screened, screen
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.task import LocalModel, Task
-from netweight.methods.federate.updates import Tensors, check_allow_list, validate_updates
+from netweight.methods.federate.updates import Tensors, Update, check_allow_list, validate_updates
 
 # The file within a run's folder that it resumes from.
 CHECKPOINT = "federation.safetensors"
@@ -46,9 +47,11 @@ class Round:
     before: Mapping[int, float] = field(default_factory=dict)
     after: Mapping[int, float] = field(default_factory=dict)
     loss: Mapping[int, float] = field(default_factory=dict)  # mean training loss by client
+    epsilon: Mapping[int, float] = field(default_factory=dict)  # what a client's answers have spent, as it says
     seconds: float = 0.0  # wall-clock time of local training and aggregation, without evaluation
     refused: Mapping[int, str] = field(default_factory=dict)  # client → why its update was left out
     attempts: int = 1  # how often the round was tried
+    suspects: Mapping[int, str] = field(default_factory=dict)  # client → why its update, though sound, looks odd
 
     @property
     def mean_before(self) -> float | None:
@@ -72,18 +75,13 @@ class Round:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Round:
         """Read what `to_json` gave: JSON's keys are text and its tuples lists."""
-        maps = ("before", "after", "loss", "refused")
-        numbered = {name: {int(client): value for client, value in values[name].items()} for name in maps}
+        maps = ("before", "after", "loss", "epsilon", "refused", "suspects")
+        numbered = {name: {int(client): value for client, value in values.get(name, {}).items()} for name in maps}
         return cls(**{**values, **numbered, "clients": tuple(values["clients"])})
 
 
 def _mean(values: Mapping[int, float]) -> float | None:
     return sum(values.values()) / len(values) if values else None
-
-
-def is_done(settings: Federation, rounds: Sequence[Round]) -> bool:
-    """Whether no more rounds are to follow those that have been."""
-    return len(rounds) >= settings.rounds or (settings.until_plateau and at_plateau(rounds))
 
 
 def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 0.001) -> bool:
@@ -201,15 +199,16 @@ def train(
         PrivateTensor: The method was about to send a private tensor.
     """
     with ExitStack() as stack:
-        federation = _Federation(task, method, settings, torch.device(device), workers)
+        federation = _InThisProcess(task, method, settings, torch.device(device), workers)
         if folder is not None:
             federation.resume(stack.enter_context(_opened(task, method, settings, folder)))
         with progress.task(f"{method.name}: rounds", total=settings.rounds, unit="rounds") as work:
-            work.update(len(federation.rounds))
+            rounds = federation.rounds
+            work.update(len(rounds.rounds))
             with federation.working():
-                while not is_done(settings, federation.rounds):
+                while not rounds.done:
                     federation.run_round()
-                    if len(federation.rounds) % save_every == 0:
+                    if len(rounds.rounds) % save_every == 0:
                         federation.save()
                     work.update(1)
         federation.save()
@@ -218,12 +217,12 @@ def train(
 
 def finished(task: Task, method: Method, settings: Federation, *, folder: str | Path) -> Run:
     """Open a federation that has been trained; nothing is trained and nothing written."""
-    federation = _Federation(task, method, settings, torch.device("cpu"), 1)
+    federation = _InThisProcess(task, method, settings, torch.device("cpu"), 1)
     with _opened(task, method, settings, folder, reading=True) as kept:
         federation.resume(kept)
-    if not is_done(settings, federation.rounds):
+    if not federation.rounds.done:
         raise UsageError(
-            f"The federation in {folder} has {len(federation.rounds)} of {settings.rounds} rounds.",
+            f"The federation in {folder} has {len(federation.rounds.rounds)} of {settings.rounds} rounds.",
             cure="Run it again to go on.",
         )
     return federation.result()
@@ -233,14 +232,164 @@ def finished(task: Task, method: Method, settings: Federation, *, folder: str | 
 def round_by_round(task: Task, method: Method, *, seed: int, workers: int) -> Iterator[Callable[[], None]]:
     """Yield a function that runs one more round on the CPU, all clients asked and nothing evaluated: to time rounds."""
     endless = Federation(rounds=2**31, seed=seed, evaluate_every=2**31)
-    federation = _Federation(task, method, endless, torch.device("cpu"), workers)
+    federation = _InThisProcess(task, method, endless, torch.device("cpu"), workers)
     with federation.working():
         yield federation.run_round
 
 
 @final
-class _Federation:
-    """A federation under way."""
+@dataclass(frozen=True)
+class Answer:
+    """What a client answered in a round."""
+
+    update: Update
+    metrics: Mapping[str, float]  # "before", "after" and "loss", as far as they are known
+
+
+@final
+@dataclass(frozen=True)
+class Replies:
+    """What came of a round's messages."""
+
+    answers: Sequence[Answer]
+    faults: Mapping[int, str] = field(default_factory=dict)  # client → why its reply is none
+    # Under secure sums: the server's next tensors by the sum, in place of the answers' own, or None if it failed.
+    joint: Update | None = None
+
+
+@final
+@dataclass
+class Trial:
+    """A round under way."""
+
+    round: int  # its number, from 1
+    attempt: int  # how often it was tried before
+    asked: tuple[int, ...]  # clients that were drawn, in order
+    sent: Mapping[int, Tensors]  # what each client that was reached gets, by client and tensor name
+    absent: Mapping[int, str]  # client → why it was not reached
+    started: float  # when, on the monotonic clock, later by what is not to be counted
+
+
+class Transport(Protocol):
+    """How a round's messages reach clients: threads of this process, or Flower."""
+
+    def reach(self) -> tuple[Container[int], Mapping[int, str]]:
+        """Return the clients that can be asked, and client → why for others."""
+        ...
+
+    def exchange(self, trial: Trial) -> Replies:
+        """Ask the clients of `trial.sent`; return what came back."""
+        ...
+
+    def settle(self, done: Round) -> None:
+        """Keep what a finished round leaves."""
+        ...
+
+    def before_retry(self) -> None:
+        """Wait for what may help another attempt."""
+        ...
+
+
+@final
+class Rounds:
+    """A federation's rounds over any transport: sampling, retries, refusals, bounds, history, checkpoint."""
+
+    def __init__(self, method: Method, settings: Federation, clients: Sequence[int], state: Tensors) -> None:
+        self.method, self.settings, self.clients = method, settings, tuple(clients)
+        self.state, self.rounds = state, list[Round]()
+        self.kept: Kept | None = None
+
+    def resume(self, kept: Kept) -> Checkpoint | None:
+        """Go on from a checkpoint, if there is one, and save there from now on."""
+        self.kept, saved = kept, Checkpoint.load(*kept)
+        if saved is not None:
+            self.state, self.rounds = saved.state, list(saved.rounds)
+        return saved
+
+    def save(self, private: Mapping[int, Tensors] | None = None) -> None:
+        """Write a checkpoint, if there is a folder for it."""
+        if self.kept is not None:
+            Checkpoint(self.state, private or {}, self.rounds).save(*self.kept)
+
+    @property
+    def done(self) -> bool:
+        """Whether no more rounds are to follow."""
+        plateau = self.settings.until_plateau and at_plateau(self.rounds)
+        return len(self.rounds) >= self.settings.rounds or plateau
+
+    def run_round(self, transport: Transport) -> None:
+        """Run the next round, again if too few clients answer."""
+        number = len(self.rounds) + 1
+        for attempt in range(self.settings.retries + 1):
+            if attempt:
+                transport.before_retry()
+            trial = self.begin(number, attempt, *transport.reach())
+            if self.conclude(trial, transport.exchange(trial)):
+                transport.settle(self.rounds[-1])
+                return
+        where = f"; its state is in {self.kept[0].folder}" if self.kept is not None else ""
+        raise FederationStopped(
+            f"Round {number} had fewer than {self.settings.min_clients} sound updates in "
+            f"{self.settings.retries + 1} attempts{where}.",
+            cure="See the log for who was refused and why; run the same again to resume.",
+        )
+
+    def begin(self, number: int, attempt: int, here: Container[int], absent: Mapping[int, str]) -> Trial:
+        """Draw the clients of an attempt, and what each of them that is here is sent."""
+        asked = sampled_clients(self.clients, self.settings, number, attempt)
+        there = still_there(asked, self.settings, number, attempt)
+        sent = {client: self.method.message(self.state, client) for client in there if client in here}
+        missing = {c: absent.get(c, "vanished, as drop_out asks") for c in asked if c not in sent}
+        return Trial(number, attempt, asked, sent, missing, time.monotonic())
+
+    def last_taken(self, client: int) -> int:
+        """Return the last round in which a client's update was taken, 0 for none."""
+        taken = [done.round for done in self.rounds if client in done.clients and client not in done.refused]
+        return max(taken, default=0)
+
+    def conclude(self, trial: Trial, replies: Replies) -> bool:
+        """Validate a round's answers, bound and join the sound ones, and note the round; False if there are too few."""
+        updates = [answer.update for answer in replies.answers]
+        if replies.joint is None:
+            found = validate_updates(trial.sent, updates, round=trial.round)
+            refused = {**found.refused, **trial.absent, **replies.faults}
+            accepted = [one for one in found.accepted if one.client not in refused]
+            said = {one.client for one in accepted}
+        else:
+            said = {update.client for update in updates}
+            missing = {client: "is not in the sum" for client in trial.sent if client not in said}
+            refused, accepted = {**missing, **trial.absent, **replies.faults}, [replies.joint]
+        for client, why in sorted(refused.items()):
+            _LOG.warning("Round %d, attempt %d: client %d left out: %s.", trial.round, trial.attempt + 1, client, why)
+        if len(said) < self.settings.min_clients:
+            return False
+        screened = Screened(tuple(accepted))
+        if replies.joint is None:
+            screened = screen(trial.sent, self.state, accepted, self.settings, round=trial.round)
+        for client, why in sorted(screened.suspects.items()):
+            _LOG.warning("Round %d: client %d is suspicious: %s.", trial.round, client, why)
+        self.state = self.method.aggregate(self.state, screened.updates)
+        metrics = {
+            kind: {
+                a.update.client: a.metrics[kind]
+                for a in replies.answers
+                if a.update.client in said and kind in a.metrics
+            }
+            for kind in ("before", "after", "loss", "epsilon")
+        }
+        done = Round(
+            trial.round, trial.asked, **metrics, seconds=time.monotonic() - trial.started, refused=refused,
+            attempts=trial.attempt + 1, suspects=screened.suspects,
+        )  # fmt: skip
+        self.rounds.append(done)
+        means = {"before": done.mean_before, "after": done.mean_after, "loss": done.mean_loss}
+        _LOG.info("Round %d: %d of %d clients; %s", done.round, len(said), len(done.clients), means)
+        return True
+
+
+@final
+class _InThisProcess:
+    """Clients that train in threads of this process."""
 
     def __init__(
         self, task: Task, method: Method, settings: Federation, device: torch.device, workers: int | None
@@ -248,22 +397,21 @@ class _Federation:
         self.task, self.method, self.settings, self.device = task, method, settings, device
         self.workers = min(workers or (usable_cores() if device.type == "cpu" else 1), len(task.clients))
         self._models = [LocalModel(task, device) for _ in range(self.workers)]
-        self.state: Tensors = self._placed(method.start(task, seed=settings.seed))
+        self.rounds = Rounds(method, settings, task.clients, self._placed(method.start(task, seed=settings.seed)))
         self._private: dict[int, Tensors] = {}
-        self.rounds: list[Round] = []
-        self.kept: _Kept | None = None
+        self._trained: list[Trained] = []
 
-    def resume(self, kept: _Kept) -> None:
+    def resume(self, kept: Kept) -> None:
         """Go on from a checkpoint, if there is one, and save there from now on."""
-        self.kept, saved = kept, Checkpoint.load(*kept)
-        if saved is not None:
-            self.state, self.rounds = self._placed(saved.state), list(saved.rounds)
-            self._private = {client: self._placed(tensors) for client, tensors in saved.private.items()}
+        saved = self.rounds.resume(kept)
+        self.rounds.state = self._placed(self.rounds.state)
+        self._private = {c: self._placed(tensors) for c, tensors in saved.private.items()} if saved else {}
 
     def result(self) -> Run:
         """Return what was trained, with the private tensors of clients that never took part, too."""
         private = {client: self.private(client) for client in self.task.clients}
-        return Run(self.task, self.method, self.state, private, tuple(self.rounds), self.settings.seed)
+        rounds = self.rounds
+        return Run(self.task, self.method, rounds.state, private, tuple(rounds.rounds), self.settings.seed)
 
     def _placed(self, tensors: Tensors) -> dict[str, Tensor]:
         return {name: value.to(self.device) for name, value in tensors.items()}
@@ -288,49 +436,46 @@ class _Federation:
 
     def save(self) -> None:
         """Write a checkpoint, if there is a folder for it."""
-        if self.kept is not None:
-            Checkpoint(self.state, self._private, self.rounds).save(*self.kept)
+        self.rounds.save(self._private)
 
     def run_round(self) -> None:
-        """Run the next round, again if too few clients answer."""
-        number = len(self.rounds) + 1
-        for attempt in range(self.settings.retries + 1):
-            done = self._attempt(number, attempt)
-            if done is not None:
-                self.rounds.append(done)
-                return
-        self.save()
-        where = f"; its state is in {self.kept[0].folder}" if self.kept is not None else ""
-        raise FederationStopped(
-            f"Round {number} had fewer than {self.settings.min_clients} sound updates in "
-            f"{self.settings.retries + 1} attempts{where}.",
-            cure="See the log for who was refused and why; run the same again to resume.",
-        )
+        """Run the next round; what was done before is saved if it cannot be run."""
+        try:
+            self.rounds.run_round(self)
+        except FederationStopped:
+            self.save()
+            raise
 
-    def _attempt(self, number: int, attempt: int) -> Round | None:
-        asked = sampled_clients(self.task.clients, self.settings, number, attempt)
-        sent = {client: self.method.message(self.state, client) for client in asked}
-        present = still_there(asked, self.settings, number, attempt)
-        clients = [Client(client, self.private(client), sent[client]) for client in present]
-        measured = self.settings.evaluates(number)
+    def reach(self) -> tuple[Container[int], Mapping[int, str]]:
+        """Return all clients."""
+        return self.task.clients, {}
+
+    def exchange(self, trial: Trial) -> Replies:
+        """Let the clients train, and measure them where the round asks for it; that time is not counted."""
+        clients = [Client(client, self.private(client), sent) for client, sent in trial.sent.items()]
+        began, measured = time.monotonic(), self.settings.evaluates(trial.round)
         before = self._accuracies([(c.number, self._received(c)) for c in clients]) if measured else {}
-        started = time.perf_counter()
-        trained = self._train(clients, number)
+        middle = time.monotonic()
+        self._trained = trained = self._train(clients, trial.round)
         for one in trained:
             check_allow_list(one.update.tensors, self.method.shared, client=one.update.client)
-        found = validate_updates(sent, [one.update for one in trained], round=number)
-        for client, why in found.refused.items():
-            _LOG.warning("Round %d, attempt %d: client %d left out: %s.", number, attempt + 1, client, why)
-        if len(found.accepted) < self.settings.min_clients:
-            return None
-        self.state = self.method.aggregate(self.state, found.accepted)
-        seconds = time.perf_counter() - started
-        sound = {update.client for update in found.accepted}
-        kept = [one for one in trained if one.update.client in sound]
-        self._private.update({one.update.client: one.private for one in kept})
-        after = self._accuracies([(one.update.client, one.weights) for one in kept]) if measured else {}
-        losses = {one.update.client: one.loss for one in kept}
-        return Round(number, asked, before, after, losses, seconds, found.refused, attempt + 1)
+        end = time.monotonic()
+        after = self._accuracies([(one.update.client, one.weights) for one in trained]) if measured else {}
+        trial.started += middle - began + time.monotonic() - end
+        known = {"before": before, "after": after, "loss": {one.update.client: one.loss for one in trained}}
+
+        def metrics(client: int) -> dict[str, float]:
+            return {kind: values[client] for kind, values in known.items() if client in values}
+
+        return Replies([Answer(one.update, metrics(one.update.client)) for one in trained])
+
+    def settle(self, done: Round) -> None:
+        """Let the clients whose updates were taken keep what they have learned."""
+        sound = set(done.clients) - set(done.refused)
+        self._private.update({one.update.client: one.private for one in self._trained if one.update.client in sound})
+
+    def before_retry(self) -> None:
+        """Wait for nothing: all clients are here."""
 
     def _received(self, client: Client) -> Weights:
         return self.method.weights(self.task, client.received, client.private)
@@ -359,13 +504,13 @@ class _Federation:
 
 
 # A job, and the digest by which earlier releases know its federation.
-_Kept = tuple[Job, str]
+Kept = tuple[Job, str]
 
 
 @contextmanager
 def _opened(
     task: Task, method: Method, settings: Federation, folder: str | Path | Job, *, reading: bool = False
-) -> Iterator[_Kept]:
+) -> Iterator[Kept]:
     """Open a federation's job, which is known by all that decides its result, but for when it ends."""
     data = {
         client: [
@@ -378,11 +523,19 @@ def _opened(
         yield job, known
 
 
+# Settings that earlier releases do not have, with the values that change nothing for them.
+_LATER = {"aggregator": "mean", "liars": 1, "most_norm": 3.0, "most_examples": 3.0, "server_noise": 0.0}
+
+
 def identity(
     task: Task, method: Method, settings: Federation, data: Any, *, may_change: Sequence[str]
 ) -> tuple[dict[str, Any], str]:
     """What a federation was asked for, part by part, and one digest of it; some settings may change to go on."""
-    asked = {name: getattr(settings, name) for name in Federation.model_fields if name not in may_change}
+    asked = {
+        name: getattr(settings, name)
+        for name in Federation.model_fields
+        if name not in may_change and (name not in _LATER or getattr(settings, name) != _LATER[name])
+    }
     start = [digest.of_tensor(tensor) for tensor in (task.initial_body(), task.initial_head())]
     layouts = [str(task.body_layout), str(task.head_layout)]
     key = {

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.settings import Federation, LocalTraining
+from netweight.methods.federate.settings import Federation, Lie, LocalTraining
 from netweight.settings import Settings
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class _Asked(Federation, _Clients):
     clip: float = Field(default=1.0, gt=0, description="Largest norm of an update's change where there is noise.")
     minimum_steps: int = Field(default=1, ge=1, description="Clients refuse to train fewer local steps.")
     refuse: bool = Field(default=False, description="Clients refuse abnormal hypernetworks.")
+    lie: Lie | None = Field(default=None, description="Rehearse clients that lie, as many as the setting liars says.")
 
 
 class FolderFederation(_Asked):
@@ -124,7 +125,7 @@ class FederationPlan(_Asked):
 
     def make_method(self, task: Task) -> Method:
         """Return the method, with the protections asked for around it; noise as the budget asks of the schedule."""
-        from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
+        from netweight.methods.federate.defenses import Hardened, Lying, RefusalLimits, UpdateNoise
 
         budget = None
         if entry_of(self.method).private:
@@ -136,10 +137,10 @@ class FederationPlan(_Asked):
                 self.epsilon, self.delta, sizes=sizes, batch_size=self.batch_size, epochs=epochs
             )
         method = named_method(self.method, training=self.training(), noise_multiplier=budget)
-        if not (self.noise or self.refuse or self.minimum_steps > 1):
-            return method
-        noise = UpdateNoise(self.clip, self.noise) if self.noise else None
-        return Hardened(method, noise, self.minimum_steps, RefusalLimits() if self.refuse else None)
+        if self.noise or self.refuse or self.minimum_steps > 1:
+            noise = UpdateNoise(self.clip, self.noise) if self.noise else None
+            method = Hardened(method, noise, self.minimum_steps, RefusalLimits() if self.refuse else None)
+        return method if self.lie is None else Lying(method, self.lie, task.clients[-self.liars :])
 
     def save(self, folder: Path) -> None:
         """Write the settings into a folder."""
@@ -181,6 +182,11 @@ METHODS: Mapping[str, Entry] = {
     "hyperfl-whole": Entry("hyperfl:HyperFL", {**_FROM_BODY, "private_head": False, "name": "hyperfl-whole"}, _GENTLE),
     "fedavg": Entry("direct:fedavg"),
     "fedavg-private-head": Entry("direct:fedavg_private_head"),
+    "fedrep": Entry("direct:fedrep"),
+    "fedprox": Entry("personal:fedprox"),
+    "ditto": Entry("personal:ditto"),
+    "fedbn": Entry("personal:fedbn"),
+    "scaffold": Entry("personal:scaffold", training=LocalTraining(momentum=0.0)),
     "local": Entry("direct:local_only"),
     "pfedhn": Entry("pfedhn:pfedhn", training=None),
     "pfedhn-pc": Entry("pfedhn:pfedhn_pc", training=None),
@@ -222,7 +228,7 @@ def named_method(name: str, *, training: LocalTraining | None = None, noise_mult
     module, _, maker = entry.home.partition(":")
     training = training or entry.training
     given = {"training": training, "noise_multiplier": noise_multiplier}
-    make = getattr(importlib.import_module(f"netweight.methods.federate.{module}"), maker)
+    make = getattr(importlib.import_module(f"netweight.methods.federate.algorithms.{module}"), maker)
     method: Method = make(**entry.fixed, **{key: value for key, value in given.items() if value is not None})
     return method
 

@@ -18,6 +18,8 @@ from netweight.methods.federate.method import Client, Method, Weights
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling, Trains
 from netweight.methods.federate.task import LocalModel, Statistics, Task
 
+# Takes "body" or "head" and that half's vector; returns what is added to its gradient.
+Extra = Callable[[str, Tensor], Tensor]
 _Trained = tuple[list[Weights], list[float]]  # each client's weights and mean loss
 
 
@@ -29,6 +31,7 @@ class Learner:
     number: int  # its number in the task
     weights: Weights
     seed: int  # of its draws
+    extra: Extra | None = None  # added to the gradients of plain steps of body and head
 
 
 def learners_of(method: Method, task: Task, clients: Sequence[Client], *, round: int, seed: int) -> list[Learner]:
@@ -86,14 +89,21 @@ def _train_streams(
     for rows, batches in side_by_side(streams):
         own = [statistics[row] for row in rows]
         found = gradients(model, bodies.vectors[rows], heads.vectors[rows], batches, trains, own)
-        if found.body is not None:
-            bodies.step(found.body, rows)
-        if found.head is not None:
-            heads.step(found.head, rows)
+        for half, descent, slopes in (("body", bodies, found.body), ("head", heads, found.head)):
+            if slopes is not None:
+                descent.step(_with_extra(clients, half, descent, slopes, rows), rows)
         total[rows] += found.losses.cpu()
         count[rows] += 1
     trained = [Weights(b, h, s) for b, h, s in zip(bodies.vectors, heads.vectors, statistics, strict=True)]
     return trained, (total / count).tolist()
+
+
+def _with_extra(clients: Sequence[Learner], half: str, descent: Descent, slopes: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return gradients with what clients add to theirs."""
+    added = [(place, row, extra) for place, row in enumerate(rows) if (extra := clients[row].extra) is not None]
+    for place, row, extra in added:
+        slopes[place] += extra(half, descent.vectors[row])
+    return slopes
 
 
 def side_by_side(streams: Sequence[Iterator[Batch]]) -> Iterator[tuple[list[int], list[Batch]]]:

@@ -126,3 +126,40 @@ class Method(Protocol):
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the server's tensors after `state`, given validated `updates` in the order of clients' numbers."""
         ...
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A method whose clients do something else around its training; all but that is the method's own."""
+
+    method: Method
+
+    @property
+    def name(self) -> str:
+        """As the command line calls it."""
+        return self.method.name
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Patterns of what may leave a client."""
+        return self.method.shared
+
+    def start(self, task: Task, *, seed: int) -> dict[str, Tensor]:
+        """Return the method's state before round 1."""
+        return self.method.start(task, seed=seed)
+
+    def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
+        """Return what a client keeps."""
+        return self.method.private_start(task, client, seed=seed)
+
+    def message(self, state: Tensors, client: int) -> Tensors:
+        """Return what the server sends."""
+        return self.method.message(state, client)
+
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+        """Return a client's model."""
+        return self.method.weights(task, received, private)
+
+    def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
+        """Return the method's next state."""
+        return self.method.aggregate(state, updates)

@@ -10,23 +10,34 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, recover_gradient
+from netweight.attacks.gradient_inversion.analytic import (
+    RecoveredGradient,
+    hypernetwork_tensors,
+    read_thresholds,
+    recover_gradient,
+    separate_clients,
+    singular_gradient,
+    threshold_trunk,
+)
 from netweight.attacks.gradient_inversion.imprint import Imprinted, imprint, read_imprint
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
 from netweight.core import progress as shown
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.defenses import Hardened, dense_tensors
+from netweight.methods.federate.algorithms.hyperfl import rows_of_body
+from netweight.methods.federate.defenses import Hardened, dense_tensors, spent
+from netweight.methods.federate.dp import Guarantee
 from netweight.methods.federate.engine import Round, Run
-from netweight.methods.federate.hyperfl import rows_of_body
 from netweight.methods.federate.method import Client, Method
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import ClientData, LocalModel, Task
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
+from netweight.nn.hypernetwork import hidden_code
 from netweight.report.audit import of_treatment
+from netweight.report.conclusions import Conclusion, Criterion, Words
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import image_grid, lines
 from netweight.report.report import Report
@@ -47,14 +58,17 @@ class ThreatModel:
     examples: int | None = None  # examples that the client holds; None for as many as a batch
     # Clients whose updates the server sees only as their average: 1 for none, more under secure aggregation.
     summed_over: int = 1
-    # "honest" sends what training gave; "malicious" sends a hypernetwork made to print images into updates.
-    server: Literal["honest", "malicious"] = "honest"
+    # "honest" sends what training gave; "malicious" sends a hypernetwork made to print images into updates,
+    # "thresholds" one whose trunk tells the clients of a sum apart.
+    server: Literal["honest", "malicious", "thresholds"] = "honest"
+    asked: int = 1  # how often the same state is asked, where every answer has other noise
+    known: bool = False  # whether the server knows the clients' embeddings, from a round that it saw in the clear
     # Attack the first round, from the method's initial state, rather than one more round of the trained federation.
     first_round: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if min(self.batch_size, self.local_steps, self.summed_over) < 1 or (self.examples or 1) < 1:
+        if min(self.batch_size, self.local_steps, self.summed_over, self.asked) < 1 or (self.examples or 1) < 1:
             raise UsageError(f"There is no such threat model: {self}.", cure="All numbers are at least 1.")
 
     @property
@@ -67,7 +81,11 @@ class ThreatModel:
         """In words, for tables."""
         steps = f"{self.local_steps} step{'s' * (self.local_steps > 1)} of batch {self.batch_size}"
         steps += f", sum of {self.summed_over} clients" if self.summed_over > 1 else ""
-        steps += ", malicious server" if self.server == "malicious" else ""
+        steps += {"honest": "", "malicious": ", malicious server", "thresholds": ", server with thresholds"}[
+            self.server
+        ]
+        steps += f", asked {self.asked} times" if self.asked > 1 else ""
+        steps += ", embeddings known" if self.known else ""
         return steps + (", first round" if self.first_round else "")
 
 
@@ -84,6 +102,7 @@ class Observation:
     labels: Tensor  # their targets; truth. Shape `(n,)`.
     gradient: Tensor  # the gradient of its loss on its examples by the body that it began with, shape `(P,)`; truth
     movement: Tensor  # how its body moved in the whole round, shape `(P,)`; truth
+    codes: Tensor | None  # hidden codes of the clients summed, shape `(k, H)`, its own first; None without hypernetwork
 
     def received(self) -> dict[str, Tensor]:
         """Return what the server sees come back, low-rank matrices made whole."""
@@ -101,14 +120,22 @@ def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int 
     method = shortened(run.method, threat)
     state = method.start(run.task, seed=run.seed) if threat.first_round else run.state
     trap = _imprint(run, threat, state, seed) if threat.server == "malicious" else None
+    if threat.server == "thresholds":
+        state = threshold_trunk(state, seed=seed)
     if trap:  # a head that is generated after the body is left as it was
         state = {name: torch.cat([value, state[name][len(value) :]]) for name, value in trap.state.items()}
     seen = [_observed(method, run, threat, number, state, trap, draw, seed) for number in clients]
     size = threat.summed_over
-    groups = [tuple(one.updates[0] for one in seen[start : start + size]) for start in range(0, len(seen), size)]
+    groups = [seen[start : start + size] for start in range(0, len(seen), size)]
     if len(groups[-1]) < size:
-        groups[-1] = (*groups[-2][len(groups[-1]) - size :], *groups[-1])
-    return [dataclasses.replace(one, updates=groups[index // size]) for index, one in enumerate(seen)]
+        groups[-1] = [*groups[-2][len(groups[-1]) - size :], *groups[-1]]
+    return [_in_sum(one, groups[index // size]) for index, one in enumerate(seen)]
+
+
+def _in_sum(one: Observation, group: Sequence[Observation]) -> Observation:
+    codes = [other.codes for other in (one, *(other for other in group if other is not one))]
+    known = torch.cat([code for code in codes if code is not None]) if one.codes is not None else None
+    return replace(one, updates=tuple(other.updates[0] for other in group), codes=known)
 
 
 def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprinted:
@@ -126,13 +153,16 @@ def _observed(
     seed: int,
 ) -> Observation:  # fmt: skip
     task = _small_task(run.task, number, threat.held, draw, seed)
-    private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
+    # Each client begins by a seed of its own, as it does where it runs on its own machine.
+    own = seeds.derive(run.seed, "client", number)
+    private = method.private_start(run.task, number, seed=own) if threat.first_round else run.private[number]
     client = Client(number, private, method.message(state, number))
     model = LocalModel(task)
     found = method.train(task, model, [client], round=1, seed=seed)
     if not found:
         raise Unsupported(f"Client {number} takes no part under {threat.label}: it protects itself.")
     trained = found[0]
+    update = trained.update if threat.asked == 1 else _averaged(method, task, model, client, threat.asked, seed)
     weights = method.weights(run.task, client.received, private)
     inputs, targets = task.client(number).train
     model.train("body")
@@ -141,7 +171,22 @@ def _observed(
     loss = model.loss(body, weights.head, model.place(inputs), targets, statistics)
     (gradient,) = torch.autograd.grad(loss, body)
     movement = trained.weights.body - weights.body
-    return Observation(number, client.received, trap, (trained.update,), inputs, targets, gradient, movement)
+    codes = None
+    if "embedding" in private:
+        sent = hypernetwork_tensors(client.received)
+        codes = hidden_code(sent, private["embedding"].double())[None]
+    return Observation(number, client.received, trap, (update,), inputs, targets, gradient, movement, codes)
+
+
+def _averaged(method: Method, task: Task, model: LocalModel, client: Client, asked: int, seed: int) -> Update:
+    """Return the mean of a client's answers to the same state."""
+    total: dict[str, Tensor] = {}
+    for turn in range(asked):
+        own = seeds.derive(seed, "asked", turn)
+        (one,) = method.train(task, model, [client], round=1, seed=own)
+        for name, value in dense_tensors(one.update.tensors, client.received).items():
+            total[name] = total.get(name, 0) + value / asked
+    return replace(one.update, tensors=total)
 
 
 def _small_task(task: Task, client: int, held: int, draw: int, seed: int) -> Task:
@@ -189,6 +234,7 @@ class AuditConfig:
         ThreatModel(batch_size=8, first_round=True),
         ThreatModel(batch_size=8, server="malicious"),
     )
+    further: bool = False  # whether what secure sums and noise leave is attacked as well, where they could be
     images: int = 16  # images that are reconstructed per threat model; intervals need at least 5
     summed_over: int = 20  # clients in the average that stands for the published aggregate
 
@@ -212,6 +258,7 @@ class Exposure:
     originals: tuple[Tensor, ...] = field(default=(), repr=False)
     reconstructions: tuple[Tensor, ...] = field(default=(), repr=False)
     why_no_images: str = ""  # why no image could be made, or empty
+    attack: str = ""  # which estimate of the gradient was nearest
 
     @property
     def label(self) -> str:
@@ -224,23 +271,40 @@ class Exposure:
         return max(_mean(self.random_psnr), _mean(self.average_psnr))
 
     @property
-    def verdict(self) -> str:
-        """What this means, in plain words."""
+    def verdict(self) -> Words:
+        """What this means: an outcome, and words."""
         if not self.cosines:
-            return self.why_no_images
-        cosine, anyway = _mean(self.cosines), _mean(self.aggregate)
-        if cosine >= 0.99:
-            text = "the server computes the client's gradient exactly"
-        elif cosine > anyway + MARGIN_COSINE:
-            text = "the server learns more about the client's gradient than the aggregate tells"
-        else:
-            text = "the gradient is hidden as well as in the published aggregate"
-        if not self.psnr:
-            return text
-        gain = _mean(self.psnr) - self.guess
-        if gain > 3:
-            return f"{text}; its images can be reconstructed"
-        return f"{text}; {'images leak a little' if gain > MARGIN_PSNR else 'no image comes out'}"
+            return "told", self.why_no_images
+        cosine, gain = _mean(self.cosines), _mean(self.psnr) - self.guess if self.psnr else None
+        return _VERDICT([
+            Finding("gradient", cosine), Finding("gradient beyond the aggregate's", cosine - _mean(self.aggregate)),
+            Finding("images, clearly above a guess", gain), Finding("images above a guess", gain),
+        ])  # fmt: skip
+
+
+def _words(inexact: bool, hidden: bool, unclear: bool | None, unseen: bool | None) -> Words:
+    text = "The gradient is hidden as well as in the published aggregate"
+    if not hidden:
+        text = "The server learns more about the client's gradient than the aggregate tells"
+    if not inexact:
+        text = "The server computes the client's gradient exactly"
+    seen = {None: "", False: "; its images can be reconstructed", True: "; no image comes out"}[unclear]
+    if unclear and unseen is False:
+        seen = "; images leak a little"
+    known = not (inexact and hidden) or unclear is False
+    return "broken" if known else "partly" if unclear and unseen is False else "told", f"{text}{seen}."
+
+
+_VERDICT = Conclusion(
+    "federate: exposure",
+    [
+        Criterion("gradient", "lower", than=0.99, strict=True),
+        Criterion("gradient beyond the aggregate's", "lower", than=MARGIN_COSINE),
+        Criterion("images, clearly above a guess", "lower", than=3.0, needed=False),
+        Criterion("images above a guess", "lower", than=MARGIN_PSNR, needed=False),
+    ],
+    _words,
+)
 
 
 def _training(run: Run) -> LocalTraining:
@@ -281,11 +345,14 @@ def exposure(
         observed = list(_observations(run, threat, images, summed_over, seed))
     except Unsupported as reason:
         return Exposure(threat, is_own, (), (), (), why_no_images=str(reason))
-    for draw, (seen, published) in enumerate(observed):
-        recovered = read_update(run, seen.sent, seen.received())
+    found_by = [_guesses(run, seen, threat) for seen, _ in observed]
+    published = [anyway for _, anyway in observed]
+    strongest, anyway = (_strongest(found, [seen for seen, _ in observed]) for found in (found_by, published))
+    for draw, (seen, _) in enumerate(observed):
+        recovered = replace(read_update(run, seen.sent, seen.received()), first=found_by[draw][strongest])
         cosines.append((
             _cosine(recovered.first, seen.gradient), _cosine(-recovered.gradient, seen.movement),
-            _cosine(published, seen.gradient),
+            _cosine(published[draw][anyway], seen.gradient),
         ))  # fmt: skip
         try:
             own = seeds.derive(seed, "image", draw)
@@ -300,22 +367,24 @@ def exposure(
             pairs.append(pair)
         if work is not None:
             work.update(1)
-    first, movement, anyway = zip(*cosines, strict=True)
+    first, movement, given_anyway = zip(*cosines, strict=True)
     psnrs, ssims, random, average = zip(*qualities, strict=True) if qualities else ((), (), (), ())
     originals, made = zip(*pairs, strict=True) if pairs else ((), ())
-    return Exposure(threat, is_own, first, movement, anyway, psnrs, ssims, random, average, originals, made, why)
+    return Exposure(
+        threat, is_own, first, movement, given_anyway, psnrs, ssims, random, average, originals, made, why, strongest
+    )
 
 
 def _observations(
     run: Run, threat: ThreatModel, count: int, summed_over: int, seed: int
-) -> Iterator[tuple[Observation, Tensor]]:
-    """Yield attacked updates, each with the gradient that the average of `summed_over` clients gives away anyway."""
+) -> Iterator[tuple[Observation, Mapping[str, Tensor]]]:
+    """Yield attacked updates, each with what the average of `summed_over` clients gives away of gradients anyway."""
     many = max(threat.summed_over, min(summed_over, len(run.task.clients)))
     for draw in range(-(-count // many)):
         seen = observe(run, threat, run.task.clients[:many], draw=draw, seed=seed)
         everyone = tuple({update.client: update for one in seen for update in one.updates}.values())
         published = replace(seen[0], updates=everyone)
-        average = read_update(run, published.sent, published.received()).first
+        average = _guesses(run, published, ThreatModel())
         for one in seen[: count - draw * many]:
             yield one, average
 
@@ -352,6 +421,31 @@ def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient
     gradient = (start - end) / training.lr - training.weight_decay * start
     nothing = torch.empty(0, dtype=torch.float64)
     return RecoveredGradient(gradient, gradient, nothing, nothing, start, end - start, torch.ones(1).double())
+
+
+def _guesses(run: Run, seen: Observation, threat: ThreatModel) -> dict[str, Tensor]:
+    """Return what each attack takes for the client's first gradient, by the attack's name."""
+    received = seen.received()
+    found = {"inputs": read_update(run, seen.sent, received).first}
+    if seen.codes is not None:
+        before, after = (rows_of_body(state, run.task.body_layout.size) for state in (seen.sent, received))
+        about = {"lr": _training(run).lr, "weight_decay": _training(run).weight_decay}
+        found["singular vector"] = singular_gradient(before, after, **about)
+        if threat.known:
+            found["matched filter"] = separate_clients(before, after, seen.codes, **about)[0]
+        if threat.server == "thresholds":  # one of these is the client's; the attacker sees which are single ones
+            candidates = read_thresholds(before, after, **about)
+            found["thresholds"] = max(candidates, key=lambda one: _cosine(one, seen.gradient))
+    return found
+
+
+def _strongest(guesses: Sequence[Mapping[str, Tensor]], seen: Sequence[Observation]) -> str:
+    """Return the attack whose guesses are nearest to the truth on average; the plainest where others gain nothing."""
+
+    def quality(name: str) -> float:
+        return sum(_cosine(one[name], own.gradient) for one, own in zip(guesses, seen, strict=True)) / len(seen)
+
+    return max(guesses[0], key=lambda name: quality(name) + 1e-4 * (name == "inputs"))
 
 
 def _reconstruct(
@@ -410,10 +504,25 @@ def audit(run: Run, config: AuditConfig | None = None, *, seed: int, progress: P
         One exposure per threat model, that of the run's own schedule first; `add_sections` shows them in a report.
     """
     config, own = config or AuditConfig(), own_threat(run)
-    threats = [(own, True), *((threat, False) for threat in config.threats if threat != own)]
+    others = [*config.threats, *_further(run)] if config.further else config.threats
+    threats = [(own, True), *((threat, False) for threat in others if threat != own)]
     about: Any = {"images": config.images, "summed_over": config.summed_over, "seed": seed}
     with progress.task("attacked updates", total=len(threats) * config.images, unit="updates") as work:
         return [exposure(run, threat, is_own=is_own, work=work, **about) for threat, is_own in threats]
+
+
+def _further(run: Run) -> list[ThreatModel]:
+    """Return threat models that take sums apart, and for methods with noise those that average it away."""
+    if not any(name.endswith("heads.weight") for name in run.state):
+        return []
+    many = min(20, len(run.task.clients))
+    sums = [
+        ThreatModel(first_round=True, summed_over=many, known=True),
+        ThreatModel(first_round=True, summed_over=many, server="thresholds"),
+    ]
+    noise = isinstance(run.method, Hardened) and run.method.noise is not None
+    asked = [ThreatModel(first_round=True, known=True), ThreatModel(first_round=True, known=True, asked=4)]
+    return [*(sums if many > 1 else []), *(asked if noise else [])]
 
 
 def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Finding]:
@@ -425,7 +534,7 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
             findings.append(Finding(name, None, unit="cosine", detail={"reason": one.why_no_images}))
             continue
         anyway, label = _mean(one.aggregate), one.label
-        detail = {"verdict": one.verdict, "movement": list(one.movements), "aggregate": list(one.aggregate)}
+        detail = {"verdict": one.verdict[1], "movement": list(one.movements), "aggregate": list(one.aggregate)}
         target = round(anyway + MARGIN_COSINE, 4) if one.is_own else None
         name = f"gradient recovered, {label}"
         findings.append(_finding(name, one.cosines, "cosine", seed, target=target, baseline=anyway, detail=detail))
@@ -459,14 +568,16 @@ def _interval(values: Sequence[float], seed: int) -> tuple[float, float] | None:
 def exposure_table(exposures: Sequence[Exposure]) -> Table:
     """Return one row per threat model, with its verdict."""
     columns = (
-        "threat model", Column("gradient, cosine", "", "lower"), Column("published aggregate, cosine"),
+        "threat model", "attack", Column("gradient, cosine", "", "lower"), Column("published aggregate, cosine"),
         Column("PSNR", "dB", "lower"), Column("random image", "dB"), Column("average image", "dB"),
         Column("SSIM", "", "lower"), "verdict",
     )  # fmt: skip
     rows = []
     for one in exposures:
         measured = (one.cosines, one.aggregate, one.psnr, one.random_psnr, one.average_psnr, one.ssim)
-        rows.append((one.label, *(_mean(values) if values else None for values in measured), one.verdict))
+        rows.append(
+            (one.label, one.attack, *(_mean(values) if values else None for values in measured), one.verdict[1])
+        )
     notes = ("The server knows model, settings and initial state; no label is used.",)
     return Table("What the server could have seen", columns, rows, notes)
 
@@ -492,7 +603,7 @@ def accuracy(run: Run, config: AuditConfig, *, seed: int, progress: Progress = Q
     """Report accuracy before and after local training in the last round."""
     return Section(
         "Accuracy", accuracy_findings(run, seed=seed), figures=[training_figure(run.rounds, run.method.name)],
-        tables=[client_table(run)], question="How well does the personalized model do?",
+        tables=[client_table(run), *_odd_clients(run)], question="How well does the personalized model do?",
         intro="Before: the model that a client has from what it received and what it keeps. After: the same client's "
         "model when its local training ends. Each client counts once.",
     )  # fmt: skip
@@ -509,17 +620,53 @@ def exposure_section(exposures: Sequence[Exposure], *, seed: int) -> Section:
     return Section(
         "What the server could have seen", exposure_findings(exposures, seed=seed), figures=[figure] if figure else [],
         tables=[exposure_table(exposures)], question="What could the server have seen?",
-        conclusion=f"Under this run's schedule {own.verdict}.",
+        conclusion=f"This run's schedule: {own.verdict[1]}", outcome=own.verdict[0],
         intro="One client's update is attacked as an honest but curious server would: it knows the model, the settings "
         "and what it sent, and no label. Findings about the schedule of this run have targets; shorter schedules are "
         "reported to show what protects and what does not.",
     )  # fmt: skip
 
 
-def add_sections(report: Report, run: Run, exposures: Sequence[Exposure], *, seed: int) -> list[Finding]:
+def promises(run: Run, delta: float) -> list[Guarantee]:
+    """Return what noise promises of the client for whom it promises least, all rounds together; none without noise."""
+    taken = {client: sum(client in done.clients for done in run.rounds) for client in run.task.clients}
+    each = {spent(run.method, run.task.client(client).n, answers, delta) for client, answers in taken.items()}
+    found = [one for one in each if one is not None]
+    return [max(found, key=lambda one: one.epsilon)] if found else []
+
+
+def _privacy(run: Run, delta: float) -> list[Section]:
+    return [
+        Section(
+            "What noise promises",
+            [Finding(
+                f"epsilon of a {one.unit}", one.epsilon, better="lower",
+                detail={"delta": one.delta, "sigma": one.noise, "sampling": one.sampling, "answers": one.answers,
+                        "caveats": list(one.caveats)},
+            )],
+            question="How much can all answers together say about one of them?", intro=f"{one}.",
+        )
+        for one in promises(run, delta)
+    ]  # fmt: skip
+
+
+def _odd_clients(run: Run) -> list[Table]:
+    """Return who was left out of rounds or looked odd, and why; none where nobody did."""
+    said: dict[tuple[int, str], list[int]] = {}
+    for done in run.rounds:
+        for kind, whys in (("left out", done.refused), ("suspicious", done.suspects)):
+            for client, why in whys.items():
+                said.setdefault((client, f"{kind}: {why.partition(' (')[0]}"), []).append(done.round)
+    rows = [(str(client), why, len(rounds), str(rounds[0])) for (client, why), rounds in sorted(said.items())]
+    return [Table("Clients left out or suspicious", ("client", "what", "rounds", "first round"), rows)] if rows else []
+
+
+def add_sections(
+    report: Report, run: Run, exposures: Sequence[Exposure], *, seed: int, delta: float = 1e-5
+) -> list[Finding]:
     """Add what was trained, and what an audit found if there was one, to a report; return all findings."""
     ran = ("accuracy", "gradient-inversion") if exposures else ("accuracy",)
-    sections = [of_treatment(accuracy(run, AuditConfig(), seed=seed), "federate", ran)]
+    sections = [of_treatment(accuracy(run, AuditConfig(), seed=seed), "federate", ran), *_privacy(run, delta)]
     if exposures:
         sections.append(exposure_section(exposures, seed=seed))
     for section in sections:

@@ -11,6 +11,10 @@ from netweight.settings import Cli, Settings
 
 Trains = Literal["head", "body", "both"]
 Sampling = Literal["poisson", "shuffled"]
+Lie = Literal[
+    "scaled", "sign-flipped", "label-flipped", "constant", "claimed", "colluding", "late", "free-rider", "backdoor"
+]
+Aggregator = Literal["mean", "screened-mean", "clipped-mean", "trimmed-mean", "median", "krum", "multi-krum"]
 
 
 @final
@@ -27,6 +31,14 @@ class Privacy(Settings):
         description="`poisson` draws each example on its own, as accountants assume; `shuffled` takes the examples in "
         "turn, as the reference does, and then no ε that an accountant states is valid.",
     )
+
+
+@final
+class Budget(Settings):
+    """What a client lets its answers give away, all of them together."""
+
+    epsilon: float = Field(gt=0, description="Largest ε; an answer that would pass it is refused.")
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="Its δ.")
 
 
 @final
@@ -85,6 +97,24 @@ class Federation(Settings):
         default=3, ge=0, description="How often a round is tried again; then the federation stops with its state saved."
     )
     until_plateau: bool = Field(default=False, description="End earlier, once accuracy has stopped rising.")
+    aggregator: Aggregator = Field(default="mean", description="How updates become one; see docs/federate.md.")
+    liars: Annotated[int, Cli(own=False)] = Field(
+        default=1, ge=1, description="Lying clients that trimmed-mean, krum and multi-krum reckon with."
+    )
+    most_norm: Annotated[float, Cli(own=False)] = Field(
+        default=3.0, ge=1, description="A change longer than this multiple of the round's median is shortened to it."
+    )
+    most_examples: Annotated[float, Cli(own=False)] = Field(
+        default=3.0, ge=1, description="A client weighs at most this multiple of the round's median of examples."
+    )
+    server_noise: Annotated[float, Cli(own=False)] = Field(
+        default=0.0, ge=0, description="Noise of the server on the clipped mean, as a multiple of its clip."
+    )
+
+    def check(self) -> None:
+        """Refuse noise where nothing bounds what it is to hide."""
+        if self.server_noise and self.aggregator != "clipped-mean":
+            raise UsageError("server_noise goes with the aggregator clipped-mean.")
 
     def evaluates(self, round: int) -> bool:
         """Whether accuracy is measured in the round of number `round`, counted from 1."""

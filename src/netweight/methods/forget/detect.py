@@ -24,8 +24,8 @@ from torch import Tensor
 
 from netweight.core.engines import Outcome
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import map_runs
 from netweight.errors import CorruptBlob, UsageError
+from netweight.job import Job
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import Text, TextToImage
@@ -166,10 +166,10 @@ def detect_resumably(
     prompts: Sequence[str],
     config: DetectionConfig | None = None,
     *,
-    ledger: str | Path,
+    folder: str | Path | Job,
     progress: Progress = QUIET,
 ) -> list[Score]:
-    """Score prompts as `detect` does, remembering each in a ledger as soon as it is done."""
+    """Score prompts as `detect` does, remembering each in a folder's `scores.jsonl` as soon as it is done."""
     if not prompts:
         raise UsageError("There is no prompt to score.", cure="Give at least one.")
     config = config or DetectionConfig()
@@ -196,13 +196,12 @@ def detect_resumably(
                 yield start + offset, Outcome(value, error, seconds)
 
     scores = []
-    with progress.task("detect", len(items), unit="prompts") as task:
-        for result in map_runs(detected, items, ledger=ledger, engine=engine, ordered=True):
+    with Job.open(folder, shared=True) as job, progress.task("detect", len(items), unit="prompts") as task:
+        for result in job.map(detected, items, name="scores", engine=engine, ordered=True):
             if not result.ok:
-                reason = (result.error or "").strip().splitlines()[-1]
                 raise UsageError(
-                    f"The prompt {result.config['prompt']!r} could not be scored: {reason}",
-                    cure=f"The whole reason is in {ledger}; those scored before are kept there.",
+                    f"The prompt {result.config['prompt']!r} could not be scored: {result.reason}",
+                    cure=f"The whole reason is in {job.folder / 'scores.jsonl'}; those scored before are kept there.",
                 )
             scores.append(Score.from_json(result.value))
             task.update()
@@ -323,10 +322,12 @@ def noise_difference(noise: Tensor, latents: Tensor) -> Tensor:
     return (found - low) / (high - low).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def similarity(first: Tensor, second: Tensor, windows: Windows | None = None) -> Tensor:
+def similarity(first: Tensor, second: Tensor, windows: Windows | None = None, *, together: int = 0) -> Tensor:
     """Return the (multi-scale) structural similarity of each pair of samples, within 0 and 1."""
     # Source: Wang et al. 2003; constants 0.01 and 0.03, averaged over channels. Coarser scales look within the image;
     # the last reflects its edges, as torchmetrics does, which the paper's code uses.
+    # `together`: so many consecutive pairs share a range of values, taken anew at every scale, as in the released code;
+    # with 0 the range is that of noise differences, 1.
     windows = windows or windows_for(*first.shape[-2:])
     if first.device.type != "mps":  # which has no doubles; where nothing varies, float32 would lose four digits
         first, second = first.double(), second.double()
@@ -334,32 +335,42 @@ def similarity(first: Tensor, second: Tensor, windows: Windows | None = None) ->
     for scale, weight in enumerate(windows.weights):
         if scale:
             first, second = F.avg_pool2d(first, 2), F.avg_pool2d(second, 2)
-        whole, contrast = _structure(first, second, windows.kernel)
+        span = _spans(first, second, together) if together else torch.ones_like(result)
+        whole, contrast = _structure(first, second, windows.kernel, span[:, None, None, None])
         last = scale == len(windows.weights) - 1
         result = result * (whole if last else contrast).clamp_min(0) ** weight
     return result.float()
 
 
-def pairwise(differences: Tensor) -> Tensor:
+def _spans(first: Tensor, second: Tensor, together: int) -> Tensor:
+    """For each pair the larger range of values of either side, over the pairs that go together."""
+    ranges = [
+        torch.stack([part.max() - part.min() for part in torch.split(side, together)]) for side in (first, second)
+    ]
+    return torch.maximum(*ranges).repeat_interleave(together)[: len(first)]
+
+
+def pairwise(differences: Tensor, *, together: bool = False) -> Tensor:
     """Return the similarity of every two samples, shape `(n, n)`; the diagonal is 1."""
     count = len(differences)
     result = torch.ones(count, count, device=differences.device)
     rows, columns = torch.triu_indices(count, count, 1).tolist()
     if rows:
-        found = similarity(differences[rows], differences[columns])
+        found = similarity(differences[rows], differences[columns], together=len(rows) if together else 0)
         result[rows, columns] = found
         result[columns, rows] = found
     return result
 
 
-def _structure(first: Tensor, second: Tensor, kernel: int) -> tuple[Tensor, Tensor]:
+def _structure(first: Tensor, second: Tensor, kernel: int, span: Tensor) -> tuple[Tensor, Tensor]:
     """Means over windows and channels: of similarity, edges reflected, and of contrast, within the image."""
     edge = kernel // 2
     stacked = torch.stack([first, second, first * first, second * second, first * second])
     mean_a, mean_b, square_a, square_b, product = _smooth(stacked, kernel)
     variances = (square_a - mean_a.square()).clamp_min(0) + (square_b - mean_b.square()).clamp_min(0)
-    contrast = (2 * (product - mean_a * mean_b) + 0.03**2) / (variances + 0.03**2)
-    light = (2 * mean_a * mean_b + 0.01**2) / (mean_a.square() + mean_b.square() + 0.01**2)
+    small, dark = (0.03 * span).square(), (0.01 * span).square()
+    contrast = (2 * (product - mean_a * mean_b) + small) / (variances + small)
+    light = (2 * mean_a * mean_b + dark) / (mean_a.square() + mean_b.square() + dark)
     inside = contrast[..., edge:-edge, edge:-edge]
     return (light * contrast).mean((1, 2, 3)), inside.mean((1, 2, 3))
 

@@ -1,7 +1,8 @@
-"""Edits: neurons scaled for a block or for good, and undone to the last bit from the edit's record.
+"""Records of edits, which undo them to the last bit; and neurons scaled for a block or for good.
 
-A pipeline's folder holds one record per edit in `forget/`: `001.json` and the rows as they were, `001.safetensors`. A
-further edit adds the next number; undoing takes the last one away.
+A pipeline's folder holds one record per edit in `forget/`: `001.json` and the weights as they were, `001.safetensors`.
+A further edit adds the next number; undoing takes the last one away. Whoever has the weights can undo the edit, so a
+folder that is published goes without them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -21,14 +22,17 @@ from torch import Tensor, nn
 
 from netweight.core.environment import describe
 from netweight.core.files import whole_file
+from netweight.core.progress import QUIET, Progress
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image
 from netweight.job import Job, check_destination
-from netweight.methods.forget.layers import ValueLayer, check_units, value_layers
+from netweight.methods.forget.distil import distil
+from netweight.methods.forget.layers import ValueLayer, attended, check_units, value_layers
 from netweight.methods.forget.localize import Localization, read_neurons
+from netweight.methods.forget.settings import ClosedFormSettings, DistilSettings
 from netweight.nn.hooks import edit_outputs
-from netweight.nn.text_to_image import TextToImage
+from netweight.nn.text_to_image import Text, TextToImage
 from netweight.store.checkpoint import read_record, write_record
 from netweight.store.reader import open_store
 
@@ -48,8 +52,11 @@ class EditRecord:
     thresholds: Mapping[str, Any]  # what they were found with, in words or numbers; empty if unknown
     prompts: Sequence[str]  # that they were found for; empty if unknown
     environment: Mapping[str, Any]  # versions and machine
-    # The rows as they were, from `scale_rows_`: weights of shape `(neurons, inputs)`, biases of shape `(neurons,)`.
+    # What the edit changed, as it was: of neurons the rows from `scale_rows_`, weights of shape `(neurons, inputs)` and
+    # biases of shape `(neurons,)`; of other methods whole weights by name. Empty if it was not kept.
     rows: Mapping[str, Tensor]
+    method: str = "neurons"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of another method, with anchors and what was measured
 
     def write(self, folder: str | Path, number: int) -> Path:
         """Write the record into a folder of records, which is made."""
@@ -65,6 +72,8 @@ class EditRecord:
             "prompts": list(self.prompts),
             "environment": dict(self.environment),
         }
+        if self.method != "neurons":  # as records of earlier releases are
+            values |= {"method": self.method, "settings": dict(self.settings)}
         rows = {name: value.contiguous() for name, value in self.rows.items()}
         with whole_file(path.with_suffix(".safetensors")) as file:
             file.write(safetensors.torch.save(rows))
@@ -98,6 +107,110 @@ def _rows(path: Path) -> dict[str, Tensor]:
 def read_records(folder: str | Path) -> list[EditRecord]:
     """Read the records of a pipeline's folder, the first edit first; none if it was not edited."""
     return [EditRecord.read(path) for path in sorted((Path(folder) / FOLDER).glob("[0-9][0-9][0-9].json"))]
+
+
+def forget(
+    model: TextToImage,
+    prompts: Sequence[str],
+    ordinary: Sequence[str],
+    *,
+    anchors: Sequence[str] | None = None,
+    settings: ClosedFormSettings | DistilSettings | None = None,
+    folder: Job | None = None,
+    progress: Progress = QUIET,
+) -> EditRecord:
+    """Give memorized prompts the answers of others, in a model's weights.
+
+    Args:
+        model: The model; changed in place, its dtype stays.
+        prompts: Memorized prompts; all are edited together.
+        ordinary: Prompts whose answers are to stay, 100 or more; the empty one stays as well.
+        anchors: Prompts whose answers memorized ones get, one for each; None takes the last ordinary prompts.
+        settings: The method: keys and values led elsewhere in closed form, which takes seconds and is the default; or
+            noise and distillation, which a search for embeddings finds hard to undo.
+        folder: A job that keeps checkpoints of a distillation, to be continued after a kill.
+        progress: Reports training steps.
+
+    Returns:
+        The record, from which `undo` restores the weights.
+
+    Raises:
+        UsageError: There is no prompt, a prompt is both memorized and ordinary, or anchors are not one for each.
+        Unsupported: The model has no cross-attention, or an adapter is at work in it.
+        TrainingStopped: The loss of a distillation became infinite or NaN.
+
+    Source: Gandikota et al., arXiv 2308.14761 (closed form); Lee et al., arXiv 2506.06278 (noise and distillation).
+    """
+    settings = settings or ClosedFormSettings()
+    prompts = list(dict.fromkeys(prompts))
+    both = sorted(set(prompts) & set(ordinary))
+    if both or not prompts or not ordinary:
+        what = f"{both[0]!r} is memorized and ordinary" if both else "There are no memorized or no ordinary prompts"
+        raise UsageError(f"{what}.", cure="Give prompts to forget, and others that are to stay.")
+    if anchors is None:
+        anchors = [ordinary[-1 - number % len(ordinary)] for number in range(len(prompts))]
+    if len(anchors) != len(prompts):
+        raise UsageError(f"{len(prompts)} prompts came with {len(anchors)} anchors.", cure="Give one for each prompt.")
+    before = model.digest()
+    about: dict[str, Any] = {"anchors": dict(zip(prompts, anchors, strict=True)), **settings.to_json()}
+    if isinstance(settings, ClosedFormSettings):
+        method, weights = "closed-form", _lead_elsewhere(model, prompts, anchors, ordinary, settings)
+    else:
+        method = "distil"
+        weights, logs = distil(model, prompts, anchors, ordinary, settings, folder=folder, progress=progress)
+        about["measured"] = [asdict(log) for log in logs]
+    return EditRecord(Units(), 0.0, before, model.digest(), {}, prompts, describe(), weights, method, about)
+
+
+@torch.no_grad()
+def _lead_elsewhere(
+    model: TextToImage,
+    prompts: Sequence[str],
+    anchors: Sequence[str],
+    kept: Sequence[str],
+    settings: ClosedFormSettings,
+) -> dict[str, Tensor]:
+    """Give the tokens of each prompt the keys and values of its anchor's; return the weights as they were, by name."""
+    # Source: Gandikota et al., arXiv 2308.14761, equation 7, for keys as well as values and with one weight for all:
+    # W' minimizes Σ |W'k − Wk|² (kept tokens) + weight · mean |W'b − Wa|² (memorized b, anchor a) + ridge |W' − W|².
+    names = {id(module): name for name, module in model.denoiser.named_modules()}
+    texts = [model.embed(list(each)) for each in (prompts, anchors, [*kept, ""])]
+    before: dict[str, Tensor] = {}
+    for layer in value_layers(model.denoiser, scope="all").values():
+        memorized, anchor, ordinary = (attended(model.denoiser, layer, text).double() for text in texts)
+        change = _change(memorized.flatten(0, 1), anchor.flatten(0, 1), _tokens(ordinary, texts[2]), settings)
+        for module in (layer.attention.to_k, layer.module):
+            name = f"{names[id(module)]}.weight"
+            before[name] = _led(module, change, name)
+    return before
+
+
+def _change(memorized: Tensor, anchor: Tensor, kept: Tensor, settings: ClosedFormSettings) -> Tensor:
+    """The matrix that weights are multiplied with, from the right."""
+    energy = kept.T @ kept / len(kept)
+    energy += settings.ridge * energy.diagonal().mean() * torch.eye(len(energy)).to(energy)
+    share = settings.weight / len(memorized)
+    wanted, given = energy + share * anchor.T @ memorized, energy + share * memorized.T @ memorized
+    change: Tensor = torch.linalg.solve(given, wanted, left=False)
+    return change
+
+
+def _tokens(states: Tensor, text: Text) -> Tensor:
+    """The tokens that count, of shape `(tokens, width)`."""
+    return states.flatten(0, 1) if text.mask is None else states[text.mask.bool()]
+
+
+def _led(module: nn.Module, change: Tensor, name: str) -> Tensor:
+    if not isinstance(module, nn.Linear):
+        raise Unsupported(
+            f"{name} is of a {type(module).__name__}, not of a linear layer.",
+            cure="Merge adapters first (pipeline.fuse_lora(), then pipeline.unload_lora_weights()), and load without "
+            "quantization.",
+        )
+    weight: Any = module.weight
+    before: Tensor = weight.detach().cpu().clone()
+    weight.copy_((weight.double() @ change).to(weight.dtype))
+    return before
 
 
 def deactivate(
@@ -135,16 +248,45 @@ def deactivate(
 
 def undo(model: TextToImage, record: EditRecord) -> None:
     """Put back what an edit changed, and check that the model is as it was, bit for bit."""
+    if not record.rows:
+        raise UsageError(
+            "The record keeps no weights, so that nobody can undo the edit.", cure="Keep the pipeline before its edit."
+        )
     if model.digest() != record.after:
         raise UsageError(
             f"This is not the model that the edit left: its digest is {model.digest()}, not {record.after}.",
             cure="Undo edits in reverse order, in the dtype that they were made in.",
         )
-    edited = scale_rows_(model.denoiser, record.units, factor=1.0)
-    restore_rows_(model.denoiser, record.units, record.rows)
+    if record.method == "neurons":
+        edited: Mapping[str, Tensor] = scale_rows_(model.denoiser, record.units, factor=1.0)
+        restore_rows_(model.denoiser, record.units, record.rows)
+    else:
+        edited = _exchange(model.denoiser, record.rows)
     if model.digest() != record.before:
-        restore_rows_(model.denoiser, record.units, edited)
+        if record.method == "neurons":
+            restore_rows_(model.denoiser, record.units, edited)
+        else:
+            _exchange(model.denoiser, edited)
         raise CorruptBlob("The rows of the record are not those that were there before the edit.")
+
+
+@torch.no_grad()
+def _exchange(denoiser: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put weights in the place of a model's, and return those."""
+    current = dict(denoiser.named_parameters())
+    wrong = [
+        name for name, value in weights.items()
+        if name not in current or (current[name].shape, current[name].dtype) != (value.shape, value.dtype)
+    ]  # fmt: skip
+    if wrong:
+        raise UsageError(
+            f"The weight {wrong[0]} of the record does not fit this model.",
+            cure="Restore the model that was edited, in the dtype it was edited in.",
+        )
+    before = {name: current[name].detach().cpu().clone() for name in weights}
+    for name, value in weights.items():
+        current[name].copy_(value)
+    return before
 
 
 @contextmanager
@@ -214,27 +356,6 @@ def _scaling(width: int, indices: Tensor, factor: float) -> Callable[[Tensor], T
     return scale
 
 
-def edit_folder(source: str | Path, destination: str | Path, neurons: str | Path, *, factor: float = 0.0) -> EditRecord:
-    """Scale the neurons of a file in a pipeline's weights, and write the pipeline as a folder of its own."""
-    source, destination = Path(source), Path(destination)
-    check_destination(destination, overwrite=None)
-    model, earlier = load_text_to_image(source), read_records(source)
-    # A table of the paper's code names no layers: its lists are those of the way down and the middle.
-    layers = value_layers(model.denoiser, scope="down+mid" if Path(neurons).suffix == ".csv" else "all")
-    units, found, found_in = read_neurons(neurons, layers)
-    # Neurons found before an earlier edit still count: edits of several prompts follow each other.
-    known = {model.digest(), *(record.before for record in earlier)}
-    if found_in is not None and found_in not in known:
-        raise UsageError(
-            f"The neurons were found in another model: in {found_in}, not {model.digest()}.",
-            cure="Localize on this model: netweight forget localize.",
-        )
-    record = apply_found_(model, units, found, file=Path(neurons).name, factor=factor)
-    with Job.beside(destination, overwrite=None) as job:
-        publish(job, model, [*earlier, record], destination)
-    return record
-
-
 def undo_folder(source: str | Path, destination: str | Path) -> EditRecord:
     """Take back the last edit of a pipeline's folder, and write the pipeline as a folder of its own."""
     source, destination = Path(source), Path(destination)
@@ -249,6 +370,27 @@ def undo_folder(source: str | Path, destination: str | Path) -> EditRecord:
     with Job.beside(destination, overwrite=None) as job:
         publish(job, model, records[:-1], destination)
     return records[-1]
+
+
+def switch_off(model: TextToImage, neurons: Path, earlier: Sequence[EditRecord], *, factor: float) -> EditRecord:
+    """Scale the neurons of a file in a model's weights; each once."""
+    # A table of the paper's code names no layers: its lists are those of the way down and the middle.
+    layers = value_layers(model.denoiser, scope="down+mid" if neurons.suffix == ".csv" else "all")
+    units, found, found_in = read_neurons(neurons, layers)
+    # Neurons found before an earlier edit still count: edits of several prompts follow each other.
+    known = {model.digest(), *(record.before for record in earlier)}
+    if found_in is not None and found_in not in known:
+        raise UsageError(
+            f"The neurons were found in another model: in {found_in}, not {model.digest()}.",
+            cure="Localize on this model: netweight forget localize.",
+        )
+    twice = {unit for record in earlier for unit in record.units} & set(units)
+    if twice and len(twice) == len(units):
+        raise UsageError(
+            f"All {len(units)} neurons of {neurons} were edited before.",
+            cure="Undo that edit first, or leave it at that.",
+        )
+    return apply_found_(model, units, found, file=neurons.name, factor=factor)
 
 
 def apply_found_(

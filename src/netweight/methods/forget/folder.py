@@ -7,9 +7,8 @@ stopped continues prompt by prompt.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -19,16 +18,14 @@ from netweight.attacks.embedding_search.folder import prepare
 from netweight.attacks.embedding_search.report import search_section, verdict
 from netweight.core.progress import QUIET, Progress
 from netweight.core.units import Units
-from netweight.data.memorized_pairs import Pair, check_pairs, image_files, image_size, read_pairs
-from netweight.data.prompts import read_prompts
+from netweight.data.prompts import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
-from netweight.hf.load_pipeline import check_pipeline, load_text_to_image, trained_prediction
+from netweight.hf.load_pipeline import PipelineModel, check_pipeline, load_text_to_image, trained_prediction
 from netweight.job import Job, check_destination
 from netweight.methods.forget.detect import Score, Threshold, calibrate, detect_resumably, look_of
-from netweight.methods.forget.edit import FOLDER, EditRecord, apply_found_, publish, read_records
-from netweight.methods.forget.harden import RECORD, HardenRecord, harden
+from netweight.methods.forget.edit import FOLDER, EditRecord, apply_found_, forget, publish, read_records, switch_off
 from netweight.methods.forget.images import GeneratedImages, ImagesConfig, generate_images, verdicts
-from netweight.methods.forget.layers import measure_statistics
+from netweight.methods.forget.layers import changed_neurons, measure_statistics
 from netweight.methods.forget.localize import Localization, localize, union
 from netweight.methods.forget.mitigations import Deactivated, neuron_counts, random_units
 from netweight.methods.forget.report import (
@@ -42,21 +39,20 @@ from netweight.methods.forget.report import (
     detection,
     images,
     neurons,
-    searched,
 )
 from netweight.methods.forget.settings import (
     DetectionConfig,
     FolderAudit,
     FolderForgetting,
-    FolderHardening,
     GenerationSettings,
+    LocalizationConfig,
 )
 from netweight.metrics.copies import Memorized
 from netweight.nn.text_to_image import TextToImage
 from netweight.registry import CardEntry, Method
 from netweight.report.audit import of_treatment
 from netweight.report.finding import Finding
-from netweight.report.report import Report, read_report
+from netweight.report.report import Report
 
 # Ordinary prompts that are needed: half of them calibrate, the others are held out.
 _LEAST_ORDINARY = 4
@@ -67,64 +63,83 @@ _SEED = 0  # of audits in recipes
 def forget_folder(
     source: str | Path, destination: str | Path, settings: FolderForgetting, *, progress: Progress = QUIET
 ) -> EditRecord:
-    """Find the neurons of all prompts in a table and switch them off in a folder of its own, whole or not at all."""
+    """Edit a pipeline so that it forgets, and write it as a folder of its own, whole or not at all."""
     source, destination = Path(source), Path(destination)
     check_destination(destination, overwrite=None)
-    prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
-    model, config = load_text_to_image(source, device=settings.device), settings.localization
+    prompts, ordinary, anchors = _asked(settings)
+    model, earlier = load_text_to_image(source, device=settings.device), read_records(source)
     with Job.beside(destination, overwrite=None) as job:
-        threshold, _ = calibrated(model, ordinary, config.detection, folder=job.folder, progress=progress)
-        statistics = measure_statistics(model, ordinary, scope=config.scope, progress=progress)
-        found = localize(
-            model, list(dict.fromkeys(prompts)), statistics, threshold, config,
-            ledger=job.folder / "neurons.jsonl", progress=progress,
-        )  # fmt: skip
-        if not any(each.neurons for each in found):
-            words = "; ".join(f"{each.prompt!r}: {each.status}" for each in found[:3])
-            raise UsageError(
-                f"No neurons were found for {len(found)} prompts ({words}).",
-                cure="Score them first: netweight forget detect.",
-            )
-        record = apply_found_(model, union(found), found, file="neurons.json", factor=settings.factor)
-        publish(job, model, [*read_records(source), record], destination)
+        if settings.neurons is not None:
+            record = switch_off(model, settings.neurons, earlier, factor=settings.factor)
+        elif settings.method == "neurons":
+            record = _neurons_off(model, prompts, ordinary, settings, job, progress)
+        else:
+            record = _led_elsewhere(model, prompts, anchors, ordinary, settings, job, progress)
+        publish(job, model, [*earlier, record if settings.undo else replace(record, rows={})], destination)
     return record
 
 
-def harden_folder(
-    source: str | Path, destination: str | Path, hardening: FolderHardening, *, progress: Progress = QUIET
-) -> HardenRecord:
-    """Harden a pipeline and write it as a folder of its own, whole or not at all."""
-    source, destination = Path(source), Path(destination)
-    check_destination(destination, overwrite=None)
-    prompts, ordinary = _prompts(hardening.targets, hardening.ordinary, hardening.column)
-    if hardening.surrogates is not None and len(check_pairs(hardening.surrogates).rows) != len(prompts):
+def _neurons_off(
+    model: PipelineModel, prompts: list[str], ordinary: list[str], settings: FolderForgetting, job: Job,
+    progress: Progress,
+) -> EditRecord:  # fmt: skip
+    """Calibrate, measure, localize and switch off; a second call goes on prompt by prompt."""
+    config = settings.localization
+    found = _found(model, prompts, ordinary, config, job, progress)
+    if not any(each.neurons for each in found):
+        words = "; ".join(f"{each.prompt!r}: {each.status}" for each in found[:3])
         raise UsageError(
-            f"{hardening.surrogates} has not as many rows as {hardening.targets}.", cure="Give one surrogate for each."
+            f"No neurons were found for {len(found)} prompts ({words}).",
+            cure="Score them first: netweight forget detect.",
         )
-    model = load_text_to_image(source, dtype=torch.float32, device=hardening.device)
-    size = image_size(model)
-    targets = torch.stack([pair.image for pair in read_pairs(hardening.targets, size)])
-    surrogates = None
-    if hardening.surrogates is not None:
-        surrogates = torch.stack([pair.image for pair in read_pairs(hardening.surrogates, size)])
-    settings = hardening.settings.replace(search={"error": trained_prediction(model)})
-    with Job.beside(destination, overwrite=None) as job:
-        try:
-            record = harden(
-                model, prompts, targets, ordinary, settings=settings, surrogates=surrogates, folder=job,
-                progress=progress,
-            )  # fmt: skip
-        except torch.OutOfMemoryError as error:
-            raise UsageError(
-                f"Memory ran out in training with batches of {settings.batch}.",
-                cure=f"Lower the batch, or train fewer layers; then remove {job.folder}, which holds rounds of these "
-                "settings.",
-            ) from error
-        shutil.rmtree(job.tree)  # what a run left that was killed here
-        model.save(job.tree)
-        record.write(job.file(f"{FOLDER}/{RECORD}"))
-        job.publish(destination, overwrite=None)
-    return record
+    return apply_found_(model, union(found), found, file="neurons.json", factor=settings.factor)
+
+
+def _found(
+    model: TextToImage, prompts: Sequence[str], ordinary: Sequence[str], config: LocalizationConfig, folder: Path | Job,
+    progress: Progress,
+) -> list[Localization]:  # fmt: skip
+    """The neurons of prompts, with statistics and threshold of ordinary ones; a second call goes on by prompt."""
+    threshold, _ = calibrated(model, ordinary, config.detection, folder=folder, progress=progress)
+    statistics = measure_statistics(model, ordinary, scope=config.scope, progress=progress)
+    return localize(
+        model, list(dict.fromkeys(prompts)), statistics, threshold, config, folder=folder,
+        progress=progress,
+    )  # fmt: skip
+
+
+def _led_elsewhere(
+    model: PipelineModel, prompts: list[str], anchors: list[str] | None, ordinary: list[str],
+    settings: FolderForgetting, job: Job, progress: Progress,
+) -> EditRecord:  # fmt: skip
+    """Give memorized prompts the answers of their anchors, in closed form or by noise and distillation."""
+    chosen: Any = settings.closed_form if settings.method == "closed-form" else settings.distil
+    if settings.method == "distil" and "error" not in chosen.given:
+        chosen = chosen.replace(error=trained_prediction(model))
+    try:
+        return forget(
+            model, prompts, ordinary, anchors=anchors, settings=chosen, folder=job, progress=progress
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"Memory ran out in training with batches of {settings.distil.batch}.",
+            cure=f"Lower the batch, or train fewer layers; then remove {job.folder}.",
+        ) from error
+
+
+def _asked(settings: FolderForgetting) -> tuple[list[str], list[str], list[str] | None]:
+    """Memorized prompts, those that are not, and anchors if they are given; nothing where neurons are."""
+    if settings.neurons is not None:
+        return [], [], None
+    prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
+    prompts = list(dict.fromkeys(prompts))
+    anchors = None if settings.anchors is None else read_prompts(settings.anchors, column=settings.column)
+    if anchors is not None and len(anchors) != len(prompts):
+        raise UsageError(
+            f"{settings.anchors} holds {len(anchors)} prompts for {len(prompts)} memorized ones.",
+            cure="Give one for each, in the order of targets.",
+        )
+    return prompts, ordinary, anchors
 
 
 @final
@@ -155,11 +170,11 @@ def audit_folder(
 
         config = dataclasses.replace(config, alignment=Clip(audit.clip))
     first = DetectionConfig(seeds=tuple(range(audit.look_seeds)), steps=search.generation_steps, timing=audit.timing)
-    scores = _scores(models["original"], prompts, ordinary, first, folder, progress)
+    scores = _scores(models["original"], models["edited"], prompts, ordinary, first, folder, progress)
     settings = GenerationSettings(
         seeds=tuple(range(seed, seed + audit.images)), guidance=search.guidance, steps=search.generation_steps
     )
-    made, warnings = generate_before_and_after(
+    made = generate_before_and_after(
         models, prepared.pairs, ordinary[:_SHOWN], _units(model), settings, folder=folder, seed=seed, progress=progress
     )
     comparison = None
@@ -167,18 +182,19 @@ def audit_folder(
         comparison = prepared.compare(range(seed, seed + audit.search.seeds), folder=folder, progress=progress)
     ran = {DETECTION: True, NEURONS: found is not None, IMAGES: True, SEARCH: comparison is not None}
     attacked = None if comparison is None else attacked_images(comparison, "edited", folder)
-    section = dataclasses.replace(images(made, config, seed=seed, attacked=attacked), warnings=warnings)
-    sections = [of_treatment(section, TREATMENT, [name for name, done in ran.items() if done])]
+    shown = images(made, config, seed=seed, attacked=attacked)
+    sections = [of_treatment(shown, TREATMENT, [name for name, done in ran.items() if done])]
     searched: dict[str, str] = {}
     if comparison is not None:
         sections.append(search_section(comparison, prepared.targets, prepared.wanted, folder=folder, seed=seed))
-        searched = {name: verdict(comparison, name) for name in comparison.subjects}
+        searched = {name: verdict(comparison, name)[1] for name in comparison.subjects}
     sections.append(detection(scores))
     if found is not None:
-        sections.append(neurons(found))
+        sections.append(neurons(found, _changed(models["original"], models["edited"], found)))
     for each in sections:
         report.add(each)
-    return Audited(tuple(finding for each in sections for finding in each.findings), verdicts(made, config), searched)
+    told = {prompt: words for prompt, (_, words) in verdicts(made, config).items()}
+    return Audited(tuple(finding for each in sections for finding in each.findings), told, searched)
 
 
 def localized(model: str | Path) -> list[Localization] | None:
@@ -189,7 +205,7 @@ def localized(model: str | Path) -> list[Localization] | None:
 
 def generate_before_and_after(
     models: Mapping[str, TextToImage],
-    pairs: Sequence[Pair],
+    pairs: Sequence[MemorizedPair],
     ordinary: Sequence[str],
     units: Units,
     settings: GenerationSettings,
@@ -197,7 +213,7 @@ def generate_before_and_after(
     folder: Path,
     seed: int,
     progress: Progress = QUIET,
-) -> tuple[GeneratedImages, list[str]]:
+) -> GeneratedImages:
     """Generate memorized and ordinary prompts by the original, by its edit, and with as many random neurons off."""
     memorized = [Memorized(pair.prompt, pair.kind, pair.image) for pair in pairs]
     prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
@@ -215,8 +231,8 @@ def generate_before_and_after(
             made[name] = generate_images(
                 model, prompts, settings, setting=random.to_json(), folder=folder, progress=progress
             )
-    warnings = [] if random is not None else [f"There is no control of random neurons: {name}."]
-    return GeneratedImages(memorized, list(ordinary), original, edited, made), warnings
+    warnings = () if random is not None else (f"There is no control of random neurons: {name}.",)
+    return GeneratedImages(memorized, list(ordinary), original, edited, made, warnings)
 
 
 def _random(model: TextToImage, units: Units, seed: int) -> tuple[str, Units | None]:
@@ -234,31 +250,39 @@ def _random(model: TextToImage, units: Units, seed: int) -> tuple[str, Units | N
 
 
 def calibrated(
-    model: TextToImage, ordinary: Sequence[str], config: DetectionConfig, *, folder: Path, progress: Progress = QUIET
+    model: TextToImage,
+    ordinary: Sequence[str],
+    config: DetectionConfig,
+    *,
+    folder: Path | Job,
+    progress: Progress = QUIET,
 ) -> tuple[Threshold, list[Score]]:
     """Calibrate a threshold on every second ordinary prompt; return it with the scores of the others."""
-    scores = detect_resumably(model, ordinary, config, ledger=folder / "scores.jsonl", progress=progress)
+    scores = detect_resumably(model, ordinary, config, folder=folder, progress=progress)
     return calibrate(scores[::2], model=model.digest(), look=look_of(model, config)), scores[1::2]
 
 
 def _scores(
-    model: TextToImage,
-    prompts: Sequence[str],
-    ordinary: Sequence[str],
-    config: DetectionConfig,
-    folder: Path,
-    progress: Progress,
-) -> DetectionSubject:
-    """Scores of memorized and ordinary prompts by the model before its edit."""
-    threshold, held_out = calibrated(model, ordinary, config, folder=folder, progress=progress)
-    scores = detect_resumably(
-        model, list(dict.fromkeys(prompts)), config, ledger=folder / "scores.jsonl", progress=progress
+    original: TextToImage, edited: TextToImage, prompts: Sequence[str], ordinary: Sequence[str],
+    config: DetectionConfig, folder: Path, progress: Progress,
+) -> DetectionSubject:  # fmt: skip
+    """Scores of memorized and ordinary prompts before the edit, and of memorized ones after it."""
+    threshold, held_out = calibrated(original, ordinary, config, folder=folder, progress=progress)
+    before, after = (
+        detect_resumably(model, list(dict.fromkeys(prompts)), config, folder=folder, progress=progress)
+        for model in (original, edited)
     )
-    return DetectionSubject(scores, held_out, threshold)
+    return DetectionSubject(before, held_out, threshold, after)
 
 
-def _prompts(targets: Path, ordinary: Path, column: str) -> tuple[list[str], list[str]]:
+def _changed(original: TextToImage, edited: TextToImage, found: Sequence[Localization]) -> dict[str, float]:
+    return changed_neurons(original, edited, {each.prompt: each.neurons for each in found})
+
+
+def _prompts(targets: Path | None, ordinary: Path | None, column: str) -> tuple[list[str], list[str]]:
     """Memorized prompts, and those that are not."""
+    if targets is None or ordinary is None:
+        raise UsageError("Audits need targets and ordinary.", cure="Give both beside the neurons.")
     memorized = [str(row.values["prompt"]) for row in check_pairs(targets).rows]
     others = read_prompts(ordinary, column=column)
     both = sorted(set(others) & set(memorized))
@@ -299,39 +323,31 @@ def _apply(source: Path, destination: Path, settings: FolderForgetting, progress
 def _examine(
     audit: str, destination: Path, source: Path, settings: FolderForgetting, progress: Progress
 ) -> tuple[Any, Any]:
-    """Gather the subject of an audit; generated images and their section of the report stay beside the folder."""
+    """Gather the subject of an audit; generated images stay beside the folder."""
     beside = _beside(destination)
-    if audit == DETECTION:
-        prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
-        model = load_text_to_image(source, device=settings.device)
-        return _scores(model, prompts, ordinary, settings.localization.detection, beside, progress), None
-    if audit == NEURONS:
-        found = localized(destination)
-        if found is None:
-            raise UsageError(f"{destination} holds no record of what was localized.", cure="Make it again.")
-        return found, None
     models = {
         name: load_text_to_image(folder, device=settings.device, name=name)
         for name, folder in (("original", source), ("edited", destination))
     }
+    if audit == DETECTION:
+        prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
+        return _scores(
+            models["original"], models["edited"], prompts, ordinary, settings.localization.detection, beside, progress
+        ), None
+    if audit == NEURONS:
+        prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
+        found = localized(destination) or _found(
+            models["original"], prompts, ordinary, settings.localization, beside, progress
+        )
+        return found, _changed(models["original"], models["edited"], found)
+    assert settings.targets is not None  # checked
     pairs = read_pairs(settings.targets, image_size(models["original"]))
     _, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
-    made, warnings = generate_before_and_after(
+    made = generate_before_and_after(
         models, pairs, ordinary[:_SHOWN], _units(destination), settings.generation(_SEED), folder=beside, seed=_SEED,
         progress=progress,
     )  # fmt: skip
-    section = dataclasses.replace(images(made, ImagesConfig(), seed=_SEED), warnings=warnings)
-    Report(f"Images of {destination.name}").add(section).write(beside)
     return made, ImagesConfig()
-
-
-def _illustrate(destination: Path, number: int, report: Report) -> None:
-    """Show the images of the audit; its findings stand in the step's section."""
-    folder = _beside(destination)
-    if (folder / "report.json").is_file():
-        for section in read_report(folder).sections:
-            title = f"{number}. {section.title}"
-            report.add(dataclasses.replace(section, title=title, findings=(), treatment=None, missing_audits=()))
 
 
 def _beside(destination: Path) -> Path:
@@ -348,15 +364,26 @@ def _card(folder: Path) -> CardEntry | None:
     if not (folder / FOLDER).exists():
         return None
     records = read_records(folder)
+    methods = {
+        "neurons": "neurons on which they hang were switched off in the weights",
+        "closed-form": "keys and values of their prompts were led elsewhere, in closed form",
+        "distil": "noise was added to the weights, and the rest was distilled from the model before",
+    }
+    done = "; ".join(dict.fromkeys(methods[record.method] for record in records))
     text = (
-        "Neurons on which memorized training images hang were switched off in the weights. That suppresses these "
-        "images under their prompts; other text embeddings may still bring them back. "
-        "`netweight forget undo FOLDER NEW` takes the last edit back to the last bit."
+        f"Memorized training images are suppressed under their prompts: {done}. Other text embeddings may still bring "
+        "them back."
     )
+    if all(record.rows for record in records):
+        text += (
+            " The folder keeps what was changed: `netweight forget undo FOLDER NEW` takes the last edit back to the "
+            "last bit, and so can everybody who has it."
+        )
+    units = {unit for record in records for unit in record.units}
     facts = (
         ("edits", str(len(records))),
-        ("neurons", str(sum(len(record.units) for record in records))),
-        ("layers", str(len({module for record in records for module in record.units.modules}))),
+        ("methods", ", ".join(dict.fromkeys(record.method for record in records))),
+        *([("neurons", str(len(units)))] if units else []),
         ("prompts", str(sum(len(record.prompts) for record in records))),
     )
     return CardEntry("Memorization switched off", text, facts, ("unlearning",))
@@ -365,12 +392,11 @@ def _card(folder: Path) -> CardEntry | None:
 FORGET = Method(
     TREATMENT,
     FolderForgetting,
-    audits={DETECTION: detection, NEURONS: neurons, IMAGES: images, SEARCH: searched},
+    audits={DETECTION: detection, NEURONS: neurons, IMAGES: images, SEARCH: None},
     apply=_apply,
     examine=_examine,
     by_attack={SEARCH: "embedding"},
-    illustrate=_illustrate,
     check=_check,
-    reads=lambda settings: image_files(settings.targets),
+    reads=lambda settings: image_files(*([settings.targets] if settings.targets else [])),
     card=_card,
 )

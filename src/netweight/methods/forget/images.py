@@ -35,6 +35,7 @@ from netweight.metrics.copies import (
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
 from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import TextToImage, generated
+from netweight.report.conclusions import Conclusion, Criterion, Words
 from netweight.report.finding import Finding
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
@@ -52,6 +53,7 @@ class GeneratedImages:
     edited: Mapping[str, Tensor]
     # Other edits to compare with, such as as many random neurons switched off; memorized prompts alone suffice.
     controls: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    warnings: Sequence[str] = ()  # what a reader must know of them
 
 
 def generate_images(
@@ -154,8 +156,9 @@ def image_findings(images: GeneratedImages, config: ImagesConfig, *, seed: int) 
 
     before = {finding.name: finding.value for finding in of(images.original)}
     words = verdicts(images, config)
-    suppressed = sum(each.startswith("suppressed") for each in words.values())
-    findings = [Finding("prompts suppressed", suppressed, n=len(words), better="higher", detail={"each": words})]
+    suppressed = sum(outcome == "holds" for outcome, _ in words.values())
+    each = {prompt: told for prompt, (_, told) in words.items()}
+    findings = [Finding("prompts suppressed", suppressed, n=len(words), better="higher", detail={"each": each})]
     findings += [replace(finding, baseline=before.get(finding.name)) for finding in of(images.edited)]
     for name, control in images.controls.items():
         beside = [finding for finding in of(control) if "training image" in finding.name]
@@ -167,23 +170,37 @@ def image_findings(images: GeneratedImages, config: ImagesConfig, *, seed: int) 
     return findings
 
 
-def verdicts(images: GeneratedImages, config: ImagesConfig) -> dict[str, str]:
-    """Return for each memorized prompt, in plain words, what the edit did to its images."""
+def verdicts(images: GeneratedImages, config: ImagesConfig) -> dict[str, Words]:
+    """Return for each memorized prompt what the edit did to its images: an outcome, and words."""
     before, after = (copies(images, made, config) for made in (images.original, images.edited))
-    return {row.prompt: _words(row, old, config.threshold) for row, old in zip(after, before, strict=True)}
+    return {row.prompt: _verdict(row, old, config.threshold) for row, old in zip(after, before, strict=True)}
 
 
-def _words(after: PromptCopies, before: PromptCopies, threshold: float) -> str:
-    count, had, seeds = after.copies(threshold), before.copies(threshold), len(after.to_image)
+def _verdict(after: PromptCopies, before: PromptCopies, threshold: float) -> Words:
+    count, had = after.copies(threshold), before.copies(threshold)
     others = sum(
         value >= threshold and nearest != after.prompt
         for value, nearest in zip(after.nearest, after.nearest_prompt, strict=True)
     )
-    diverted = f"; {others} of {seeds} images copy another memorized one" if others else ""
+    share = f"of {len(after.to_image)} images"
+    diverted = f"; {others} {share} copy another memorized one" if others else ""
+    return _SUPPRESSED(
+        [Finding(_BEFORE, had), Finding(_AFTER, count)],
+        now=f"{count} {share} copy it", before=str(had), diverted=diverted,
+    )  # fmt: skip
+
+
+def _words(had: bool, gone: bool, *, now: str, before: str, diverted: str) -> Words:
     if not had:
-        return f"not copied before the edit: {count} of {seeds} images copy it now{diverted}"
-    name = "not suppressed" if count else "suppressed for this prompt"
-    return f"{name}: {count} of {seeds} images copy it, {had} before{diverted}"
+        return "told" if gone else "broken", f"Not copied before the edit: {now} now{diverted}."
+    name = "Suppressed for this prompt" if gone else "Not suppressed"
+    return "holds" if gone else "broken", f"{name}: {now}, {before} before{diverted}."
+
+
+_BEFORE, _AFTER = "copies before the edit", "copies after it"
+_SUPPRESSED = Conclusion(
+    "forget: images", [Criterion(_BEFORE, "higher", than=1), Criterion(_AFTER, "lower", than=0)], _words
+)
 
 
 def _ordinary(images: GeneratedImages, config: ImagesConfig, seed: int) -> list[Finding]:

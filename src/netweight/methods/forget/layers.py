@@ -75,22 +75,27 @@ def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str,
     return dict(sorted(found.items(), key=lambda item: _stage(item[0])))  # stable: the order within a stage stays
 
 
-def text_values(
-    denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text, *, keys: bool = False
-) -> dict[str, Tensor]:
-    """Compute outputs of value layers for prompts, from the text alone: the denoiser is not run."""
-    weight = next(iter(layers.values())).linear.weight
+def attended(denoiser: nn.Module, layer: ValueLayer, text: Text) -> Tensor:
+    """Return what a layer's keys and values are made of, for prompts: shape `(n, tokens, width)`."""
+    weight = layer.linear.weight
     states = text.states.to(device=weight.device, dtype=weight.dtype)
     projection = getattr(denoiser, "caption_projection", None)
     if isinstance(projection, nn.Module):
         states = projection(states)
-    values = {}
-    for name, layer in layers.items():
-        normed = getattr(layer.attention, "norm_cross", None) is not None
-        module = layer.attention.to_k if keys else layer.module
-        # Not through the call, so that hooks of deactivated neurons do not act twice where the values are used again.
-        values[name] = module.forward(layer.attention.norm_encoder_hidden_states(states) if normed else states)
-    return values
+    normed = getattr(layer.attention, "norm_cross", None) is not None
+    found: Tensor = layer.attention.norm_encoder_hidden_states(states) if normed else states
+    return found
+
+
+def text_values(
+    denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text, *, keys: bool = False
+) -> dict[str, Tensor]:
+    """Compute outputs of value layers for prompts, from the text alone: the denoiser is not run."""
+    # Not through the call, so that hooks of deactivated neurons do not act twice where the values are used again.
+    return {
+        name: (layer.attention.to_k if keys else layer.module).forward(attended(denoiser, layer, text))
+        for name, layer in layers.items()
+    }
 
 
 def check_units(layers: Mapping[str, ValueLayer], units: Units) -> None:
@@ -245,6 +250,24 @@ def text_activations(model: TextToImage, layers: Mapping[str, ValueLayer], text:
         share = (weights / weights.sum(1, keepdim=True)).to(device=value.device, dtype=torch.float64)
         found[name] = torch.einsum("ntw,nt->nw", value.double().abs(), share)
     return found
+
+
+def changed_neurons(original: TextToImage, edited: TextToImage, neurons: Mapping[str, Units]) -> dict[str, float]:
+    """Return, by prompt, the share of its neurons whose activation an edit changed by half or more."""
+    shares = {}
+    layers = [value_layers(model.denoiser, scope="all") for model in (original, edited)]
+    for prompt, units in neurons.items():
+        before, after = (
+            text_activations(model, found, model.embed([prompt]))
+            for model, found in zip((original, edited), layers, strict=True)
+        )
+        moved = [
+            float((after[name][0, index] - before[name][0, index]).abs() / before[name][0, index].clamp_min(1e-12))
+            for name, index in units
+        ]
+        if moved:
+            shares[prompt] = sum(each >= 0.5 for each in moved) / len(moved)
+    return shares
 
 
 def measure_statistics(

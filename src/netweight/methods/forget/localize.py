@@ -24,9 +24,9 @@ from netweight.core import digest
 from netweight.core.engines import Outcome
 from netweight.core.files import whole_file
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import map_runs
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, UsageError
+from netweight.job import Job
 from netweight.methods.forget.detect import Threshold, check_threshold, greatest, influences, look_of, pairwise
 from netweight.methods.forget.layers import Statistics, ValueLayer, text_activations, value_layers
 from netweight.methods.forget.masking import MaskedRow
@@ -104,7 +104,7 @@ def localize(
     threshold: Threshold,
     config: LocalizationConfig | None = None,
     *,
-    ledger: str | Path,
+    folder: str | Path | Job,
     progress: Progress = QUIET,
 ) -> list[Localization]:
     """Find the neurons of prompts; each result is kept as soon as it is there.
@@ -115,7 +115,7 @@ def localize(
         statistics: Usual activity of the neurons of the same model, see `measure_statistics`.
         threshold: A threshold of the same model, see `calibrate`.
         config: Settings; None takes the defaults.
-        ledger: The file that results are kept in; a second call continues the first.
+        folder: A folder, or the job in it, that keeps results in `neurons.jsonl`; a second call continues the first.
         progress: Reports every prompt.
 
     Returns:
@@ -158,10 +158,9 @@ def localize(
             else:
                 yield index, Outcome(value, None, seconds)
 
-    results = map_runs(localized, items, ledger=ledger, engine=engine, ordered=True)
     found = []
-    with progress.task("localize", len(items), unit="prompts") as task:
-        for result in results:
+    with Job.open(folder, shared=True) as job, progress.task("localize", len(items), unit="prompts") as task:
+        for result in job.map(localized, items, name="neurons", engine=engine, ordered=True):
             failed = Localization(result.config["prompt"], "failed", Units(), {}, {}, error=result.error or "")
             found.append(Localization.from_json(result.value) if result.ok else failed)
             task.update()
@@ -204,8 +203,9 @@ def search(
     text = predictions.masks.read(model.embed([prompt]))
     every = range(len(config.detection.seeds))
     unblocked = yield from predicted([MaskedRow(text, {}, seed) for seed in every], costs)
-    seeds = greatest(pairwise(unblocked)).tolist()
-    score = max(seeds) if config.fidelity == "reference" else sum(seeds) / len(seeds)
+    released = config.fidelity == "reference"
+    seeds = greatest(pairwise(unblocked, together=released)).tolist()
+    score = max(seeds) if released else sum(seeds) / len(seeds)
     kept = [seed for seed in every if seeds[seed] > threshold.value]
     costs.end("detection")
     if not kept or score <= threshold.value:
@@ -216,14 +216,14 @@ def search(
     wanted = aim if config.initial is None else config.initial
     goal = wanted if config.refinement is None else config.refinement
     stages = _stages(model, layers, prompt, statistics, config)
-    trials = Trials(text, kept, unblocked[kept], costs)
+    trials = Trials(text, kept, unblocked[kept], costs, together=released)
     stage, reached = yield from _first_stage(trials, stages, wanted, kept.index(max(kept, key=seeds.__getitem__)))
     initial = _flat(stages[stage])
     (similarities,) = yield from trials.evaluate_all([blocked_by_layer(initial)])
     first = max(similarities)
     limit = goal if reached else max(goal, first)
     costs.end("initial selection")
-    demanded = limit - _TOLERANCE if config.fidelity == "reference" else limit + _TOLERANCE
+    demanded = limit - _TOLERANCE if released else limit + _TOLERANCE
     refined = yield from _refine(trials, layers, initial, demanded, config)
     (similarities,) = yield from trials.evaluate_all([blocked_by_layer(refined)])
     last = max(similarities)

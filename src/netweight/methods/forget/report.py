@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from netweight.attacks.embedding_search.compare import Comparison, Run
-from netweight.attacks.embedding_search.report import Wanted, best_image, search_findings
+from netweight.attacks.embedding_search.report import best_image
 from netweight.core.progress import QUIET, Progress
 from netweight.methods.forget.detect import Score, Threshold, roc
 from netweight.methods.forget.images import GeneratedImages, ImagesConfig, copies, image_findings, verdicts
 from netweight.methods.forget.localize import Localization
+from netweight.report.conclusions import Words, worst
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import bars, heat_maps, histogram, image_grid
 
@@ -35,6 +36,7 @@ class DetectionSubject:
     memorized: Sequence[Score]
     ordinary: Sequence[Score]
     threshold: Threshold
+    after: Sequence[Score] = ()  # of the memorized ones by the edited model
 
 
 def detection(
@@ -55,15 +57,27 @@ def detection(
 
 
 def neurons(
-    found: Sequence[Localization], layers: Sequence[str] | None = None, *, seed: int = 0, progress: Progress = QUIET
+    found: Sequence[Localization],
+    changed: Mapping[str, float] | None = None,
+    *,
+    layers: Sequence[str] | None = None,
+    seed: int = 0,
+    progress: Progress = QUIET,
 ) -> Section:
     """Return how many neurons were found and what blocking them reached; with figures if layers are given."""
+    # `changed`: by prompt, the share of its neurons that an edit changed; see `changed_neurons`
     counts = Counter(each.status for each in found)
     words = ", ".join(f"{count} {status}" for status, count in counts.items())
     groups = {"prompts": found}
     drawn = (counts_figure(groups), layers_figure(groups, layers), overlap_figure(found)) if layers else ()
+    findings = _neuron_findings(found)
+    if changed:
+        findings.append(Finding(
+            "neurons whose answer to their prompt the edit changed by half or more, mean over prompts",
+            mean(changed.values()), n=len(changed), detail={"each": dict(changed)},
+        ))  # fmt: skip
     return Section(
-        "Neurons", _neuron_findings(found), tables=[prompts_table(found)],
+        "Neurons", findings, tables=[prompts_table(found)],
         figures=[figure for figure in drawn if figure is not None],
         question="Which neurons does each memorized prompt need, and does blocking them reach the threshold?",
         conclusion=f"{len({unit for each in found for unit in each.neurons})} neurons for {len(found)} prompts: "
@@ -83,22 +97,18 @@ def images(
 ) -> Section:
     """Return copies of training images before and after the edit, and what became of ordinary prompts' images."""
     words = verdicts(subject, config)
-    left = [prompt for prompt, each in words.items() if not each.startswith("suppressed")]
+    left = [prompt for prompt, (outcome, _) in words.items() if outcome != "holds"]
     rest = f" Not so: {'; '.join(left)}." if left else ""
     conclusion = f"{len(words) - len(left)} of {len(words)} images are suppressed for their prompts.{rest}"
     if len(words) == 1:
-        conclusion = "".join(f"{prompt}: {each}." for prompt, each in words.items())
+        conclusion = "".join(f"{prompt}: {each}" for prompt, (_, each) in words.items())
     return Section(
         "Images before and after the edit", image_findings(subject, config, seed=seed),
         figures=[_images_figure(subject, config, attacked or {})], tables=[_images_table(subject, config, words)],
-        intro=_INTRO, conclusion=conclusion,
+        intro=_INTRO, conclusion=conclusion, outcome=worst(outcome for outcome, _ in words.values()),
+        warnings=subject.warnings,
         question="Do the prompts still bring their training images back, and what became of others?",
     )  # fmt: skip
-
-
-def searched(subject: Comparison, config: Wanted, *, seed: int, progress: Progress = QUIET) -> Section:
-    """Return what searches for embeddings found in the edited model, the original and controls beside."""
-    return Section("Search for embeddings", search_findings(subject, config, seed=seed))
 
 
 _INTRO = (
@@ -119,11 +129,19 @@ def _detection_findings(subject: DetectionSubject) -> list[Finding]:
     found = sum(each.similarity > limit.value for each in subject.memorized) / len(subject.memorized)
     alarms = sum(each.similarity > limit.value for each in subject.ordinary) / len(subject.ordinary)
     about = {"threshold": limit.to_json()}
+    edited = []
+    if subject.after:
+        later = sum(each.similarity > limit.value for each in subject.after) / len(subject.after)
+        edited.append(Finding(
+            "memorized prompts found in the edited model", later, n=len(subject.after), better="lower", baseline=found,
+            detail=about,
+        ))  # fmt: skip
     return [
         Finding("AUC of noise differences", similar.auc, n=count, better="higher", baseline=norms.auc),
         Finding("AUC of Wen's norm", norms.auc, n=count, better="higher"),
         Finding("memorized prompts found", found, n=len(subject.memorized), better="higher", detail=about),
         Finding("ordinary prompts taken for memorized", alarms, n=len(subject.ordinary), better="lower", detail=about),
+        *edited,
     ]
 
 
@@ -285,14 +303,14 @@ def _images_figure(
     )
 
 
-def _images_table(images: GeneratedImages, config: ImagesConfig, words: Mapping[str, str]) -> Table:
+def _images_table(images: GeneratedImages, config: ImagesConfig, words: Mapping[str, Words]) -> Table:
     """Return one row for each memorized prompt: copies before and after, and the verdict."""
     before, after = (copies(images, made, config) for made in (images.original, images.edited))
     rows = [
         (
             row.prompt, row.kind, old.copies(config.threshold), row.copies(config.threshold),
             row.any_match(config.threshold), statistics.median(old.to_image), statistics.median(row.to_image),
-            words[row.prompt].partition(":")[0],
+            words[row.prompt][1].partition(":")[0],
         )
         for row, old in zip(after, before, strict=True)
     ]  # fmt: skip

@@ -118,9 +118,13 @@ class Trials:
     """Similarities of one prompt's predictions with neurons blocked to those without; no trial is computed twice."""
 
     # `unblocked`: noise differences of the seeds without any neuron blocked, `(seeds, channels, height, width)`
+    # `together`: compare all seeds of a trial at once, as the released code does, whose range of values is theirs
 
-    def __init__(self, prompt: PromptText, seeds: Sequence[int], unblocked: Tensor, costs: Costs) -> None:
+    def __init__(
+        self, prompt: PromptText, seeds: Sequence[int], unblocked: Tensor, costs: Costs, *, together: bool = False
+    ) -> None:
         self._prompt, self._seeds, self._unblocked, self._costs = prompt, seeds, unblocked, costs
+        self._together = together
         self._known: dict[tuple[Hashable, int], float] = {}
 
     def evaluate_all(self, trials: Sequence[Blocked]) -> Search[list[list[float]]]:
@@ -139,11 +143,15 @@ class Trials:
 
     def _similarities(self, pairs: Sequence[tuple[Blocked, int]]) -> Search[list[float]]:
         keys = [(_key(trial), seed) for trial, seed in pairs]
-        new = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in self._known}
+        if self._together:
+            pairs = [(trial, seed) for trial, _ in pairs for seed in range(len(self._seeds))]
+        named = {(_key(trial), seed): (trial, seed) for trial, seed in pairs}
+        new = {key: pair for key, pair in named.items() if key not in self._known}
         if new:
             rows = [MaskedRow(self._prompt, trial, self._seeds[seed]) for trial, seed in new.values()]
             differences = yield from predicted(rows, self._costs)
-            found = similarity(differences, self._unblocked[[seed for _, seed in new.values()]])
+            unblocked = self._unblocked[[seed for _, seed in new.values()]]
+            found = similarity(differences, unblocked, together=len(self._seeds) if self._together else 0)
             self._known |= zip(new, found.tolist(), strict=True)
         return [self._known[key] for key in keys]
 

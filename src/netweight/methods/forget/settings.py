@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal, final
 import click
 from pydantic import BeforeValidator, DirectoryPath, Field, FilePath
 
-from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
+from netweight.attacks.embedding_search.settings import FolderSearch, PredictionKind
 from netweight.errors import UsageError
 from netweight.settings import Cli, Settings
 
 Scope = Literal["down+mid", "all"]
 Timing = Literal["paper", "code"]
 Fidelity = Literal["corrected", "reference"]
+EditMethod = Literal["closed-form", "distil", "neurons"]
 
 # Fields that several classes have.
 _SEEDS: Any = Field(10, ge=2, description="Initial noises per prompt that detection compares: seeds 0, 1 and so on.")
@@ -69,7 +70,8 @@ class LocalizationConfig(Settings):
     theta_step: Annotated[float, Cli(own=False)] = Field(0.25, gt=0, description="Decrease of theta at each stage.")
     theta_least: Annotated[float, Cli(own=False)] = Field(1.0, gt=0, description="Theta of the last stage.")
     # "corrected" removes repeated neurons and takes equality as reached; "reference" keeps a neuron as often as both
-    # rules chose it, and demands less than the threshold in refinement, as the released code does.
+    # rules chose it, demands less than the threshold in refinement, never selects at theta_least, and takes the range
+    # of values of similarities from the seeds compared, as the released code does.
     fidelity: Fidelity = _FIDELITY
     ahead: Annotated[int, Cli(own=False)] = Field(
         32, ge=1, description="Removals tried at once in refinement; 1 tries one by one, with the same result."
@@ -99,7 +101,9 @@ class LocalizationConfig(Settings):
         """Theta of every stage; the stage's number is its k."""
         count = int((self.theta - self.theta_least) / self.theta_step + 1e-9) + 1
         falling = [self.theta - stage * self.theta_step for stage in range(count)]
-        return tuple(falling if falling[-1] == self.theta_least else [*falling, self.theta_least])
+        falling = falling if falling[-1] == self.theta_least else [*falling, self.theta_least]
+        # The released code lowers theta to the least and leaves before it selects with it.
+        return tuple(falling[:-1] if self.fidelity == "reference" and len(falling) > 1 else falling)
 
 
 class GenerationSettings(Settings):
@@ -118,22 +122,56 @@ class GenerationSettings(Settings):
             raise UsageError(f"Seeds {self.seeds} are not different.", cure="Give each once.")
 
 
-class HardenSettings(Settings):
-    """How a model is hardened against the search for embeddings."""
+@final
+class ClosedFormSettings(Settings):
+    """How keys and values are led elsewhere by least squares."""
 
-    rounds: int = Field(8, ge=1, description="Rounds: a search, followed by training.")
-    steps: int = Field(50, ge=1, description="Training steps per round.")
-    batch: int = Field(
-        16, ge=1, description="Latents per step under found embeddings, and as many under ordinary ones."
+    weight: Annotated[float, Cli(own=False)] = Field(
+        0.2, gt=0, description="Weight of memorized tokens against kept ones."
     )
-    lr: float = Field(1e-3, gt=0, description="Learning rate of Adam.")
-    keep: float = Field(1.0, ge=0, description="Weight of the difference from the original under ordinary prompts.")
+    ridge: Annotated[float, Cli(own=False)] = Field(
+        1e-4, gt=0, description="Weight of the difference from the original weights."
+    )
+
+
+@final
+class DistilSettings(Settings):
+    """How a model with noise in its weights learns from the original."""
+
+    noise: float = Field(0.5, gt=0, le=1, description="Share of each weight that is replaced by a fresh one.")
+    steps: Annotated[int, Cli(name="--distil-steps")] = Field(600, ge=1, description="Training steps.")
+    batch: int = Field(32, ge=2, description="Latents per training step.")
+    memorized: Annotated[float, Cli(own=False)] = Field(
+        0.16, gt=0, lt=1, description="Share of a batch under memorized prompts."
+    )
+    empty: Annotated[float, Cli(own=False)] = Field(
+        0.1, ge=0, lt=1, description="Share of a batch under the empty prompt."
+    )
+    lr: float = Field(
+        2e-3, gt=0,
+        description="Largest learning rate of AdamW; for networks of a million weights, large ones need less.",
+    )  # fmt: skip
+    weight_decay: Annotated[float, Cli(own=False)] = Field(1e-3, ge=0, description="Weight decay of AdamW.")
+    images: Annotated[int, Cli(own=False)] = Field(
+        4, ge=1, description="Images of each ordinary prompt that the original makes to learn from."
+    )
+    guidance: Annotated[float, Cli(own=False)] = Field(3.0, description="Guidance scale of these images.")
+    generation_steps: Annotated[int, Cli(own=False)] = Field(20, ge=2, description="Scheduler steps of these images.")
     layers: Annotated[str | None, BeforeValidator(lambda layers: None if layers == "all" else layers)] = Field(
-        "**.attn2.to_v", description='Modules whose weights are trained, by name with wildcards; "all" trains all.'
+        None, description='Modules that receive noise and are trained, by name with wildcards; "all" trains all.'
     )
-    # What it says of looks and success does not matter.
-    search: SearchSettings = Field(default=SearchSettings(steps=40), description="The search of each round.")
+    # What a pipeline was trained to predict; in folders it is taken from the scheduler.
+    error: Annotated[PredictionKind, Cli(own=False)] = Field(
+        "velocity", description="Prediction whose difference is minimized; in folders, what the network predicts."
+    )
     seed: int = Field(0, description="Random seed.")
+
+    def check(self) -> None:
+        """Refuse batches without room for ordinary prompts."""
+        if self.memorized + self.empty > 0.9:
+            raise UsageError(
+                "Shares of memorized and empty prompts leave less than a tenth of a batch.", cure="Lower them."
+            )
 
 
 @final
@@ -188,13 +226,33 @@ class FolderLocalization(Settings):
 
 @final
 class FolderForgetting(Settings):
-    """Memorized prompts switched off in a pipeline folder."""
+    """Memorized prompts made to forget in a pipeline folder."""
 
-    targets: FilePath = _TARGETS
-    ordinary: FilePath = Field(
-        description="Prompts that are not memorized: every second one calibrates the threshold, others are held out."
+    method: EditMethod = Field(
+        "closed-form",
+        description="Lead keys and values elsewhere, in seconds; add noise and distil, in minutes or hours, which a "
+        "search for embeddings finds hard to undo; or switch NeMo's neurons off.",
     )
+    targets: FilePath | None = Field(None, description="Rows with prompt and image (a file): memorized pairs.")
+    ordinary: FilePath | None = Field(
+        None, description="Prompts that are not memorized, 100 or more, whose images are to stay. For neurons, every "
+        "second one calibrates the threshold, others are held out.",
+    )  # fmt: skip
     column: str = _COLUMN
+    anchors: FilePath | None = Field(
+        None,
+        description="Prompts whose answers memorized ones get, one for each; else the last ordinary prompts. Not for "
+        "neurons.",
+    )
+    closed_form: ClosedFormSettings = Field(default=ClosedFormSettings(), description="Settings of the closed form.")
+    distil: DistilSettings = Field(default=DistilSettings(), description="Settings of noise and distillation.")
+    undo: bool = Field(
+        True,
+        description="Keep the weights as they were, to undo the edit. Whoever has them can undo it: publish without.",
+    )
+    neurons: FilePath | None = Field(
+        None, description="neurons.json or .csv of netweight forget localize: switch these off, and find none."
+    )
     look_seeds: int = _SEEDS
     look_steps: int = Field(50, ge=2, description="Steps of the schedule whose first steps detection predicts.")
     timing: Timing = _TIMING
@@ -206,6 +264,19 @@ class FolderForgetting(Settings):
     steps: int = Field(50, ge=1, description="Scheduler steps of these images.")
     device: str = _DEVICE
 
+    def check(self) -> None:
+        """Require what the method needs."""
+        if self.neurons is not None and "method" in self.given and self.method != "neurons":
+            raise UsageError(f"neurons are given, and the method is {self.method}.", cure='Give method "neurons".')
+        if self.anchors is not None and self.method == "neurons":
+            raise UsageError("The method neurons takes no anchors.", cure="Leave them out, or choose another method.")
+        missing = [name for name in ("targets", "ordinary") if getattr(self, name) is None]
+        if missing and self.neurons is None:
+            raise UsageError(
+                f"The method {self.method} needs {' and '.join(missing)}.",
+                cure="Give a table of memorized pairs and a file of ordinary prompts.",
+            )
+
     @property
     def localization(self) -> LocalizationConfig:
         """How predictions are made, and neurons searched for."""
@@ -216,23 +287,6 @@ class FolderForgetting(Settings):
         """How audits generate images."""
         seeds = tuple(range(seed, seed + self.images))
         return GenerationSettings(seeds=seeds, guidance=self.guidance, steps=self.steps)
-
-
-@final
-class FolderHardening(Settings):
-    """A pipeline folder trained against the search for embeddings."""
-
-    targets: FilePath = _TARGETS
-    ordinary: FilePath = Field(description="Prompts whose images are to stay.")
-    column: str = _COLUMN
-    surrogates: FilePath | None = Field(
-        None,
-        description="Rows with prompt and image to generate instead, row by row as targets; else images of ordinary "
-        "prompts.",
-    )
-    # Minimizes the error in what the model was trained to predict.
-    settings: HardenSettings = Field(default=HardenSettings(), description="Settings of the training.")
-    device: str = _DEVICE
 
 
 @final

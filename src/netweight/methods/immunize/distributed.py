@@ -304,7 +304,7 @@ def gathered(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[tuple
             owner._parameters[name] = value
 
 
-def run(module: nn.Module, given: Tensor) -> Tensor:
+def run_gathered(module: nn.Module, given: Tensor) -> Tensor:
     """Call a module; one that FSDP takes for a unit of its own without FSDP's hooks, which would put the parts back."""
     result: Tensor = module.forward(given) if module in units(module) else module(given)
     return result

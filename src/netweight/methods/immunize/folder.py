@@ -6,7 +6,7 @@ The defended folder holds, beside the weights, the record of every step and a re
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -15,17 +15,18 @@ from netweight.core.files import part_of
 from netweight.core.progress import QUIET, Progress
 from netweight.data.text import text_examples, text_pairs, withhold
 from netweight.data.tokens import BELOW, load_examples, padding_of, tokenized_pairs
-from netweight.hf.load_language_model import check_folder, context_of, load_causal_lm
+from netweight.errors import UsageError
+from netweight.hf.load_language_model import check_finite, check_folder, context_of, load_causal_lm
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.checkpoint import RECORD, Record
 from netweight.methods.immunize.layer_metrics import LEAST_PAIRS, DepthAnalysis, analyze_layers, weight_changes
-from netweight.methods.immunize.report import ATTACKED, DEPTH, REPORT, TITLE, TREATMENT, depth_audit, depth_section
+from netweight.methods.immunize.report import ATTACKED, DEPTH, REPORT, TREATMENT, depth_audit, depth_section
 from netweight.methods.immunize.settings import ImmunizeSettings
 from netweight.methods.immunize.train import immunize
 from netweight.registry import CardEntry, Method
 from netweight.report.audit import of_treatment
 from netweight.report.finding import Column, Section, Table
-from netweight.report.report import Report, read_report
+from netweight.report.report import Report
 
 
 @final
@@ -71,8 +72,10 @@ def immunize_folder(
     network, tokenizer = load_causal_lm(source, device=settings.device)
     context = min(context_of(network, tokenizer), settings.context or 1 << 30)
     how: Any = {"context": context, "template": "chat" if settings.chat else BELOW}
+    check_finite(network)  # it is looked at before it is trained
     texts = text_pairs(settings.pairs)
     texts = withhold(texts, settings.withhold)[0] if settings.withhold else texts
+    _check_count(len(texts), settings)
     pairs = tokenized_pairs(texts, tokenizer, **how)
     kept = [] if settings.retain is None else load_examples(settings.retain, tokenizer, **how)
     pad, why_not = padding_of(tokenizer), why_not_analyzed(len(pairs))
@@ -132,16 +135,17 @@ def _apply(source: Path, destination: Path, settings: ImmunizeSettings, progress
 def _check(source: Path | None, settings: ImmunizeSettings) -> None:
     if source is not None:
         check_folder(source)
-    text_pairs(settings.pairs)
+    _check_count(len(text_pairs(settings.pairs)), settings)
     if settings.retain is not None:
         text_examples(settings.retain)
 
 
-def _illustrate(destination: Path, number: int, report: Report) -> None:
-    """Show what the folder's own report shows of the depth; its findings stand in the step's section."""
-    for section in read_report(destination / REPORT).sections:
-        if section.title == TITLE:
-            report.add(replace(section, title=f"{number}. {TITLE}", findings=()))
+def _check_count(pairs: int, settings: ImmunizeSettings) -> None:
+    if pairs < settings.batch_size:
+        raise UsageError(
+            f"{pairs} pairs do not fill a step of {settings.batch_size}.",
+            cure=f"Bring more pairs, or give --batch-size {pairs} or less.",
+        )
 
 
 def _card(folder: Path) -> CardEntry | None:
@@ -164,5 +168,5 @@ def _card(folder: Path) -> CardEntry | None:
 
 IMMUNIZE = Method(
     TREATMENT, ImmunizeSettings, apply=_apply, audits={DEPTH: depth_audit, ATTACKED: None},
-    by_attack={ATTACKED: "finetune"}, illustrate=_illustrate, check=_check, card=_card,
+    by_attack={ATTACKED: "finetune"}, check=_check, card=_card,
 )  # fmt: skip

@@ -19,7 +19,7 @@ from netweight.data.examples import IGNORED, Batch
 from netweight.errors import UsageError
 from netweight.methods.immunize.decoder import Structure
 from netweight.methods.immunize.defense import with_gradients
-from netweight.methods.immunize.distributed import ALONE, ProcessGroup, gathered, run
+from netweight.methods.immunize.distributed import ALONE, ProcessGroup, gathered, run_gathered
 
 # Tokens whose logits are held at once.
 CHUNK = 512
@@ -125,7 +125,7 @@ def _chunks(rows: Tensor, targets: Targets, chunk: int) -> Iterator[tuple[Tensor
 
 
 def _of_chunk(rows: Tensor, tokens: Tensor, structure: Structure) -> Tensor:
-    logits = run(structure.unembedding, run(structure.norm, rows))
+    logits = run_gathered(structure.unembedding, run_gathered(structure.norm, rows))
     return functional.cross_entropy(_wide(logits), tokens, reduction="sum")
 
 

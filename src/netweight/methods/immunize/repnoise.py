@@ -1,8 +1,8 @@
 """RepNoise: keep harmless answers, unlearn harmful ones at every layer, turn their representations to noise.
 
-The retain term is `retain_term`, the ascent and the noise are `harmful_terms`; the noise is a maximum mean discrepancy,
-see `mmd.py`, and the ascent's loss of each layer is in `lens.py`. Source: RepNoise (arXiv 2405.14577), algorithm 1, and
-the loss of its authors' code.
+The retain term is `retain_term`, the ascent and the noise are `harmful_terms`; the noise is a maximum mean discrepancy
+(MMD), as published and corrected, and the ascent's loss of each layer is in `lens.py`. Source: RepNoise (arXiv
+2405.14577), algorithm 1, and the loss of its authors' code.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from torch.nn import functional
 from netweight.data.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.decoder import Structure, structure_of
-from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, gradient_norm
+from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, gradient_norm, with_gradients
 from netweight.methods.immunize.distributed import ProcessGroup, trained_weights, units
 from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss, sampled_layers
-from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, unbiased_mmd
 from netweight.methods.immunize.settings import RepNoise
 from netweight.nn.hooks import capture
 
@@ -116,9 +115,10 @@ def harmful_terms(
         result = _run(model, side, output_hidden_states=True)
     final = answer_loss(result.logits, targets)
     depths = _states(model, result, parts)
+    # OPT's feed-forward layers see all tokens in one row.
+    found = [output.reshape(*side.labels.shape, -1) for output in outputs.values()]
     if reference:
         mask = batch.harmful.input_ids != batch.harmless.input_ids
-        found = list(outputs.values())
         if group.size > 1:  # a process without rows of its own has one that counts nowhere
             real = (side.labels != IGNORED).any(1)
             found, mask = [output[real] for output in found], mask[real]
@@ -126,7 +126,7 @@ def harmful_terms(
         lens = mean_lens_loss(depths, targets, parts, chunk=settings.chunk)
         average = final / len(depths) + lens
     else:
-        noise = _corrected_noise(list(outputs.values()), side.labels != IGNORED, settings, generator, group)
+        noise = _corrected_noise(found, side.labels != IGNORED, settings, generator, group)
         average = final
         if settings.lens_layers != 0:
             chosen = sampled_layers(len(depths) - 1, settings.lens_layers, generator)
@@ -231,3 +231,101 @@ def _drawn_everywhere(
     sent = [int(((drawn >= low) & (drawn < high)).sum()) for low, high in pairwise(bounds)]
     mine = drawn[(drawn >= start) & (drawn < start + len(own))] - start
     return group.rows(own[mine], sent) if sum(sent) else own[mine]
+
+
+# All distances come from a Gram matrix, so that n points in D dimensions need n² numbers and not n² D, of which none
+# waits for the backward pass.
+
+# The kernels' bandwidths as multiples of a typical squared distance: each half of the one before.
+_WIDTHS = (4.0, 2.0, 1.0, 0.5, 0.25)
+
+
+def _centered(points: Tensor) -> Tensor:
+    """The points around their mean: nearer to the origin less is lost where large numbers cancel."""
+    points = points if points.dtype == torch.float64 else points.float()
+    return points - points.mean(0)
+
+
+@torch.no_grad()
+def squared_distances(points: Tensor) -> Tensor:
+    """Squared Euclidean distances between all pairs of points, without a gradient."""
+    centered = _centered(points)
+    gram = centered @ centered.T
+    norms = gram.diagonal()
+    distances = (norms[:, None] + norms[None, :] - 2 * gram).clamp_(min=0)
+    return distances.fill_diagonal_(0)
+
+
+def _apart(distances: Tensor) -> Tensor:
+    """The distances between different points, each pair once."""
+    return distances[torch.ones_like(distances, dtype=torch.bool).triu_(1)]
+
+
+def _statistic(sample: Tensor, target: Tensor, distances: Tensor, typical: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of the kernels of all pairs."""
+    # With W the weights times the kernels' derivative by the squared distance, and P = W + Wᵀ, the gradient of the sum
+    # by point i is 2 Σ_j P_ij (x_i - x_j).
+    with torch.no_grad():
+        typical = typical.clamp(min=torch.finfo(distances.dtype).tiny ** 0.5)  # equal points
+        kernel = torch.exp(distances / (-typical * _WIDTHS[0]))
+        kernels, slopes = kernel.clone(), kernel / (-typical * _WIDTHS[0])
+        for width in _WIDTHS[1:]:
+            kernel.square_()  # half the bandwidth
+            kernels += kernel
+            slopes.addcdiv_(kernel, -typical * width)
+        value = kernels.mul_(weights).sum()
+        pulls = slopes.mul_(weights)
+        pulls = pulls + pulls.T
+        points = _centered(torch.cat([sample, target]))
+        gradient = 2 * (pulls.sum(1, keepdim=True) * points - pulls @ points)
+    count = len(sample)
+    return with_gradients(value, [sample, target], [gradient[:count], gradient[count:]])
+
+
+def biased_mmd(sample: Tensor, target: Tensor) -> Tensor:
+    """The published estimator: each example is one point, a biased V-statistic."""
+    # Five Gaussian kernels are summed, their bandwidths 1/4 to 4 times the mean squared distance of the joint sample.
+    # The pairs of a point with itself count, so that the value does not vanish for equal distributions.
+    # Source: RepNoise (arXiv 2405.14577), section 3, as its authors' code computes it.
+    count = len(sample)
+    sample, target = sample.flatten(1), target.flatten(1)
+    distances = squared_distances(torch.cat([sample, target]))
+    signs = distances.new_ones(2 * count)
+    signs[count:] = -1
+    typical = _apart(distances).mean()
+    return _statistic(sample, target, distances, typical, signs[:, None] * signs[None, :] / count**2)
+
+
+def unbiased_mmd(sample: Tensor, target: Tensor) -> Tensor:
+    """The corrected estimator: a U-statistic that is 0 on average for equal distributions, and may be negative."""
+    # Five Gaussian kernels are summed, their bandwidths 1/4 to 4 times the median squared distance of the joint sample.
+    # Source: Gretton et al., "A kernel two-sample test", 2012, lemma 6.
+    count, other = len(sample), len(target)
+    if min(count, other) < 2:
+        raise UsageError(f"An unbiased MMD needs two points on each side, not {count} and {other}.")
+    distances = squared_distances(torch.cat([sample, target]))
+    weights = torch.full_like(distances, -1 / (count * other))
+    weights[:count, :count] = 1 / (count * (count - 1))
+    weights[count:, count:] = 1 / (other * (other - 1))
+    weights.fill_diagonal_(0)
+    return _statistic(sample, target, distances, _apart(distances).median(), weights)
+
+
+def _normal(shape: torch.Size, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers, drawn where the generator lives."""
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
+
+
+def scaled_noise(points: Tensor, generator: torch.Generator | None, *, scaled: bool = True) -> Tensor:
+    """Gaussian noise of the shape of `points`."""
+    noise = _normal(points.shape, points, generator)
+    return noise * points.detach().float().square().mean().sqrt().to(points.dtype) if scaled else noise
+
+
+def random_rows(points: Tensor, most: int | None, generator: torch.Generator | None) -> Tensor:
+    """At most so many rows of `points`, drawn without replacement; all of them if there are no more."""
+    if most is None or len(points) <= most:
+        return points
+    device = points.device if generator is None else generator.device
+    return points[torch.randperm(len(points), generator=generator, device=device)[:most].to(points.device)]

@@ -14,6 +14,7 @@ from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.methods.immunize.layer_metrics import KINDS, DepthAnalysis, LayerAnalysis, LayerChange, Plane
 from netweight.metrics.intervals import t_interval
+from netweight.report.conclusions import Conclusion, Measured, Words
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import canvas, series_color, to_figure
 from netweight.report.report import read_report
@@ -170,6 +171,12 @@ def depth_section(analysis: DepthAnalysis, *, seen: bool, title: str = TITLE) ->
     if (depths, before.pairs) != (len(after.states[KINDS[0]]), after.pairs):
         raise UsageError("The two analyses are of different pairs or models.", cure="Analyze the same pairs twice.")
     findings = [_weights(analysis), *(_lens(before, after, kind) for kind in KINDS), _probes(before, after)]
+    halves, harmful, _, probes = findings
+    facts = {
+        "halves": f"{halves.value or 0:.2f}",
+        "lens": f"from {harmful.baseline:.3g} to {harmful.value:.3g}",
+        "probes": f"from {probes.baseline:.2f} to {probes.value:.2f}",
+    }
     middle = (depths - 1) // 2
     return Section(
         title,
@@ -184,7 +191,7 @@ def depth_section(analysis: DepthAnalysis, *, seen: bool, title: str = TITLE) ->
         intro=f"{_INTRO}\n\nLooked at: {before.pairs} pairs "
         f"{'that the defense was trained on' if seen else 'that were kept from this defense'}.",
         question="How deep does the defense go?",
-        conclusion=_conclusion(findings),
+        conclusion=_CONCLUSION(findings, **facts)[1],
     )
 
 
@@ -193,7 +200,7 @@ def _weights(analysis: DepthAnalysis) -> Finding:
     half = len(moved) // 2
     halves = [statistics.fmean(part) if part else 0.0 for part in (moved[:half], moved[len(moved) - half :])]
     return Finding(
-        "change of the weights, first half of the blocks by second",
+        _HALVES,
         halves[0] / halves[1] if halves[1] else None,
         unit="×",
         detail={
@@ -235,14 +242,15 @@ def _probes(before: LayerAnalysis, after: LayerAnalysis) -> Finding:
     )
 
 
-def _conclusion(findings: Sequence[Finding]) -> str:
-    weights, harmful, _, probes = findings
-    where = "" if weights.value is None else f"The first half of the blocks moved {weights.value:.2f} times as far as "
-    where += "the second. " if where else ""
-    return (
-        f"{where}The lens loss on harmful answers went from {harmful.baseline:.3g} to {harmful.value:.3g} nats per "
-        f"token, mean over depths; probes from {probes.baseline:.2f} to {probes.value:.2f}."
+def _words(moved: bool, *, halves: str, lens: str, probes: str) -> Words:
+    where = f"The first half of the blocks moved {halves} times as far as the second. " if moved else ""
+    return "told", (
+        f"{where}The lens loss on harmful answers went {lens} nats per token, mean over depths; probes {probes}."
     )
+
+
+_HALVES = "change of the weights, first half of the blocks by second"
+_CONCLUSION = Conclusion("immunize: depth", [Measured(_HALVES)], _words)
 
 
 def _layers(analysis: DepthAnalysis) -> Table:

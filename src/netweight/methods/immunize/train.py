@@ -18,7 +18,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.examples import Batch, Example, Pair, collate
 from netweight.errors import TrainingStopped, UsageError
-from netweight.hf.load_language_model import positions_of
+from netweight.hf.load_language_model import check_finite, positions_of
 from netweight.job import Job
 from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
@@ -137,6 +137,7 @@ def check_inputs(
     """Check that all rows can be trained on."""
     if not pairs:
         raise UsageError("There is no pair to train on.", cure="Give rows of prompt, chosen and rejected.")
+    check_finite(model)
     limits = [limit for limit in (context, positions_of(model)) if limit is not None]
     context = min(limits, default=None)
     vocabulary = vocabulary_of(model)

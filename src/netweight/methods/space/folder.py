@@ -7,21 +7,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
+import torch
+
 from netweight.core.engines import Engine
 from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
-from netweight.errors import NameNotFound, UsageError
+from netweight.errors import NameNotFound, NetweightError, UsageError
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move, edit
-from netweight.methods.space.inversion import InversionTask, Target, invert_targets
+from netweight.methods.space.fitting.basis import Sketch
+from netweight.methods.space.inversion import InversionTarget, InversionTask, invert_targets
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.points import Points, read_direction, read_points, scores_digest
 from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler, Sampler
 from netweight.methods.space.settings import FolderFit, FolderInversion, FolderView, RenderSettings, SampleSettings
 from netweight.methods.space.space import WeightSpace
+from netweight.nn.lora import Adapter
 from netweight.store.bank.bank import AdapterBank
+from netweight.store.bank.ingest import find_adapters
+from netweight.store.bank.shard import joined, rows_of_adapter
 from netweight.store.checkpoint import read_record, write_record
-from netweight.store.lora_formats.files import Exported, read_adapter
+from netweight.store.lora_formats.files import Exported, load_plan, plan_adapter, read_adapter
+from netweight.store.lora_formats.parts import AdapterPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +70,82 @@ def points_of(space: WeightSpace, text: str) -> Points:
     raise NameNotFound(f"{text!r} is no point: give {_POINT}.", cure=f"The nearest models are {near}.")
 
 
+@final
+@dataclass(frozen=True)
+class Duplicate:
+    """An adapter that another one of a folder makes needless."""
+
+    name: str
+    of: str  # the one that came first
+    cosine: float  # of what the two change; 1 for the same
+    ranks: tuple[int, int]  # the highest of each
+
+
+_MARGIN = 0.25  # of cosines of sketches below exact ones; some four of their standard deviations for sixty modules
+_SIDE = 16  # of these sketches
+
+
+def find_duplicates(folder: Path, least: float, progress: Progress) -> tuple[list[Duplicate], dict[str, str]]:
+    """Adapters below a folder that change nearly what another does, in any layout and rank; and why some are left out.
+
+    Pairs are sought among sketches of the changes, and decided by the changes' own cosine. Nothing is removed.
+
+    Args:
+        folder: Where the adapters are.
+        least: The least cosine of a duplicate, at most 1.
+        progress: Where to show it.
+
+    Raises:
+        UsageError: There is no such folder.
+    """
+    found, errors = find_adapters(folder)
+    bad = {name: str(error) for name, error in errors.items()}
+    plans: dict[str, AdapterPlan] = {}
+    for name, path in progress.track(found.items(), "Checking adapters", len(found), unit="adapters"):
+        try:
+            plans[name] = plan_adapter(path)
+        except NetweightError as error:
+            bad[name] = str(error)
+    shapes = dict(
+        sorted({_of_shape(key, shape): shape for p in plans.values() for key, shape in p.shapes.items()}.items())
+    )
+    sketch, rows, names = Sketch(shapes, _SIDE, 0), [], []
+    for name, plan in progress.track(plans.items(), "Reading adapters", len(plans), unit="adapters"):
+        try:
+            factors = {_of_shape(key, change.shape): change for key, change in load_plan(plan).factors.items()}
+        except NetweightError as error:
+            bad[name] = str(error)
+            continue
+        row = sketch.rows(joined(list(shapes), [rows_of_adapter(Adapter(factors), shapes)]))[0]
+        rows.append(row / row.norm().clamp_min(1e-30))
+        names.append(name)
+    duplicates: dict[str, Duplicate] = {}
+    matrix = torch.stack(rows) if rows else torch.empty(0, 1)
+    for later in range(1, len(rows)):
+        near = matrix[:later] @ matrix[later]
+        for earlier in near.argsort(descending=True).tolist():
+            if near[earlier] < least - _MARGIN:
+                break
+            cosine = _cosine(*(load_plan(plans[names[number]]) for number in (later, earlier)))
+            if cosine >= least and names[earlier] not in duplicates:
+                ranks = tuple(max(part.rank for part in plans[names[n]].parts.values()) for n in (later, earlier))
+                duplicates[names[later]] = Duplicate(names[later], names[earlier], cosine, (ranks[0], ranks[1]))
+                break
+    return list(duplicates.values()), bad
+
+
+def _of_shape(name: str, shape: tuple[int, int]) -> str:
+    """A module's name that models of other widths do not share."""
+    return f"{name} {shape[0]}x{shape[1]}"
+
+
+def _cosine(one: Adapter, other: Adapter) -> float:
+    """The cosine of two changes; modules that only one has count as unchanged by the other."""
+    shared = [(change, other.factors[name]) for name, change in one.factors.items() if name in other.factors]
+    product = sum(left.inner(right) for left, right in shared if left.shape == right.shape)
+    return product / max(one.norm() * other.norm(), 1e-300)
+
+
 def draw(space: WeightSpace, how: SampleSettings) -> Points:
     """Draw points of a space."""
     names = tuple(f"sample-{how.seed}-{number}" for number in range(how.count))
@@ -90,9 +173,9 @@ def moved(before: Points, steps: Sequence[Move], origin: Any) -> Points:
 
 
 def invert_files(
-    images: Sequence[Path], how: FolderInversion, space: Callable[[], WeightSpace], *, ledger: Path, progress: Progress
+    images: Sequence[Path], how: FolderInversion, space: Callable[[], WeightSpace], *, out: Path, progress: Progress
 ) -> Points:
-    """Find the points of images: a file each, or a folder with images of the same thing."""
+    """Find the points of images, for `out`: a file each, or a folder with images of the same thing."""
     from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
 
     targets = [_target(path, how.masks) for path in images]
@@ -102,22 +185,22 @@ def invert_files(
         how.prompt, how.descent, trained_prediction(model), draws=how.draws, schedule=how.schedule,
         together=how.together, seed=how.seed,
     )  # fmt: skip
-    return invert_targets(model, opened, targets, task, ledger=ledger, progress=progress)
+    return invert_targets(model, opened, targets, task, folder=out.parent, name=out.stem, progress=progress)
 
 
-def _target(path: Path, masks: Path | None) -> Target:
+def _target(path: Path, masks: Path | None) -> InversionTarget:
     """A target's images, in color, within 0 and 1."""
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix.lower() in _IMAGES)
     if not files:
         raise UsageError(f"{path} holds no picture.", cure=f"Give files that end in {', '.join(_IMAGES)}.")
     images = _images(files, 3)
     if masks is None:
-        return Target(path.stem, images)
+        return InversionTarget(path.stem, images)
     by_stem = {each.stem: each for each in masks.iterdir()}
     missing = [file.name for file in files if file.stem not in by_stem]
     if missing:
         raise UsageError(f"{masks} holds no mask for {missing[0]}.", cure="Name masks as the images are named.")
-    return Target(path.stem, images, _images([by_stem[file.stem] for file in files], 1)[:, 0])
+    return InversionTarget(path.stem, images, _images([by_stem[file.stem] for file in files], 1)[:, 0])
 
 
 def _images(files: list[Path], channels: int) -> Tensor:
@@ -161,11 +244,11 @@ def view_folder(
     )  # fmt: skip
 
 
-def export_record(space: WeightSpace, point: str, exported: Exported, layout: str) -> ExportRecord:
+def export_record(space: WeightSpace, point: str, exported: Exported) -> ExportRecord:
     """The record of a point of a space that was exported."""
     return ExportRecord(
         point, scores_digest(space.scores), space.fitted, space.components, exported.ranks, exported.relative_error,
-        layout,
+        exported.layout,
     )  # fmt: skip
 
 

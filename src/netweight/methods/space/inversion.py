@@ -1,6 +1,7 @@
 """Inversion of images: the points whose models denoise target images best; and images made with the models of points.
 
-`invert` descends on any loss of changes, `invert_targets` on the denoising loss of images, in batches, kept as they go.
+`invert_loss` descends on any loss of changes, `invert_targets` on the denoising loss of images, in batches that are
+kept as they go.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from netweight.attacks.embedding_search.settings import PredictionKind
 from netweight.core import digest
 from netweight.core.engines import Outcome
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import map_runs
 from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.hf.delayed_injection import switching
+from netweight.job import Job
 from netweight.methods.space.edits import Delay
 from netweight.methods.space.points import Points, scores_digest
 from netweight.methods.space.settings import InversionSettings
@@ -70,7 +71,7 @@ class Inverted:
         return self.losses[:tenth].mean(0) / self.losses[-tenth:].mean(0)
 
 
-def invert(
+def invert_loss(
     space: Space,
     loss: Loss,
     count: int,
@@ -222,7 +223,7 @@ def _masks(masks: Tensor, images: Tensor, latents: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Target:
+class InversionTarget:
     """Images to be inverted."""
 
     name: str
@@ -251,13 +252,14 @@ class InversionTask:
 def invert_targets(
     model: TextToImage,
     space: Space,
-    targets: Sequence[Target],
+    targets: Sequence[InversionTarget],
     task: InversionTask,
     *,
-    ledger: str | Path,
+    folder: str | Path | Job,
+    name: str = "inversions",
     progress: Progress = QUIET,
 ) -> Points:
-    """Find the points of targets."""
+    """Find the points of targets, remembering each in a folder's `NAME.jsonl` as soon as it is found."""
     names = [target.name for target in targets]
     if not targets or len(set(names)) < len(names):
         raise UsageError(f"{len(names)} targets of {len(set(names))} names.", cure="Give at least one, each once.")
@@ -284,14 +286,14 @@ def invert_targets(
                 yield place, Outcome(value, error, seconds)
 
     found = []
-    for result in map_runs(alone, items, ledger=ledger, engine=engine, ordered=True):
-        if not result.ok:
-            reason = (result.error or "").strip().splitlines()[-1]
-            raise TrainingStopped(
-                f"{result.config['name']!r} could not be inverted: {reason}",
-                cure=f"Points found before are kept in {ledger}.",
-            )
-        found.append(result.value)
+    with Job.open(folder, shared=True) as job:
+        for result in job.map(alone, items, name=name, engine=engine, ordered=True):
+            if not result.ok:
+                raise TrainingStopped(
+                    f"{result.config['name']!r} could not be inverted: {result.reason}",
+                    cure=f"Points found before are kept in {job.folder / name}.jsonl.",
+                )
+            found.append(result.value)
     origin = {
         "distances": {name: value["distance"] for name, value in zip(names, found, strict=True)},
         "improvements": {name: value["improvement"] for name, value in zip(names, found, strict=True)},
@@ -302,12 +304,12 @@ def invert_targets(
 
 
 def _inverted(
-    model: TextToImage, space: Space, targets: Sequence[Target], task: InversionTask, progress: Progress
+    model: TextToImage, space: Space, targets: Sequence[InversionTarget], task: InversionTask, progress: Progress
 ) -> list[dict[str, Any]]:
     loss = _loss(model, targets, task)
     device = next(model.denoiser.parameters()).device
     with weights_fixed(model.denoiser):
-        found = invert(space, loss, len(targets), task.settings, seed=task.seed, device=device, progress=progress)
+        found = invert_loss(space, loss, len(targets), task.settings, seed=task.seed, device=device, progress=progress)
     return [
         {"scores": scores, "distance": distance, "improvement": improvement}
         for scores, distance, improvement in zip(
@@ -316,7 +318,7 @@ def _inverted(
     ]
 
 
-def _loss(model: TextToImage, targets: Sequence[Target], task: InversionTask) -> DenoisingLoss:
+def _loss(model: TextToImage, targets: Sequence[InversionTarget], task: InversionTask) -> DenoisingLoss:
     masks = None
     if any(target.mask is not None for target in targets):
         sides = targets[0].images.shape
@@ -331,7 +333,7 @@ def _loss(model: TextToImage, targets: Sequence[Target], task: InversionTask) ->
         raise UsageError(f"{names} cannot be inverted: {error.reason}", cure=error.cure) from error
 
 
-def _batches(targets: Sequence[Target], most: int) -> Iterator[list[int]]:
+def _batches(targets: Sequence[InversionTarget], most: int) -> Iterator[list[int]]:
     """Batches of targets, by number, whose images agree in number and size."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for place, target in enumerate(targets):
@@ -341,7 +343,7 @@ def _batches(targets: Sequence[Target], most: int) -> Iterator[list[int]]:
             yield places[start : start + most]
 
 
-def _digest(target: Target) -> Mapping[str, Any]:
+def _digest(target: InversionTarget) -> Mapping[str, Any]:
     mask = None if target.mask is None else digest.of_tensor(target.mask)
     return {"shape": list(target.images.shape), "images": digest.of_tensor(target.images), "mask": mask}
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from netweight.core.names import nearest_names
+from netweight.data.rows import Row, read_rows
 from netweight.errors import NameNotFound, UsageError
 
 _WORDS = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_KINDS = ".csv, .tsv, .json or .jsonl"
 
 
 @final
@@ -102,7 +99,7 @@ def read_labels(
     """Read attributes of the models of a space.
 
     Args:
-        path: A `.csv`, `.tsv`, `.json` or `.jsonl` file with one row per model.
+        path: A table of one row per model: CSV, TSV, JSON, JSON Lines or Parquet; or a JSON object of rows by model.
         names: Names of the models, in the space's order.
         columns: The attributes to read; None for all.
         key: The column that names the model.
@@ -115,18 +112,16 @@ def read_labels(
         UsageError: The file cannot be read, names a model twice, or holds what is no number.
     """
     path = Path(path)
-    rows = _rows(path, key)
+    rows = read_rows(path, key=key)
+    rows.need(key, *(columns or ()), by="")
     known = {name: number for number, name in enumerate(names)}
     seen: set[str] = set()
-    there = list(dict.fromkeys(column for row in rows for column in row if column != key))
-    wanted = there if columns is None else list(columns)
-    for column in wanted:
-        _check_column(path, column, there)
+    wanted = [column for column in rows.columns if column != key] if columns is None else list(columns)
     found = {column: torch.full((len(names),), torch.nan, dtype=torch.float64) for column in wanted}
-    for row in rows:
+    for row in rows.rows:
         name = _model(path, row, key, known, seen)
         for column in wanted:
-            found[column][known[name]] = _number(path, name, column, row.get(column))
+            found[column][known[name]] = _number(path, name, column, row.values.get(column))
     if not found:
         raise UsageError(f"{path} holds no label.", cure=f"Give at least one column beside {key!r}.")
     return Labels(tuple(names), {name: LabelColumn(name, values) for name, values in found.items()})
@@ -134,59 +129,14 @@ def read_labels(
 
 def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name") -> None:
     """Check that a file of labels can be read and has columns, where the models are not known yet."""
-    path = Path(path)
-    there = list(dict.fromkeys(column for row in _rows(path, key) for column in row))
-    for column in (key, *columns):
-        _check_column(path, column, there)
+    read_rows(path, key=key).need(key, *columns, by="")
 
 
-def _rows(path: Path, key: str) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"The labels in {path} cannot be read: {error}.", cure="Give a text file in UTF-8.") from None
-    if path.suffix in _SEPARATORS:
-        rows = _from_table(path, text)
-    elif path.suffix in (".json", ".jsonl"):
-        rows = _from_json(path, text, key)
-    else:
-        raise UsageError(f"{path} is no file of labels.", cure=f"Give one that ends in {_KINDS}.")
-    if not rows:
-        raise UsageError(f"{path} holds no model.", cure="Give at least one row.")
-    return rows
-
-
-def _from_table(path: Path, text: str) -> list[dict[str, Any]]:
-    first = text.partition("\n")[0]
-    separator = ";" if path.suffix == ".csv" and first.count(";") > first.count(",") else _SEPARATORS[path.suffix]
-    table = csv.DictReader(text.splitlines(keepends=True), delimiter=separator)
-    rows = []
-    for number, row in enumerate(table, start=2):
-        if None in row or None in row.values():
-            raise UsageError(f"Line {number} of {path} has another number of cells than the first line has names.")
-        rows.append({name.strip(): value for name, value in row.items()})
-    return rows
-
-
-def _from_json(path: Path, text: str, key: str) -> list[dict[str, Any]]:
-    try:
-        if path.suffix == ".jsonl":
-            found: Any = [json.loads(line) for line in text.splitlines() if line.strip()]
-        else:
-            found = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}.", cure="Write it anew.") from None
-    if isinstance(found, dict):
-        found = [{key: name, **row} if isinstance(row, dict) else row for name, row in found.items()]
-    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise UsageError(f"{path} does not hold one object per model.", cure='Write {"model": {"column": 1}}.')
-    return found
-
-
-def _model(path: Path, row: Mapping[str, Any], key: str, known: Mapping[str, int], seen: set[str]) -> str:
+def _model(path: Path, row: Row, key: str, known: Mapping[str, int], seen: set[str]) -> str:
     """The model that a row is about, checked."""
-    _check_column(path, key, list(row))
-    name = str(row[key]).strip()
+    if row.values.get(key) is None:
+        raise UsageError(f"{path}, {row.where}, names no model.", cure=f"Give its name in the column {key!r}.")
+    name = str(row.values[key]).strip()
     if name not in known:
         near = ", ".join(map(repr, nearest_names(name, known)))
         raise NameNotFound(
@@ -196,12 +146,6 @@ def _model(path: Path, row: Mapping[str, Any], key: str, known: Mapping[str, int
         raise UsageError(f"{path} labels {name!r} twice.", cure="Leave one of the two out.")
     seen.add(name)
     return name
-
-
-def _check_column(path: Path, column: str, columns: Sequence[str]) -> None:
-    if column not in columns:
-        near = ", ".join(map(repr, nearest_names(column, columns))) or "none: there is no column"
-        raise NameNotFound(f"{path} has no column {column!r}.", cure=f"The nearest are {near}.")
 
 
 def _number(path: Path, name: str, column: str, value: object) -> float:

@@ -44,8 +44,8 @@ from netweight.registry import CardEntry, Method
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
 
-_HOME = "netweight.methods.space.report"
 _POINTS, _DIRECTIONS = "points.json", "directions"
+IMAGES = "images"  # an audit that the attack of this name holds
 
 
 def _fit(source: Path, destination: Path, settings: FolderFit, progress: Progress) -> None:
@@ -82,12 +82,12 @@ def _check_sample(source: Path | None, settings: SampleSettings) -> None:
 def _examine_sample(
     audit: str, destination: Path, source: Path, settings: Any, progress: Progress
 ) -> tuple[tuple[Tensor, Tensor], None]:
-    space, _, points = _points_in(destination, "")
+    space, _, points = points_in(destination, "")
     return (points.scores, space.scores), None
 
 
 def _edit(source: Path, destination: Path, settings: EditSettings, progress: Progress) -> None:
-    space, at, before = _points_in(source, settings.point)
+    space, at, before = points_in(source, settings.point)
     columns = [*settings.moves, *(name for name in settings.confounders if name not in settings.moves)]
     labels = read_labels(settings.labels, space.names, columns=columns, key=settings.name_column)
     directions = [
@@ -112,11 +112,11 @@ def _check_edit(source: Path | None, settings: EditSettings) -> None:
 def _examine_edit(
     audit: str, destination: Path, source: Path, settings: Any, progress: Progress
 ) -> tuple[list[Direction], None]:
-    return [read_direction(file) for file in sorted((destination / _DIRECTIONS).iterdir())], None
+    return directions_in(destination), None
 
 
 def _export(source: Path, destination: Path, settings: FolderExport, progress: Progress) -> None:
-    space, _, points = _points_in(source, settings.point)
+    space, _, points = points_in(source, settings.point)
     with whole_folder(destination) as part:
         part.mkdir()
         for place, scores in zip(_places(points), points.scores, strict=True):
@@ -130,7 +130,7 @@ def _check_export(source: Path | None, settings: FolderExport) -> None:
 def _examine_export(
     audit: str, destination: Path, source: Path, settings: FolderExport, progress: Progress
 ) -> tuple[WrittenSubject, None]:
-    space, _, points = _points_in(source, settings.point)
+    space, _, points = points_in(source, settings.point)
     exact = {name: space.adapter(scores) for name, scores in zip(points.names, points.scores, strict=True)}
     written = {
         name: read_adapter(destination / place, modules=list(space.shapes))
@@ -145,7 +145,7 @@ def _write_points(points: Points, folder: Path, destination: Path, space: Path) 
     write_points(dataclasses.replace(points, origin=origin), folder / _POINTS)
 
 
-def _points_in(source: Path, point: str) -> tuple[WeightSpace, Path, Points]:
+def points_in(source: Path, point: str) -> tuple[WeightSpace, Path, Points]:
     """The space of a step's input, its folder, and the points to continue with."""
     if not (source / _POINTS).is_file():
         space = WeightSpace.open(source)
@@ -155,6 +155,11 @@ def _points_in(source: Path, point: str) -> tuple[WeightSpace, Path, Points]:
     space = WeightSpace.open(at)
     points.check(space.scores)
     return space, at, points
+
+
+def directions_in(folder: Path) -> list[Direction]:
+    """The directions by which the points of a folder were moved."""
+    return [read_direction(file) for file in sorted((folder / _DIRECTIONS).glob("*.json"))]
 
 
 def _places(points: Points) -> list[str]:
@@ -171,7 +176,7 @@ def _check_space(source: Path | None, point: str = "mean") -> None:
         return
     if not any((source / name).is_file() for name in (RECORD, _POINTS)):
         raise UsageError(f"{source} is neither a space nor points of one.", cure="Fit one: netweight space fit.")
-    _points_in(source, point)
+    points_in(source, point)
 
 
 def _card(folder: Path) -> CardEntry | None:
@@ -206,8 +211,9 @@ SPACE_FIT = Method(
 SPACE_SAMPLE = Method(
     SAMPLE,
     SampleSettings,
-    audits={"neighbors": drawn_points, "images": None},
+    audits={"neighbors": drawn_points, IMAGES: None},
     apply=_sample,
+    by_attack={IMAGES: IMAGES},
     examine=_examine_sample,
     check=_check_sample,
     takes=("space",),
@@ -216,8 +222,9 @@ SPACE_SAMPLE = Method(
 SPACE_EDIT = Method(
     EDIT,
     EditSettings,
-    audits={"directions": moved_points, "images": None},
+    audits={"directions": moved_points, IMAGES: None},
     apply=_edit,
+    by_attack={IMAGES: IMAGES},
     examine=_examine_edit,
     check=_check_edit,
     takes=("space", "points"),
@@ -226,7 +233,7 @@ SPACE_EDIT = Method(
 SPACE_EXPORT = Method(
     EXPORT,
     FolderExport,
-    audits={"files": written_adapters, "images": None},
+    audits={"files": written_adapters},
     apply=_export,
     examine=_examine_export,
     check=_check_export,

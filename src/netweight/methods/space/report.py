@@ -8,9 +8,9 @@ that users bring, so reports show it as left out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from netweight.methods.space.points import Direction, distances, nearest_distanc
 from netweight.methods.space.settings import FittedKind
 from netweight.metrics.prediction import explained_variance
 from netweight.nn.lora import Adapter, combined
-from netweight.report.audit import declare_audits
-from netweight.report.finding import Finding
+from netweight.report.audit import Audit, declare_audits
+from netweight.report.finding import Finding, Section
 
 # The treatments of recipes, and that of images.
 FIT, SAMPLE, EDIT, EXPORT = "space-fit", "space-sample", "space-edit", "space-export"
@@ -54,7 +54,16 @@ class WrittenSubject:
     rank: int | None = None  # that they were cut to; None for their own
 
 
-def fitted_space(subject: Accuracy, config: object, *, seed: int, progress: Progress) -> list[Finding]:
+def _audit(title: str, question: str, found: Callable[..., list[Finding]]) -> Audit:
+    """The audit whose section holds what a function finds."""
+
+    def audit(run: Any, settings: Any, /, *, seed: int, progress: Progress) -> Section:
+        return Section(title, found(run, settings, seed=seed, progress=progress), question=question)
+
+    return audit
+
+
+def _fit_findings(subject: Accuracy, config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return how much of the adapters' variance the components hold, of seen adapters and of others."""
     found = [Finding("captured share of variance", subject.captured, better="higher", detail={"by": subject.solver})]
     if subject.halves is not None:
@@ -66,7 +75,7 @@ def fitted_space(subject: Accuracy, config: object, *, seed: int, progress: Prog
     return found
 
 
-def drawn_points(subject: tuple[Tensor, Tensor], config: object, *, seed: int, progress: Progress) -> list[Finding]:
+def _point_findings(subject: tuple[Tensor, Tensor], config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return whether drawn points lie where models lie without being copies of them."""
     # `subject`: scores of the points and of the models, each with a row per point; shapes `(b, k)` and `(n, k)`
     points, models = subject
@@ -76,12 +85,7 @@ def drawn_points(subject: tuple[Tensor, Tensor], config: object, *, seed: int, p
     return neighbor_findings(points, models)
 
 
-def moved_points(subject: Sequence[Direction], config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how well the directions of moves tell held-out models apart; see `methods.space.audit`."""
-    return direction_findings(subject, config, seed=seed, progress=progress)
-
-
-def written_adapters(subject: WrittenSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
+def _written_findings(subject: WrittenSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Read adapters back and return how far they are from the points that they were written of."""
     # Returns: The largest relative error: norm of the difference over the norm of the whole change. Where ranks were
     # not cut it is to be at most `EXACT`.
@@ -365,13 +369,17 @@ def _mean_cosine(
     return sum(cosines) / len(cosines)
 
 
+fitted_space = _audit("Fit", "How much of the adapters' variance does the space hold?", _fit_findings)
+drawn_points = _audit("Neighbors", "Do drawn points lie where models lie, and is none a copy?", _point_findings)
+moved_points = _audit("Directions", "How well do directions tell held-out models apart?", direction_findings)
+written_adapters = _audit("Files", "Are the adapters that were written the points that were meant?", _written_findings)
 declare_audits(
     TREATMENT,
     {
-        DIRECTIONS: direction_findings,
-        EDITS: edit_findings,
-        SAMPLES: sample_findings,
-        INVERSION: inversion_findings,
-        ENTANGLEMENT: entangled,
+        DIRECTIONS: moved_points,
+        EDITS: _audit("Edits", "What does an edit change, and what else?", edit_findings),
+        SAMPLES: _audit("Samples", "Are samples new, and as different as training models?", sample_findings),
+        INVERSION: _audit("Inversion", "How much of a person does one image give?", inversion_findings),
+        ENTANGLEMENT: _audit("Entanglement", "How many models do directions need?", entangled),
     },
 )

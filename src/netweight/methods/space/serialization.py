@@ -44,6 +44,7 @@ def write_space(fields: Mapping[str, Any], part: Path, folder: Path, *, standalo
         "config": fields["config"].to_json(),
         "accuracy": fields["accuracy"].to_json(),
         "bank": fields["bank_digest"],
+        "origin": dict(fields["origin"]),
         "bank_at": None if bank is None else os.path.relpath(bank.resolve(), folder.resolve()),
         "fitted": fields["fitted"],
         "components": fields["scores"].shape[1],
@@ -70,7 +71,7 @@ def read_space(folder: Path, bank: Bank | None) -> dict[str, Any]:
         **{name: numbers[name] for name in ("scores", "deviations", "fingerprints")},
         "names": tuple(values["names"]), "fitted": values["fitted"], "shapes": shapes, "basis": basis,
         "config": FitSettings(**values["config"]), "accuracy": Accuracy.from_json(values["accuracy"]),
-        "bank_digest": values["bank"],
+        "bank_digest": values["bank"], "origin": values.get("origin", {}),
     }  # fmt: skip
 
 

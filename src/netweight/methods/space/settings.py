@@ -144,9 +144,13 @@ class EditSettings(Settings):
 class ExportSettings(Settings):
     """How points are written as adapters."""
 
-    layout: Literal["diffusers", "peft", "kohya"] = Field(default="diffusers", description="Whose files to write.")
+    layout: Literal["diffusers", "peft", "kohya"] | None = Field(
+        default=None, description="Whose files to write; else diffusers' for a pipeline, peft's for other models."
+    )
     rank: int | None = Field(default=None, ge=1, description="Rank of each module; else as high as is needed.")
-    base: str | None = Field(default=None, description="Name of the base model, to be said in the files.")
+    base: str | None = Field(
+        default=None, description="Name of the base model, to be said in the files; else the one that is known."
+    )
 
 
 class FolderExport(ExportSettings):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from netweight.methods.space.points import row_of
 from netweight.methods.space.sampling import GaussianSampler
 from netweight.methods.space.serialization import read_space, write_space
 from netweight.methods.space.settings import FitSettings, Representation
-from netweight.nn.lora import Adapter, AdapterStack
+from netweight.nn.lora import Adapter
+from netweight.store.bank.shard import joined, rows_of_adapter
 from netweight.store.lora_formats.files import Exported, export_adapter
+from netweight.store.lora_formats.parts import Layout
 
 
 @final
@@ -42,6 +44,7 @@ class WeightSpace:
         config: How it was fitted.
         accuracy: What is known of how good the fit is.
         bank_digest: Digest of the bank that it was fitted to.
+        origin: What the bank said of its adapters, for exports: the model's name, "base", and "kernels".
 
     Source: weights2weights (arXiv 2406.09413); see docs/differences.md for what departs from it.
     """
@@ -56,6 +59,7 @@ class WeightSpace:
     config: FitSettings
     accuracy: Accuracy
     bank_digest: str
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def fit(
@@ -101,7 +105,7 @@ class WeightSpace:
         deviations = found.variances.sqrt().float()
         return cls(
             tuple(bank.names), len(bank), found.scores, deviations, fingerprints(bank), dict(bank.shapes), found.basis,
-            config, found.accuracy, bank.digest,
+            config, found.accuracy, bank.digest, {"base": bank.base, "kernels": dict(bank.kernels)},
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -116,7 +120,7 @@ class WeightSpace:
     @property
     def mean_adapter(self) -> Adapter:
         """The mean of the adapters, exactly."""
-        return self.basis.adapter(self.scores.new_zeros(self.components))
+        return self.adapter(self.scores.new_zeros(self.components))
 
     def point(self, which: str | Tensor) -> Point:
         """Return a point: that of an adapter of the space by its name, or that of scores.
@@ -143,14 +147,17 @@ class WeightSpace:
         """Return an adapter's scores, shape `(k,)`, fp32: the nearest point of the space.
 
         Args:
-            adapter: Adapter of the same modules, of any rank.
+            adapter: Adapter of the same modules, or in "delta" of some of them, of any rank.
 
         Raises:
             NameNotFound: It has other modules than the space.
             UsageError: It has other shapes.
         """
-        stack = AdapterStack.of([adapter])
-        check_modules(stack.shapes, self.shapes, what="The adapter")
+        own = {name: change.shape for name, change in adapter.factors.items()}
+        partly = self.config.representation == "delta" and own.keys() & self.shapes.keys()
+        check_modules({**self.shapes, **own} if partly else own, self.shapes, what="The adapter")
+        shapes = {name: self.shapes[name] for name in sorted(self.shapes)}
+        stack = joined(list(shapes), [rows_of_adapter(adapter, shapes)])
         return self.basis.project(stack)[0][0]
 
     def changes(self, scores: Tensor) -> dict[str, Tensor]:
@@ -182,7 +189,7 @@ class WeightSpace:
             UsageError: The scores have another length.
         """
         self._check(scores, (1,))
-        return self.basis.adapter(scores.detach().cpu())
+        return Adapter(dict(self.basis.factors(scores.detach().cpu())))
 
     def append(self, bank: Bank, *, progress: Progress = QUIET) -> Appended:
         """Give scores to the adapters that a bank has got since, without fitting again.
@@ -307,9 +314,14 @@ class Point:
         path: str | Path,
         *,
         rank: int | None = None,
-        layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
+        layout: Layout | None = None,
         base: str | None = None,
         overwrite: bool = False,
     ) -> Exported:
-        """Write the point as an adapter; see `export_adapter`."""
-        return export_adapter(self.adapter, path, rank=rank, layout=layout, base=base, overwrite=overwrite)
+        """Write the point as an adapter; see `export_adapter`. The base is the bank's, where none is given."""
+        origin = self.space.origin
+        kernels = {name: tuple(sides) for name, sides in origin.get("kernels", {}).items()}
+        return export_adapter(
+            self.space.basis.factors(self.scores.detach().cpu()), path, rank=rank, layout=layout,
+            base=base or origin.get("base"), kernels=kernels, overwrite=overwrite,
+        )  # fmt: skip

@@ -6,13 +6,14 @@ round that the server took and after the newest one: which of them counts, the s
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import safetensors
 import safetensors.torch
@@ -21,24 +22,35 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
+from netweight.core import digest
 from netweight.core.files import whole_file
 from netweight.errors import UsageError
-from netweight.methods.federate.defenses import UpdateNoise
+from netweight.job import Job
+from netweight.methods.federate.defenses import releases_of
+from netweight.methods.federate.dp import Guarantee, Release, guarantee
+from netweight.methods.federate.engine import Answer
 from netweight.methods.federate.method import Client, Method, Trained
-from netweight.methods.federate.settings import Privacy
+from netweight.methods.federate.settings import Budget
 from netweight.methods.federate.task import LocalModel, Task
 from netweight.methods.federate.updates import Tensors, check_allow_list, to_wire
-from netweight.plugins.flower.records import ARRAYS, REPORT, Answer, Order, chosen, from_record, to_record
+from netweight.plugins.flower.records import ARRAYS, REPORT, Order, answer_record, chosen, from_record, to_record
 from netweight.plugins.flower.secure_sum import masked_reply, under_masks
-from netweight.settings import Settings
-from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
-_KEY = "netweight.private"
+_KEY, _ACCOUNT = "netweight.private", "netweight.answers"
+# In a client's folder: its private tensors, and what it answered, one line each.
+_STATE, _ANSWERS = "private.safetensors", "answers"
+_LOG = logging.getLogger(__name__)
 
 
-def private_file(folder: str | Path, client: int) -> Path:
-    """Return where a client's private tensors are."""
-    return Path(folder) / f"client-{client}.safetensors"
+def _job_folder(folder: str | Path, client: int) -> Path:
+    return Path(folder) / f"client-{client}"
+
+
+@contextmanager
+def _job_of(folder: str | Path, client: int) -> Iterator[Job]:
+    """Open a client's job: its private tensors, and the account of what it answered."""
+    with Job.open(_job_folder(folder, client), of="private tensors", state=_STATE) as job:
+        yield job
 
 
 @final
@@ -84,9 +96,9 @@ class Kept:
         after = {int(round): from_record(state.array_records[f"{_KEY}.{int(round)}"]) for round in rounds}
         return cls(client, str(about["federation"]), after)
 
-    def save(self, path: Path) -> None:
-        """Write them over what is there, all or nothing."""
-        write_checkpoint(path, {"client": self.client, "federation": self.federation}, self._tensors())
+    def save(self, job: Job) -> None:
+        """Make them the state of a client's job."""
+        job.save({"client": self.client, "federation": self.federation}, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for round, tensors in self.after.items():
@@ -95,24 +107,29 @@ class Kept:
                 yield f"{round}|{name}", value
 
     @classmethod
-    def load(cls, path: Path) -> Kept:
-        """Read a file that `save` wrote."""
+    def load(cls, job: Job, client: int) -> Kept | None:
+        """Read a client's job, if it keeps something."""
+        found = job.load()
+        if found is None:
+            return None
+        about, stored = found
         after: dict[int, dict[str, Tensor]] = {}
-        with open_checkpoint(path) as (about, store, names):
-            for stored in names:
-                round, _, name = stored.partition("|")
-                tensors = after.setdefault(int(round), {})
-                if name:
-                    tensors[name] = store.get(stored, check=True).clone()
-        return cls(about["client"], about["federation"], after)
+        for place, value in stored.items():
+            round, _, name = place.partition("|")
+            tensors = after.setdefault(int(round), {})
+            if name:
+                tensors[name] = value.clone()
+        return cls(client, about["federation"], after)
 
 
 def export_private(folder: str | Path, client: int, target: str | Path) -> Path:
     """Write a client's newest private tensors, such as its head, to an ordinary safetensors file."""
-    source = private_file(folder, client)
-    if not source.exists():
+    kept = None
+    if (_job_folder(folder, client) / _STATE).exists():
+        with Job.open(_job_folder(folder, client), state=_STATE, reading=True) as job:
+            kept = Kept.load(job, client)
+    if kept is None:
         raise UsageError(f"There are no private tensors of client {client} in {folder}.", cure="Check the folder.")
-    kept = Kept.load(source)
     newest = max(kept.after)
     about = {"client": client, "federation": kept.federation, "round": newest}
     data = safetensors.torch.save(dict(kept.after[newest]), metadata={_KEY: json.dumps(about)})
@@ -129,14 +146,15 @@ def import_private(source: str | Path, folder: str | Path, *, start: bool = Fals
             raise UsageError(f"{source} was not written by export_private.", cure="Export the tensors again.")
         about = json.loads(metadata[_KEY])
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-    target = private_file(folder, about["client"])
-    if target.exists():
-        raise UsageError(
-            f"{target} holds private tensors of client {about['client']} already.", cure="Move the file away."
-        )
+    client = about["client"]
     federation, round = ("", 0) if start else (about["federation"], about["round"])
-    Kept(about["client"], federation, {round: tensors}).save(target)
-    return target
+    with _job_of(folder, client) as job:
+        if job.load() is not None:
+            raise UsageError(
+                f"{job.folder} holds private tensors of client {client} already.", cure="Move the folder away."
+            )
+        Kept(client, federation, {round: tensors}).save(job)
+    return _job_folder(folder, client)
 
 
 def client_app(
@@ -146,16 +164,34 @@ def client_app(
     folder: str | Path | Callable[[Context], str | Path | None] | None = None,
     device: torch.device | str = "cpu",
     secure_sum: bool | Callable[[Context], bool] = False,
-    seed: int | None = None,
+    seed: int | Callable[[Context], int | None] | None = None,
+    budget: Budget | None = None,
+    repeats: int = 3,
 ) -> ClientApp:
-    """Return the app that every client runs."""
+    """Return the app that every client runs.
+
+    Args:
+        task_of: Makes the task, with this client's data, of Flower's context.
+        method: The method; like `folder` and `secure_sum` it may be a function of Flower's context.
+        folder: Where the client keeps its private tensors and the account of its answers; None for the node's memory.
+        device: Where to train.
+        secure_sum: Whether the client sends its updates under masks only.
+        seed: Random seed of the client's start and draws, for rehearsals; by default a secret that no server knows.
+        budget: What all answers together may give away; needs a folder and a method with noise.
+        repeats: How often the client answers again to the same state.
+
+    Raises:
+        UsageError: A budget has no folder to be kept in.
+    """
+    if budget is not None and folder is None:
+        raise UsageError("A budget has to be kept on the client's disk.", cure="Give a folder.")
     app = ClientApp()
 
     @app.query()
     def tell_number(message: Message, context: Context) -> Message:
-        report = ConfigRecord({"client": client_number(context)})
-        if chosen(secure_sum, context):  # the scale of weights must be known before they are masked
-            report["n"] = task_of(context).client(client_number(context)).n
+        number = client_number(context)
+        n = task_of(context).client(number).n
+        report = ConfigRecord({"client": number, "n": 1 if releases_of(chosen(method, context), n)[0] else n})
         return Message(RecordDict({REPORT: report}), reply_to=message)
 
     @app.train()
@@ -163,29 +199,101 @@ def client_app(
         return under_masks(message, context, train_once, wanted=chosen(secure_sum, context))
 
     def train_once(message: Message, context: Context) -> Message:
+        place, number = chosen(folder, context), client_number(context)
+        if place is None:
+            return answered(message, context, None)
+        with _job_of(place, number) as job:
+            return answered(message, context, job)
+
+    def answered(message: Message, context: Context, job: Job | None) -> Message:
         number, order = client_number(context), Order.of(message)
         task, own_method = task_of(context), chosen(method, context)
-        place = chosen(folder, context)
-        file = None if place is None else private_file(place, number)
-        kept = _kept(context, number, file)
-        start = own_method.private_start(task, number, seed=order.seed)
+        sent = from_record(message.content.array_records[ARRAYS])
+        answers = Answers(context, job, number)
+        spent = answers.admit(order, sent, releases_of(own_method, task.client(number).n), budget, repeats)
+        rehearsed: int | None = chosen(seed, context)
+        own_seed: int = answers.seed if rehearsed is None else rehearsed
+        kept = (Kept.load(job, number) if job is not None else None) or Kept.of_state(context.state, number)
+        start = own_method.private_start(task, number, seed=own_seed)
         # A method that keeps nothing to itself needs nothing from earlier rounds.
         private = (kept.at(order.federation, order.go_on_from) if start else None) or start
-        received = _on(device, from_record(message.content.array_records[ARRAYS]))
+        received = _on(device, sent)
         client = Client(number, _on(device, private), received)
-        draws = seed
-        if draws is None:
-            draws = secrets.randbits(62) if _hides_by_noise(own_method) else order.seed
+        # Noise is drawn anew for every answer: two answers with the same noise would differ by what it hides.
+        draws = secrets.randbits(62) if rehearsed is None and spent is not None else own_seed
         trained, metrics = _trained(task, own_method, client, order, draws, torch.device(device))
+        if spent is not None:  # losses and accuracies would say beside the noise what it hides
+            metrics = {"epsilon": spent.epsilon}
         wire = to_wire(trained.update.tensors)
         check_allow_list(wire, own_method.shared, client=number)
-        _keep(Kept(number, order.federation, {order.go_on_from: private, order.round: trained.private}), context, file)
+        # Kept and counted before the update leaves: a server must not go on from what a client may have lost.
+        after = Kept(number, order.federation, {order.go_on_from: private, order.round: trained.private})
+        if job is not None:
+            after.save(job)
+        after.to_state(context.state)
+        answers.count(order, spent)
         answer = Answer(trained.update, metrics)
         if chosen(secure_sum, context):
             return masked_reply(message, received, answer)
-        return Message(answer.to_records(wire), reply_to=message)
+        return Message(answer_record(answer, wire), reply_to=message)
 
     return app
+
+
+@final
+class Answers:
+    """The account of a client's answers: on its disk, or in the node's memory where it has no folder."""
+
+    def __init__(self, context: Context, job: Job | None, client: int) -> None:
+        self._state, self._job = context.state, job
+        self._rows: list[dict[str, Any]] = []
+        if job is not None:
+            self._rows = job.records(_ANSWERS)
+        elif (known := context.state.config_records.get(_ACCOUNT)) is not None:
+            self._rows = json.loads(str(known["rows"]))
+        known_seed = next((int(row["seed"]) for row in self._rows if "seed" in row), None)
+        self.seed = secrets.randbits(62) if known_seed is None else known_seed
+        if known_seed is None:
+            self._add({"seed": self.seed})
+        self._next: dict[str, Any] = {}
+
+    def admit(
+        self, order: Order, sent: Tensors, about: tuple[list[Release], str, tuple[str, ...]], budget: Budget | None,
+        repeats: int,
+    ) -> Guarantee | None:  # fmt: skip
+        """Refuse an order that repeats a state too often or passes the budget; return what is spent with it."""
+        state = digest.of_config({name: digest.of_tensor(value.contiguous()) for name, value in sorted(sent.items())})
+        again = sum(row.get("state") == state for row in self._rows)
+        if sent and again > repeats:
+            raise UsageError(f"The same state was answered {again} times already; it is not answered again.")
+        releases, sampling, caveats = about
+        self._next = {"state": state, "round": order.round, "releases": [vars(one) for one in releases]}
+        if not releases:
+            if budget is not None:
+                raise UsageError("There is a budget, and no noise that keeps it.", cure="Use a method that adds noise.")
+            return None
+        before = [Release(**one) for row in self._rows for one in row.get("releases", ())]
+        delta = Budget.model_fields["delta"].default if budget is None else budget.delta
+        spent = guarantee([*before, *releases], delta, sampling=sampling, caveats=caveats)
+        if budget is not None and spent.epsilon > budget.epsilon:
+            raise UsageError(
+                f"Another answer would spend ε {spent.epsilon:.4g}; the budget is {budget.epsilon:g} at δ {delta:g}."
+            )
+        return replace(spent, answers=1 + sum("state" in row for row in self._rows))
+
+    def count(self, order: Order, spent: Guarantee | None) -> None:
+        """Count the answer that is about to leave."""
+        if spent is not None:
+            _LOG.info("Round %d: %s.", order.round, spent)
+            self._next["spent"] = str(spent)
+        self._add(self._next)
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        if self._job is not None:
+            self._job.record(_ANSWERS, row)
+        else:
+            self._state[_ACCOUNT] = ConfigRecord({"rows": json.dumps(self._rows)})
 
 
 def client_number(context: Context) -> int:
@@ -201,27 +309,6 @@ def client_number(context: Context) -> int:
 
 def _on(device: torch.device | str, tensors: Tensors) -> dict[str, Tensor]:
     return {name: value.to(device) for name, value in tensors.items()}
-
-
-def _hides_by_noise(value: object) -> bool:
-    """Whether a method, or anything that it is made of, draws noise for the sake of privacy."""
-    if isinstance(value, Privacy | UpdateNoise):
-        return True
-    parts = value if isinstance(value, tuple) else ()
-    if dataclasses.is_dataclass(value) or isinstance(value, Settings):
-        parts = tuple(vars(value).values())
-    return any(_hides_by_noise(part) for part in parts)
-
-
-def _kept(context: Context, number: int, file: Path | None) -> Kept:
-    return Kept.load(file) if file is not None and file.exists() else Kept.of_state(context.state, number)
-
-
-def _keep(kept: Kept, context: Context, file: Path | None) -> None:
-    """Keep private tensors before the update leaves: a server must not go on from what a client may have lost."""
-    if file is not None:
-        kept.save(file)
-    kept.to_state(context.state)
 
 
 def _trained(

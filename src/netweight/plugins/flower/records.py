@@ -14,6 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from torch import Tensor
 
 from netweight.errors import Unsupported, UsageError
+from netweight.methods.federate.engine import Answer
 from netweight.methods.federate.updates import Tensors, Update, from_wire
 
 # Names of the records of a message: tensors; what the server wants; what a client says of its update; accuracies.
@@ -78,18 +79,11 @@ class Order:
         return cls(str(found["federation"]), evaluate=bool(found["evaluate"]), **numbers)
 
 
-@final
-@dataclass(frozen=True)
-class Answer:
-    """What a client answered."""
-
-    update: Update
-    metrics: Mapping[str, float]  # "before", "after" and "loss", as far as it said them and they can be
-
-    def to_records(self, wire: Tensors) -> RecordDict:
-        """Return the records that travel, with the update's tensors as `to_wire` gave them."""
-        report = ConfigRecord({"client": self.update.client, "n": self.update.n, "round": self.update.round})
-        return RecordDict({ARRAYS: to_record(wire), REPORT: report, METRICS: MetricRecord(dict(self.metrics))})
+def answer_record(answer: Answer, wire: Tensors) -> RecordDict:
+    """Return the records that travel, with the update's tensors as `to_wire` gave them."""
+    update = answer.update
+    report = ConfigRecord({"client": update.client, "n": update.n, "round": update.round})
+    return RecordDict({ARRAYS: to_record(wire), REPORT: report, METRICS: MetricRecord(dict(answer.metrics))})
 
 
 def read_answer(reply: Message, client: int) -> Answer:
@@ -117,4 +111,4 @@ def known_metrics(said: Mapping[str, object]) -> dict[str, float]:
 def _can_be(name: str, value: object) -> bool:
     if not isinstance(value, float | int) or not math.isfinite(value):
         return False
-    return 0 <= value <= 1 if name in ("before", "after") else name == "loss"
+    return 0 <= value <= 1 if name in ("before", "after") else name == "loss" or (name == "epsilon" and value >= 0)

@@ -31,9 +31,10 @@ from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_pa
 from flwr.serverapp import Grid
 
 from netweight.errors import Unsupported, UsageError
+from netweight.methods.federate.engine import Answer, Replies, Trial
 from netweight.methods.federate.updates import LowRank, Tensors, Update, fault_of
-from netweight.plugins.flower.records import Answer, known_metrics
-from netweight.plugins.flower.strategy import MethodStrategy, Trial, exchange
+from netweight.plugins.flower.records import known_metrics
+from netweight.plugins.flower.strategy import OverGrid, Summed, exchange
 
 # Largest change of a weight in one round that can be summed; a client with a larger one leaves itself out.
 CLIP = 2.0
@@ -162,39 +163,66 @@ class _OneSum:
         return None, {}
 
 
-def masked_attempt(
-    strategy: MethodStrategy, round: int, arrays: ArrayRecord, grid: Grid, context: Context
-) -> ArrayRecord | None:
-    """Run a round in which the server sees the clients' weighted mean alone."""
-    strategy.configure_train(round, arrays, ConfigRecord(), grid)
-    trial = strategy.trial
-    assert trial is not None
-    if any(tensors.keys() != trial.state.keys() for tensors in trial.sent.values()) or any(
-        tensors[name] is not trial.state[name] for tensors in trial.sent.values() for name in tensors
-    ):
-        raise UsageError(f"{strategy.method.name} sends each client something else: there is no sum to be secured.")
-    if len(trial.sent) > _MOST:
-        raise UsageError(
-            f"A sum over {len(trial.sent)} clients could overflow its words; up to {_MOST} can be summed.",
-            cure="Ask fewer clients in a round: lower `fraction`.",
-        )
-    if len(trial.sent) < max(FEWEST, strategy.settings.min_clients):
-        strategy.log_refused(trial, trial.absent)
-        return None
-    listening = _Listening(grid, strategy.timeout)
-    largest = max(1, *(strategy.examples(client) for client in trial.sent))
-    # Fewer than are wanted are not unmasked: beside the sum of the next attempt theirs would tell who was missing.
-    threshold = max(_THRESHOLD, strategy.settings.min_clients / len(trial.sent))
-    found = _summed(trial, listening, context, largest, threshold)
-    client_of = {message.metadata.dst_node_id: client for client, message in trial.messages.items()}
-    faults = {client_of[node]: why for node, why in listening.faults.items()}
-    return _concluded(strategy, trial, found, {client_of[node]: fit for node, fit in found.results.items()}, faults)
+def masked_sum(context: Context) -> Summed:
+    """Return what runs a round in which the server sees the clients' weighted mean alone."""
+
+    def exchange_masked(over: OverGrid, trial: Trial, messages: Mapping[int, Message]) -> Replies:
+        rounds = over.rounds
+        state, settings = rounds.state, rounds.settings
+        if any(tensors.keys() != state.keys() for tensors in trial.sent.values()) or any(
+            tensors[name] is not state[name] for tensors in trial.sent.values() for name in tensors
+        ):
+            raise UsageError(f"{rounds.method.name} sends each client something else: there is no sum to be secured.")
+        if settings.aggregator != "mean":
+            raise UsageError(f"Nobody can compare masked updates, as {settings.aggregator} does.", cure="Use mean.")
+        if len(trial.sent) > _MOST:
+            raise UsageError(
+                f"A sum over {len(trial.sent)} clients could overflow its words; up to {_MOST} can be summed.",
+                cure="Ask fewer clients in a round: lower `fraction`.",
+            )
+        # A weight is what the client said before any sum, and no more than the bound: one that says more takes no part.
+        weights = over.nodes.examples
+        faults = {
+            client: f"says that it has {weights[client]} examples, more than {over.nodes.weight(client)} can be summed"
+            for client in trial.sent
+            if weights[client] > over.nodes.weight(client)
+        }
+        asked = {client: message for client, message in messages.items() if client not in faults}
+        if len(asked) < max(FEWEST, settings.min_clients):
+            return Replies([], {**dict.fromkeys(asked, "is not in a sum, which would be of too few"), **faults})
+        assert over.grid is not None
+        listening = _Listening(over.grid, over.timeout)
+        largest = max(weights[client] for client in asked)
+        # Fewer than are wanted are not unmasked: beside the sum of the next attempt theirs would tell who was missing.
+        threshold = max(_THRESHOLD, settings.min_clients / len(asked))
+        found = _summed(trial.round, asked, listening, context, largest, threshold)
+        client_of = {message.metadata.dst_node_id: client for client, message in asked.items()}
+        results = {client_of[node]: result for node, result in found.results.items()}
+        silent = {client_of[node]: why for node, why in listening.faults.items()}
+        faults |= {client: why for client, why in silent.items() if client not in results}
+        for client, result in results.items():
+            if result.num_examples != weights[client]:
+                faults[client] = f"says that it has {result.num_examples} examples; it registered {weights[client]}"
+                over.nodes.examples[client] = 2**62  # takes no part in another attempt
+                found.mean = None
+        joint = None if found.mean is None else _joined(state, found.mean, results, trial.round)
+        if joint is None:
+            return Replies([], faults)
+        answers = [
+            Answer(Update(client, result.num_examples, {}, trial.round), known_metrics(result.metrics))
+            for client, result in results.items()
+        ]
+        return Replies(answers, faults, joint)
+
+    return exchange_masked
 
 
-def _summed(trial: Trial, grid: _Listening, context: Context, largest: int, threshold: float) -> _OneSum:
+def _summed(
+    round: int, messages: Mapping[int, Message], grid: _Listening, context: Context, largest: int, threshold: float
+) -> _OneSum:
     """Run the protocol; the mean is None if it was halted."""
     server, protocol = importlib.import_module("flwr.server"), _server_side()
-    contents: dict[int, RecordDict] = {m.metadata.dst_node_id: m.content for m in trial.messages.values()}
+    contents: dict[int, RecordDict] = {m.metadata.dst_node_id: m.content for m in messages.values()}
 
     one = _OneSum(list(contents))
     own = Context(context.run_id, context.node_id, context.node_config, RecordDict(), context.run_config)
@@ -202,7 +230,7 @@ def _summed(trial: Trial, grid: _Listening, context: Context, largest: int, thre
         context=own, config=server.ServerConfig(num_rounds=1), strategy=one, client_manager=one
     )
     legacy.state.config_records[protocol.MAIN_CONFIGS_RECORD] = ConfigRecord(
-        {protocol.WorkflowKey.CURRENT_ROUND: trial.round}
+        {protocol.WorkflowKey.CURRENT_ROUND: round}
     )
     legacy.state.array_records[protocol.MAIN_PARAMS_RECORD] = ArrayRecord()
     workflow = protocol.SecAggPlusWorkflow(1.0, threshold, max_weight=float(largest), clipping_range=CLIP)
@@ -210,7 +238,7 @@ def _summed(trial: Trial, grid: _Listening, context: Context, largest: int, thre
     try:
         workflow(grid, legacy)
     except Exception as error:  # Flower's part of the protocol trusts what clients send; it must not stop the server
-        _LOG.warning("Round %d: the sum failed: %s: %s", trial.round, type(error).__name__, error)
+        _LOG.warning("Round %d: the sum failed: %s: %s", round, type(error).__name__, error)
         one.mean = None
     return one
 
@@ -236,26 +264,18 @@ def _amend(workflow: Any, contents: Mapping[int, RecordDict]) -> None:
     workflow.setup_stage, workflow.share_keys_stage = set_up_with_own_records, share_keys_of_who_is_there
 
 
-def _concluded(
-    strategy: MethodStrategy, trial: Trial, found: _OneSum, results: Mapping[int, FitRes], faults: Mapping[int, str]
-) -> ArrayRecord | None:
-    refused = {**{client: "is not in the sum" for client in trial.sent if client not in results}, **trial.absent}
-    refused |= {client: why for client, why in faults.items() if client not in results}
-    strategy.log_refused(trial, refused)
-    names = sorted(trial.state)
-    if found.mean is None or len(found.mean) != len(names):
+def _joined(
+    state: Tensors, mean: Sequence[np.ndarray[Any, Any]], results: Mapping[int, FitRes], round: int
+) -> Update | None:
+    """Return the update that a mean of changes makes of the state, or None if it cannot be one."""
+    names = sorted(state)
+    changes = {name: torch.from_numpy(value) for name, value in zip(names, mean, strict=False)}
+    if len(mean) != len(names) or any(changes[name].shape != state[name].shape for name in names):
+        _LOG.warning("Round %d: the sum has other shapes than the state.", round)
         return None
-    changes = {name: torch.from_numpy(mean) for name, mean in zip(names, found.mean, strict=True)}
-    if any(changes[name].shape != trial.state[name].shape for name in names):
-        _LOG.warning("Round %d, attempt %d: the sum has other shapes than the state.", trial.round, trial.attempt + 1)
+    tensors = {name: (state[name].double() + changes[name]).to(state[name]) for name in names}
+    joint = Update(min(results), sum(result.num_examples for result in results.values()), tensors, round)
+    if (fault := fault_of(state, joint, round=round)) is not None:
+        _LOG.warning("Round %d: the sum %s.", round, fault)
         return None
-    state = {name: (trial.state[name].double() + changes[name]).to(trial.state[name]) for name in names}
-    joint = Update(min(results), sum(result.num_examples for result in results.values()), state, trial.round)
-    if (fault := fault_of(trial.state, joint, round=trial.round)) is not None:
-        _LOG.warning("Round %d, attempt %d: the sum %s.", trial.round, trial.attempt + 1, fault)
-        return None
-    answers = [
-        Answer(Update(client, result.num_examples, {}, trial.round), known_metrics(result.metrics))
-        for client, result in results.items()
-    ]
-    return strategy.finish(trial, strategy.method.aggregate(trial.state, [joint]), answers, refused)[0]
+    return joint

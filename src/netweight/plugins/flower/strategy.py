@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
 from typing import final
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -14,11 +15,11 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.methods.federate.engine import Round, sampled_clients, still_there
+from netweight.methods.federate.engine import Answer, Replies, Round, Rounds, Trial
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.settings import Federation
-from netweight.methods.federate.updates import LowRank, Tensors, Update, validate_updates
-from netweight.plugins.flower.records import ARRAYS, ORDER, REPORT, Answer, Order, from_record, read_answer, to_record
+from netweight.methods.federate.updates import LowRank, Tensors
+from netweight.plugins.flower.records import ARRAYS, ORDER, REPORT, Order, from_record, read_answer, to_record
 
 _LOG = logging.getLogger(__name__)
 _POLL = 0.5  # seconds between two looks for replies
@@ -46,16 +47,18 @@ def exchange(grid: Grid, messages: Sequence[Message], *, timeout: float) -> list
 
 @final
 class Nodes:
-    """Which node is which client: every node is asked once."""
+    """Which node is which client: every node is asked once, and what it says binds it."""
 
-    # A node's word is taken for its number: that only registered nodes connect is Flower's part.
-    # `timeout`: seconds to wait for answers
-
-    def __init__(self, clients: Iterable[int], *, timeout: float) -> None:
+    def __init__(
+        self, clients: Iterable[int], *, timeout: float, most_examples: float, registered: Mapping[int, int] | None
+    ) -> None:
         self._clients = frozenset(clients)
-        self._timeout = timeout
+        self._timeout = timeout  # seconds to wait for answers
+        self._most_examples = most_examples
+        self._registered = registered  # node id → client number, where the operator says who is who
         self._number: dict[int, int] = {}
-        self.examples: dict[int, int] = {}
+        self._holder: dict[int, int] = {}  # client number → the node that had it first
+        self.examples: dict[int, int] = {}  # client number → examples that it weighs
 
     def connected(self, grid: Grid) -> tuple[dict[int, int], dict[int, str]]:
         """Return client → node for all clients that can be asked, and client → why for those that cannot."""
@@ -65,26 +68,44 @@ class Nodes:
         for node in here:
             if node in self._number:
                 claims.setdefault(self._number[node], []).append(node)
-        absent = dict.fromkeys(self._clients - claims.keys(), "has no node that is connected and answers")
-        absent |= {client: f"is claimed by {len(nodes)} nodes" for client, nodes in claims.items() if len(nodes) > 1}
-        return {client: nodes[0] for client, nodes in claims.items() if len(nodes) == 1}, absent
+        found, absent = {}, dict.fromkeys(self._clients - claims.keys(), "has no node that is connected and answers")
+        for client, nodes in claims.items():
+            holder = nodes[0] if len(nodes) == 1 else self._holder.get(client)
+            if holder in nodes:
+                found[client] = self._holder[client] = holder
+            else:
+                absent[client] = f"is claimed by {len(nodes)} nodes"
+            for node in (node for node in nodes if len(nodes) > 1 and holder in nodes and node != holder):
+                _LOG.warning("Node %d claims to be client %d, who is node %d; it is not asked.", node, client, holder)
+        return found, absent
 
     def _ask(self, grid: Grid, strangers: Sequence[int]) -> None:
         questions = [Message(RecordDict(), node, MessageType.QUERY, ttl=self._timeout + GRACE) for node in strangers]
+        said: dict[int, int] = {}
         for reply in exchange(grid, questions, timeout=self._timeout) if questions else []:
             node = _asked(questions, reply)
             if node is None:
                 continue
             try:
                 report = reply.content.config_records[REPORT]
-                number, examples = int(str(report["client"])), int(str(report.get("n", 0)))
+                number, examples = int(str(report["client"])), int(str(report["n"]))
             except Exception as error:  # an error message, or whatever a stranger sent instead of a number
-                _LOG.warning("Node %d did not say its client number: %s.", node, error)
+                _LOG.warning("Node %d did not say its client number and examples: %s.", node, error)
                 continue
-            if number in self._clients:
-                self._number[node], self.examples[number] = number, examples
-            else:
+            if number not in self._clients:
                 _LOG.warning("Node %d says that it is client %d, whom the task does not have.", node, number)
+            elif self._registered is not None and self._registered.get(node) != number:
+                _LOG.warning("Node %d says that it is client %d; it is not registered as that.", node, number)
+            else:
+                self._number[node] = number
+                said.setdefault(number, examples)
+        for number, examples in said.items():
+            self.examples.setdefault(number, examples)
+
+    def weight(self, client: int) -> int:
+        """Return the examples by which a client may weigh in a sum: as it said when it came, up to a bound."""
+        known = [examples for examples in self.examples.values() if examples > 0]
+        return int(min(self.examples.get(client, 1), self._most_examples * median(known))) if known else 1
 
 
 def _asked(questions: Sequence[Message], reply: Message) -> int | None:
@@ -94,134 +115,126 @@ def _asked(questions: Sequence[Message], reply: Message) -> int | None:
 
 
 @final
-@dataclass(frozen=True)
-class Trial:
-    """A round under way."""
+class OverGrid:
+    """The transport of a federation whose clients are Flower's nodes."""
 
-    round: int  # its number, from 1
-    attempt: int  # how often it was tried before
-    asked: tuple[int, ...]  # clients that were drawn, in order
-    state: Tensors  # the server's tensors by name
-    sent: Mapping[int, Tensors]  # what each client that was reached got; tensors by name
-    absent: Mapping[int, str]  # client → why it was not reached
-    messages: Mapping[int, Message]  # client → its message
-    started: float  # when, on the monotonic clock
+    def __init__(
+        self, rounds: Rounds, *, federation: str, timeout: float, patience: float = 0.0, grid: Grid | None = None,
+        registered: Mapping[int, int] | None = None, summed: Summed | None = None,
+    ) -> None:  # fmt: skip
+        self.rounds, self.grid, self.timeout, self._patience = rounds, grid, timeout, patience
+        self._federation, self._summed = federation, summed
+        most = rounds.settings.most_examples
+        self.nodes = Nodes(rounds.clients, timeout=timeout, most_examples=most, registered=registered)
+        self._here: dict[int, int] = {}
 
-    def client_of(self, reply: Message) -> int | None:
-        """Return who was asked what a message answers, by the question, not by what the answer says of itself."""
-        for client, message in self.messages.items():
-            if message.metadata.message_id == reply.metadata.reply_to_message_id:
-                return client
-        return None
+    def reach(self) -> tuple[Container[int], Mapping[int, str]]:
+        """Return the clients whose nodes are connected."""
+        assert self.grid is not None
+        self._here, absent = self.nodes.connected(self.grid)
+        return self._here, absent
+
+    def messages(self, trial: Trial) -> dict[int, Message]:
+        """Return each client's message."""
+        records = {id(tensors): to_record(tensors) for tensors in trial.sent.values()}  # most methods send all the same
+        lives, group, rounds = self.timeout + GRACE, str(trial.round), self.rounds
+        evaluate, seed = rounds.settings.evaluates(trial.round), rounds.settings.seed
+        made = {}
+        for client, tensors in trial.sent.items():
+            order = Order(self._federation, trial.round, seed, evaluate, rounds.last_taken(client)).to_record()
+            content = RecordDict({ARRAYS: records[id(tensors)], ORDER: order})
+            made[client] = Message(content, self._here[client], MessageType.TRAIN, ttl=lives, group_id=group)
+        return made
+
+    def exchange(self, trial: Trial) -> Replies:
+        """Send the round's messages and read the replies."""
+        assert self.grid is not None
+        messages = self.messages(trial)
+        if self._summed is not None:
+            return self._summed(self, trial, messages)
+        sent = list(messages.values())
+        return self.read(trial, messages, exchange(self.grid, sent, timeout=self.timeout) if sent else [])
+
+    def read(self, trial: Trial, messages: Mapping[int, Message], replies: Iterable[Message]) -> Replies:
+        """Read replies: who answered is known by the question, not by what the answer says of itself."""
+        asked = {message.metadata.message_id: client for client, message in messages.items()}
+        answers: list[Answer] = []
+        faults: dict[int, str] = {}
+        for reply in replies:
+            client = asked.get(reply.metadata.reply_to_message_id)
+            if client is None:
+                _LOG.warning("Round %d: node %d answered what was not asked.", trial.round, reply.metadata.src_node_id)
+                continue
+            try:
+                answer = read_answer(reply, client)
+                if (said := self.nodes.examples[client]) != answer.update.n:
+                    raise UsageError(f"says that it has {answer.update.n} examples; it registered {said}")
+                answers.append(_against_state(answer, trial.sent[client], self.rounds.state))
+            except UsageError as error:
+                faults[client] = error.reason
+        return Replies(answers, faults)
+
+    def settle(self, done: Round) -> None:
+        """Keep nothing: clients keep what is theirs."""
+
+    def before_retry(self) -> None:
+        """Wait for nodes to come back."""
+        assert self.grid is not None
+        wait_for_nodes(self.grid, self.rounds.settings.min_clients, self._patience)
+
+
+# Runs a round in which the server sees a sum alone.
+Summed = Callable[[OverGrid, Trial, Mapping[int, Message]], Replies]
+
+
+def wait_for_nodes(grid: Grid, wanted: int, patience: float) -> None:
+    """Wait until so many nodes are connected, or until patience ends."""
+    deadline = time.monotonic() + patience
+    while (here := len(list(grid.get_node_ids()))) < wanted and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    if here < wanted:
+        _LOG.warning("%d of %d nodes are connected after %.0f seconds; going on with these.", here, wanted, patience)
 
 
 @final
 class MethodStrategy(Strategy):
-    """Runs a federated method's rounds: sound updates are joined by `method.aggregate`, the others are named."""
-
-    # `server_app` drives it, with retries and checkpoints. Flower's own `start` can, too, and then a round with too few
-    # sound updates leaves the model as it was.
+    """A federated method for Flower's own `start`: a round with too few sound updates leaves the model as it was."""
 
     def __init__(
-        self,
-        method: Method,
-        settings: Federation,
-        clients: Sequence[int],
-        *,
-        federation: str,
-        rounds: Sequence[Round] = (),
-        timeout: float = 600.0,
+        self, method: Method, settings: Federation, clients: Sequence[int], *, federation: str, timeout: float = 600.0
     ) -> None:
-        self.method, self.settings, self.federation = method, settings, federation
-        self.clients = tuple(sorted(clients))
-        self.timeout = timeout  # seconds to wait for a round's answers
-        self.rounds = list(rounds)
-        self.trial: Trial | None = None
-        self._nodes = Nodes(self.clients, timeout=timeout)
+        self.rounds = Rounds(method, settings, sorted(clients), {})
+        self._over = OverGrid(self.rounds, federation=federation, timeout=timeout)
+        self._trial: Trial | None = None
+        self._messages: dict[int, Message] = {}
 
     def summary(self) -> None:
         """Log what is run."""
-        _LOG.info("%s with %d clients: %s", self.method.name, len(self.clients), self.settings)
+        rounds = self.rounds
+        _LOG.info("%s with %d clients: %s", rounds.method.name, len(rounds.clients), rounds.settings)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the round's clients and return a message for each that is connected."""
-        again = self.trial is not None and self.trial.round == server_round
-        attempt = self.trial.attempt + 1 if again and self.trial is not None else 0
-        asked = sampled_clients(self.clients, self.settings, server_round, attempt)
-        nodes, absent = self._nodes.connected(grid)
-        there = still_there(asked, self.settings, server_round, attempt)
-        state = from_record(arrays)
-        sent = {client: self.method.message(state, client) for client in there if client in nodes}
-        records = {id(tensors): to_record(tensors) for tensors in sent.values()}  # most methods send all the same
-
-        def message(client: int) -> Message:
-            order = self._order(server_round, client).to_record()
-            content = RecordDict({ARRAYS: records[id(sent[client])], ORDER: order})
-            lives, group = self.timeout + GRACE, str(server_round)
-            return Message(content, nodes[client], MessageType.TRAIN, ttl=lives, group_id=group)
-
-        messages = {client: message(client) for client in sent}
-        missing = {client: absent.get(client, "vanished, as drop_out asks") for client in asked if client not in sent}
-        self.trial = Trial(server_round, attempt, asked, state, sent, missing, messages, time.monotonic())
-        return list(messages.values())
+        self._over.grid, self.rounds.state = grid, from_record(arrays)
+        self._trial = self.rounds.begin(server_round, 0, *self._over.reach())
+        self._messages = self._over.messages(self._trial)
+        return list(self._messages.values())
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Join the sound updates; None and None if there are too few."""
-        answers: list[Answer] = []
-        faults: dict[int, str] = {}
-        for reply in replies:
-            client = self._trial(server_round).client_of(reply)
-            if client is None:
-                _LOG.warning("Round %d: node %d answered what was not asked.", server_round, reply.metadata.src_node_id)
-                continue
-            try:
-                answers.append(read_answer(reply, client))
-            except UsageError as error:
-                faults[client] = error.reason
-        return self.conclude(server_round, answers, faults)
-
-    def conclude(
-        self, server_round: int, answers: Sequence[Answer], faults: Mapping[int, str]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Validate a round's answers, join the sound ones and note the round."""
-        trial = self._trial(server_round)
-        found = validate_updates(trial.sent, [answer.update for answer in answers], round=server_round)
-        refused = {**found.refused, **trial.absent, **faults}
-        self.log_refused(trial, refused)
-        accepted = [_against_state(update, trial) for update in found.accepted if update.client not in refused]
-        if len(accepted) < self.settings.min_clients:
+        if self._trial is None or self._trial.round != server_round:
+            raise UsageError(f"Round {server_round} was not configured.")
+        if not self.rounds.conclude(self._trial, self._over.read(self._trial, self._messages, replies)):
             return None, None
-        sound = {update.client for update in accepted}
-        sound_answers = [answer for answer in answers if answer.update.client in sound]
-        return self.finish(trial, self.method.aggregate(trial.state, accepted), sound_answers, refused)
-
-    def examples(self, client: int) -> int:
-        """Return how many training examples a client said that it has; 0 if it did not say."""
-        return self._nodes.examples.get(client, 0)
-
-    def log_refused(self, trial: Trial, refused: Mapping[int, str]) -> None:
-        """Log who was left out of a round, and why."""
-        for client, why in sorted(refused.items()):
-            _LOG.warning("Round %d, attempt %d: client %d left out: %s.", trial.round, trial.attempt + 1, client, why)
-
-    def finish(
-        self, trial: Trial, state: Tensors, answers: Sequence[Answer], refused: Mapping[int, str]
-    ) -> tuple[ArrayRecord, MetricRecord]:
-        """Add a finished round to the history; return the next state and the round's metrics."""
-        kinds = ("before", "after", "loss")
-        said = {kind: {a.update.client: a.metrics[kind] for a in answers if kind in a.metrics} for kind in kinds}
-        seconds = time.monotonic() - trial.started
-        done = Round(trial.round, trial.asked, **said, seconds=seconds, refused=refused, attempts=trial.attempt + 1)
-        self.rounds.append(done)
-        means = {"before": done.mean_before, "after": done.mean_after, "loss": done.mean_loss}
-        _LOG.info("Round %d: %d of %d clients; %s", done.round, len(answers), len(done.clients), means)
+        done = self.rounds.rounds[-1]
+        said = {"before": done.before, "after": done.after, "loss": done.loss, "epsilon": done.epsilon}
         each = {f"{kind}.{client}": value for kind, values in said.items() for client, value in values.items()}
-        known = {kind: mean for kind, mean in means.items() if mean is not None}
-        return to_record(state), MetricRecord({**known, **each})
+        means = {kind: sum(values.values()) / len(values) for kind, values in said.items() if values}
+        return to_record(self.rounds.state), MetricRecord({**means, **each})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -233,23 +246,16 @@ class MethodStrategy(Strategy):
         """Return None: there is nothing beside the training's metrics."""
         return None
 
-    def _order(self, round: int, client: int) -> Order:
-        taken = [done.round for done in self.rounds if client in done.clients and client not in done.refused]
-        evaluate = self.settings.evaluates(round)
-        return Order(self.federation, round, self.settings.seed, evaluate, max(taken, default=0))
 
-    def _trial(self, round: int) -> Trial:
-        if self.trial is None or self.trial.round != round:
-            raise UsageError(f"Round {round} was not configured.")
-        return self.trial
-
-
-def _against_state(update: Update, trial: Trial) -> Update:
-    """Return an update whose low-rank matrices all refer to the state: those of a message of one's own become dense."""
-    sent = trial.sent[update.client]
+def _against_state(answer: Answer, sent: Tensors, state: Tensors) -> Answer:
+    """Return an answer whose low-rank matrices all refer to the state: those of a message of one's own become dense."""
+    update = answer.update
 
     def of_state(name: str, value: Tensor | LowRank) -> Tensor | LowRank:
-        own = isinstance(value, LowRank) and sent[name] is not trial.state.get(name)
-        return value.dense(sent[name]) if own and isinstance(value, LowRank) else value
+        own = isinstance(value, LowRank) and name in sent and sent[name] is not state.get(name)
+        return (
+            value.dense(sent[name]) if own and isinstance(value, LowRank) and value.shape == sent[name].shape else value
+        )
 
-    return replace(update, tensors={name: of_state(name, value) for name, value in update.tensors.items()})
+    tensors = {name: of_state(name, value) for name, value in update.tensors.items()}
+    return replace(answer, update=replace(update, tensors=tensors))

@@ -7,7 +7,7 @@ adapters (`bank_ingest.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -15,7 +15,7 @@ from netweight.core.digest import of_config, of_file
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.store.bank.record import RECORD, BankRecord, read_bank_record
+from netweight.store.bank.record import RECORD, BankRecord, ShardRecord, read_bank_record
 from netweight.store.bank.shard import ShardReader
 
 if TYPE_CHECKING:
@@ -69,14 +69,17 @@ class AdapterBank:
         destination: str | Path,
         *,
         modules: Iterable[str] | None = None,
+        select: str | None = None,
+        base: str | None = None,
         compress: bool = False,
         skip_bad: bool = False,
         progress: Progress = QUIET,
     ) -> Self:
         """Collect a folder of adapters into a bank, or add them to one that is there.
 
-        Every adapter is named by its path in the folder, and all are added in the order of their names. What headers
-        and settings tell is checked before the work; all problems are said at once. A call that was interrupted goes on
+        Every adapter is named by its path in the folder, and all are added in the order of their names. They may change
+        different modules of one model: a module that one of them lacks takes no change from it. What headers and
+        settings tell is checked before the work; all problems are said at once. A call that was interrupted goes on
         where it stopped when it is made again, and adapters that the bank has already are not read again.
 
         Args:
@@ -85,6 +88,8 @@ class AdapterBank:
                 `adapter_config.json`).
             destination: The bank's folder.
             modules: Names of the model's modules, as for `read_adapter`: then adapters of other models are bad.
+            select: A pattern of `Select`: then only these modules are kept.
+            base: Name of the model that all were trained on, whatever their files say.
             compress: Whether to keep new shards compressed, bit for bit.
             skip_bad: Whether to leave out adapters that cannot be used; they are listed in `skipped`.
             progress: Where the work is shown.
@@ -93,8 +98,8 @@ class AdapterBank:
             The bank.
 
         Raises:
-            UsageError: Adapters are of other modules, shapes or bases than most; two have the same name or content; one
-                holds NaN or has rank 0; there is none. Files and cures are named.
+            UsageError: Adapters share no module with most, or are of other shapes or bases; two have the same name or
+                content; one holds NaN or has rank 0; there is none. Files and cures are named.
             Unsupported: An adapter is no LoRA.
             UnsafeInput: An adapter is a pickle.
             CorruptBlob: A file is damaged.
@@ -110,6 +115,8 @@ class AdapterBank:
                 Path(source),
                 Path(destination),
                 modules=modules,
+                select=select,
+                base=base,
                 compress=compress,
                 skip_bad=skip_bad,
                 progress=progress,
@@ -131,7 +138,7 @@ class AdapterBank:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the modules that every adapter changes, sorted."""
+        """Names of the modules that adapters change, sorted."""
         return tuple(self._record.modules)
 
     @property
@@ -155,6 +162,11 @@ class AdapterBank:
         return dict(self._record.skipped)
 
     @property
+    def provenance(self) -> Mapping[str, Mapping[str, str]]:
+        """Adapter → what its file says of where it comes from: training, trigger words, licence."""
+        return self._record.provenance
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the shards on disk."""
         return sum(shard.nbytes for shard in self._record.shards)
@@ -166,8 +178,8 @@ class AdapterBank:
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Lowest and highest rank of any module of any adapter."""
-        ranks = [self._reader(shard.file).rank for shard in self._record.shards]
+        """Lowest and highest rank of any module that an adapter changes."""
+        ranks = [rank[rank > 0] for shard in self._record.shards for rank in [self._reader(shard).rank]]
         return min(int(rank.min()) for rank in ranks), max(int(rank.max()) for rank in ranks)
 
     @property
@@ -198,12 +210,13 @@ class AdapterBank:
         number = self._number(which)
         return self.stack(number, number + 1).adapter(0)
 
-    def stack(self, start: int, stop: int) -> AdapterStack:
+    def stack(self, start: int, stop: int, modules: Collection[str] | None = None) -> AdapterStack:
         """Read adapters `start` to `stop`, and nothing else of the tensors on disk.
 
         Args:
             start: Number of the first.
             stop: Number after the last.
+            modules: Only these; by default all.
 
         Returns:
             The stack; lower ranks are filled up with zeros to the highest in the range.
@@ -218,13 +231,14 @@ class AdapterBank:
             raise UsageError(
                 f"A bank of {len(self)} adapters has no range {start} to {stop}.", cure="Ask for 0 <= start < stop."
             )
+        chosen = [name for name in self.modules if modules is None or name in modules]
         pieces, first = [], 0
         for shard in self._record.shards:
             low, high = max(start - first, 0), min(stop - first, len(shard.names))
             if low < high:
-                pieces.append(self._reader(shard.file).rows(low, high))
+                pieces.append(self._reader(shard).rows(low, high, chosen))
             first += len(shard.names)
-        return joined(self.modules, pieces)
+        return joined(chosen, pieces)
 
     def verify(self, *, progress: Progress = QUIET) -> None:
         """Compare every shard with its digest.
@@ -247,11 +261,12 @@ class AdapterBank:
                 cure="Copy these files again, or rebuild the bank.",
             )
 
-    def _reader(self, file: str) -> ShardReader:
+    def _reader(self, shard: ShardRecord) -> ShardReader:
+        file = shard.file
         if file not in self._shards:
             if not (self.path / file).is_file():  # joined to another by a writer, after this bank was opened
                 raise CorruptBlob(f"{self.path / file} is gone: the bank has changed.", cure="Open the bank again.")
-            self._shards[file] = ShardReader(self.path / file, self.modules)
+            self._shards[file] = ShardReader(self.path / file, self.modules, shard)
         return self._shards[file]
 
     def _number(self, which: str | int) -> int:

@@ -5,29 +5,30 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 from netweight.core.files import part_of, refuse_existing
+from netweight.core.names import Select
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError, OutputFailed, UsageError
-from netweight.nn.lora import AdapterStack
 from netweight.store.bank.record import RECORD, BankRecord, read_bank_record
-from netweight.store.bank.shard import rows_of
-from netweight.store.bank.write import BankWriter, difference
+from netweight.store.bank.shard import rows_of_adapter
+from netweight.store.bank.write import BankWriter, few
 from netweight.store.lora_formats import diffusers, peft
 from netweight.store.lora_formats.files import load_plan, plan_adapter
-from netweight.store.lora_formats.names import COMPONENTS, ModelNames
-from netweight.store.lora_formats.parts import PICKLES, Plan
+from netweight.store.lora_formats.names import COMPONENTS, ModelNames, base_key, is_hub_name
+from netweight.store.lora_formats.parts import PICKLES, AdapterPlan
 
+_KEPT = 4096  # plans that are kept, some 20 kB each
 _SHOWN = 20  # problems named in one message
 
 
 @final
 @dataclass(frozen=True)
 class _Kind:
-    """Shapes and kernels, which all adapters of a bank share."""
+    """Shapes and kernels, which many adapters share."""
 
     shapes: tuple[tuple[str, tuple[int, int]], ...]
     kernels: tuple[tuple[str, tuple[int, ...]], ...]
@@ -41,6 +42,28 @@ class _Seen:
     path: Path
     kind: _Kind
     base: str | None
+    plan: AdapterPlan | None  # of the first some thousands, which are not looked at again
+
+
+@final
+@dataclass(frozen=True)
+class _Reader:
+    """How adapters are planned: with the model's names of modules, and only those modules that are wanted."""
+
+    model: ModelNames | None
+    select: Select | None
+    base: str | None
+
+    def plan(self, path: Path) -> AdapterPlan:
+        plan = plan_adapter(path, self.model)
+        base = plan.base if self.base is None else self.base
+        if self.select is None:
+            return replace(plan, base=base)
+        try:
+            kept = self.select.keys(sorted(plan.parts))
+        except NetweightError as error:
+            raise type(error)(f"{path}: {error.reason}", cure=error.cure) from error
+        return replace(plan, parts={name: plan.parts[name] for name in kept}, base=base)
 
 
 def ingest(
@@ -48,18 +71,20 @@ def ingest(
     destination: Path,
     *,
     modules: Iterable[str] | None,
+    select: str | None,
+    base: str | None,
     compress: bool,
     skip_bad: bool,
     progress: Progress,
 ) -> None:
     """Collect adapters into a bank; see `AdapterBank.ingest`."""
-    found, bad = _find(source)
+    found, bad = find_adapters(source)
     there = _there(destination, found)
-    model = None if modules is None else ModelNames(modules)
+    reader = _Reader(None if modules is None else ModelNames(modules), None if select is None else Select(select), base)
     old = dict(zip(there.names, (stamp for shard in there.shards for stamp in shard.stamps), strict=True))
     stamps = {name: _stamp(path) for name, path in found.items()}
     new = {name: path for name, path in found.items() if old.get(name) != stamps[name]}
-    seen = _checked(new, model, bad, progress)
+    seen = _checked(new, reader, bad, progress)
     expected = there if there.modules else _usual(list(seen.values()))
     bad |= _misfits(seen, expected)
     good = sorted(seen.keys() - bad.keys())
@@ -67,13 +92,18 @@ def ingest(
         raise _refusal(source, bad, len(found))
     if not old and not good:
         raise UsageError(f"{source} holds no adapter.", cure="Name a folder with files of peft, diffusers or kohya.")
-    with BankWriter(destination, compress=compress, kernels=expected.kernels, base=expected.base) as writer:
+    with BankWriter(
+        destination, compress=compress, kernels=expected.kernels, base=expected.base, modules=expected.modules
+    ) as writer:
         for name, reason in bad.items():
             writer.skip(name, str(reason))
         holders = {writer.content(name): name for name in writer.names}
+        bases: Counter[str] = Counter()
         for name in progress.track(good, "Adding adapters", len(good), unit="adapters"):
             try:
-                _add(writer, holders, name, plan_adapter(seen[name].path, model), stamps[name])
+                plan = seen[name].plan or reader.plan(seen[name].path)
+                _add(writer, expected.modules, holders, name, plan, stamps[name])
+                bases.update([plan.base] if plan.base else [])
             except OutputFailed:
                 raise
             except NetweightError as error:
@@ -81,29 +111,37 @@ def ingest(
                     raise _refusal(source, {name: error}, len(found)) from error
                 writer.skip(name, str(error))
                 progress.note(f"Skipped {name}: {error}")
+        if not there.base:
+            writer.base = _spelling(bases)
 
 
 def _checked(
-    paths: Mapping[str, Path], model: ModelNames | None, bad: dict[str, NetweightError], progress: Progress
+    paths: Mapping[str, Path], reader: _Reader, bad: dict[str, NetweightError], progress: Progress
 ) -> dict[str, _Seen]:
     """Look at all headers and settings; what is wrong with an adapter by itself goes into `bad`."""
     seen: dict[str, _Seen] = {}
     kinds: dict[_Kind, _Kind] = {}
     for name, path in progress.track(paths.items(), "Checking adapters", len(paths), unit="adapters"):
         try:
-            plan = plan_adapter(path, model)
+            plan = reader.plan(path)
         except NetweightError as error:
             bad[name] = error
             continue
         kind = _Kind(tuple(plan.shapes.items()), tuple(plan.kernels.items()))
-        seen[name] = _Seen(path, kinds.setdefault(kind, kind), plan.base)
+        seen[name] = _Seen(path, kinds.setdefault(kind, kind), plan.base, plan if len(seen) < _KEPT else None)
     return seen
 
 
-def _add(writer: BankWriter, holders: dict[str, str], name: str, plan: Plan, stamp: str) -> None:
+def _add(
+    writer: BankWriter,
+    modules: Mapping[str, tuple[int, int]],
+    holders: dict[str, str],
+    name: str,
+    plan: AdapterPlan,
+    stamp: str,
+) -> None:
     """Read one adapter and add it, unless the bank has it already."""
-    stack = AdapterStack.of([load_plan(plan)])
-    rows = rows_of(stack)
+    rows = rows_of_adapter(load_plan(plan), modules)
     content = rows.digests()[0]
     if name in writer and writer.content(name) == content:
         return
@@ -113,7 +151,8 @@ def _add(writer: BankWriter, holders: dict[str, str], name: str, plan: Plan, sta
         )
     if content in holders:
         raise UsageError(f"{plan.path} holds the same adapter as {holders[content]!r}.", cure="Remove one.")
-    writer.add_rows([name], rows, stack.shapes, stamps=[stamp], contents=[content])
+    writer.add_rows([name], rows, modules, stamps=[stamp], contents=[content])
+    writer.tell(name, plan.about)
     holders[content] = name
 
 
@@ -134,7 +173,7 @@ def _there(destination: Path, found: Mapping[str, Path]) -> BankRecord:
     return record
 
 
-def _find(source: Path) -> tuple[dict[str, Path], dict[str, NetweightError]]:
+def find_adapters(source: Path) -> tuple[dict[str, Path], dict[str, NetweightError]]:
     """Find adapters below a folder, by name, sorted; and those whose name is taken."""
     if not source.exists():
         raise UsageError(f"There is no file or folder {source}.", cure="Check the path.")
@@ -182,29 +221,55 @@ def _stamp(path: Path) -> str:
 
 
 def _usual(seen: list[_Seen]) -> BankRecord:
-    """Modules, shapes, kernels and base of most adapters."""
-    if not seen:
-        return BankRecord({})
-    kind = Counter(one.kind for one in seen).most_common(1)[0][0]
-    bases = Counter(one.base for one in seen if one.base).most_common(1)
-    return BankRecord(dict(kind.shapes), dict(kind.kernels), bases[0][0] if bases else None)
+    """What most adapters are of: the base, and the modules of all of that base that fit together."""
+    counts = Counter(base_key(one.base) for one in seen if one.base)
+    key = counts.most_common(1)[0][0] if counts else None
+    seen = [one for one in seen if not one.base or base_key(one.base) == key]
+    shapes: dict[str, tuple[int, int]] = {}
+    kernels: dict[str, tuple[int, ...]] = {}
+    left = [kind for kind, _ in Counter(one.kind for one in seen).most_common()]
+    while joins := next((kind for kind in left if not shapes or _fits(kind, shapes, kernels) is None), None):
+        left.remove(joins)
+        shapes |= joins.shapes
+        kernels |= joins.kernels
+    bases = Counter(one.base for one in seen if one.base)
+    return BankRecord(dict(sorted(shapes.items())), dict(sorted(kernels.items())), _spelling(bases))
+
+
+def _spelling(bases: Mapping[str, int]) -> str | None:
+    """The name of a base that loaders know best: one of a hub before a path, then the most usual."""
+    return max(bases, key=lambda base: (is_hub_name(base), bases[base]), default=None)
+
+
+def _fits(kind: _Kind, shapes: Mapping[str, tuple[int, int]], kernels: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why adapters do not fit others: none of their modules is the same, or one is of another shape; else None."""
+    shared = [(name, shape) for name, shape in kind.shapes if name in shapes]
+    if not shared:
+        return f"changes none of the others' modules, but {kind.shapes[0][0]} and such"
+    own = dict(kind.kernels)
+    for name, shape in shared:
+        if tuple(shapes[name]) != shape:
+            return f"changes {name} in shape {shape}, the others in {tuple(shapes[name])}"
+        if own.get(name) != (tuple(kernels[name]) if name in kernels else None):
+            return f"has other convolutions than the others: the kernel of {name} is {own.get(name)}"
+    return None
 
 
 def _misfits(seen: Mapping[str, _Seen], expected: BankRecord) -> dict[str, NetweightError]:
     """Adapters of other modules, shapes, kernels or bases than expected."""
     bad: dict[str, NetweightError] = {}
     for name, one in seen.items():
-        if (shapes := dict(one.kind.shapes)) != dict(expected.modules):
-            bad[name] = UsageError(
-                f"{one.path} {difference(expected.modules, shapes)}.",
-                cure="All adapters of a bank change the same modules: make another bank of it, or leave it out.",
-            )
-        elif dict(one.kind.kernels) != dict(expected.kernels):
-            bad[name] = UsageError(f"{one.path} has other convolutions than the others.", cure="Leave it out.")
-        elif one.base and expected.base and one.base != expected.base:
+        if one.base and expected.base and base_key(one.base) != base_key(expected.base):
             bad[name] = UsageError(
                 f"{one.path} was trained on {one.base}, the others on {expected.base}.",
-                cure="Make another bank of it, or leave it out.",
+                cure="Make another bank of it, leave it out, or say what the base of all is (--base).",
+            )
+        elif reason := _fits(one.kind, expected.modules, expected.kernels):
+            bad[name] = UsageError(f"{one.path} {reason}.", cure="Make another bank of it, or leave it out.")
+        elif extra := sorted(dict(one.kind.shapes).keys() - expected.modules.keys()):
+            bad[name] = UsageError(
+                f"{one.path} changes also {few(extra)}, which the bank does not.",
+                cure="Choose the bank's modules (--modules PATTERN), or make another bank of both.",
             )
     return bad
 

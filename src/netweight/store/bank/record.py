@@ -39,6 +39,8 @@ class BankRecord:
     base: str | None = None  # the model's name, if it is known
     shards: tuple[ShardRecord, ...] = ()  # in the order of their adapters
     skipped: Mapping[str, str] = field(default_factory=dict)  # adapters left out → the reason
+    # Adapter → what its file says of where it comes from: training, trigger words, licence.
+    provenance: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -74,4 +76,4 @@ def _record(values: dict[str, Any]) -> BankRecord:
         raise ValueError("a name is given twice")
     modules = {name: (int(rows), int(columns)) for name, (rows, columns) in sorted(values["modules"].items())}
     kernels = {name: tuple(sides) for name, sides in values["kernels"].items()}
-    return BankRecord(modules, kernels, values["base"], shards, values["skipped"])
+    return BankRecord(modules, kernels, values["base"], shards, values["skipped"], values.get("provenance", {}))

@@ -10,7 +10,7 @@ So nothing is filled up, whatever the ranks, and the rows of adapters that follo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -20,11 +20,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from netweight.core.digest import ALGORITHM
+from netweight.core.digest import ALGORITHM, of_file
 from netweight.core.files import whole_file
 from netweight.errors import CorruptBlob
-from netweight.nn.lora import AdapterStack
-from netweight.store.reader import Store, open_store, read_rows
+from netweight.nn.lora import Adapter, AdapterStack
+from netweight.store.bank.record import ShardRecord
+from netweight.store.reader import Store, open_store
 from netweight.store.safetensors import build_header
 from netweight.store.writer import StoreWriter
 
@@ -68,16 +69,35 @@ class Rows:
         states = [xxhash.xxh3_128() for _ in range(len(self))]
         for column, name in enumerate(sorted(self.down)):
             ranks = self.rank[:, column].tolist()
+            if not any(ranks):
+                continue
             for part in (self.down[name], self.up[name]):
                 data = _bytes(part)
                 start = 0
                 for state, rank in zip(states, ranks, strict=True):
+                    if not rank:  # a module that the adapter does not change
+                        continue
                     state.update(f"{part.dtype} {rank}".encode())
                     state.update(data[start : start + rank].data)
                     start += rank
         for state, row in zip(states, _bytes(self.scale), strict=True):
             state.update(row.data)
         return [f"{ALGORITHM}:{state.hexdigest()}" for state in states]
+
+
+def rows_of_adapter(adapter: Adapter, modules: Mapping[str, tuple[int, int]]) -> Rows:
+    """Lay one adapter out as a shard holds it; modules that it lacks have no row."""
+    # `modules`: sorted names → shapes
+    down, up, scale, rank = {}, {}, [], []
+    any_dtype = next(iter(adapter.factors.values())).down.dtype
+    for name in modules:
+        change = adapter.factors.get(name)
+        scale.append(change.scale if change else 0.0)
+        rank.append(change.rank if change else 0)
+        rows, columns = modules[name]
+        down[name] = change.down.detach() if change else torch.empty(0, columns, dtype=any_dtype)
+        up[name] = change.up.detach().T.contiguous() if change else torch.empty(0, rows, dtype=any_dtype)
+    return Rows(down, up, torch.tensor([scale], dtype=torch.float64), torch.tensor([rank]))
 
 
 def rows_of(stack: AdapterStack) -> Rows:
@@ -130,26 +150,46 @@ def write_shard(path: Path, pieces: Sequence[Rows], *, compress: bool) -> None:
 class ShardReader:
     """An open shard."""
 
-    def __init__(self, path: Path, modules: Sequence[str]) -> None:
-        self._path = path
+    def __init__(self, path: Path, modules: Sequence[str], record: ShardRecord) -> None:
+        self._path, self._record = path, record
+        self._intact = False  # whether the whole file was found to be what was written
         self._modules = modules
         self._store: Store = open_store(path)
         held = set(self._store.names())
         if held != {f"{name}.{part}" for name in modules for part in ("down", "up")} | {"scale", "rank"}:
             raise CorruptBlob(f"{path} holds other tensors than its bank's modules.", cure="Copy it again.")
         # rank: shape `(n, modules)`, int64
-        self._scale, self.rank = read_rows(self._store, "scale"), read_rows(self._store, "rank")
+        self._scale, self.rank = self._store.get("scale"), self._store.get("rank")
         ends = self.rank.cumsum(0)
+        held_rows = [[self._store.info(f"{name}.{part}").shape[0] for name in modules] for part in ("down", "up")]
+        if len(self.rank) != len(record.names) or ends[-1:].tolist() != held_rows[:1] or held_rows[0] != held_rows[1]:
+            raise self._damaged(0, len(record.names))
         self._starts = torch.cat([torch.zeros_like(ends[:1]), ends])
 
-    def rows(self, start: int, stop: int) -> Rows:
-        """Read adapters `start` to `stop` of this shard."""
+    def rows(self, start: int, stop: int, modules: Collection[str]) -> Rows:
+        """Read adapters `start` to `stop` of this shard, and compare what was read with their digests."""
         down, up = {}, {}
-        for column, name in enumerate(self._modules):
+        columns = [column for column, name in enumerate(self._modules) if name in modules]
+        for column in columns:
+            name = self._modules[column]
             piece = slice(int(self._starts[start, column]), int(self._starts[stop, column]))
-            down[name] = read_rows(self._store, f"{name}.down", piece)
-            up[name] = read_rows(self._store, f"{name}.up", piece)
-        return Rows(down, up, self._scale[start:stop], self.rank[start:stop])
+            down[name] = self._store.get_slice(f"{name}.down", piece)
+            up[name] = self._store.get_slice(f"{name}.up", piece)
+        rows = Rows(down, up, self._scale[start:stop, columns], self.rank[start:stop, columns])
+        whole = len(columns) == len(self._modules)
+        if not self._intact and not (whole and tuple(rows.digests()) == self._record.contents[start:stop]):
+            # Digests are of all factors in their own dtype. For some modules, or a wider dtype, the file's tells.
+            if of_file(self._path) != self._record.digest:
+                raise self._damaged(start, stop)
+            self._intact = True
+        return rows
+
+    def _damaged(self, start: int, stop: int) -> CorruptBlob:
+        names = self._record.names[start:stop]
+        return CorruptBlob(
+            f"{self._path} is damaged, or has changed while it was read (adapters {names[0]} to {names[-1]}).",
+            cure="Copy this file again, or rebuild the bank.",
+        )
 
 
 def _shapes(pieces: Sequence[Rows]) -> Iterator[tuple[str, torch.dtype, tuple[int, int]]]:
@@ -193,7 +233,7 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
 
 def _filled(rows: Tensor, ranks: Tensor) -> Tensor:
     """From `(sum of ranks, width)` to `(n, highest rank, width)`; no copy where all ranks are the same."""
-    most = int(ranks.max())
+    most = max(1, int(ranks.max()))  # where none of them changes the module, one row of zeros
     if len(rows) == most * len(ranks):
         return rows.view(len(ranks), most, -1)
     filled = rows.new_zeros(len(ranks), most, rows.shape[1])

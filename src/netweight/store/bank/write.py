@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 from netweight.core.digest import of_file
 from netweight.core.files import lock, naming_failures, part_of, publish
@@ -39,6 +39,7 @@ class BankWriter:
     # A new bank is written beside its place and appears when the block ends; if the block raises or the process is
     # killed, the next writer for the same place continues with what was flushed (see `names`). A bank that exists
     # grows in place, by whole shards. Many small additions are joined to larger shards on the way.
+    # `modules`: all that adapters change, with rows and columns; by default those of the first
     # `shard_bytes`: factors are held in memory until they take this many bytes
 
     def __init__(
@@ -48,15 +49,19 @@ class BankWriter:
         compress: bool = False,
         kernels: Mapping[str, tuple[int, ...]] | None = None,
         base: str | None = None,
+        modules: Mapping[str, tuple[int, int]] | None = None,
         shard_bytes: int = _SHARD_BYTES,
     ) -> None:
         self.path = Path(path)
         self._compress = compress
         self._shard_bytes = shard_bytes
-        self._record = BankRecord({}, dict(kernels or {}), base)
+        self._record = BankRecord(dict(sorted((modules or {}).items())), dict(kernels or {}), base)
         self._held: dict[str, str] = {}  # name → digest of the content
         self._stamps: dict[str, str] = {}
+        self._skipped: dict[str, str] = {}
+        self._provenance: dict[str, Mapping[str, str]] = {}
         self._pending: list[_Addition] = []
+        self._pending_bytes = 0
         self._folder: Path | None = None
         self._stack = ExitStack()
 
@@ -84,9 +89,8 @@ class BankWriter:
         return list(self._held)
 
     @property
-    def record(self) -> BankRecord:
-        """What is written already."""
-        return self._record
+    def _notes(self) -> dict[str, Any]:
+        return {"skipped": dict(self._skipped), "provenance": dict(self._provenance)}
 
     def __contains__(self, name: object) -> bool:
         """Whether there is an adapter of this name."""
@@ -118,9 +122,10 @@ class BankWriter:
         contents: Sequence[str] | None = None,
     ) -> None:
         """Add adapters laid out as a shard holds them; they are not copied. Errors as for `add`."""
+        # `contents`: their digests, of adapters that were found to hold no NaN when they were read
         if self._folder is None:
             raise UsageError(f"{self.path} is not open.", cure="Use `with BankWriter(...) as writer:`.")
-        self._check(names, rows, shapes)
+        self._check(names, rows, shapes, finite=contents is not None)
         if not self._record.modules:
             self._record = replace(self._record, modules=dict(sorted(shapes.items())))
         stamps = [""] * len(names) if stamps is None else stamps
@@ -128,12 +133,27 @@ class BankWriter:
         self._pending.append(_Addition(list(names), rows, contents, stamps))
         self._held |= zip(names, contents, strict=True)
         self._stamps |= zip(names, stamps, strict=True)
-        if sum(one.rows.nbytes for one in self._pending) >= self._shard_bytes:
+        self._pending_bytes += rows.nbytes
+        if self._pending_bytes >= self._shard_bytes:
             self.flush()
+
+    @property
+    def base(self) -> str | None:
+        """Name of the model that the adapters were trained on."""
+        return self._record.base
+
+    @base.setter
+    def base(self, base: str | None) -> None:
+        self._record = replace(self._record, base=base)
+
+    def tell(self, name: str, provenance: Mapping[str, str]) -> None:
+        """Note what an adapter's file says of where it comes from; written as `skip` is."""
+        if provenance:
+            self._provenance[name] = provenance
 
     def skip(self, name: str, reason: str) -> None:
         """Note that an adapter was left out; written with the next shard or at the end."""
-        self._record = replace(self._record, skipped={**self._record.skipped, name: reason})
+        self._skipped[name] = reason
 
     def flush(self) -> None:
         """Write what is held in memory; afterwards a kill cannot lose it."""
@@ -152,9 +172,9 @@ class BankWriter:
             tuple(content for part in parts for content in part.contents),
             tuple(stamp for part in parts for stamp in part.stamps),
         )
-        self._record = replace(self._record, shards=(*kept, entry))
+        self._record = replace(self._record, shards=(*kept, entry), **self._notes)
         self._record.write(self._folder)
-        self._pending = []
+        self._pending, self._pending_bytes = [], 0
         self._clear(self._folder)
 
     def __exit__(
@@ -172,6 +192,7 @@ class BankWriter:
                 if error is None:
                     raise UsageError(f"{self.path}: no adapter was added.", cure="A bank needs at least one.")
             elif error is None:
+                self._record = replace(self._record, **self._notes)
                 self._record.write(folder)
                 (folder / _LOCK).unlink()
                 if folder != self.path:
@@ -179,37 +200,39 @@ class BankWriter:
 
     def _continue(self, record: BankRecord) -> None:
         """Take over what a bank holds."""
-        self._record = record
+        self._record, self._skipped, self._provenance = record, dict(record.skipped), dict(record.provenance)
         for shard in record.shards:
             self._held |= zip(shard.names, shard.contents, strict=True)
             self._stamps |= zip(shard.names, shard.stamps, strict=True)
 
-    def _check(self, names: Sequence[str], rows: Rows, shapes: Mapping[str, tuple[int, int]]) -> None:
+    def _check(self, names: Sequence[str], rows: Rows, shapes: Mapping[str, tuple[int, int]], *, finite: bool) -> None:
         if len(names) != len(rows):
             raise UsageError(f"{len(names)} names cannot be given to {len(rows)} adapters.")
         for position, name in enumerate(names):
             if not name or name in self._held or name in names[:position]:
                 raise UsageError(f"{self.path}: an adapter {name!r} was added before.", cure="Give it another name.")
-        if self._record.modules and dict(self._record.modules) != dict(shapes):
+        if self._record.modules and self._record.modules is not shapes and dict(self._record.modules) != dict(shapes):
             reason = difference(self._record.modules, shapes)
             raise UsageError(
                 f"{names[0]!r} {reason}.", cure="A bank holds adapters of the same modules and shapes: make another."
             )
-        if int(rows.rank.min()) < 1:
-            number = int((rows.rank < 1).any(1).nonzero()[0])
+        if not (changed := (rows.rank > 0).any(1)).all():
+            number = int((~changed).nonzero()[0])
             raise UsageError(f"{names[number]!r} has rank 0.", cure="Train it with rank 1 or more.")
-        if (bad := rows.not_finite()) is not None:
+        if not finite and (bad := rows.not_finite()) is not None:
             raise UsageError(f"{names[bad[0]]!r} holds NaN or infinity in {bad[1]}.", cure="Train it again.")
 
     def _absorbed(self) -> tuple[tuple[ShardRecord, ...], list[_Addition]]:
         """Last shards of no more adapters than are to be written are joined with these: few shards stay."""
         assert self._folder is not None
-        kept, size = list(self._record.shards), sum(one.rows.nbytes for one in self._pending)
+        kept, size = list(self._record.shards), self._pending_bytes
         count = sum(len(one.rows) for one in self._pending)
         absorbed: list[_Addition] = []
         while kept and len(kept[-1].names) <= count and kept[-1].nbytes + size <= self._shard_bytes:
             shard = kept.pop()
-            rows = ShardReader(self._folder / shard.file, list(self._record.modules)).rows(0, len(shard.names))
+            rows = ShardReader(self._folder / shard.file, list(self._record.modules), shard).rows(
+                0, len(shard.names), self._record.modules
+            )
             absorbed.insert(0, _Addition(shard.names, rows, shard.contents, shard.stamps))
             size, count = size + rows.nbytes, count + len(rows)
         return tuple(kept), absorbed
@@ -228,11 +251,12 @@ def difference(expected: Mapping[str, tuple[int, int]], found: Mapping[str, tupl
     """Say in which modules an adapter differs from the others: "lacks …", "changes …, too", "has … of shape …"."""
     missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or extra:
-        words = [f"{verb} {_few(names)}" for verb, names in (("lacks", missing), ("changes also", extra)) if names]
+        words = [f"{verb} {few(names)}" for verb, names in (("lacks", missing), ("changes also", extra)) if names]
         return " and ".join(words)
     name = next(name for name in expected if expected[name] != found[name])
     return f"changes {name} in shape {found[name]}, the others in {tuple(expected[name])}"
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """Name the first three, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -9,12 +9,12 @@ in the metadata (peft's settings by component, `lora_adapter_metadata`), or in `
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from netweight.core.bounded_json import parse_json
 from netweight.errors import CorruptBlob, Unsupported
 from netweight.store.lora_formats.names import in_component, split_component
 from netweight.store.lora_formats.parts import Role, by_module
@@ -40,7 +40,7 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
     """Find the factors and alphas of each module."""
     found: dict[str, tuple[str, Role]] = {}
     for name in names:
-        plain = name.replace(".processor.", ".")
+        plain = _xlabs(name).replace(".processor.", ".")
         match = _ALPHA.fullmatch(plain) or _TENSOR.fullmatch(plain)
         if match is None:
             raise Unsupported(
@@ -58,12 +58,23 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
     return by_module(((name, full[module], role) for name, (module, role) in found.items()), where)
 
 
+_XLABS = re.compile(r"(diffusion_model\.)?(double_blocks\.\d+)\.processor\.(qkv|proj)_lora([12])\.(down|up)\.weight")
+
+
+def _xlabs(name: str) -> str:
+    """The name that ComfyUI has for a tensor of XLabs' trainer; other names stay."""
+    if (match := _XLABS.fullmatch(name)) is None:
+        return name
+    stream = "img" if match[4] == "1" else "txt"
+    return f"diffusion_model.{match[2]}.{stream}_attn.{match[3]}.lora_{match[5]}.weight"
+
+
 def settings(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSettings]:
     """Read the settings of each component from a file's metadata; empty if it has none."""
     if METADATA not in metadata:
         return {}
     try:
-        fields = json.loads(metadata[METADATA])
+        fields = parse_json(metadata[METADATA])
         parts = {component: rest for component, rest in (key.split(".", 1) for key in fields)}
     except (ValueError, TypeError) as error:
         raise CorruptBlob(f"{where}: its {METADATA} cannot be read ({error}).", cure="Fetch the file again.") from error

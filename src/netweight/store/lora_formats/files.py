@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from netweight.core.bounded_json import parse_json
 from netweight.core.files import refuse_existing, whole_file
 from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.nn.lora import Adapter, LowRank
+from netweight.nn.lora import Adapter, LowRank, truncate
 from netweight.store.lora_formats import diffusers, kohya, peft
-from netweight.store.lora_formats.names import COMPONENTS, KohyaNames, ModelNames, in_component, split_component
+from netweight.store.lora_formats.names import (
+    AUTHORS,
+    COMPONENTS,
+    KohyaNames,
+    ModelNames,
+    in_component,
+    split_component,
+)
 from netweight.store.lora_formats.parts import (
     PICKLES,
+    AdapterPlan,
     Layout,
     Part,
-    Plan,
     Role,
     assemble,
     load_part,
@@ -36,14 +46,17 @@ if TYPE_CHECKING:
 COMPONENT = "netweight.component"
 
 
-def plan_adapter(path: str | Path, model: ModelNames | None = None) -> Plan:
+def plan_adapter(path: str | Path, model: ModelNames | None = None) -> AdapterPlan:
     """Find out what an adapter's files hold from their headers; errors as for `read_adapter`."""
     # `model`: the model's names, for names that do not tell enough; all must be among them
-    plan = _plan(Path(path), KohyaNames() if model is None else model.kohya)
+    plan = _plan(Path(path), _STRUCTURES if model is None else model.kohya)
     return plan if model is None else replace(plan, parts=model.own(plan.parts, plan.path))
 
 
-def _plan(path: Path, known: KohyaNames) -> Plan:
+_STRUCTURES = KohyaNames()
+
+
+def _plan(path: Path, known: KohyaNames) -> AdapterPlan:
     if path.is_file():
         refuse_pickle(path)
         return _plan_peft(path) if path.name == peft.WEIGHTS else _plan_file(path, known, path)
@@ -57,24 +70,27 @@ def _plan(path: Path, known: KohyaNames) -> Plan:
     return _plan_file(_only_file(path), known, path)
 
 
-def _plan_file(file: Path, known: KohyaNames, path: Path) -> Plan:
+def _plan_file(file: Path, known: KohyaNames, path: Path) -> AdapterPlan:
     """Plan a file in diffusers' or kohya's layout."""
     with open_store(file) as store:
         names = store.names()
         refuse_kinds(file, names)
         if not names:
             raise UsageError(f"{file} holds no tensor.", cure="Leave it out.")
+        said = store.files[0].metadata
+        about = _about(said)
         if any(name.startswith(peft.PREFIX) for name in names):
             raise UsageError(
                 f"{file} is in peft's layout, but is not called {peft.WEIGHTS}, so its scale is not known.",
                 cure=f"Put it in a folder under that name, beside its {peft.CONFIG}.",
             )
         if kohya.is_kohya(names):
-            return Plan(path, "kohya", _with_alphas(file, store, kohya.locate(names, file, known)), None)
+            parts = _with_alphas(file, store, kohya.locate_flattened(names, file, known))
+            return AdapterPlan(path, "kohya", parts, _base_said(said), about)
         located = diffusers.locate(names, file)
-        settings = diffusers.settings(store.files[0].metadata, file)
+        settings = diffusers.settings(said, file)
         if not settings:
-            return Plan(path, "diffusers", _with_alphas(file, store, located), None)
+            return AdapterPlan(path, "diffusers", _with_alphas(file, store, located), _base_said(said), about)
         if any("alpha" in roles for roles in located.values()):
             raise CorruptBlob(f"{file} says twice what it is scaled by: in alpha tensors and in its metadata.")
         components = split_component(located)
@@ -84,9 +100,38 @@ def _plan_file(file: Path, known: KohyaNames, path: Path) -> Plan:
             return settings[component].scale(rest, rank, file) if component in settings else 1.0
 
         bases = {one.base for one in settings.values() if one.base}
-        return Plan(
-            path, "diffusers", assemble(file, store, located, scale_of), bases.pop() if len(bases) == 1 else None
-        )
+        return AdapterPlan(
+            path, "diffusers", assemble(file, store, located, scale_of),
+            bases.pop() if len(bases) == 1 else _base_said(said), about,
+        )  # fmt: skip
+
+
+# What trainers say in a file's metadata of where an adapter comes from.
+_SAID = (
+    "ss_output_name", "ss_base_model_version", "ss_sd_model_name", "ss_sd_model_hash", "ss_network_module", "ss_steps",
+    "ss_num_train_images", "modelspec.title", "modelspec.author", "modelspec.license", "modelspec.trigger_phrase",
+    "modelspec.architecture", "license", "source", "trained_words",
+)  # fmt: skip
+_TRIGGERS = "ss_tag_frequency"  # folder → tag → how often captions have it
+_SAID_LENGTH = 200  # characters that are kept of each
+
+
+def _about(said: Mapping[str, str]) -> dict[str, str]:
+    """What a file's metadata says of its origin, and the words that most captions had."""
+    found = {name: said[name][:_SAID_LENGTH] for name in _SAID if said.get(name)}
+    try:
+        tags = [tags for tags in parse_json(said.get(_TRIGGERS, "{}")).values() if isinstance(tags, dict)]
+        counts = Counter({tag: count for one in tags for tag, count in one.items() if isinstance(count, int)})
+    except (ValueError, AttributeError):  # a note that is no table of tags tells none
+        counts = Counter()
+    if counts:
+        found["tags"] = ", ".join(tag.strip() for tag, _ in counts.most_common(5))[:_SAID_LENGTH]
+    return found
+
+
+def _base_said(said: Mapping[str, str]) -> str | None:
+    """The base model as kohya's trainer says it: the kind of model before a checkpoint's own name."""
+    return said.get("ss_base_model_version") or said.get("ss_sd_model_name") or None
 
 
 def _with_alphas(file: Path, store: Store, located: Mapping[str, Mapping[Role, str]]) -> dict[str, Part]:
@@ -118,7 +163,7 @@ def _peft_weights(folder: Path) -> Path:
     raise UsageError(f"{folder} holds no {peft.WEIGHTS}.", cure="Fetch the adapter's weights, too.")
 
 
-def _plan_peft(file: Path) -> Plan:
+def _plan_peft(file: Path) -> AdapterPlan:
     """Plan peft's weights, with the settings beside them."""
     config = file.with_name(peft.CONFIG)
     if not config.is_file():
@@ -132,14 +177,14 @@ def _plan_peft(file: Path) -> Plan:
         inside = store.files[0].metadata.get(COMPONENT)
     component = inside or (file.parent.name if file.parent.name in COMPONENTS else None)
     full = in_component(parts, component)
-    return Plan(file.parent, "peft", {full[name]: part for name, part in parts.items()}, settings.base)
+    return AdapterPlan(file.parent, "peft", {full[name]: part for name, part in parts.items()}, settings.base)
 
 
-def _joined(path: Path, plans: list[Plan]) -> Plan:
+def _joined(path: Path, plans: list[AdapterPlan]) -> AdapterPlan:
     """Join the plans of a pipeline's components."""
     bases = {plan.base for plan in plans if plan.base}
     parts = {name: part for plan in plans for name, part in plan.parts.items()}
-    return Plan(path, "peft", parts, bases.pop() if len(bases) == 1 else None)
+    return AdapterPlan(path, "peft", parts, bases.pop() if len(bases) == 1 else None)
 
 
 def _only_file(folder: Path) -> Path:
@@ -181,7 +226,7 @@ def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None) -> A
     return load_plan(plan_adapter(path, None if modules is None else ModelNames(modules)))
 
 
-def load_plan(plan: Plan) -> Adapter:
+def load_plan(plan: AdapterPlan) -> Adapter:
     """Read the adapter that was planned."""
     factors: dict[str, LowRank] = {}
     for file in dict.fromkeys(part.file for part in plan.parts.values()):
@@ -197,7 +242,7 @@ def write_adapter(
     adapter: Adapter,
     path: str | Path,
     *,
-    layout: Layout = "diffusers",
+    layout: Layout | None = None,
     kernels: Mapping[str, tuple[int, ...]] | None = None,
     base: str | None = None,
     overwrite: bool = False,
@@ -208,8 +253,9 @@ def write_adapter(
         adapter: What to write. For diffusers and kohya, names of modules must begin with a component.
         path: A folder, made if it is not there; for diffusers and kohya also a `.safetensors` file. peft keeps one
             model per folder: an adapter of several components gets a folder for each inside.
-        layout: Whose files to write. peft's keeps factors and scales; diffusers' and kohya's keep the change, with
-            scales multiplied into the up factors, rounded to fp32 where they must be.
+        layout: Whose files to write; by default diffusers' for modules of a pipeline's components, else peft's. peft's
+            keeps factors and scales; diffusers' and kohya's keep the change, with scales multiplied into the up
+            factors, rounded to fp32 where they must be.
         kernels: Names of convolutions → sides of their kernels, (1, 1) for those of one point.
         base: Name of the model it was trained on, to be said in the files.
         overwrite: Whether files may be replaced.
@@ -224,6 +270,7 @@ def write_adapter(
     """
     path, kernels = Path(path), dict(kernels or {})
     _check_kernels(adapter, kernels)
+    layout = layout or layout_for(adapter)
     if layout == "peft":
         return _write_peft(adapter, path, kernels, base, overwrite)
     file = path if path.suffix == ".safetensors" else path / diffusers.WEIGHTS
@@ -245,28 +292,66 @@ class Exported:
     """An adapter that was written."""
 
     path: Path  # the file or folder
+    layout: Layout  # whose files
     ranks: tuple[int, int]  # the least and the greatest rank of a module
     relative_error: float  # norm of what the rank left out, divided by the norm of the whole change
 
 
+def layout_for(adapter: Adapter) -> Layout:
+    """The layout that its programs open: diffusers' for components of a pipeline, peft's for other models."""
+    return "diffusers" if all(part for part, _ in split_component(adapter.factors).values()) else "peft"
+
+
 def export_adapter(
-    adapter: Adapter,
+    adapter: Adapter | Iterable[tuple[str, LowRank]],
     path: str | Path,
     *,
     rank: int | None = None,
-    layout: Layout = "diffusers",
+    layout: Layout | None = None,
     base: str | None = None,
+    kernels: Mapping[str, tuple[int, ...]] | None = None,
     overwrite: bool = False,
 ) -> Exported:
     """Write an adapter at most at a rank, its own by default; arguments otherwise as for `write_adapter`."""
-    for name, change in adapter.factors.items():
+    # `adapter`: or its changes one by one, which are let go when their factors of the rank are made
+    kept = truncate(_finite(adapter.factors.items() if isinstance(adapter, Adapter) else adapter), rank)
+    layout = layout or layout_for(kept.adapter)
+    written = write_adapter(kept.adapter, path, layout=layout, base=base, kernels=kernels, overwrite=overwrite)
+    ranks = [change.rank for change in kept.adapter.factors.values()]
+    return Exported(written, layout, (min(ranks), max(ranks)), kept.relative_error)
+
+
+def differences(base: str | Path, tuned: str | Path) -> Iterator[tuple[str, LowRank]]:
+    """What training changed in the matrices and kernels of a model's files, by module, at full rank."""
+    import torch
+
+    with open_store(base) as before, open_store(tuned) as after:
+        if not (names := [name for name in after.names() if name in set(before.names()) and name.endswith(".weight")]):
+            raise UsageError(
+                f"{tuned} has no weights of the names that {base} has.", cure="Name two models of one kind."
+            )
+        for name in names:
+            one, other = before.info(name).shape, after.info(name).shape
+            if one != other:
+                raise UsageError(
+                    f"{name} has shape {one} in {base} and {other} in {tuned}.", cure="Name one kind of model."
+                )
+            if len(one) < 2 or re.search(r"(^|[._])(embed|embedding|embeddings|tokens|wte|wpe|shared)\b", name):
+                continue
+            change = (after.get(name).double() - before.get(name).double()).flatten(1).float()
+            if change.any():
+                identity = torch.eye(min(change.shape))
+                yield (
+                    name.removesuffix(".weight"),
+                    (LowRank(identity, change) if change.shape[1] <= len(change) else LowRank(change, identity)),
+                )
+
+
+def _finite(changes: Iterable[tuple[str, LowRank]]) -> Iterator[tuple[str, LowRank]]:
+    for name, change in changes:
         if not (change.down.isfinite().all() and change.up.isfinite().all()):
             raise UsageError(f"The change of {name} holds NaN or infinity.", cure="Look at the point's scores.")
-    most = rank if rank is not None else max(change.rank for change in adapter.factors.values())
-    kept = adapter.truncated(most)
-    written = write_adapter(kept.adapter, path, layout=layout, base=base, overwrite=overwrite)
-    ranks = [change.rank for change in kept.adapter.factors.values()]
-    return Exported(written, (min(ranks), max(ranks)), kept.relative_error)
+        yield name, change
 
 
 def _refuse_not_finite(file: Path, name: str, change: LowRank) -> None:
@@ -309,9 +394,11 @@ def _diffusers_content(
                 f"Module {next(iter(scales))!r} belongs to no component of a pipeline.",
                 cure=f"Names begin with {', '.join(COMPONENTS)}; or choose layout='peft'.",
             )
+        if component == AUTHORS:  # loaders translate its names, and know no settings under them
+            continue
         values = peft.settings_for(scales, base).to_json(sorted(scales))
         fields |= {f"{component}.{key}": value for key, value in values.items()}
-    return tensors, {"format": "pt", diffusers.METADATA: json.dumps(fields, sort_keys=True)}
+    return tensors, {"format": "pt"} | ({diffusers.METADATA: json.dumps(fields, sort_keys=True)} if fields else {})
 
 
 def _write_peft(

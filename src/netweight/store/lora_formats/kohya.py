@@ -31,7 +31,7 @@ def is_kohya(names: list[str]) -> bool:
     return bool(names) and all(name.startswith(tuple(PREFIXES)) for name in names)
 
 
-def locate(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[Role, str]]:
+def locate_flattened(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[Role, str]]:
     """Find the factors and alphas of each module."""
     found: list[tuple[str, str, Role]] = []
     for name in names:

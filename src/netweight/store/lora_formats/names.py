@@ -29,6 +29,8 @@ PREFIXES = {
     "lora_te3_": "text_encoder_3",
 }
 
+# The denoiser with its authors' names of modules, as ComfyUI calls it; loaders of diffusers translate these.
+AUTHORS = "diffusion_model"
 _LAYERS_PER_BLOCK = 2  # of Stable Diffusion 1 and 2 and SDXL: resnets between two changes of resolution
 _ATTENTION = [f"{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")]
 _FEED_FORWARD = ["ff.net.0.proj", "ff.net.2"]
@@ -61,6 +63,19 @@ _STRUCTURES = {
         "context_embedder",
         "proj_out",
     ],
+    # Flux and Wan as their authors name them, whose attention has queries, keys and values in one.
+    "diffusion_model": [
+        *[
+            f"double_blocks.#.{stream}_{rest}"
+            for stream in ("img", "txt")
+            for rest in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mod.lin")
+        ],
+        *[f"single_blocks.#.{rest}" for rest in ("linear1", "linear2", "modulation.lin")],
+        *[f"blocks.#.{attn}_attn.{last}" for attn in ("self", "cross") for last in ("q", "k", "v", "o")],
+        *[f"blocks.#.{rest}" for rest in ("cross_attn.k_img", "cross_attn.v_img", "ffn.0", "ffn.2")],
+        *["img_in", "txt_in", "final_layer.linear", "head.head"],
+        *[f"{which}_in.{layer}_layer" for which in ("time", "vector", "guidance") for layer in ("in", "out")],
+    ],
     "text_encoder": [
         *[f"{head}encoder.layers.#.{rest}" for head in ("text_model.", "") for rest in _CLIP],
         *[f"encoder.block.#.layer.0.SelfAttention.{last}" for last in "qkvo"],
@@ -85,6 +100,7 @@ class KohyaNames:
 
     def __init__(self, modules: Iterable[str] | None = None) -> None:
         self._known: dict[str, list[str]] | None = None
+        self._found: dict[str, str] = {}  # names that were told already: files of one kind repeat them
         if modules is not None:
             self._known = {}
             for component, _, rest in (module.partition(".") for module in modules):
@@ -92,13 +108,21 @@ class KohyaNames:
 
     def module(self, name: str) -> str:
         """Return the model's own name of a module."""
+        if name not in self._found:
+            self._found[name] = self._told(name)
+        return self._found[name]
+
+    def _told(self, name: str) -> str:
         prefix = next((start for start in PREFIXES if name.startswith(start)), None)
         if prefix is None:
             raise Unsupported(
                 f"The name {name!r} belongs to no known component.", cure=f"Known are {', '.join(PREFIXES)}."
             )
         component, flat = PREFIXES[prefix], name.removeprefix(prefix)
-        for spelling in dict.fromkeys((flat, _by_resolution(flat))):
+        ways = [(component, flat), (component, _by_resolution(flat))]
+        if component == "unet":  # which kohya and musubi call the denoiser of every model
+            ways.append((AUTHORS, flat))
+        for component, spelling in dict.fromkeys(ways):
             found = self._spelled(component, spelling)
             if len(found) > 1:
                 raise UsageError(
@@ -107,7 +131,7 @@ class KohyaNames:
                 )
             if found:
                 return f"{component}.{found[0]}"
-        raise self._unknown(name, component, flat)
+        raise self._unknown(name, PREFIXES[prefix], flat)
 
     def _spelled(self, component: str, flat: str) -> list[str]:
         if self._known is not None:
@@ -134,6 +158,7 @@ class KohyaNames:
 
 def kohya_name(component: str, rest: str, *, several_encoders: bool) -> str:
     """Return kohya's name of a module."""
+    component = "unet" if component == AUTHORS else component
     prefixes = [start for start, known in PREFIXES.items() if known == component]
     if not prefixes:
         raise UsageError(
@@ -201,7 +226,32 @@ class ModelNames:
         )
 
 
-COMPONENTS = ("unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3")
+# Other names of the same weights: the last part of a path or mirror, kohya's kinds of models, short names.
+_ALIASES = (
+    (r"(stable-diffusion|sd)-?v?1(-[x5])?(-pruned.*)?|v1-5-pruned.*|sd15", "stable-diffusion-v1-5"),
+    (r"(stable-diffusion|sd)-?v?2-1(-base|-768-v)?|v2-1.*pruned.*", "stable-diffusion-2-1"),
+    (r"(stable-diffusion-xl|sd-?xl)(-v1)?(-base)?(-v?1-0)?(-0-9vae)?", "stable-diffusion-xl-base-1-0"),
+    (r"flux-?1?-?dev|flux-?1|flux", "flux-1-dev"),
+)
+
+
+def base_key(base: str) -> str:
+    """What a base model is compared by: mirrors, local paths, files and short names of the same weights have one."""
+    parts = [part for part in re.split(r"[/\\]", base.strip()) if part]
+    cached = next((part for part in parts if part.startswith("models--")), None)  # a path in the hub's cache
+    last = cached.rpartition("--")[2] if cached else parts[-1] if parts else ""
+    plain = re.sub(r"[-_. ]+", "-", re.sub(r"\.(safetensors|ckpt|bin|gguf)$", "", last.lower())).removesuffix(
+        "-diffusers"
+    )
+    return next((name for pattern, name in _ALIASES if re.fullmatch(pattern, plain)), plain)
+
+
+def is_hub_name(base: str) -> bool:
+    """Whether a model's name is that of a repository of a hub, `owner/name`."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) is not None
+
+
+COMPONENTS = ("unet", AUTHORS, "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3")
 
 _UNET = re.compile(r"(down_blocks|up_blocks)\.\d+\..+|(mid_block|conv_in|conv_out|time_embedding|add_embedding)(\..+)?")
 _TRANSFORMER = re.compile(

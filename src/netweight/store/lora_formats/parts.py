@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, final
 
@@ -86,13 +86,14 @@ class Part:
 
 @final
 @dataclass(frozen=True)
-class Plan:
+class AdapterPlan:
     """What an adapter's files hold, from their headers."""
 
     path: Path  # the file or folder
     layout: Layout  # how it is written
     parts: Mapping[str, Part]  # module name → where its change lies
     base: str | None  # the model it was trained on, if the files say that
+    about: Mapping[str, str] = field(default_factory=dict)  # what the files say of where it comes from
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -155,9 +156,8 @@ def load_part(store: Store, part: Part) -> LowRank:
     import torch
 
     from netweight.nn.lora import LowRank
-    from netweight.store.reader import read_rows
 
-    down, up = read_rows(store, part.down).flatten(1), read_rows(store, part.up).flatten(1)
+    down, up = store.get(part.down).flatten(1), store.get(part.up).flatten(1)
     dtype = torch.promote_types(down.dtype, up.dtype)
     return LowRank(down.to(dtype), up.to(dtype), part.scale)
 

@@ -7,7 +7,6 @@ diffusers keeps the same settings in a file's metadata, so its layout uses them,
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -16,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, final
 
+from netweight.core.bounded_json import read_object
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.lora_formats.parts import Role, alpha_of, by_module
+from netweight.store.safetensors import MAX_HEADER
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -39,6 +40,8 @@ _OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ do
     "kasa_config": "Train without kasa_config.",
     "monteclora_config": "Train without monteclora_config.",
 }
+# Layers of language models, by which those that know the class of a model by its task find it.
+_LANGUAGE = re.compile(r"(model\.)?(layers|decoder\.layers|gpt_neox\.layers|transformer\.h)\.\d+\.")
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they change the base's weights before training
 
 
@@ -82,12 +85,9 @@ class LoraSettings:
     def read(cls, path: Path) -> Self:
         """Read `adapter_config.json`."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls.of(read_object(path, limit=MAX_HEADER), path)
         except ValueError as error:
             raise CorruptBlob(f"{path} is no JSON ({error}).", cure="Fetch the file again.") from error
-        if not isinstance(values, dict):
-            raise CorruptBlob(f"{path} is no JSON object.", cure="Fetch the file again.")
-        return cls.of(values, path)
 
     def scale(self, module: str, rank: int, where: Path) -> float:
         """Return a module's scale."""
@@ -114,7 +114,7 @@ class LoraSettings:
             "bias": "none",
             "use_rslora": self.root,
             "inference_mode": True,
-        }
+        } | ({"task_type": "CAUSAL_LM"} if any(_LANGUAGE.match(name) for name in modules) else {})
 
 
 def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:

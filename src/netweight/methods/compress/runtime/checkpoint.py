@@ -30,6 +30,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: dict[str, Any] | None = None,
+    base: str | Path | None = None,
 ) -> None:
     """Save a model and an optimizer; an older checkpoint at the same path is replaced when the new one is complete.
 
@@ -38,6 +39,8 @@ def save_checkpoint(
         model: Any module, compressed or dense or both.
         optimizer: `LayerwiseOptimizer` or any torch optimizer whose state dict holds tensors, numbers, text and lists.
         extra: What else to keep, such as the step and a scheduler's state dict: anything that JSON can hold.
+        base: An earlier checkpoint of the run, from which differences are stored; it is needed to load this one, beside
+            it or where the variable NETWEIGHT_BASE says.
 
     Raises:
         OutputFailed: The file could not be written; the older one is untouched.
@@ -48,7 +51,7 @@ def save_checkpoint(
     _refuse_shards(model)
     written: dict[int, str] = {}
     tied: dict[str, str] = {}
-    with StoreWriter(path, overwrite=True) as writer:
+    with StoreWriter(path, overwrite=True, base=base) as writer:
         for name, value in model.state_dict().items():
             if isinstance(value, CompressedTensor):
                 if id(value.stored) in written:
@@ -61,7 +64,10 @@ def save_checkpoint(
 
         def plain(value: Any, place: str) -> Any:
             if isinstance(value, torch.Tensor):
-                writer.add(place, value)
+                if isinstance(value, CompressedTensor):
+                    writer.add_blob(place, value.stored.blob)
+                else:
+                    writer.add(place, value)
                 return {"tensor": place}
             if isinstance(value, dict):
                 return {"items": [[key, plain(element, f"{place}.{key}")] for key, element in value.items()]}

@@ -194,7 +194,9 @@ class Decoder:
         """Decode rows `start` to `stop` (exclusive) of dimension 0, and no more than the chunks that they touch."""
         known = self._look_up(payload)
         layout = known.layout
-        if not isinstance(layout, BlobLayout) or not layout.chunks or start == stop or not known.checked:
+        if not isinstance(layout, BlobLayout) or not layout.chunks or layout.new_modes:
+            return self.weight(payload)[start:stop]
+        if start == stop or not known.checked:
             return self.weight(payload)[start:stop]
         per_row = layout.numbers // layout.shape[0]
         first, last = start * per_row >> layout.chunk_log2, -(-stop * per_row >> layout.chunk_log2)
@@ -249,7 +251,7 @@ class Decoder:
         if status is not None:
             self.status.count(damaged)
         elif bool(damaged):
-            raise CorruptBlob("Cannot decode a blob: a word or a place in it cannot be.", cure=_DAMAGED)
+            raise CorruptBlob("Cannot decode a blob: a code word or an offset in it is out of range.", cure=_DAMAGED)
         return weight if out is None else out.copy_(weight)
 
 

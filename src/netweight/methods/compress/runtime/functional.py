@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +24,26 @@ from netweight.errors import Unsupported
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import prefetch
 from netweight.methods.compress.runtime.prefetch import BorrowedBuffer
-from netweight.methods.compress.runtime.storage import blob_of, decode_payload
+from netweight.methods.compress.runtime.storage import blob_of, decode_here, decode_payload
 
 # ---- what stands in for torch's functions ----------------------------------------------------------------------------
 
 
 def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
     """`torch.nn.functional.linear`, or None where torch's own must run."""
-    return _product(_FixedLinear if weight.stored.fixed else _Linear, x, weight, bias) if _as_dense_would(x) else None
+    if not _as_dense_would(x):
+        return None
+    stored = weight.stored
+    payload = stored.payload
+    if torch.is_grad_enabled() or stored.fixed or not _is_decoded_here(payload) or _is_watched() or _casts(x):
+        product: torch.Tensor = _product(_FixedLinear if stored.fixed else _Linear, x, weight, bias)
+        return product
+    if prefetch.open_blocks:
+        return F.linear(x, _decoded(payload, "forward"), bias)
+    tiled = None
+    if payload.numel() > _TILE and x.numel() <= _FEW * stored.shape[-1] and len(stored.shape) == 2:
+        tiled = _linear_by_tiles(x, payload, stored.shape, stored.dtype, bias)
+    return F.linear(x, decode_here(payload), bias) if tiled is None else tiled
 
 
 def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor | None:
@@ -74,8 +87,11 @@ def embedding(
     padding = -1 if padding_idx is None else padding_idx + rows * (padding_idx < 0)
     if max_norm is not None or sparse or not -1 <= padding < rows:
         return None
-    rows_of: Any = _Embedding.apply
-    result: torch.Tensor = rows_of(ids, weight, weight.stored.payload, padding, scale_grad_by_freq)
+    if not torch.is_grad_enabled():
+        return _rows(weight.stored.payload, weight.shape, weight.dtype, ids)
+    result: torch.Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
+        ids, weight, weight.stored.payload, padding, scale_grad_by_freq
+    )
     return result
 
 
@@ -87,31 +103,44 @@ def _as_dense_would(x: torch.Tensor) -> bool:
 def _product(function: Any, x: Any, weight: Any, bias: Any) -> Any:
     x, bias, compute = _cast(x, weight, bias)
     payload, keeper = weight.stored.payload, []  # type: ignore[var-annotated]
-    if x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and x.requires_grad and torch.is_grad_enabled() and _saving_is_hooked():
         x = _Keep.apply(x, payload, weight.requires_grad, keeper)  # type: ignore[no-untyped-call]
     return _call(function, x, weight, payload, bias, compute, keeper)
 
 
+def _saving_is_hooked() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _casts(x: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
 def _cast(x: Any, weight: Any, bias: Any) -> Any:
     """Input and bias as autocast wants them here, and the dtype to calculate in."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not _casts(x):
         return x, bias, weight.dtype
     if not all(t is None or (t.is_floating_point() and t.dtype != torch.float64) for t in (x, weight, bias)):
         return x, bias, weight.dtype
-    compute = torch.get_autocast_dtype(kind)
+    compute = torch.get_autocast_dtype(x.device.type)
     return x.to(compute), bias.to(compute) if bias is not None else None, compute
 
 
 def _call(function: Any, x: torch.Tensor, *arguments: Any) -> Any:
-    run = function.apply if torch.is_grad_enabled() else function.forward
-    if not torch.is_autocast_enabled(x.device.type):
+    run = function.apply if torch.is_grad_enabled() else partial(function.forward, None)  # nothing to save it in
+    if not _casts(x):
         return run(x, *arguments)
     with torch.autocast(x.device.type, enabled=False):
         return run(x, *arguments)
 
 
 # ---- forward and backward of each ------------------------------------------------------------------------------------
+
+
+def _owned(result: torch.Tensor) -> torch.Tensor:
+    """A result that autograd does not take for a view, so that it may be changed in place as that of a dense layer."""
+    owned: torch.Tensor = torch.ops.aten._unsafe_view.default(result, result.shape)
+    return owned
 
 
 def _on_dense(payload: Any, weight: Any, compute: torch.dtype, kernel: Callable[[torch.Tensor], Any]) -> torch.Tensor:
@@ -153,7 +182,7 @@ class _Constant(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         raise Unsupported(
-            "Second derivatives with respect to a compressed weight are not to be had: it is a constant in the graph "
+            "Second derivatives with respect to a compressed weight are not supported: it is a constant in the graph "
             "of its layer's gradients.",
             cure="Call netweight.decompress_(model) before; or, for second derivatives of inputs, torch.autograd.grad "
             "with these inputs, or requires_grad_(False) for the weights.",
@@ -170,41 +199,32 @@ class _Keep(Function):
     # checkpoint is not calculated a second time, as that of a dense layer is not.
 
     @staticmethod
-    def forward(x: Any, payload: Any, needs_weight: bool, keeper: list[Any]) -> torch.Tensor:
-        same: torch.Tensor = x.view_as(x)
-        return same
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, payload, needs_weight, keeper = inputs
+    def forward(ctx: Any, x: torch.Tensor, payload: Any, needs_weight: bool, keeper: list[Any]) -> torch.Tensor:
         ctx.save_for_backward(x if needs_weight else None, payload)
         keeper.append(ctx)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, None, None, None
 
 
-class _Product(Function):
-    """What products share: a payload, the parameter it belongs to (for its gradient), a dtype to calculate in."""
+def _save(ctx: Any, x: Any, weight: Any, payload: Any, keeper: Any, *, fixed: bool = False) -> None:
+    """Save what the needed gradients of a product ask for, and nothing else, unless `_Keep` has."""
+    if ctx is None:
+        return
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.keeper = keeper
+    if not keeper:
+        ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
+    ctx.shape, ctx.dtype, ctx.fixed, ctx.trains = weight.shape, weight.dtype, fixed, needs_weight
 
-    generate_vmap_rule = False
 
+class _Linear(Function):
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save what the needed gradients ask for, and nothing else, unless `_Keep` has."""
-        x, weight, payload = inputs[:3]
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        ctx.keeper = inputs[-1]
-        if not ctx.keeper:
-            ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
-        ctx.shape, ctx.dtype, ctx.fixed, ctx.trains = weight.shape, weight.dtype, False, needs_weight
-
-
-class _Linear(_Product):
-    @staticmethod
-    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, keeper: Any) -> torch.Tensor:
-        return _on_dense(payload, weight, compute, lambda dense: F.linear(x, dense, bias))
+    def forward(ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, compute: Any, keeper: Any) -> torch.Tensor:
+        _save(ctx, x, weight, payload, keeper)
+        return _owned(_on_dense(payload, weight, compute, lambda dense: F.linear(x, dense, bias)))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -222,20 +242,17 @@ class _FixedLinear(_Linear):
     """A product with a weight in the fixed-length form: nothing is decoded where a kernel can multiply with it."""
 
     @staticmethod
-    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, keeper: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, compute: Any, keeper: Any) -> torch.Tensor:
+        _save(ctx, x, weight, payload, keeper, fixed=True)
         if compute == weight.dtype:
-            return multiply(x, payload, weight.shape, bias)
-        return F.linear(x, decode_fixed(payload, weight.shape, weight.dtype).to(compute), bias)
+            return _owned(_direct(linear_fixed, _linear_fixed, x, payload, weight.shape, bias))
+        return _owned(F.linear(x, decode_fixed(payload, weight.shape, weight.dtype).to(compute), bias))
 
+
+class _Addmm(Function):
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _Product.setup_context(ctx, inputs, output)
-        ctx.fixed = True
-
-
-class _Addmm(_Product):
-    @staticmethod
-    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, keeper: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, compute: Any, keeper: Any) -> torch.Tensor:
+        _save(ctx, x, weight, payload, keeper)
         return _on_dense(payload, weight, compute, lambda dense: torch.addmm(bias, x, dense))
 
     @staticmethod
@@ -249,17 +266,15 @@ class _Addmm(_Product):
 
 class _Conv(Function):
     @staticmethod
-    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, geometry: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, compute: Any, geometry: Any) -> torch.Tensor:
+        if ctx is not None:
+            # The backward operator wants the input's shape even where its values do not matter: it is always kept.
+            ctx.save_for_backward(x, payload)
+            ctx.shape, ctx.dtype, ctx.fixed, ctx.geometry = weight.shape, weight.dtype, False, geometry
+            ctx.trains = ctx.needs_input_grad[1]
         stride, padding, dilation, groups = geometry
         rest = (stride, padding, dilation, False, [0] * len(stride), groups)
         return _on_dense(payload, weight, compute, lambda dense: torch.convolution(x, dense, bias, *rest))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        # The backward operator wants the input's shape even where its values do not matter, so it is always kept.
-        ctx.save_for_backward(inputs[0], inputs[2])
-        ctx.shape, ctx.dtype, ctx.fixed, ctx.geometry = inputs[1].shape, inputs[1].dtype, False, inputs[5]
-        ctx.trains = ctx.needs_input_grad[1]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -275,14 +290,10 @@ class _Conv(Function):
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ids: Any, weight: Any, payload: Any, padding: int, by_frequency: bool) -> torch.Tensor:
-        rows: torch.Tensor = gather_rows(payload, weight.shape, weight.dtype, ids)
-        return rows
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.rows, ctx.padding, ctx.by_frequency = inputs[1].shape[0], inputs[3], inputs[4]
+    def forward(ctx: Any, ids: Any, weight: Any, payload: Any, padding: int, by_frequency: bool) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.padding, ctx.by_frequency = weight.shape[0], padding, by_frequency
+        return _owned(_rows(payload, weight.shape, weight.dtype, ids))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -293,24 +304,19 @@ class _Embedding(Function):
 
 # ---- decoding, without the dispatcher where nothing observes it: its microseconds count at one token at a time -------
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _direct(operator: Any, implementation: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Run an operator, without the dispatcher where nothing observes it."""
+    odd = any(isinstance(value, torch.Tensor) and type(value) not in _PLAIN for value in arguments)
+    result: torch.Tensor = (operator if odd or _is_watched() else implementation)(*arguments)
+    return result
+
 
 def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The operator `decode`."""
-    if type(payload) is torch.Tensor and not _is_watched():
-        return _decoded(payload, "forward")
-    weight: torch.Tensor = decode(payload, shape, dtype)
-    return weight
-
-
-def multiply(
-    x: torch.Tensor, payload: torch.Tensor, shape: list[int] | torch.Size, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """The operator `linear_fixed`."""
-    plain = (torch.Tensor, torch.nn.Parameter, type(None))
-    if all(type(tensor) in plain for tensor in (x, payload, bias)) and not _is_watched():
-        return _linear_fixed(x, payload, shape, bias)
-    result: torch.Tensor = linear_fixed(x, payload, shape, bias)
-    return result
+    return _direct(decode, lambda payload, *like: _decoded(payload, "forward"), payload, shape, dtype)
 
 
 def borrow(payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
@@ -325,22 +331,29 @@ def borrow(payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
 
 
 def _is_watched() -> bool:
-    """Whether a compiler, a tracer, a dispatch mode or a function transform must see every operator."""
+    """Whether a compiler, a dispatch mode or a function transform must see every operator."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
     )
 
 
+def _is_decoded_here(payload: torch.Tensor) -> bool:
+    return payload.is_cpu and not device.handles(payload)
+
+
 def _decoded(payload: torch.Tensor, direction: str) -> torch.Tensor:
-    if not prefetch.open_blocks or device.handles(payload) or not payload.is_cpu:
+    if not prefetch.open_blocks or not _is_decoded_here(payload):
         return decode_payload(payload)
     return prefetch.open_blocks[-1].take(payload, direction)
 
 
-def _gathered_rows(payload: torch.Tensor, shape: list[int], dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+def _rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+    return _direct(gather_rows, _gathered_rows, payload, shape, dtype, ids)
+
+
+def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
     """Rows of the weight, decoding only the chunks that hold them; many of them, or on a device, the whole weight."""
     if device.handles(payload):  # to know which chunks are touched is to wait for the device
         borrowed = borrow(payload, "forward")
@@ -349,24 +362,72 @@ def _gathered_rows(payload: torch.Tensor, shape: list[int], dtype: torch.dtype, 
         finally:
             if borrowed is not None:
                 borrowed.give_back()
-    local, wanted, result = payload.cpu(), ids.reshape(-1).cpu(), (*ids.shape, *shape[1:])
-    if not wanted.numel():
-        return torch.empty(result, dtype=dtype, device=payload.device)
+    local, wanted, result = payload.cpu(), ids.cpu(), (*ids.shape, *shape[1:])
+    blob, count, width = blob_of(local), wanted.numel(), math.prod(shape[1:])
+    if count == 1:
+        row = _checked(int(wanted), shape)
+        return codec.decode_numbers(blob, row * width, (row + 1) * width, dtype, result).to(payload.device)
     rows, places = torch.unique(wanted, return_inverse=True)
-    if int(rows[0]) < 0 or int(rows[-1]) >= shape[0]:
-        raise IndexError(f"index out of range: rows {int(rows[0])} to {int(rows[-1])} of an embedding of {shape[0]}")
-    blob = blob_of(local)
-    chunk_rows = max(1, (1 << codec.info(blob).chunk_log2) * shape[0] // max(1, math.prod(shape)))
-    # Rows that lie closer together than a chunk are decoded in one go, with what is between them.
-    breaks = (rows.diff() > chunk_rows).nonzero().reshape(-1) + 1
-    runs = [(int(run[0]), int(run[-1]) + 1) for run in torch.tensor_split(rows, breaks)]
+    runs = _runs(rows.tolist(), max(1, (1 << codec.info(blob).chunk_log2) // max(1, width))) if count else []
+    for start, stop in runs:
+        _checked(start, shape), _checked(stop - 1, shape)
     if sum(stop - start for start, stop in runs) * 2 > shape[0]:
-        return F.embedding(wanted, codec.decode(blob)).reshape(result).to(payload.device)
-    table = torch.cat([codec.decode_rows(blob, start, stop) for start, stop in runs])
-    starts = torch.tensor([start for start, _ in runs])
-    offsets = torch.tensor([0] + [stop - start for start, stop in runs[:-1]]).cumsum(0) - starts
-    of_row = torch.searchsorted(starts, rows, right=True) - 1
-    return F.embedding((rows + offsets[of_row])[places], table).reshape(result).to(payload.device)
+        return F.embedding(wanted, codec.decode(blob)).to(payload.device)
+    parts = [
+        codec.decode_numbers(blob, start * width, stop * width, dtype, (stop - start, *shape[1:]))[rows_of - start]
+        for start, stop in runs
+        for rows_of in [rows[(rows >= start) & (rows < stop)]]
+    ]
+    table = torch.cat(parts) if parts else torch.empty((0, *shape[1:]), dtype=dtype)
+    return table[places.reshape(-1)].view(result).to(payload.device)
+
+
+def _checked(row: int, shape: Any) -> int:
+    if not 0 <= row < shape[0]:
+        raise IndexError(f"index out of range: row {row} of an embedding of {shape[0]}")
+    return row
+
+
+def _runs(rows: list[int], near: int) -> list[tuple[int, int]]:
+    """Stretches of ascending rows that are decoded in one go, with what is between: those nearer than a chunk."""
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        if runs and row - runs[-1][1] < near:
+            runs[-1] = (runs[-1][0], row + 1)
+        else:
+            runs.append((row, row + 1))
+    return runs
+
+
+# ---- products of few inputs, by tiles of rows: what is decoded is used while it is in the processor's cache ----------
+
+_TILE = 4 << 20  # bytes of a tile, and of a payload from which it is worth its while
+_FEW = 16  # rows of inputs up to which the product itself takes no longer than reading the weight
+_tiles_agree: dict[tuple[Any, ...], bool] = {}  # by shapes: whether tiles give the dense kernel's bits
+
+
+def _linear_by_tiles(
+    x: torch.Tensor, payload: torch.Tensor, shape: Any, dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The product tile by tile; None where tiles are known to round otherwise than the whole weight does."""
+    key = (x.shape, shape, dtype, x.dtype, bias is None, torch.get_num_threads())
+    agree = _tiles_agree.get(key)
+    if agree is False:
+        return None
+    rows, columns = shape
+    step = max(1, _TILE // (columns * dtype.itemsize))
+    blob, result = blob_of(payload), x.new_empty((*x.shape[:-1], rows))
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        numbers = codec.decode_numbers(
+            blob, start * columns, stop * columns, dtype, (stop - start, columns), threads=torch.get_num_threads()
+        )
+        result[..., start:stop] = F.linear(x, numbers, None if bias is None else bias[start:stop])
+    if agree is None:  # which kernel a library takes follows from shapes, and they are tried once
+        whole = F.linear(x, decode_payload(payload), bias)
+        _tiles_agree[key] = torch.equal(whole.view(torch.uint8), result.view(torch.uint8))
+        return whole
+    return result
 
 
 def _decoded_fixed(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import nn
@@ -28,7 +28,9 @@ from netweight.methods.compress.runtime.incompatible import (
 )
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 
+States = Literal["dense", "compressed", "offloaded"]
 _UPDATE, _MEASURE = "update", "measure"
+_SMALL_STATE = 1 << 12  # bytes below which a state stays as it is
 
 
 class _Shell(nn.Parameter):
@@ -77,6 +79,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         reduce: Called with each complete gradient before it is used, to reduce it over processes in place; see
             `average_gradient`. Needed in a process group of more than one.
         groups: Parameter groups as torch takes them: dicts with "params" and options; None puts all into one.
+        states: How states of the optimizer, such as momenta, wait between steps: "dense"; "compressed", bit for bit,
+            where they are; "offloaded", in the CPU's memory. Only the states of one weight are ever as the optimizer
+            wants them. Steps are the same to the last bit.
         **options: Passed to `optimizer_class`, such as `lr`.
 
     Raises:
@@ -106,8 +111,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         seed: int = 0,
         reduce: Callable[[torch.Tensor], None] | None = None,
         groups: Iterable[dict[str, Any]] | None = None,
+        states: States = "dense",
         **options: Any,
     ) -> None:
+        if states not in get_args(States):
+            raise UsageError(f"There is no way {states!r} to keep states.", cure=f"Choose of {get_args(States)}.")
         if accumulation_steps < 1:
             raise UsageError(f"accumulation_steps is {accumulation_steps}.", cure="Choose 1 or more.")
         if last_pass is not None and accumulation_steps == 1:
@@ -122,7 +130,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self.steps = 0  # updates of the whole model
         self.grad_norm: torch.Tensor | None = None  # norm of all gradients at the last update, if it was measured
         self._accumulation, self._clip, self._reduce = accumulation_steps, clip_norm, reduce
-        self._last_pass = last_pass
+        self._last_pass, self._states = last_pass, states
         self._stochastic, self._seed = stochastic_rounding, seed
         chosen = [dict(group) for group in groups] if groups is not None else [{"params": list(names)}]
         ranks = {parameter: rank for rank, parameter in enumerate(names)}
@@ -210,6 +218,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def two_passes(self) -> bool:
         """Whether an update takes two backward passes, and so `step(closure)`: with clipping, without accumulation."""
         return self._clip is not None and self._accumulation == 1
+
+    @property
+    def parameters_stepped(self) -> list[nn.Parameter]:
+        """The model's own parameters, which the groups do not name; none after `close`."""
+        return [] if self.closed else [each.parameter for each in self._trained]
 
     @property
     def closed(self) -> bool:
@@ -400,10 +413,15 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         group = groups[trained.group]
         everyone = group["params"]
         self.inner.param_groups, group["params"] = [group], [shell]
+        states: dict[str, Any] = self.inner.state.get(shell, {})
+        states.update({name: _as_used(value, shell.device) for name, value in states.items()})
         try:
             self.inner.step()
         finally:
             self.inner.param_groups, group["params"] = groups, everyone
+            states = self.inner.state.get(shell, {})
+            for name in states:  # one after the other
+                states[name] = _as_kept(states[name], self._states)
 
     def _shell(self, trained: _Trained) -> nn.Parameter:
         shell: nn.Parameter = self.inner.param_groups[trained.group]["params"][trained.position]
@@ -437,6 +455,23 @@ class _Hook:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         self.optimizer._ready(self.trained)
+
+
+def _as_used(state: Any, on: torch.device) -> Any:
+    """A state as the optimizer wants it, dense and where its weight is."""
+    if isinstance(state, torch.Tensor) and state.dim():  # counts of steps stay where the optimizer put them
+        return (state.dense() if isinstance(state, CompressedTensor) else state).to(on)
+    return state
+
+
+def _as_kept(state: Any, how: States) -> Any:
+    """A state as it waits for the next step."""
+    if how == "dense" or not isinstance(state, torch.Tensor) or state.nbytes < _SMALL_STATE:
+        return state
+    if how == "offloaded":
+        return state.cpu()
+    compressed = CompressedTensor.of(state)
+    return compressed if compressed.payload.nbytes < state.nbytes else state
 
 
 def average_gradient(gradient: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -99,8 +100,9 @@ def compress_(
         Unsupported: A layer asked for by name cannot run compressed, or a weight holds no values, or one is to be
             rounded whose dtype cannot be. All are listed.
         NameNotFound: A pattern matches no module.
-        UsageError: There is no such level or preference, a setting of rounding is out of its range, or rounded weights
-            were to have the fixed-length form. In this case as in all others nothing was changed.
+        UsageError: There is no such level or preference, a setting of rounding is out of its range, rounded weights
+            were to have the fixed-length form, or an optimizer steps one of the dense weights. In this case as in all
+            others nothing was changed.
 
     Source: NeuZip (arXiv 2410.20650), section 3.1; there for bf16 and linear layers, here for all dtypes.
     """
@@ -111,6 +113,10 @@ def compress_(
     linear = linear_weights(model) if prefer == "speed" else frozenset()
     weights, left = _plan(model, include, exclude)
     _refuse_unroundable(weights, precision)
+    _refuse_live_optimizers(
+        {id(weight.places[0].parameter): weight.names[0] for weight in weights},
+        "Make the optimizer after compress_, which puts other parameters in the place of these.",
+    )
     names: list[str] = []
     fixed: list[str] = []
     changes: dict[str, float] = {}
@@ -159,10 +165,16 @@ def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns
         NameNotFound: A pattern matches no module.
         CorruptBlob: A weight is damaged; it and those after it stay compressed.
         Unsupported: The model is sharded; nothing was changed.
+        UsageError: An optimizer still steps a compressed weight, and would step it on, unseen; nothing was changed.
     """
     _, included = _chosen(model, include)
     _, excluded = _chosen(model, exclude)
     weights: dict[int, list[_Place]] = {}
+    _refuse_live_optimizers(
+        {id(at.parameter): at.name for at in _places(model) if isinstance(at.parameter, CompressedTensor)},
+        "Let go of it first (`del optimizer`, or `close()` it if it is a LayerwiseOptimizer), then make a new one for "
+        "the dense weights and load its state_dict.",
+    )
     for at in _places(model):
         part = local_part(at.parameter)
         if part is not at.parameter and isinstance(part, CompressedTensor):
@@ -185,6 +197,32 @@ def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns
             _forget_hooks(at.module)
             done.append(at.name)
     return tuple(done)
+
+
+def _refuse_live_optimizers(names: dict[int, str], cure: str) -> None:
+    """Refuse to replace parameters, given by id, that an optimizer holds and would step on, unseen."""
+    held = _held_by_optimizers(names)
+    if held:
+        gc.collect()  # an optimizer that nobody has any more is none
+        held = _held_by_optimizers(names)
+    for kind, stepped in held.items():
+        raise UsageError(f"An optimizer ({kind}) steps {_few(stepped)}. Nothing was changed.", cure=cure)
+
+
+def _held_by_optimizers(names: dict[int, str]) -> dict[str, list[str]]:
+    """By class of optimizer which of the named parameters it steps."""
+    kinds, waiting = {torch.optim.Optimizer}, [torch.optim.Optimizer]
+    while waiting:
+        waiting = [kind for parent in waiting for kind in parent.__subclasses__() if kind not in kinds]
+        kinds |= set(waiting)
+    held: dict[str, list[str]] = {}
+    for optimizer in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+        stepped = getattr(optimizer, "parameters_stepped", None)
+        groups = getattr(optimizer, "param_groups", ()) if stepped is None else [{"params": stepped}]
+        found = [names[id(each)] for group in groups for each in group["params"] if id(each) in names]
+        if found:
+            held[type(optimizer).__name__] = found
+    return held
 
 
 def set_layout_(model: nn.Module, prefer: Prefer) -> tuple[str, ...]:
@@ -307,7 +345,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
                 yield _Place(path, module, attribute, parameter)
 
 
-def choose(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None) -> dict[str, int | None]:
+def choose_weights(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None) -> dict[str, int | None]:
     """Choose the weights that `compress_` would take, before they are loaded; for plug-ins that load them."""
     weights, _ = _plan(model, include, exclude, loaded=False)
     return {name: weight.chunk_log2 for weight in weights for name in weight.names}

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, final
 
-import numpy
 import torch
 
 from netweight import codec
@@ -194,10 +194,13 @@ def decode_payload(payload: torch.Tensor) -> torch.Tensor:
     """The weight of a payload in the codec's form, contiguous, on the payload's device."""
     if device.handles(payload):
         return device.decoder_of(payload.device).weight(payload)
-    local = payload.cpu()  # must outlive the blob, which is a view
+    return decode_here(payload.cpu()).to(payload.device)
+
+
+def decode_here(payload: torch.Tensor) -> torch.Tensor:
+    """The same of a payload on the CPU."""
     # A weight is about half again as large as its blob.
-    weight = codec.decode(blob_of(local), threads=threads_for(local.numel() * 3 // 2))
-    return weight.to(payload.device)
+    return codec.decode(blob_of(payload), threads=threads_for(payload.numel() * 3 // 2))
 
 
 def threads_for(nbytes: int) -> int:
@@ -213,10 +216,10 @@ def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
     return payload
 
 
-def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+def blob_of(payload: torch.Tensor) -> memoryview:
     """The blob in a payload on the CPU, without a copy; the payload must outlive it."""
-    memory = _memory(payload)
-    return memory[LENGTH : LENGTH + int.from_bytes(memory[:LENGTH].tobytes(), "little")]
+    memory = _memory(payload.data_ptr(), payload.numel())
+    return memory[LENGTH : LENGTH + int.from_bytes(memory[:LENGTH], "little")]
 
 
 def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
@@ -241,11 +244,10 @@ def layout_of(
     return copy.stride() if copy.stride() != torch.empty(copy.shape, device="meta").stride() else None
 
 
-def _memory(tensor: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-    """A U8 tensor's memory as an array; unlike `.numpy()` it leaves the tensor's storage resizable."""
-    memory: Any = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
-    array: numpy.ndarray[Any, numpy.dtype[numpy.uint8]] = numpy.frombuffer(memory, numpy.uint8)
-    return array
+@lru_cache(4096)
+def _memory(address: int, nbytes: int) -> memoryview:
+    """Memory of a tensor; unlike `.numpy()` this leaves the tensor's storage resizable."""
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
 
 
 def _capacity(used: int) -> int:
@@ -253,17 +255,18 @@ def _capacity(used: int) -> int:
 
 
 def _fill(payload: torch.Tensor, blob: bytes | memoryview) -> None:
-    memory, used = _memory(payload), LENGTH + len(blob)
-    memory[:LENGTH] = numpy.frombuffer(len(blob).to_bytes(LENGTH, "little"), numpy.uint8)
-    memory[LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
-    memory[used:] = 0
+    memory, used = _memory(payload.data_ptr(), payload.numel()), LENGTH + len(blob)
+    memory[:LENGTH] = len(blob).to_bytes(LENGTH, "little")
+    memory[LENGTH:used] = blob
+    payload[used:].zero_()
 
 
 def _with_digest(payload: torch.Tensor) -> torch.Tensor:
     """Complete the blob in a payload that came from a device, where weights are encoded without their digests."""
     blob = blob_of(payload)
-    if bytes(blob[:3]) == b"NWT" and not blob[8:24].any():
-        blob[:28] = cuda.with_digest(torch.from_numpy(blob))[:28].numpy()  # nothing else changes
+    if bytes(blob[:3]) == b"NWT" and not any(blob[8:24]):
+        whole = cuda.with_digest(payload[LENGTH : LENGTH + len(blob)])
+        payload[LENGTH : LENGTH + 28] = whole[:28]  # nothing else changes
     return payload
 
 

@@ -46,10 +46,12 @@ _RESHAPING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
 _NO_MEMORY = {
     torch.Tensor.numpy: "numpy()",
     torch.Tensor.__array__: "numpy.asarray",
-    torch.Tensor.data_ptr: "data_ptr()",
     torch.Tensor.storage: "storage(), which safetensors asks for, too",
     torch.Tensor.__dlpack__: "__dlpack__()",
 }
+# Libraries recognize tied weights by their addresses. A compressed weight has one of its own, at which no processor and
+# no device has memory: whoever reads there anyway is stopped, and does not take compressed bytes for numbers.
+_NOWHERE = 1 << 62
 # In inference mode these come as they are, elsewhere as the operators they are made of.
 _TO = (aten.to.dtype_layout, aten.to.device, aten.to.dtype, aten.to.other)
 
@@ -208,10 +210,9 @@ class CompressedTensor(torch.Tensor):
             if func is torch.Tensor.is_shared:
                 return args[0].payload.is_shared()
             if func in _NO_MEMORY and isinstance(args[0], cls):
-                caller = sys._getframe(1).f_globals.get("__name__", "")
-                if func is torch.Tensor.data_ptr and caller.startswith("accelerate."):
-                    return args[0].payload.data_ptr()  # it recognizes tied weights by their addresses
                 _no_memory(_NO_MEMORY[func])
+            if func is torch.Tensor.data_ptr and isinstance(args[0], cls):
+                return _NOWHERE | args[0].payload.data_ptr()
         if result is not None:
             return result
         with torch._C.DisableTorchFunctionSubclass():
@@ -251,7 +252,10 @@ class CompressedTensor(torch.Tensor):
 
 
 def _whole(stored: CompressedStorage) -> torch.Tensor:
-    weight: torch.Tensor = (decode_fixed if stored.fixed else decode)(stored.payload, stored.shape, stored.dtype)
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace cannot record our operators: weights are constants
+        weight = stored.dense()
+    else:
+        weight = (decode_fixed if stored.fixed else decode)(stored.payload, stored.shape, stored.dtype)
     return weight if stored.stride is None else torch.empty_like(_meta(stored), device=weight.device).copy_(weight)
 
 
@@ -381,32 +385,39 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *, fixed: bool = False) -> bool:
-    """Whether the weight is whole and contiguous, and the call neither mapped nor differentiated forward."""
+    """Whether the weight is whole and contiguous, and the call neither mapped, differentiated forward nor traced."""
     weight = args[place] if len(args) > place else kwargs.get("weight")
     if not isinstance(weight, CompressedTensor) or weight.views or weight.stored.stride is not None:
         return False
     if weight.stored.fixed and not fixed:
         return False
     return torch.compiler.is_compiling() or (
-        torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0
+        torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
     )
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`."""
-    if not isinstance(tensor, CompressedTensor):
+    """`tensor.data = value`, of whatever shape and dtype: code that resizes or converts a model does this."""
+    if not isinstance(tensor, CompressedTensor) or tensor.views:
         raise DenseOnly(
-            "A dense parameter cannot take a compressed tensor as its .data.",
-            cure="Assign a new parameter, or `value.dense()`.",
-        )
-    if tensor.views or tensor.shape != value.shape or tensor.dtype != value.dtype or tensor.device != value.device:
-        raise DenseOnly(
-            f"The .data of a compressed weight of shape {tuple(tensor.shape)}, dtype {tensor.dtype}, on {tensor.device}"
-            f" cannot become a tensor of shape {tuple(value.shape)} and dtype {value.dtype} on {value.device}.",
+            "A dense parameter, or a part of a compressed one, cannot take another tensor as its .data.",
             cure="Assign a new nn.Parameter to the module, or decompress_ the layer first.",
         )
     with torch.no_grad():
-        _copy_whole(tensor, value.detach())
+        if tensor.shape == value.shape and tensor.dtype == value.dtype and tensor.device == value.device:
+            _copy_whole(tensor, value.detach())
+            return
+        its = tensor.stored
+        if isinstance(value, CompressedTensor) and not value.views:
+            new = CompressedTensor(value.stored)
+        else:
+            dense = value.dense() if isinstance(value, CompressedTensor) else value
+            new = CompressedTensor(CompressedStorage.of(dense, level=its.level, chunk_log2=its.chunk_log2))
+        with torch._C.DisableTorchFunctionSubclass():
+            _SET_DATA(tensor, new)
+        tensor.stored = new.stored
 
 
 def _no_memory(what: str) -> NoReturn:

@@ -6,7 +6,7 @@ that are combinations of the bank's adapters, so that ΔW itself is their coordi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias, final
@@ -21,7 +21,8 @@ from netweight.nn.lora import Adapter, AdapterStack, LowRank
 from netweight.nn.pca import Basis
 
 _TOLERANCE = 1e-5  # of what a down factor may have outside of the shared rows, relative to its norm
-_DENSE_BYTES = 1 << 28  # of components that may be kept as matrices
+_DENSE_BYTES = 1 << 28  # of components that may be kept as matrices, and of changes that are summed at a time
+_KEPT_BYTES = 1 << 25  # of a bank that may be kept in memory to make points
 _Place = tuple[torch.dtype, torch.device]
 
 
@@ -214,9 +215,15 @@ class RowBasis:
         """Changes at points; see `WeightSpace.changes`."""
         return self.layout.changes(self.basis.point(scores.to(torch.promote_types(scores.dtype, torch.float32))))
 
-    def adapter(self, scores: Tensor) -> Adapter:
-        """A point, shape `(k,)`, as an adapter."""
-        return self.layout.adapter(self.basis.point(scores.float()))
+    def factors(self, scores: Tensor) -> Iterator[tuple[str, LowRank]]:
+        """What a point, shape `(k,)`, changes, module by module."""
+        yield from self.layout.adapter(self.basis.point(scores.float())).factors.items()
+
+
+def _full(change: Tensor) -> LowRank:
+    """A matrix as a product with the identity, on its smaller side."""
+    rows, columns = change.shape
+    return LowRank(torch.eye(columns), change) if columns <= rows else LowRank(change, torch.eye(rows))
 
 
 @final
@@ -271,20 +278,33 @@ class CombinationBasis:
         modules = self._modules(dtype, scores.device)
         return {name: (one.ups * found[..., None, one.owner]) @ one.downs for name, one in modules.items()}
 
-    def adapter(self, scores: Tensor) -> Adapter:
-        """A point, shape `(k,)`, as an adapter, exactly."""
+    def factors(self, scores: Tensor) -> Iterator[tuple[str, LowRank]]:
+        """What a point, shape `(k,)`, changes, exactly, module by module."""
         found = self.weights @ scores.double() + 1 / len(self.weights)
-        changes = {}
+        if self.bank.nbytes > _KEPT_BYTES:
+            yield from self._summed(found)
+            return
         for name, one in self._modules(torch.float32, torch.device("cpu")).items():
             ups = (one.ups * found[one.owner]).float()
-            rows, columns = len(ups), one.downs.shape[1]
-            if len(one.owner) <= min(rows, columns):
-                changes[name] = LowRank(one.downs, ups)
-            elif columns <= rows:
-                changes[name] = LowRank(torch.eye(columns), ups @ one.downs)
-            else:
-                changes[name] = LowRank(ups @ one.downs, torch.eye(rows))
-        return Adapter(changes)
+            yield (
+                name,
+                LowRank(one.downs, ups) if len(one.owner) <= min(self.bank.shapes[name]) else _full(ups @ one.downs),
+            )
+
+    def _summed(self, found: Tensor) -> Iterator[tuple[str, LowRank]]:
+        """The sum of a bank's changes by weights; of the bank, some adapters' factors of some modules are in memory."""
+        left = sorted(self.bank.shapes)
+        while left:
+            sums: dict[str, Tensor] = {}
+            while left and (not sums or sum(one.nbytes for one in sums.values()) < _DENSE_BYTES):
+                name = left.pop(0)
+                sums[name] = torch.zeros(self.bank.shapes[name])
+            for start, stack in stacks_of(self.bank, len(self.weights), description="Summing", modules=sums.keys()):
+                for name, total in sums.items():
+                    weights = (found[start : start + len(stack)] * stack.scale[name]).float()
+                    ups = stack.up[name].float() * weights[:, None, None]
+                    total.addmm_(ups.transpose(0, 1).flatten(1), stack.down[name].float().flatten(0, 1))
+            yield from ((name, _full(sums[name])) for name in list(sums))
 
     @property
     def dense(self) -> bool:

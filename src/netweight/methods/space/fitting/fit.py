@@ -12,8 +12,8 @@ from torch import Tensor
 
 from netweight.core.engines import Engine
 from netweight.core.progress import Progress
-from netweight.core.runs import map_runs
 from netweight.errors import NetweightError, UsageError
+from netweight.job import Job
 from netweight.methods.space.fitting.basis import BankRows, CombinationBasis, RowBasis, RowLayout, Sketch, SpaceBasis
 from netweight.methods.space.fitting.gram import Bank, block_rows, gram_of, inner_products, make_block_row, stack_of
 from netweight.methods.space.fitting.streaming import Workers, fit_matrix, fit_shards, fit_streaming
@@ -238,13 +238,14 @@ def _make_block_rows(bank: Bank, folder: Path, engine: Engine, progress: Progres
     folder.mkdir(parents=True, exist_ok=True)
     longest_first = reversed(block_rows(bank))
     tasks = [_BlockRow(path, bank.digest, start, str(folder.resolve())) for start in longest_first]
-    runs = map_runs(_make_block_row, tasks, ledger=folder / "gram.jsonl", engine=engine)
-    for run in progress.track(runs, "Block rows", len(tasks), unit="rows"):
-        if run.error is not None:
-            raise NetweightError(
-                f"The inner products from adapter {run.config.start} on failed: {run.error.strip().splitlines()[-1]}",
-                cure="Once the reason is gone, the same call continues from there.",
-            )
+    with Job.open(folder, shared=True) as job:
+        runs = job.map(_make_block_row, tasks, name="gram", engine=engine)
+        for run in progress.track(runs, "Block rows", len(tasks), unit="rows"):
+            if not run.ok:
+                raise NetweightError(
+                    f"The inner products from adapter {run.config.start} on failed: {run.reason}",
+                    cure="Once the reason is gone, the same call continues from there.",
+                )
 
 
 def _make_block_row(task: _BlockRow) -> int:

@@ -6,7 +6,7 @@ do not either.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, final
 
@@ -38,6 +38,8 @@ class StackBank:
         self.names = list(names)
         self._parts = adapters.down, adapters.up, adapters.scale, adapters.ranks
         self.shapes = adapters.shapes
+        self.base: str | None = None
+        self.kernels: dict[str, tuple[int, ...]] = {}
 
     @property
     def digest(self) -> str:
@@ -48,17 +50,25 @@ class StackBank:
     def __len__(self) -> int:
         return len(self.names)
 
-    def stack(self, start: int, stop: int) -> AdapterStack:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the factors."""
+        return sum(value.nbytes for part in self._parts[:2] for value in part.values())
+
+    def stack(self, start: int, stop: int, modules: Collection[str] | None = None) -> AdapterStack:
         """The adapters from number `start` up to `stop`; views."""
-        return AdapterStack(*({name: value[start:stop] for name, value in part.items()} for part in self._parts))
+        return AdapterStack(*(
+            {name: value[start:stop] for name, value in part.items() if modules is None or name in modules}
+            for part in self._parts
+        ))  # fmt: skip
 
 
 Bank: TypeAlias = AdapterBank | StackBank
 
 
-def stack_of(bank: Bank, start: int, stop: int) -> AdapterStack:
+def stack_of(bank: Bank, start: int, stop: int, modules: Collection[str] | None = None) -> AdapterStack:
     """Read adapters, and refuse NaN and infinity."""
-    stack = bank.stack(start, stop)
+    stack = bank.stack(start, stop, modules)
     for part in (stack.down, stack.up, stack.scale):
         for module, values in part.items():
             good = torch.isfinite(values.reshape(len(values), -1)).all(dim=1)
@@ -72,12 +82,18 @@ def stack_of(bank: Bank, start: int, stop: int) -> AdapterStack:
 
 
 def stacks_of(
-    bank: Bank, count: int, *, description: str, progress: Progress = QUIET, first: int = 0
+    bank: Bank,
+    count: int,
+    *,
+    description: str,
+    progress: Progress = QUIET,
+    first: int = 0,
+    modules: Collection[str] | None = None,
 ) -> Iterator[tuple[int, AdapterStack]]:
     """Read the adapters from number `first` up to `count` in blocks, each with the number of its first."""
     with progress.task(description, count - first, unit="adapters") as task:
         for start in range(first, count, _READ):
-            stack = stack_of(bank, start, min(start + _READ, count))
+            stack = stack_of(bank, start, min(start + _READ, count), modules)
             yield start, stack
             task.update(len(stack))
 

@@ -22,7 +22,7 @@ from netweight.core.engines import Engine, local_processes
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, NetweightError, UsageError
 from netweight.job import Job
-from netweight.nn.matrix import MatrixFile, Rows
+from netweight.nn.matrix import MatrixFile, MatrixRows
 from netweight.nn.matrix_pca import fit_exactly
 from netweight.nn.pca import MOST_DUAL, BasisFit, Solver
 from netweight.nn.subspace_iteration import (
@@ -73,7 +73,7 @@ ALONE = Workers()
 
 
 def fit_matrix(
-    matrix: Rows,
+    matrix: MatrixRows,
     components: int | None = None,
     *,
     standardize: bool = False,
@@ -98,7 +98,7 @@ def fit_matrix(
 
 
 def fit_streaming(
-    rows: Rows,
+    rows: MatrixRows,
     components: int | None = None,
     *,
     standardize: bool = False,
@@ -186,7 +186,7 @@ def _planned(
     return IterationPlan(count, length, wanted, standardize, most, tolerance, seed)
 
 
-def _place(rows: Rows, workers: Workers) -> tuple[int, int]:
+def _place(rows: MatrixRows, workers: Workers) -> tuple[int, int]:
     """The number of a worker's first row, and that of all rows."""
     counts = torch.zeros(workers.count, dtype=torch.float64)
     counts[workers.number] = rows.shape[0]
@@ -194,7 +194,7 @@ def _place(rows: Rows, workers: Workers) -> tuple[int, int]:
     return int(counts[: workers.number].sum()), int(counts.sum())
 
 
-def _agreed(plan: IterationPlan, mine: Iteration | None, rows: Rows, workers: Workers) -> Iteration:
+def _agreed(plan: IterationPlan, mine: Iteration | None, rows: MatrixRows, workers: Workers) -> Iteration:
     """Where all workers continue: a kill may have come after some had saved the next stage and others had not."""
     stages = torch.zeros(workers.count)
     stages[workers.number] = -1 if mine is None else mine.stage
@@ -218,7 +218,7 @@ def _agreed(plan: IterationPlan, mine: Iteration | None, rows: Rows, workers: Wo
 class Shard(Protocol):
     """Some of the rows; a frozen dataclass of JSON values, so that it can be sent and remembered."""
 
-    def open(self) -> Rows:
+    def open(self) -> MatrixRows:
         """Open the rows, in the process that reads them."""
         ...
 
@@ -294,9 +294,9 @@ def fit_shards(
 def _carry_out(tasks: Sequence[ShardTask], job: Job, engine: Engine, progress: Progress) -> None:
     runs = job.map(_run, tasks, name="passes", engine=engine)
     for run in progress.track(runs, "Shards", len(tasks), unit="shards"):
-        if run.error is not None:
+        if not run.ok:
             raise NetweightError(
-                f"A pass over {run.config.shard} failed: {run.error.strip().splitlines()[-1]}",
+                f"A pass over {run.config.shard} failed: {run.reason}",
                 cure="Once the reason is gone, the same call continues from there.",
             )
 

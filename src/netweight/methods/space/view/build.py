@@ -20,7 +20,7 @@ from netweight.methods.space.points import Direction
 from netweight.methods.space.sampling import KernelSampler, Sampler
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.content import AdapterMap, Neighbors, Plane, Samples, Traversal, View
+from netweight.methods.space.view.content import AdapterMap, DirectionPlane, Neighbors, Samples, Traversal, View
 from netweight.nn.text_to_image import TextToImage
 
 if TYPE_CHECKING:
@@ -160,8 +160,10 @@ def _readings(images: NDArray[np.uint8], reader: Reader) -> dict[str, list[float
     return {name: values.reshape(strengths, noises).double().mean(1).tolist() for name, values in found.items()}
 
 
-def _square(pair: tuple[_Step, _Step], grid: Sequence[float], images: NDArray[np.uint8]) -> Plane:
-    return Plane((pair[0].name, pair[1].name), grid, grid, images.reshape(len(grid), len(grid), *images.shape[1:]))
+def _square(pair: tuple[_Step, _Step], grid: Sequence[float], images: NDArray[np.uint8]) -> DirectionPlane:
+    return DirectionPlane(
+        (pair[0].name, pair[1].name), grid, grid, images.reshape(len(grid), len(grid), *images.shape[1:])
+    )
 
 
 def _images(

@@ -55,7 +55,7 @@ class Traversal:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Plane:
+class DirectionPlane:
     """Two directions or components walked together, with images at every pair of steps."""
 
     names: tuple[str, str]  # what the two sliders are called
@@ -142,7 +142,7 @@ class View:
 
     title: str  # heading
     traversals: Sequence[Traversal]  # at least one; all images of one size
-    planes: Sequence[Plane] = ()  # pairs of directions
+    planes: Sequence[DirectionPlane] = ()  # pairs of directions
     points: AdapterMap | None = None  # the map
     samples: Samples | None = None  # drawn models; their neighbors need a map
     summary: str = ""  # a sentence or two below the heading

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from netweight.core.files import whole_file
 from netweight.errors import UsageError
-from netweight.methods.space.view.content import AdapterMap, Neighbors, Plane, Samples, Traversal, View
+from netweight.methods.space.view.content import AdapterMap, DirectionPlane, Neighbors, Samples, Traversal, View
 from netweight.metrics.images import png_bytes
 from netweight.report.page import page_template
 from netweight.report.report import MAX_BYTES
@@ -85,7 +85,7 @@ def _groups(traversals: Sequence[Traversal]) -> list[dict[str, Any]]:
     return groups
 
 
-def _stage(shown: Traversal | Plane) -> dict[str, Any]:
+def _stage(shown: Traversal | DirectionPlane) -> dict[str, Any]:
     """A card with one slider or two: its sheet has a column per strength of the first."""
     # Its rows are, noise by noise, the strengths of the second, the highest on top.
     names: tuple[str, ...]
@@ -123,7 +123,7 @@ def _stage(shown: Traversal | Plane) -> dict[str, Any]:
     }
 
 
-def _readings(shown: Traversal | Plane) -> dict[str, list[float]]:
+def _readings(shown: Traversal | DirectionPlane) -> dict[str, list[float]]:
     readings = shown.readings if isinstance(shown, Traversal) else {}
     return {name: [round(float(value), 3) for value in values] for name, values in readings.items()}
 

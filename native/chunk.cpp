@@ -1,0 +1,180 @@
+// Chunks: their planes, and of version 2 the transforms before them.
+#include "chunk.h"
+
+#include <algorithm>
+
+namespace netweight {
+namespace {
+
+PlaneShape head_shape(const Dtype& d) {
+  if (d.exponent_bits == 0) return {head_bytes(d), PlaneKind::integer, 0, 0};
+  int inside = 8 * head_bytes(d) - 1 - d.exponent_bits;
+  return {head_bytes(d), PlaneKind::floating, d.exponent_bits, std::min<int>(inside, d.mantissa_bits)};
+}
+
+constexpr PlaneShape kTail = {1, PlaneKind::tail, 0, 0};
+
+// ---- delta: every number less the one before -------------------------------------------------------------------------
+
+template <typename T>
+void take_deltas(const u8* in, size_t count, u8* out) {
+  T before = 0;
+  for (size_t i = 0; i < count; i++) {
+    T v;
+    std::memcpy(&v, in + i * sizeof v, sizeof v);
+    const T step = static_cast<T>(v - before);
+    std::memcpy(out + i * sizeof v, &step, sizeof v);
+    before = v;
+  }
+}
+
+template <typename T>
+void add_deltas(u8* numbers, size_t count) {
+  T sum = 0;
+  for (size_t i = 0; i < count; i++) {
+    T step;
+    std::memcpy(&step, numbers + i * sizeof step, sizeof step);
+    sum = static_cast<T>(sum + step);
+    std::memcpy(numbers + i * sizeof sum, &sum, sizeof sum);
+  }
+}
+
+// Do numbers mostly go on by the same step? Looked at where the samples of `probe` lie.
+template <typename T>
+bool goes_on(const u8* in, size_t count) {
+  size_t same = 0;
+  for (size_t i = 0; i < kSamples; i++) {
+    T v[3];
+    std::memcpy(v, in + sample_place(i, count - 2) * sizeof(T), sizeof v);
+    same += static_cast<T>(v[1] - v[0]) == static_cast<T>(v[2] - v[1]);
+  }
+  return 2 * same >= kSamples;
+}
+
+bool goes_on(const Dtype& d, const u8* in, size_t count) {
+  if (d.exponent_bits || d.unit_bytes == 1 || count < 256) return false;
+  return d.unit_bytes == 2 ? goes_on<u16>(in, count) : d.unit_bytes == 4 ? goes_on<u32>(in, count) : goes_on<u64>(in, count);
+}
+
+}  // namespace
+
+// ---- planes ----------------------------------------------------------------------------------------------------------
+
+u8* encode_planes(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, int nesting, bool inner,
+                  bool* new_modes) {
+  const int tails = plane_count(d) - 1;
+  const auto plane = [&](PlaneShape shape, const u8* numbers) {
+    shape.inner = inner;
+    u8* end = encode_plane(shape, numbers, count, level, kernels, scratch, out, nesting);
+    if (new_modes) *new_modes |= *out > static_cast<u8>(Mode::wide_rans);
+    out = end;
+  };
+  if (tails == 0) {
+    plane(head_shape(d), in);
+    return out;
+  }
+  const Room planes(inner ? count * d.unit_bytes : 0);  // the scratch's are those of the chunk around
+  u8* head = inner ? planes.get() : scratch.planes(count * d.unit_bytes);
+  u8* tail[6];
+  for (int t = 0; t < tails; t++) tail[t] = head + (2 + static_cast<size_t>(t)) * count;
+  (d.unit_bytes == 4 ? kernels.split4 : kernels.split8)(in, count, head, tail);
+  plane(head_shape(d), head);
+  for (int t = 0; t < tails; t++) plane(kTail, tail[t]);
+  return out;
+}
+
+void decode_planes(const Dtype& d, Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out, int nesting) {
+  const int tails = plane_count(d) - 1;
+  if (tails == 0) return decode_plane(in, readable_end, head_bytes(d), count, kernels, out, nesting);
+  u8* head = scratch.planes(count * d.unit_bytes);
+  decode_plane(in, readable_end, 2, count, kernels, head, nesting);
+  const u8* tail[6];
+  for (int t = 0; t < tails; t++) {
+    tail[t] = raw_plane(in, 1, count);  // the usual case: used where it lies
+    if (tail[t]) continue;
+    u8* to = head + (2 + static_cast<size_t>(t)) * count;
+    decode_plane(in, readable_end, 1, count, kernels, to, nesting);
+    tail[t] = to;
+  }
+  (d.unit_bytes == 4 ? kernels.join4 : kernels.join8)(head, tail, count, out);
+}
+
+// ---- chunks ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Room for a trial; nested planes need more than their bytes.
+size_t trial_bytes(const Dtype& d, size_t count) { return 2 * count * d.unit_bytes + (size_t{1} << 18); }
+
+u8* keep_smaller(const u8* trial, const u8* trial_end, u8* out, u8* end, bool& new_modes) {
+  const size_t size = static_cast<size_t>(trial_end - trial);
+  if (size >= static_cast<size_t>(end - out)) return end;
+  std::memcpy(out, trial, size);
+  new_modes = true;
+  return out + size;
+}
+
+// Planes, or what is left of wider numbers when their likeliest value is split off.
+u8* encode_body(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, bool& new_modes) {
+  u8* end = encode_planes(d, in, count, level, kernels, scratch, out, kMaxNesting, false, &new_modes);
+  if (d.unit_bytes < 4) return end;
+  const Probe found = probe(in, count, d.unit_bytes);
+  if (!found.often()) return end;
+  const auto trial = padded(trial_bytes(d, count));
+  trial[0] = static_cast<u8>(Transform::sparse);
+  const u8* trial_end = encode_sparse(in, count, d.unit_bytes, found.value, level, kernels, scratch, trial.get() + 1, kMaxNesting,
+                                      [&](const u8* rest, size_t left, u8* to) {
+                                        return encode_planes(d, rest, left, level, kernels, scratch, to, kMaxNesting - 1, true);
+                                      });
+  return keep_smaller(trial.get(), trial_end, out, end, new_modes);
+}
+
+void decode_body(const Dtype& d, Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
+  if (d.unit_bytes < 4 || in.at == in.end || *in.at != static_cast<u8>(Transform::sparse))
+    return decode_planes(d, in, readable_end, count, kernels, scratch, out, kMaxNesting);
+  in.at++;
+  decode_sparse(in, readable_end, d.unit_bytes, count, kernels, out, kMaxNesting,
+                [&](size_t left, u8* rest) { decode_planes(d, in, readable_end, left, kernels, scratch, rest, kMaxNesting - 1); });
+}
+
+}  // namespace
+
+u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out,
+                 bool& new_modes) {
+  const Dtype& d = *style.dtype;
+  if (!style.new_modes) return encode_planes(d, in, count, level, kernels, scratch, out, kVersion1, false);
+  u8* end = encode_body(d, in, count, level, kernels, scratch, out, new_modes);
+  if (goes_on(d, in, count)) {
+    const auto deltas = padded(count * d.unit_bytes), trial = padded(trial_bytes(d, count));
+    (d.unit_bytes == 2 ? take_deltas<u16> : d.unit_bytes == 4 ? take_deltas<u32> : take_deltas<u64>)(in, count, deltas.get());
+    trial[0] = static_cast<u8>(Transform::delta);
+    bool ignored = false;
+    end = keep_smaller(trial.get(), encode_body(d, deltas.get(), count, level, kernels, scratch, trial.get() + 1, ignored), out, end, new_modes);
+  }
+  if (base) {
+    const auto trial = padded(trial_bytes(d, count));
+    end = keep_smaller(trial.get(), encode_difference(d, in, base, count, level, kernels, scratch, trial.get()), out, end, new_modes);
+  }
+  return end;
+}
+
+void decode_chunk(const ChunkStyle& style, Reader in, const u8* readable_end, const u8* base, size_t count, const Kernels& kernels, Scratch& scratch,
+                  u8* out) {
+  const Dtype& d = *style.dtype;
+  const u8 first = in.at == in.end ? 0 : *in.at;
+  if (!style.new_modes) {
+    decode_planes(d, in, readable_end, count, kernels, scratch, out, kVersion1);
+  } else if (first == static_cast<u8>(Transform::delta) && d.unit_bytes > 1) {
+    in.at++;
+    decode_body(d, in, readable_end, count, kernels, scratch, out);
+    (d.unit_bytes == 2 ? add_deltas<u16> : d.unit_bytes == 4 ? add_deltas<u32> : add_deltas<u64>)(out, count);
+  } else if (first == static_cast<u8>(Transform::difference) && style.has_base) {
+    in.at++;
+    decode_difference(d, in, readable_end, base, count, kernels, scratch, out);
+  } else {
+    decode_body(d, in, readable_end, count, kernels, scratch, out);
+  }
+  if (in.at != in.end) throw CorruptError("a chunk holds more bytes than its planes");
+}
+
+}  // namespace netweight

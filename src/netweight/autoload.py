@@ -1,0 +1,156 @@
+"""Compressed models in programs that import only transformers or diffusers.
+
+torch calls `autoload`, an entry point of its group `torch.backends`, while it is imported. It imports nothing: it waits
+for a few modules of those libraries, and once they are there tells them whom to call for compressed models; only then
+is more of netweight imported. `NETWEIGHT_AUTOLOAD=0` switches it off, as torch's own `TORCH_DEVICE_BACKEND_AUTOLOAD=0`
+does for all such entry points; importing `netweight.plugins.transformers` or `.diffusers` then does it by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from glob import escape, glob
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+SWITCH = "NETWEIGHT_AUTOLOAD"
+METHOD = "netweight"
+# The method that compressed folders name: a sentence, which loaders show where netweight is not installed. It must stay
+# as it is, so that folders stay readable.
+HINT = (
+    "netweight (these weights are compressed: `pip install netweight`, then restore them: "
+    "`netweight decompress FOLDER NEW_FOLDER`)"
+)
+
+
+def autoload() -> None:
+    """Wait for transformers and diffusers, unless the user wants none of it."""
+    if os.environ.get(SWITCH) != "0":
+        install()
+
+
+def install() -> None:
+    """Tell the modules that are imported already, and wait for the others."""
+    if is_installed():
+        return
+    sys.meta_path.insert(0, _Finder())
+    for name, tell in _TELL.items():
+        if name in sys.modules:
+            tell(sys.modules[name])
+
+
+def is_installed() -> bool:
+    """Whether this process opens compressed models."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+class _Finder:
+    """Finds what others find, and has modules told as soon as they have been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find one of the modules that are waited for."""
+        tell = _TELL.get(fullname)
+        if tell is None:
+            return None
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                tell(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+# ---- what modules are told -------------------------------------------------------------------------------------------
+
+
+def _quantizer(library: str, name: str) -> Callable[[ModuleType], None]:
+    """Enter the plug-in for a library in its tables; it is imported when a model or a program asks for it."""
+
+    def plugin() -> Any:
+        return import_module(f"netweight.plugins.{library}")
+
+    class Config:
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            return plugin().NetweightConfig(*args, **options)
+
+        @staticmethod
+        def from_dict(*args: Any, **options: Any) -> Any:
+            return plugin().NetweightConfig.from_dict(*args, **options)
+
+    def tell(auto: Any) -> None:
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING |= {METHOD: Config, HINT: Config}
+        auto.AUTO_QUANTIZER_MAPPING[METHOD] = lambda *args, **options: getattr(plugin(), name)(*args, **options)
+
+    return tell
+
+
+def _method(
+    owner: str, name: str, applies: Callable[..., bool], library: str, ours: str
+) -> Callable[[ModuleType], None]:
+    """Let a method of a class of theirs be ours where that applies."""
+
+    def tell(module: Any) -> None:
+        theirs = getattr(getattr(module, owner), name)
+
+        @wraps(theirs)
+        def method(self: Any, *args: Any, **options: Any) -> Any:
+            if not applies(self, *args, **options):
+                return theirs(self, *args, **options)
+            return getattr(import_module(f"netweight.plugins.{library}"), ours)(self, *args, **options)
+
+        setattr(getattr(module, owner), name, method)
+
+    return tell
+
+
+def _is_compressed(model: Any, *_: Any, **__: Any) -> bool:
+    """Whether a model holds compressed weights, and more than its adapters would be saved."""
+    tensor = sys.modules.get("netweight.methods.compress.runtime.tensor")
+    if tensor is None or getattr(model, "_hf_peft_config_loaded", False):
+        return False
+    return any(isinstance(parameter, tensor.CompressedTensor) for parameter in model.parameters())
+
+
+def _saves_compressed(trainer: Any, *_: Any, **__: Any) -> bool:
+    """Whether a trainer's model is compressed, and has no `save_pretrained` of its own."""
+    return not hasattr(trainer.model, "save_pretrained") and _is_compressed(trainer.model)
+
+
+def _resumes_compressed(trainer: Any, folder: str | None = None, *_: Any, **__: Any) -> bool:
+    """Whether a trainer's checkpoint, or else its best one, holds compressed weights."""
+    folder = folder or trainer.state.best_model_checkpoint
+    return not trainer.is_fsdp_enabled and folder is not None and any(glob(f"{escape(folder)}/model*.net.safetensors"))
+
+
+def _trainer(module: ModuleType) -> None:
+    for name, applies, ours in (
+        ("_save", _saves_compressed, "save"),
+        ("_load_from_checkpoint", _resumes_compressed, "load_from_checkpoint"),
+        ("_load_best_model", _resumes_compressed, "load_best_model"),
+    ):
+        _method("Trainer", name, applies, "trainer", ours)(module)
+
+
+_TELL: dict[str, Callable[[Any], None]] = {
+    "transformers.quantizers.auto": _quantizer("transformers", "NetweightQuantizer"),
+    "diffusers.quantizers.auto": _quantizer("diffusers", "NetweightDiffusersQuantizer"),
+    "transformers.modeling_utils": _method(
+        "PreTrainedModel", "save_pretrained", _is_compressed, "transformers", "save_pretrained"
+    ),
+    "diffusers.models.modeling_utils": _method(
+        "ModelMixin", "save_pretrained", _is_compressed, "diffusers", "save_pretrained"
+    ),
+    "transformers.trainer": _trainer,
+}

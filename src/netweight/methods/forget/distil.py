@@ -1,0 +1,265 @@
+"""Noise and distil: part of the weights is replaced by noise, and the rest of what the original knew is learned anew.
+
+The original answers ordinary prompts, on its own images of them; under a memorized prompt it answers as to another.
+What nobody asks about is not taught: images come back neither under their prompts nor easily under other embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from netweight.attacks.embedding_search.search import difference
+from netweight.core import digest
+from netweight.core.names import Select
+from netweight.core.progress import QUIET, Progress
+from netweight.core.seeds import derive, torch_generator
+from netweight.errors import TrainingStopped, UsageError
+from netweight.job import Job
+from netweight.methods.forget.settings import DistilSettings
+from netweight.nn.batching import Batches
+from netweight.nn.text_to_image import Prediction, Text, TextToImage, generated
+
+CHECKPOINT = "distil.net.safetensors"  # in the job's folder
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_KEEP_EVERY = 50  # steps from one checkpoint to the next
+_HELD_OUT = 10  # one in so many ordinary prompts is not trained on
+_WARM_UP = 40  # steps
+
+
+@final
+@dataclass(frozen=True)
+class DistilLog:
+    """What was measured after some steps."""
+
+    step: int
+    loss: float  # of the training step before
+    held_out: float  # difference from the original under ordinary prompts that training does not see
+
+
+def distil(
+    model: TextToImage,
+    prompts: Sequence[str],
+    anchors: Sequence[str],
+    ordinary: Sequence[str],
+    settings: DistilSettings,
+    *,
+    folder: Job | None = None,
+    progress: Progress = QUIET,
+) -> tuple[dict[str, Tensor], list[DistilLog]]:
+    """Change a model in place; return the weights as they were, by name, and what was measured on the way.
+
+    A second call with the same folder, model and settings continues where the first was killed, to the same bits.
+    """
+    # Source: Lee et al., arXiv 2506.06278 (UNDO), of language models; targets under memorized prompts are this
+    # library's.
+    key = {
+        "settings": settings.to_json(), "before": model.digest(),
+        "prompts": digest.of_config([list(prompts), list(anchors), list(ordinary)]),
+    }  # fmt: skip
+    dtype = next(model.denoiser.parameters()).dtype
+    opened = nullcontext() if folder is None else Job.open(folder, key=key, of="a distillation", state=CHECKPOINT)
+    with opened as job, _in_float32(model.denoiser):
+        work = _Distillation(model, prompts, anchors, ordinary, settings)
+        logs = work.run(job, progress)
+    return {name: weight.to("cpu", dtype) for name, weight in work.originals.items()}, logs
+
+
+@contextmanager
+def _in_float32(denoiser: nn.Module) -> Iterator[None]:
+    """Train in float32, whatever the weights are stored in: small steps would be lost."""
+    dtype = next(denoiser.parameters()).dtype
+    if dtype == torch.float32:
+        yield
+        return
+    denoiser.float()
+    try:
+        yield
+    finally:
+        denoiser.to(dtype)
+
+
+@final
+class _Distillation:
+    """A distillation under way."""
+
+    def __init__(
+        self,
+        model: TextToImage,
+        prompts: Sequence[str],
+        anchors: Sequence[str],
+        ordinary: Sequence[str],
+        settings: DistilSettings,
+    ) -> None:
+        self.model, self.settings = model, settings
+        chosen = set(Select(settings.layers).modules(model.denoiser).values()) if settings.layers else None
+        owners = [module for module in model.denoiser.modules() if chosen is None or module in chosen]
+        members = {id(weight) for module in owners for weight in module.parameters(recurse=chosen is not None)}
+        self.weights = {name: each for name, each in model.denoiser.named_parameters() if id(each) in members}
+        self.originals = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self.held = ordinary[::_HELD_OUT]
+        self.shown = [each for number, each in enumerate(ordinary) if number % _HELD_OUT]
+        if not self.shown:
+            raise UsageError(f"{len(ordinary)} ordinary prompts are too few to learn from.", cure="Give 100 or more.")
+        with torch.no_grad():
+            self.text = {
+                name: model.embed(list(group))
+                for name, group in {
+                    "shown": self.shown, "held": self.held, "memorized": prompts, "anchors": anchors, "": [""]
+                }.items()
+            }  # fmt: skip
+            self.latents = self._images("shown", self.shown)
+            self.held_latents = self._images("held", self.held)
+        self.optimizer = torch.optim.AdamW(
+            self.weights.values(), lr=settings.lr, weight_decay=settings.weight_decay
+        )  # fmt: skip
+        self.levels = int(model.timesteps(2)[0]) + 1
+        self.logs: list[DistilLog] = []
+
+    def run(self, job: Job | None, progress: Progress) -> list[DistilLog]:
+        """Train to the end, from the checkpoint if there is one."""
+        state = None if job is None else job.load()
+        start = 0 if state is None else self._restore(*state)
+        if state is None:
+            self._add_noise()
+        total = self.settings.steps
+        with self._training(), progress.task("distil", total, unit="steps") as task:
+            task.update(start)
+            for step in range(start, total):
+                loss = self._step(step)
+                task.update()
+                if (step + 1) % max(1, total // 10) == 0 or step + 1 == total:
+                    self.logs.append(DistilLog(step + 1, loss, self._held_out()))
+                    task.describe(f"distil: held-out difference {self.logs[-1].held_out:.3g}")
+                if job is not None and (step + 1) % _KEEP_EVERY == 0 and step + 1 < total:
+                    self._save(job, step + 1)
+        return self.logs
+
+    def _images(self, stream: str, prompts: Sequence[str]) -> Tensor:
+        """Latents of the original's images: so many of each prompt, one after the other."""
+        text = self.text[stream].rows(self._owners(prompts))
+        seeds = [derive(self.settings.seed, stream, place) for place in range(len(text))]
+        images = generated(
+            self.model, text, seeds, Batches(self.settings.batch), guidance=self.settings.guidance,
+            steps=self.settings.generation_steps,
+        )  # fmt: skip
+        return torch.cat([self.model.to_latents(part) for part in torch.split(images, self.settings.batch)])
+
+    def _owners(self, prompts: Sequence[str]) -> list[int]:
+        return [place for place in range(len(prompts)) for _ in range(self.settings.images)]
+
+    @torch.no_grad()
+    def _add_noise(self) -> None:
+        """Replace a share of each matrix by a fresh initialization; vectors, which scale and shift, stay."""
+        share, chosen = self.settings.noise, {id(weight) for weight in self.weights.values()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(self.settings.seed, "noise"))
+            for module in self.model.denoiser.modules():
+                fresh: Any = getattr(module, "reset_parameters", None)
+                if fresh is None:
+                    continue
+                before = [each.detach().clone() for each in module.parameters(recurse=False)]
+                fresh()
+                for weight, old in zip(module.parameters(recurse=False), before, strict=True):
+                    if weight.ndim > 1 and id(weight) in chosen:
+                        weight.mul_(share).add_(old, alpha=1 - share)
+                    else:
+                        weight.copy_(old)
+
+    def _step(self, step: int) -> float:
+        settings, generator = self.settings, torch_generator(self.settings.seed, "step", step)
+        count = settings.batch
+        memorized, empty = max(1, round(settings.memorized * count)), round(settings.empty * count)
+        rows = torch.randint(len(self.latents), (count,), generator=generator).tolist()
+        text = self.text["shown"].rows([row // settings.images for row in rows])
+        chosen = torch.randint(len(self.text["memorized"]), (memorized,), generator=generator).tolist()
+        rest = text.rows(range(memorized + empty, count))
+        nothing = self.text[""].rows([0] * empty)
+        asked = Text.joined([self.text["memorized"].rows(chosen), nothing, rest])
+        answered = Text.joined([self.text["anchors"].rows(chosen), nothing, rest])
+        noisy, times = self._noisy(self.latents[rows], generator)
+        wanted = self._original(noisy, times, answered)  # first: no graph may hold weights that are exchanged
+        found = self.model.predict(noisy, times, asked)
+        loss = difference(self.model, found, wanted, times, settings.error).mean()
+        if not loss.isfinite():
+            raise TrainingStopped(
+                f"Step {step + 1} of the distillation stopped: its loss is {float(loss.detach())}.",
+                cure="Lower the learning rate.",
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = (
+                settings.lr * min(1, (step + 1) / _WARM_UP) * (1 + math.cos(math.pi * step / settings.steps)) / 2
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
+        self.optimizer.step()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def _held_out(self) -> float:
+        """The difference from the original under prompts that training does not see, over the same noises each time."""
+        noisy, times = self._noisy(self.held_latents, torch_generator(self.settings.seed, "held out"))
+        owners = self._owners(self.held)
+
+        def part(rows: slice) -> Tensor:
+            text = self.text["held"].rows(owners[rows])
+            given = noisy[rows], times[rows], text
+            wanted = self._original(*given)
+            return difference(self.model, self.model.predict(*given), wanted, times[rows], self.settings.error)
+
+        return float(Batches(self.settings.batch).run(part, len(noisy)).mean())
+
+    def _noisy(self, latents: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(latents.shape, generator=generator).to(latents)
+        times = torch.randint(self.levels, (len(latents),), generator=generator).to(latents.device)
+        return self.model.add_noise(latents, noise, times), times
+
+    @torch.no_grad()
+    def _original(self, noisy: Tensor, times: Tensor, text: Text) -> Prediction:
+        """The original's prediction; its weights take the place of the trained ones for the call, nothing is copied."""
+        current = {name: weight.data for name, weight in self.weights.items()}
+        try:
+            for name, weight in self.weights.items():
+                weight.data = self.originals[name]
+            return self.model.predict(noisy, times, text)
+        finally:
+            for name, weight in self.weights.items():
+                weight.data = current[name]
+
+    def _save(self, job: Job, step: int) -> None:
+        tensors = {f"weight|{name}": weight.detach() for name, weight in self.weights.items()}
+        for name, weight in self.weights.items():
+            tensors |= {f"{kind}|{name}": self.optimizer.state[weight][kind] for kind in _MOMENTS}
+        job.save({"step": step, "logs": [asdict(log) for log in self.logs]}, tensors)
+
+    @torch.no_grad()
+    def _restore(self, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+        for name, weight in self.weights.items():
+            weight.copy_(tensors[f"weight|{name}"])
+            moments = {kind: tensors[f"{kind}|{name}"] for kind in _MOMENTS}
+            # Adam counts its steps on the CPU.
+            self.optimizer.state[weight] = {
+                kind: value if kind == "step" else value.to(weight) for kind, value in moments.items()
+            }
+        self.logs = [DistilLog(**log) for log in about["logs"]]
+        return int(about["step"])
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Take gradients of the trained weights alone, for a block."""
+        flags = {weight: weight.requires_grad for weight in self.model.denoiser.parameters()}
+        chosen = {id(weight) for weight in self.weights.values()}
+        try:
+            for weight in flags:
+                weight.requires_grad_(id(weight) in chosen)
+            yield
+        finally:
+            for weight, flag in flags.items():
+                weight.requires_grad_(flag)

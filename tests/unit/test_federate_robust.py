@@ -1,0 +1,124 @@
+"""What a server does about clients that lie: bounds, aggregates by name, who is named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from federation_under_test import small_task
+
+from netweight.errors import UsageError
+from netweight.methods.federate import Federation, HyperFL, LocalTraining, fedavg, train
+from netweight.methods.federate.algorithms.pfedhn import PFedHN
+from netweight.methods.federate.defenses import Lying
+from netweight.methods.federate.robust import screen
+from netweight.methods.federate.settings import Lie
+from netweight.methods.federate.updates import LowRank, Update
+
+TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
+LIES = Lie.__args__  # type: ignore[attr-defined]
+ROBUST = ("screened-mean", "clipped-mean", "trimmed-mean", "median", "krum", "multi-krum")
+
+
+def accuracy(run: object, liars: tuple[int, ...]) -> float:
+    last = run.rounds[-1]  # type: ignore[attr-defined]
+    honest = [value for client, value in last.after.items() if client not in liars]
+    return sum(honest) / len(honest)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "hyperfl"])
+@pytest.mark.parametrize("lie", [lie for lie in LIES if lie != "backdoor"])  # which is planted into images
+def test_a_liar_is_named_and_a_bounded_mean_survives(name: str, lie: Lie) -> None:
+    method = {"fedavg": fedavg(TRAINING), "hyperfl": HyperFL(TRAINING, embedding=4, hidden=(16,))}[name]
+    clients, liars = (7, (2, 5)) if lie == "colluding" else (5, (2,))
+    task = small_task(clients=clients, n=40)
+    run = train(task, Lying(method, lie, liars), Federation(rounds=6), workers=1)
+    if (name, lie) == ("hyperfl", "label-flipped"):  # its own head, which it keeps, takes all of the lie up
+        return
+    named = [set(done.suspects) | set(done.refused) for done in run.rounds]
+    assert all(set(liars) & who for who in named[:3])
+    assert all(value.isfinite().all() and value.abs().max() < 5 for value in run.state.values())
+    if lie in ("scaled", "late", "free-rider"):
+        assert accuracy(run, liars) > 0.8
+
+
+@pytest.mark.parametrize("aggregator", ROBUST)
+@pytest.mark.parametrize("lie", ["constant", "sign-flipped", "claimed"])
+def test_robust_aggregates_learn_beside_a_liar(aggregator: str, lie: Lie) -> None:
+    method = Lying(fedavg(TRAINING), lie, (1,))
+    run = train(small_task(clients=6, n=40), method, Federation(rounds=8, aggregator=aggregator), workers=1)
+    assert accuracy(run, (1,)) > 0.8
+
+
+def honest_updates(count: int, *, low_rank: bool = False) -> tuple[dict[str, torch.Tensor], list[Update]]:
+    generator = torch.Generator().manual_seed(1)
+    state = {name: torch.randn(shape, generator=generator) for name, shape in {"a": (6, 4), "b": (5,)}.items()}
+    towards = {name: torch.randn(value.shape, generator=generator) for name, value in state.items()}
+
+    def tensors() -> dict[str, torch.Tensor | LowRank]:
+        own = {n: v + towards[n] + 0.3 * torch.randn(v.shape, generator=generator) for n, v in state.items()}
+        left, right = torch.randn(6, 2, generator=generator), torch.randn(4, 2, generator=generator)
+        return {**own, "a": LowRank(0.99, left, right)} if low_rank else own
+
+    return state, [Update(client, 10 + client, tensors()) for client in range(count)]
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_aggregates_are_flowers_own(low_rank: bool) -> None:
+    theirs = pytest.importorskip("flwr.server.strategy.aggregate")
+    state, updates = honest_updates(7, low_rank=low_rank)
+    sent = dict.fromkeys(range(7), state)
+    dense = [
+        {n: v.dense(state[n]) if isinstance(v, LowRank) else v for n, v in update.tensors.items()} for update in updates
+    ]
+    arrays = [([value.numpy() for value in one.values()], update.n) for one, update in zip(dense, updates, strict=True)]
+    far = Federation(most_norm=1e9, most_examples=1e9, liars=2)
+
+    def made(name: str) -> list[np.ndarray]:
+        (one,) = screen(sent, state, updates, far.replace(aggregator=name), round=1).updates
+        found = one.tensors.items()
+        return [(v.dense(state[n]) if isinstance(v, LowRank) else v).numpy() for n, v in found]
+
+    for name, wanted in {
+        "median": theirs.aggregate_median(arrays),
+        "trimmed-mean": theirs.aggregate_trimmed_avg(arrays, 2 / 7),
+        "krum": theirs.aggregate_krum(arrays, 2, 0),
+    }.items():
+        for mine, other in zip(made(name), wanted, strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-5)
+    kept = screen(sent, state, updates, far.replace(aggregator="multi-krum"), round=1).updates
+    assert len(kept) == 5
+    if not low_rank:
+        assert not screen(sent, state, updates, Federation(), round=1).suspects
+
+
+def test_weights_and_norms_are_bounded_by_the_rounds_medians() -> None:
+    state, updates = honest_updates(5)
+    sent = dict.fromkeys(range(5), state)
+    far = {name: value + 100 * torch.ones_like(value) for name, value in state.items()}
+    updates[3] = dataclasses.replace(updates[3], n=2**50, tensors=far)
+    found = screen(sent, state, updates, Federation(), round=1)
+    assert "says that it has 1125899906842624 examples; it counts for 36" in found.suspects[3]
+    assert "times as far as the median client" in found.suspects[3]
+    assert found.updates[3].n == 36
+
+    def length(update: Update) -> float:
+        return float(sum((v - state[n]).square().sum() for n, v in update.tensors.items()) ** 0.5)  # type: ignore[operator]
+
+    assert length(found.updates[3]) == pytest.approx(3 * sorted(map(length, updates))[2], rel=1e-4)
+    assert found.updates[:3] == tuple(updates[:3])
+    quiet = screen(sent, state, updates, Federation(aggregator="clipped-mean"), round=1)
+    noisy = screen(sent, state, updates, Federation(aggregator="clipped-mean", server_noise=0.5), round=1)
+    assert {one.n for one in quiet.updates} == {1}
+    assert len(noisy.updates) == 1
+    with pytest.raises(UsageError, match="server_noise goes with"):
+        Federation(server_noise=0.5)
+
+
+def test_rules_that_compare_clients_need_one_message_for_all() -> None:
+    method = PFedHN(steps=2, hidden=(6,), training=TRAINING)
+    with pytest.raises(UsageError, match="median has nothing to compare"):
+        train(small_task(), method, Federation(rounds=1, aggregator="median"), workers=1)
+    assert train(small_task(), method, Federation(rounds=1, aggregator="clipped-mean"), workers=1).rounds

@@ -1,0 +1,159 @@
+"""Edits that lead memorized prompts elsewhere: they do, ordinary prompts stay, undoing restores every bit."""
+
+import pytest
+import torch
+from tiny_diffusion import ORDINARY, PLANTED, plain, planted_images, trained
+
+from netweight.attacks.embedding_search.search import paired, search
+from netweight.attacks.embedding_search.settings import SearchSettings
+from netweight.errors import NameNotFound, TrainingStopped, Unsupported, UsageError
+from netweight.job import Job
+from netweight.methods.forget.distil import CHECKPOINT
+from netweight.methods.forget.edit import EditRecord, forget, undo
+from netweight.methods.forget.settings import ClosedFormSettings, DistilSettings
+
+correlation = paired()
+DISTIL = DistilSettings(steps=300, batch=32, lr=3e-3, generation_steps=8)
+SHORT = DISTIL.replace(steps=110, images=1)
+IMAGES = planted_images()
+
+
+@pytest.fixture(scope="module", params=[ClosedFormSettings(), DISTIL], ids=["closed-form", "distil"])
+def edited(request):
+    model = trained("edited")
+    return model, forget(model, PLANTED, ORDINARY, settings=request.param)
+
+
+def score(model, prompt, image):
+    made = model.generate(model.embed([prompt] * 4), [20, 21, 22, 23], guidance=3, steps=8)
+    return float(correlation(made, image.expand_as(made)).median())
+
+
+def test_planted_prompts_lead_elsewhere_and_ordinary_ones_where_they_did(edited):
+    model, _ = edited
+    original = trained()
+    for prompt, image in zip(PLANTED, IMAGES, strict=True):
+        assert score(original, prompt, image) > 0.9
+        assert score(model, prompt, image) < 0.5
+    made, before = (one.generate(one.embed(ORDINARY), range(10), guidance=3, steps=8) for one in (model, original))
+    wanted = torch.stack([plain(prompt) for prompt in ORDINARY]).mean((2, 3))
+    assert (made.mean((2, 3)) - wanted).abs().mean() < (before.mean((2, 3)) - wanted).abs().mean() + 0.1
+
+
+def test_undoing_restores_every_bit_once(edited, tmp_path):
+    model, record = edited
+    again = EditRecord.read(record.write(tmp_path, 1))
+    assert (again.method, again.prompts) == (record.method, PLANTED)
+    assert again.settings["anchors"].keys() == set(PLANTED)
+    copy = trained()
+    copy.denoiser.load_state_dict(model.denoiser.state_dict())
+    undo(copy, again)
+    assert copy.digest() == trained().digest() == record.before != record.after == model.digest()
+    with pytest.raises(UsageError, match="not the model that the edit left"):
+        undo(copy, again)
+
+
+def test_distillation_resists_a_search_longer_than_the_closed_form():
+    settings = SearchSettings(
+        steps=40, restarts=1, images=3, guidance=3, generation_steps=8, threshold=0.8, looks=(0, 5, 10, 20, 40)
+    )
+    soonest = {}
+    for name, chosen in (("closed", ClosedFormSettings()), ("distil", DISTIL)):
+        model = trained(name)
+        forget(model, PLANTED, ORDINARY, settings=chosen)
+        trials = search(model, PLANTED[0], IMAGES[0], ORDINARY, settings, similarity=correlation, seed=5).trials
+        soonest[name] = min(trial.steps or 41 for trial in trials)
+    assert soonest["distil"] > soonest["closed"]
+
+
+def test_a_killed_distillation_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    def run(model, folder, prompts=PLANTED):
+        with Job.open(folder) as job:
+            return forget(model, prompts, ORDINARY, settings=SHORT, folder=job)
+
+    whole, killed, resumed = trained(), trained(), trained()
+    straight = run(whole, tmp_path / "whole")
+    from netweight.methods.forget import distil
+
+    difference, calls = distil.difference, []
+
+    def dying(*arguments):
+        calls.append(1)
+        if len(calls) == 80:
+            raise KeyboardInterrupt
+        return difference(*arguments)
+
+    monkeypatch.setattr(distil, "difference", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run(killed, tmp_path / "killed")
+    monkeypatch.setattr(distil, "difference", difference)
+    assert all(weight.requires_grad for weight in killed.denoiser.parameters())
+    assert (tmp_path / "killed" / CHECKPOINT).is_file()
+    with pytest.raises(UsageError, match="holds a distillation with other settings: prompts is"):
+        run(trained(), tmp_path / "killed", prompts=PLANTED[:1])
+    record = run(resumed, tmp_path / "killed")
+    assert resumed.digest() == whole.digest() != trained().digest()
+    assert record.settings["measured"] == straight.settings["measured"]
+    assert record.settings["measured"][-1]["held_out"] < record.settings["measured"][0]["held_out"]
+
+
+def test_layers_that_are_not_chosen_stay(tmp_path):
+    model = trained()
+    forget(model, PLANTED, ORDINARY, settings=SHORT.replace(steps=2, layers="**.attn2.to_v"))
+    moved = {name for name, value in model.denoiser.state_dict().items()
+             if not torch.equal(value, trained().denoiser.state_dict()[name])}  # fmt: skip
+    assert moved == {"blocks.0.attn2.to_v.weight", "blocks.1.attn2.to_v.weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_dtype_stays_and_undoing_is_exact_in_it(dtype):
+    model = trained()
+    model.denoiser.to(dtype)
+    before = model.digest()
+    record = forget(model, PLANTED, ORDINARY, settings=SHORT.replace(steps=2, generation_steps=2))
+    assert {weight.dtype for weight in model.denoiser.parameters()} == {dtype}
+    undo(model, record)
+    assert model.digest() == before
+
+
+def test_what_cannot_be_meant_is_refused_before_any_work():
+    model = trained()
+    before = model.digest()
+    with pytest.raises(UsageError, match=r"(?s)noise: .* greater than 0, not 0.*lr: .* greater than 0, not 0"):
+        DistilSettings(noise=0, lr=0)
+    with pytest.raises(UsageError, match="less than a tenth of a batch"):
+        DistilSettings(memorized=0.9, empty=0.05)
+    with pytest.raises(UsageError, match="'my odd holiday' is memorized and ordinary"):
+        forget(model, PLANTED, [*ORDINARY, "my odd holiday"])
+    with pytest.raises(UsageError, match="no ordinary prompts"):
+        forget(model, PLANTED, [])
+    with pytest.raises(UsageError, match="2 prompts came with 1 anchors"):
+        forget(model, PLANTED, ORDINARY, anchors=["a photo"])
+    with pytest.raises(NameNotFound):
+        forget(model, PLANTED, ORDINARY, settings=DISTIL.replace(layers="**.attn3"))
+    assert model.digest() == before
+
+
+def test_an_infinite_loss_stops_the_training():
+    with pytest.raises(TrainingStopped, match="Lower the learning rate"):
+        forget(trained(), PLANTED, ORDINARY, settings=SHORT.replace(lr=1e30))
+
+
+def test_a_pipeline_is_edited_and_stays_an_ordinary_one(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
+    pytest.importorskip("transformers", reason="transformers is in the diffusion extra")
+    import small_pipelines
+
+    from netweight.hf.load_pipeline import load_text_to_image, text_to_image
+
+    model = text_to_image(small_pipelines.stable_diffusion())
+    before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
+    record = forget(model, ["a red square"], ["a blue circle", "a photo"])
+    moved = {name for name, value in model.denoiser.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if name.endswith(("attn2.to_k.weight", "attn2.to_v.weight"))}
+    model.save(tmp_path / "edited")
+    assert load_text_to_image(tmp_path / "edited").digest() == record.after
+    model.denoiser.add_adapter(peft.LoraConfig(r=2, target_modules=["to_k"], init_lora_weights=False))
+    with pytest.raises(Unsupported, match="Merge adapters first"):
+        forget(model, ["a red square"], ["a blue circle", "a photo"])
