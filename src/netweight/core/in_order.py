@@ -16,15 +16,16 @@ def in_order(work: Callable[[T], R], tasks: Iterable[T], threads: int) -> Iterat
     if threads <= 1:
         yield from map(work, tasks)
         return
-    with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[Future[R]] = deque()
-        try:
-            for task in tasks:
-                waiting.append(pool.submit(work, task))
-                if len(waiting) > 2 * threads:
-                    yield waiting.popleft().result()
-            while waiting:
+    pool = ThreadPoolExecutor(threads)
+    waiting: deque[Future[R]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(work, task))
+            if len(waiting) > 2 * threads:
                 yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # Without waiting: a generator that was left in the middle is collected in whatever thread allocates next, and
+        # one that is just starting holds the lock that joining another needs.
+        pool.shutdown(wait=False, cancel_futures=True)
