@@ -122,7 +122,7 @@ def test_without_the_true_images_only_the_objective_is_told(case):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", "victim_model:nothing"], "--model 'victim_model:nothing' cannot be found"),
+        (["--model", "victim_model:nothing"], "--model 'victim_model:nothing' cannot be imported"),
         (["--model", "no_such_module:x"], "No module named 'no_such_module'"),
         (["--model", "victim_model:number"], "is no torch module"),
         (["--params", "truth1.safetensors"], "does not fit the model"),

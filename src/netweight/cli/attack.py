@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,6 +16,7 @@ from netweight.attacks.gradient_inversion.settings import InversionSettings
 from netweight.cli import FINDING_FAILED
 from netweight.cli.generated import options
 from netweight.cli.output import FOLDER, OUTPUT_FOLDER, Output, end_attack, new_report, output_option
+from netweight.core.lazy import import_named
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, UsageError
 
@@ -204,13 +204,9 @@ def _model(where: str, params: Path | None) -> nn.Module:
     """Import and make the user's model, with the parameters the client started from."""
     from torch import nn
 
-    module, _, attribute = where.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current folder, as `python -m` has it
-    try:
-        made: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"--model {where!r} cannot be found: {error}.", cure="Write it as MODULE:NAME.") from error
+    made = import_named(where, "--model")
     model = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model {where!r} is no torch module and makes none.")

@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used (PEP 562), so that importing it is quick."""
+"""Names that are imported when they are first used: public names of a package (PEP 562), and what a user names."""
 
 from __future__ import annotations
 
@@ -22,3 +22,15 @@ def lazy_names(
         return value
 
     return find, lambda: sorted({*homes, *vars(sys.modules[package])}), sorted(homes)
+
+
+def import_named(name: str, what: str) -> Any:
+    """Import what a user names as `module:name`; `what` it is, is for the error."""
+    from pkgutil import resolve_name  # not at start-up, which this module is part of
+
+    from netweight.errors import UsageError
+
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"{what} {name!r} cannot be imported: {error}.", cure="Write it as MODULE:NAME.") from error

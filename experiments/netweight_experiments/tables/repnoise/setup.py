@@ -7,7 +7,6 @@ learned; everything in it is innocuous. `Files` is the paper's size on a model f
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from functools import cache
@@ -19,6 +18,7 @@ from torch import nn
 
 from netweight.attacks.finetuning.settings import Precision
 from netweight.attacks.finetuning.subject import Domain, Judge, Score, Subject, greedy, token_accuracy
+from netweight.core.lazy import import_named
 from netweight.data.examples import Example, Pair
 from netweight.data.public import decoding_trust_refusals, paired_refusals
 from netweight.data.text import TextPair
@@ -230,7 +230,7 @@ class Files:
 
     def __init__(self, model: str, judge: str | None) -> None:
         self._folder = Path(model).resolve()
-        self._judge_name, self._judge = judge, None if judge is None else _judge(judge)
+        self._judge_name, self._judge = judge, None if judge is None else import_named(judge, "The judge")
         self.model_name = str(self._folder)
         self.measure = judge or "token accuracy"
         self.share = self.rate = 1.0
@@ -351,11 +351,5 @@ def _file(source: str) -> Path:
 
 
 def _judge(name: str) -> Judge:
-    module, _, function = name.partition(":")
-    try:
-        found: Judge = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"The judge {name!r} cannot be found: {error}.", cure="Write it as MODULE:FUNCTION."
-        ) from error
+    found: Judge = import_named(name, "The judge")
     return found

@@ -8,7 +8,6 @@ everything else is remembered.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.core.digest import canonical_json, of_config
 from netweight.core.engines import Engine, local_processes
+from netweight.core.lazy import import_named
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Result
 from netweight.errors import NetweightError, UsageError
@@ -93,14 +93,8 @@ def make_subject(factory: str, arguments: Mapping[str, Any]) -> Subject:
 
 @functools.lru_cache(maxsize=1)  # a second model might not fit beside the first
 def _made(factory: str, arguments: str) -> Subject:
-    module, _, name = factory.partition(":")
-    try:
-        function = getattr(importlib.import_module(current_name(module)), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"The subject's factory {factory!r} cannot be found: {error}.", cure="Write it as MODULE:FUNCTION."
-        ) from error
-    made = function(**json.loads(arguments))
+    module, colon, name = factory.partition(":")
+    made = import_named(current_name(module) + colon + name, "The subject's factory")(**json.loads(arguments))
     if not isinstance(made, Subject):
         raise UsageError(f"The factory {factory!r} makes a {type(made).__name__}, not a Subject.")
     return made

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, final
 
 from pydantic import Field
 
+from netweight.core.lazy import import_named
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate.settings import Federation, Lie, LocalTraining
@@ -111,7 +112,7 @@ class FederationPlan(_Asked):
 
         channels, height, width = images.shape
         if self.model is not None:
-            return _factory(self.model)(channels, height, len(images.classes))  # type: ignore[no-any-return]
+            return import_named(self.model, "The model")(channels, height, len(images.classes))  # type: ignore[no-any-return]
         if height != width:
             raise UsageError(f"The small CNN takes square images, not {height} × {width}.", cure="Give a model.")
         return small_cnn(channels, height, len(images.classes), seed=self.seed)
@@ -225,17 +226,8 @@ def named_method(name: str, *, training: LocalTraining | None = None, noise_mult
         )
     if not entry.private and noise_multiplier is not None:
         raise UsageError(f"{name} adds no noise.", cure="Leave the noise multiplier out, or choose a private method.")
-    module, _, maker = entry.home.partition(":")
     training = training or entry.training
     given = {"training": training, "noise_multiplier": noise_multiplier}
-    make = getattr(importlib.import_module(f"netweight.methods.federate.algorithms.{module}"), maker)
+    make = pkgutil.resolve_name(f"netweight.methods.federate.algorithms.{entry.home}")
     method: Method = make(**entry.fixed, **{key: value for key, value in given.items() if value is not None})
     return method
-
-
-def _factory(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"The model {name!r} cannot be imported: {error}.", cure='Give "module:factory".') from error

@@ -7,7 +7,6 @@ the point of one image comes to it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from pydantic import DirectoryPath, Field, FilePath
 from torch import Tensor
 
+from netweight.core.lazy import import_named
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image
@@ -71,7 +71,7 @@ class _World:
 
     def read(self, images: Tensor) -> Tensor:
         """Attributes of images `(n, 3, height, width)`, shape `(n, attributes)`."""
-        found = _reader(str(self.settings.reader)).read(images)
+        found = import_named(str(self.settings.reader), "The reader").read(images)
         return torch.stack([found[name] for name in self.names], 1)
 
     def of(self, scores: Tensor) -> Tensor:
@@ -80,21 +80,13 @@ class _World:
         return self.read(images.flatten(0, 1)).view(len(scores), len(self.settings.prompts), -1).mean(1)
 
 
-def _reader(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"There is no reader {name!r}: {error}.", cure='Write "module:name".') from error
-
-
 def _attack(target: Target, settings: PointImages, progress: Progress) -> Section:
     space, _, points = points_in(target.model, "mean")
     model = load_text_to_image(settings.pipeline, dtype=torch.float32, device=settings.device)
     world = _World(model, space, settings, ())
     findings, told, figures = [], [], [_neighbors(world, points)]
     if settings.reader is not None:
-        first = _reader(settings.reader).read(world.generate(space.scores[:1]).flatten(0, 1))
+        first = import_named(settings.reader, "The reader").read(world.generate(space.scores[:1]).flatten(0, 1))
         world = replace(world, names=tuple(first))
         trained = world.of(space.scores[: settings.models])
         if min(len(points.scores), len(trained)) >= LEAST_AUDITED:
@@ -199,7 +191,7 @@ _FOUND = Conclusion("space: inversion", [Criterion(_INVERTED, "lower", strict=Tr
 
 def _check(model: Path | None, settings: PointImages) -> None:
     if settings.reader is not None:
-        _reader(settings.reader)
+        import_named(settings.reader, "The reader")
     elif settings.image is not None:
         raise UsageError("An image is inverted, and nothing reads what comes of it.", cure="Name a reader.")
 
