@@ -38,7 +38,7 @@ def place(tmp_path_factory):
 
 def run(place, program, **environment):
     """Run a program in a process of its own, with the entry points installed; what it printed, and its errors."""
-    paths = [str(place / "installed"), str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(place / "installed"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     switches = {"NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     inherited = {name: value for name, value in os.environ.items() if name not in switches}
     answer = subprocess.run(

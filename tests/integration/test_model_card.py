@@ -89,7 +89,7 @@ def test_evidence_is_told_with_what_missed_its_target(model, run):
     assert "It holds a while." in text
     Report("Nothing proved").section("Defense", [], treatment="compress", audits=()).write(run)
     text = add_evidence(model, run).read_text()
-    assert "**Not proved**: compress without its audits identity." in text
+    assert "**Not proved**: compress without its audits identity, size, outputs." in text
     assert "steps to recovery" not in text
 
 
