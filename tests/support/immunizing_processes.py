@@ -166,8 +166,10 @@ def what_is_wrong_is_said_by_all(rank, folder):
     weight = model.model.layers[1].mlp.up_proj.weight
     with torch.no_grad():
         weight.to_local().view(-1)[rank] = float("nan") if rank else 0.0
-    with pytest.raises(TrainingStopped, match="'ascent' is nan"):
+    with pytest.raises(UsageError, match=r"'model.layers.1.mlp.up_proj.weight' holds NaN"):  # the second process's part
         immunize(model, PAIRS, settings=FEW)
+    with pytest.raises(TrainingStopped, match=r"is (nan|inf)"):
+        immunize(sharded(decoder()), PAIRS, settings=FEW.replace(lr=1e30))
     with pytest.raises(Unsupported, match="cannot be put into weights that are sharded"):
         immunize(sharded(decoder()), PAIRS, defense="security-vectors", settings=FEW)
     inner = decoder()

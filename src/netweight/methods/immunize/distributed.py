@@ -110,21 +110,41 @@ class ProcessGroup:
         for _ in made:
             pass
         failure = answer[1]
-        if failure is not None:
-            answer[1] = (type(failure), *_words(failure))
+        answer[1] = _sendable(failure)
         place = torch.device(self.device)
         torch.distributed.broadcast_object_list(answer, group=self.handle, group_src=0, device=place)
-        if failure is not None:
-            raise failure
-        if answer[1] is not None:
-            kind, message, cure = answer[1]
-            raise kind(message, cure=cure) if issubclass(kind, NetweightError) else kind(message)
+        _raise(failure, answer[1])
         result: T = answer[0]
         return result
 
+    def check(self, look: Callable[[], None]) -> None:
+        """Look at what each process has; an error of one is raised by all."""
+        failure, found = None, [None] * self.size
+        try:
+            look()
+        except NetweightError as error:
+            failure = error
+        if self.size > 1:
+            torch.distributed.all_gather_object(found, _sendable(failure), group=self.handle)
+        _raise(failure, next(filter(None, found), None))
 
-def _words(error: Exception) -> tuple[str, str | None]:
-    return (error.reason, error.cure) if isinstance(error, NetweightError) else (str(error), None)
+
+_Sent = tuple[type[Exception], str, str | None]
+
+
+def _sendable(error: Exception | None) -> _Sent | None:
+    if isinstance(error, NetweightError):
+        return type(error), error.reason, error.cure
+    return None if error is None else (type(error), str(error), None)
+
+
+def _raise(own: Exception | None, sent: _Sent | None) -> None:
+    """Raise this process's error, or else another's."""
+    if own is not None:
+        raise own
+    if sent is not None:
+        kind, message, cure = sent
+        raise kind(message, cure=cure) if issubclass(kind, NetweightError) else kind(message)
 
 
 # One process with the whole batch.

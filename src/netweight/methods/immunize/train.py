@@ -95,7 +95,7 @@ def immunize(
     defense = defense if isinstance(defense, Defense) else defense_of(defense)
     spread = spread_of(model)
     model, group = spread.model, spread.group
-    check_inputs(model, pairs, retain, context=settings.context)
+    group.check(lambda: check_inputs(model, pairs, retain, context=settings.context))
     digests = {
         "pairs": digest.of_config([asdict(pair) for pair in pairs]),
         "retain": digest.of_config([asdict(example) for example in retain]),
