@@ -39,7 +39,10 @@ def test_every_command_is_run():
         "benchmark memory",
         "benchmark federate",
         "space dedupe",
+        "space convert",
         "space extract",
+        "space resize",
+        "space similar",
     }  # minutes, a GPU, tests of their own
 
 

@@ -210,7 +210,6 @@ def test_names_of_kohya_that_need_the_model(tmp_path):
         ("lora_unet_mid_block_attentions_0_proj_in.dora_scale", "DoRA"),
         ("lora_unet_mid_block_attentions_0_proj_in.hada_w1_a", "LoHa"),
         ("lora_unet_mid_block_attentions_0_proj_in.lokr_w1", "LoKr"),
-        ("lora_unet_mid_block_attentions_0_proj_in.lora_mid.weight", "Tucker"),
         ("lora_unet_mid_block_attentions_0_proj_in.diff_b", "full change"),
         (f"{BLOCK}.attn1.to_q.lora_B.bias", "biases"),
         (f"{BLOCK}.attn1.to_q.bias", "bias that was trained along"),

@@ -17,11 +17,13 @@ from netweight.cli.output import FILE, FOLDER, NEW, Output, card_option, output_
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.methods.space.settings import (
+    ConvertSettings,
     DirectionSettings,
     ExportSettings,
     FolderFit,
     FolderInversion,
     FolderView,
+    MergeSettings,
     RenderSettings,
     SampleSettings,
 )
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SHOWN = 20  # skipped adapters that are listed
+_SHOWN = 20  # adapters that are listed
+_WIDE = 48  # characters of what their files say
 
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace what is there.")
 _bank = click.option("--bank", type=FOLDER, help="The bank that SPACE was fitted to, where it has moved.")
@@ -287,30 +290,62 @@ def export(
 @click.argument("adapters", metavar="ADAPTER...", nargs=-1, required=True,
                 type=click.Path(path_type=Path, exists=True))  # fmt: skip
 @click.argument("destination", metavar="DST", type=NEW)
-@click.option("--weight", "weights", multiple=True, type=float, help="Weight of each adapter, in order; else 1.")
 @_overwrite
-@options(ExportSettings)
+@options(MergeSettings)
 @output_option
 def merge(
-    adapters: tuple[Path, ...], destination: Path, weights: tuple[float, ...], settings: ExportSettings,
-    overwrite: bool, output: Output,
-) -> None:  # fmt: skip
-    """Add up adapters of one base model: exactly, or at a rank with its error.
+    adapters: tuple[Path, ...], destination: Path, settings: MergeSettings, overwrite: bool, output: Output
+) -> None:
+    """Merge adapters of one base model into one, with the error of its rank.
 
-    They may be of any rank and layout, of the same modules or of others, from a space or from elsewhere. One adapter
-    alone is converted to another layout (--layout) or rank (--rank).
+    They may be of any rank and layout, of the same modules or of others, from a space or from elsewhere. A weighted sum
+    is exact without --rank; ties and dare take the highest rank of ADAPTER where none is given.
     """
-    from netweight.nn.lora import combined
-    from netweight.store.lora_formats.files import export_adapter, load_plan, plan_adapter
+    from netweight.methods.space.folder import merge_files
 
-    plans = [plan_adapter(path) for path in adapters]
-    whole = combined([load_plan(plan) for plan in plans], list(weights) or None)
-    kernels = {name: kernel for plan in plans for name, kernel in plan.kernels.items()}
-    said = next((plan.base for plan in plans if plan.base), None)
-    how = {**dict(settings), "base": settings.base or said, "kernels": kernels}
-    found = export_adapter(whole, destination, overwrite=overwrite, **how)
+    found = merge_files(adapters, destination, settings, overwrite=overwrite)
     output.table(("rank", "relative error", "where"), [_cells(found)])
     output.result(_payload(found))
+
+
+@space.command()
+@click.argument("adapter", type=click.Path(path_type=Path, exists=True))
+@click.argument("destination", metavar="DST", type=NEW)
+@_overwrite
+@options(ConvertSettings)
+@output_option
+def convert(adapter: Path, destination: Path, settings: ConvertSettings, overwrite: bool, output: Output) -> None:
+    """Bring an adapter to another layout (--layout), rank (--rank, --energy) or kind, with its error.
+
+    LoHa, LoKr, DoRA and full differences become a LoRA of --rank by singular values; DoRA needs the base model
+    (--weights).
+    """
+    from netweight.methods.space.folder import convert_file
+
+    found = convert_file(adapter, destination, settings, overwrite=overwrite)
+    output.table(("rank", "relative error", "where"), [_cells(found)])
+    output.result(_payload(found))
+
+
+space.add_command(convert, "resize")
+
+
+@space.command()
+@click.argument("adapter", metavar="FILE", type=click.Path(path_type=Path, exists=True))
+@click.argument("bank", type=FOLDER)
+@click.option("--count", type=click.IntRange(1), default=10, show_default=True, help="How many.")
+@output_option
+def similar(adapter: Path, bank: Path, count: int, output: Output) -> None:
+    """List the adapters of BANK whose changes are nearest to those of FILE.
+
+    Modules that only one of the two changes count as unchanged by the other, and are left out of the second cosine.
+    """
+    from netweight.methods.space.folder import find_similar
+
+    found = find_similar(adapter, bank, count, _progress(output))
+    rows = [(each.name, f"{each.cosine:.4f}", f"{each.shared_cosine:.4f}", f"{each.shared:.1%}") for each in found]
+    output.table(("adapter", "cosine", "in shared modules", "of FILE in these"), rows)
+    output.result([vars(each) for each in found])
 
 
 def _cells(found: Exported) -> tuple[str, str, str]:
@@ -376,6 +411,10 @@ def _miniature(settings: FolderView, bank: Path | None, how: Any) -> View:
 @click.option("--skip-bad", is_flag=True, help="Leave out adapters that cannot be used, and list them.")
 @click.option("--modules", "select", metavar="PATTERN", help="Keep these modules only, as in unet.**.attn2.*.")
 @click.option("--base", help="The model that all were trained on, whatever their files say.")
+@click.option("--convert", type=click.IntRange(1), metavar="RANK",
+              help="Make LoRAs of LoHa, LoKr, DoRA and full differences, at most of this rank.")  # fmt: skip
+@click.option("--weights", type=click.Path(path_type=Path, exists=True), metavar="BASE",
+              help="The base model, which DoRA's change depends on.")  # fmt: skip
 @click.option("--stable-diffusion", is_flag=True,
               help="A published matrix has no weight_dimensions.pt: take Stable Diffusion 1's order.")  # fmt: skip
 @output_option
@@ -386,6 +425,8 @@ def ingest(
     skip_bad: bool,
     select: str | None,
     base: str | None,
+    convert: int | None,
+    weights: Path | None,
     stable_diffusion: bool,
     output: Output,
 ) -> None:
@@ -404,7 +445,9 @@ def ingest(
         import_published(source, destination, dimensions=stable_diffusion_dimensions(), **how)
         bank = AdapterBank.open(destination)
     else:
-        bank = AdapterBank.ingest(source, destination, select=select, base=base, **how)
+        bank = AdapterBank.ingest(
+            source, destination, select=select, base=base, convert=convert, weights=weights, **how
+        )
     _show_bank(bank, output)
 
 
@@ -483,8 +526,7 @@ def _show_bank(bank: AdapterBank, output: Output, *, verified: bool = False) -> 
     )
     output.line(f"{weights:,} weights are changed" + (f" of {bank.base}" if bank.base else ""))
     output.line(f"digest {bank.digest}" + (", all shards intact" if verified else ""))
-    if licences := sorted({said for one in bank.provenance.values() if (said := one.get("modelspec.license"))}):
-        output.line(f"Licences: {', '.join(licences)}")
+    _show_provenance(bank, output)
     for name, reason in list(bank.skipped.items())[:_SHOWN]:
         output.line(f"Skipped {name}: {reason}", fg="yellow")
     if len(bank.skipped) > _SHOWN:
@@ -497,6 +539,35 @@ def _show_bank(bank: AdapterBank, output: Output, *, verified: bool = False) -> 
             "provenance": {name: dict(said) for name, said in bank.provenance.items()},
         }
     )  # fmt: skip
+
+
+# What files say of themselves, by its heading; the first that is there is shown.
+_SAYINGS = {
+    "title": ("modelspec.title", "ss_output_name"),
+    "words": ("modelspec.trigger_phrase", "trained_words", "tags"),
+    "licence": ("modelspec.license", "license"),
+    "source": ("source", "modelspec.author", "ss_sd_model_name"),
+    "converted": ("converted",),
+}
+
+
+def _show_provenance(bank: AdapterBank, output: Output) -> None:
+    """What the adapters' files say of where they come from."""
+    rows = [
+        (name, *(next((said[key] for key in keys if key in said), "") for keys in _SAYINGS.values()))
+        for name, said in bank.provenance.items()
+    ]
+    rows = [row for row in rows if any(row[1:])]
+    if rows:
+        told = [0, *(place for place in range(1, len(rows[0])) if any(row[place] for row in rows))]
+        heads = ("adapter", *_SAYINGS)
+        output.table(
+            [heads[place] for place in told], [[row[place][:_WIDE] for place in told] for row in rows[:_SHOWN]]
+        )
+        if len(rows) > _SHOWN:
+            output.line(f"... and {len(rows) - _SHOWN} more; --json has all.")
+    if licences := sorted({row[3] for row in rows if row[3]}):
+        output.line(f"Licences: {', '.join(licence[:_WIDE] for licence in licences)}")
 
 
 def _show_space(folder: Path, output: Output) -> None:

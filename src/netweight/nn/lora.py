@@ -7,7 +7,7 @@ Many ways of writing one adapter mean the same change: `down → G down, up → 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -35,6 +35,12 @@ class LowRank:
                 cure="Give up as (rows, rank) and down as (rank, columns), rank at least 1.",
             )
 
+    @classmethod
+    def of(cls, change: Tensor) -> LowRank:
+        """A matrix as a change of full rank."""
+        identity = torch.eye(min(change.shape), dtype=change.dtype)
+        return cls(identity, change) if change.shape[1] <= len(change) else cls(change, identity)
+
     @property
     def rank(self) -> int:
         """Number of rows of `down`; the change may have a lower one."""
@@ -58,10 +64,11 @@ class LowRank:
         downs = self.down.double() @ other.down.double().T
         return self.scale * other.scale * float((ups * downs).sum())
 
-    def truncated(self, rank: int) -> tuple[LowRank, float]:
+    def truncated(self, rank: int, energy: float = 1.0) -> tuple[LowRank, float]:
         """Return the nearest change of at most a rank, in canonical factors, and the square of what is left out."""
         # Source: QR of both factors, then a singular value decomposition of rank × rank.
         # `rank`: at least 1; where the change has a lower rank, it is kept whole at that rank (at least 1)
+        # `energy`: the lowest rank that keeps this share of the change's square, if it is below `rank`
         # Returns: Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
         if rank < 1:
             raise UsageError(f"An adapter cannot have rank {rank}.", cure="Ask for 1 or more.")
@@ -69,6 +76,9 @@ class LowRank:
         u, values, vh = torch.linalg.svd(self.scale * (left.R @ right.R.T), full_matrices=False)
         noise = values[0] * torch.finfo(torch.float64).eps * max(self.shape)
         kept = max(1, min(rank, int((values > noise).sum())))
+        if energy < 1:
+            left_out = values.square().flip(0).cumsum(0).flip(0)  # by the components from each one on
+            kept = max(1, min(kept, int((left_out > (1 - energy) * left_out[0]).sum())))
         root = values[:kept].sqrt()
         up = (left.Q @ (u[:, :kept] * root)).to(self.up.dtype)
         down = ((vh[:kept] * root[:, None]) @ right.Q.T).to(self.down.dtype)
@@ -141,12 +151,12 @@ class Adapter:
         return truncate(self.factors.items(), rank)
 
 
-def truncate(changes: Iterable[tuple[str, LowRank]], rank: int | None) -> Truncation:
+def truncate(changes: Iterable[tuple[str, LowRank]], rank: int | None, energy: float = 1.0) -> Truncation:
     """Make an adapter of at most a rank, or each change's own, of changes by module; each is let go when it is done."""
     kept: dict[str, LowRank] = {}
     lost = whole = 0.0
     for name, change in changes:
-        kept[name], error = change.truncated(change.rank if rank is None else rank)
+        kept[name], error = change.truncated(change.rank if rank is None else rank, energy)
         lost, whole = lost + error, whole + max(change.inner(change), 0.0)
     return Truncation(Adapter(kept), (lost / whole) ** 0.5 if whole else 0.0)
 
@@ -159,10 +169,10 @@ def combined(adapters: Sequence[Adapter], weights: Sequence[float] | None = None
     if not adapters or len(chosen) != len(adapters):
         raise UsageError(f"{len(adapters)} adapters cannot be summed with {len(chosen)} weights.")
     names = sorted({name for adapter in adapters for name in adapter.factors})
-    return Adapter({name: _side_by_side(name, adapters, chosen) for name in names})
+    return Adapter({name: side_by_side(name, adapters, chosen) for name in names})
 
 
-def _side_by_side(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> LowRank:
+def side_by_side(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> LowRank:
     """Put the changes of one module side by side; each one's scale goes into its up factor."""
     parts = [(one.factors[name], weight) for one, weight in zip(adapters, weights, strict=True) if name in one.factors]
     if len({change.shape for change, _ in parts}) > 1:
@@ -224,6 +234,11 @@ class AdapterStack:
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Module name → rows and columns of its change."""
         return {name: (self.up[name].shape[1], self.down[name].shape[2]) for name in self.modules}
+
+    def only(self, names: Collection[str]) -> AdapterStack:
+        """Return the stack of some modules only."""
+        parts = (self.down, self.up, self.scale, self.ranks)
+        return AdapterStack(*({name: part[name] for name in self.modules if name in names} for part in parts))
 
     def adapter(self, number: int) -> Adapter:
         """Return one adapter at its own ranks; views of the stack."""

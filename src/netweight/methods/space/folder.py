@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -16,18 +17,37 @@ from netweight.errors import NameNotFound, NetweightError, UsageError
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move, edit
 from netweight.methods.space.fitting.basis import Sketch
+from netweight.methods.space.fitting.gram import inner_products, norms_of, stacks_of
 from netweight.methods.space.inversion import InversionTarget, InversionTask, invert_targets
 from netweight.methods.space.labels import read_labels
+from netweight.methods.space.merging import merge
 from netweight.methods.space.points import Points, read_direction, read_points, scores_digest
 from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler, Sampler
-from netweight.methods.space.settings import FolderFit, FolderInversion, FolderView, RenderSettings, SampleSettings
+from netweight.methods.space.settings import (
+    ConvertSettings,
+    ExportSettings,
+    FolderFit,
+    FolderInversion,
+    FolderView,
+    MergeSettings,
+    RenderSettings,
+    SampleSettings,
+)
 from netweight.methods.space.space import WeightSpace
-from netweight.nn.lora import Adapter
+from netweight.nn.lora import Adapter, AdapterStack
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.ingest import find_adapters
 from netweight.store.bank.shard import joined, rows_of_adapter
 from netweight.store.checkpoint import read_record, write_record
-from netweight.store.lora_formats.files import Exported, load_plan, plan_adapter, read_adapter
+from netweight.store.lora_formats.files import (
+    Exported,
+    export_adapter,
+    load_converted,
+    load_plan,
+    plan_adapter,
+    read_adapter,
+)
+from netweight.store.lora_formats.other_kinds import Conversion
 from netweight.store.lora_formats.parts import AdapterPlan
 
 if TYPE_CHECKING:
@@ -144,6 +164,88 @@ def _cosine(one: Adapter, other: Adapter) -> float:
     shared = [(change, other.factors[name]) for name, change in one.factors.items() if name in other.factors]
     product = sum(left.inner(right) for left, right in shared if left.shape == right.shape)
     return product / max(one.norm() * other.norm(), 1e-300)
+
+
+@final
+@dataclass(frozen=True)
+class Similar:
+    """How near an adapter of a bank is to a given one."""
+
+    name: str
+    cosine: float  # of the two changes
+    shared_cosine: float  # of what both change in the modules that both have
+    shared: float  # share of the given one's square in these modules
+
+
+def find_similar(file: Path, bank: Path, count: int, progress: Progress) -> list[Similar]:
+    """The adapters of a bank that are nearest to one in a file, by the cosine in the modules that both change.
+
+    Args:
+        file: A file or folder of an adapter.
+        bank: The bank's folder.
+        count: How many.
+        progress: Where to show it.
+
+    Raises:
+        UsageError: No module is the same.
+    """
+    opened, wanted = AdapterBank.open(bank), read_adapter(file)
+    known = opened.shapes
+    shared = {name: change for name, change in wanted.factors.items() if known.get(name) == change.shape}
+    if not shared:
+        raise UsageError(f"{file} changes no module that {bank} does, in the same shape.", cure="Name another bank.")
+    whole, found = wanted.norm(), []
+    for start, stack in stacks_of(opened, len(opened), description="Adapters", progress=progress):
+        part = stack.only(shared)
+        squares, alike = norms_of(stack), norms_of(part)
+        # Of the file, the modules that each has: a lacking one has rank 0.
+        products = {name: change.inner(change) for name, change in shared.items()}
+        own = sum(products[name] * (stack.ranks[name] > 0) for name in shared)
+        inner = inner_products(part, AdapterStack.of([Adapter(shared)]))[:, 0]
+        rows = zip(inner.tolist(), squares.tolist(), alike.tolist(), torch.as_tensor(own).tolist(), strict=True)
+        for number, (product, square, like, mine) in enumerate(rows):
+            found.append(
+                Similar(
+                    opened.names[start + number], product / max(math.sqrt(square) * whole, 1e-300),
+                    product / max(math.sqrt(like * mine), 1e-300), mine / max(whole**2, 1e-300),
+                )
+            )  # fmt: skip
+    return sorted(found, key=lambda each: -each.shared_cosine)[:count]
+
+
+def merge_files(adapters: Sequence[Path], path: Path, how: MergeSettings, *, overwrite: bool) -> Exported:
+    """Merge adapters and write the result; arguments as for `netweight space merge`."""
+    plans = [plan_adapter(each) for each in adapters]
+    opened = [load_plan(plan) for plan in plans]
+    rank = how.rank
+    if how.method != "linear" and rank is None and how.energy == 1:
+        rank = max(change.rank for one in opened for change in one.factors.values())
+    return export_adapter(merge(opened, how), path, rank=rank, overwrite=overwrite, **_told(plans, how))
+
+
+def convert_file(adapter: Path, path: Path, how: ConvertSettings, *, overwrite: bool) -> Exported:
+    """Bring an adapter to another layout, rank or kind; arguments as for `netweight space convert`."""
+    any_rank = None if how.energy == 1 else _ANY_RANK
+    rank = how.rank or any_rank
+    plan = plan_adapter(adapter, conversion=None if rank is None else Conversion(rank, how.weights))
+    found = load_converted(plan)
+    written = export_adapter(found.adapter, path, rank=how.rank, overwrite=overwrite, **_told([plan], how))
+    # What the two steps leave out is orthogonal, and the second's share is of what the first has kept.
+    first, second = found.relative_error**2, written.relative_error**2
+    return replace(written, relative_error=math.sqrt(first + second * (1 - first)))
+
+
+_ANY_RANK = 1 << 30
+
+
+def _told(plans: Sequence[AdapterPlan], how: ExportSettings) -> dict[str, Any]:
+    """How an adapter that is made of others is written: with their base and kernels."""
+    return {
+        "layout": how.layout,
+        "energy": how.energy,
+        "base": how.base or next((plan.base for plan in plans if plan.base), None),
+        "kernels": {name: kernel for plan in plans for name, kernel in plan.kernels.items()},
+    }
 
 
 def draw(space: WeightSpace, how: SampleSettings) -> Points:

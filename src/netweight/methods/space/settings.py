@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, DirectoryPath, Field, FilePath
@@ -148,9 +149,37 @@ class ExportSettings(Settings):
         default=None, description="Whose files to write; else diffusers' for a pipeline, peft's for other models."
     )
     rank: int | None = Field(default=None, ge=1, description="Rank of each module; else as high as is needed.")
+    energy: float = Field(
+        default=1.0, gt=0, le=1, description="Share of each module's square that is enough, for a lower rank."
+    )
     base: str | None = Field(
         default=None, description="Name of the base model, to be said in the files; else the one that is known."
     )
+
+
+class ConvertSettings(ExportSettings):
+    """How an adapter is brought to another layout, rank or kind."""
+
+    weights: Annotated[Path | None, Cli(metavar="BASE")] = Field(
+        default=None, description="The base model, which DoRA's change depends on."
+    )
+
+
+class MergeSettings(ExportSettings):
+    """How adapters are merged."""
+
+    method: Literal["linear", "ties", "dare", "dare-ties"] = Field(
+        default="linear",
+        description="A weighted sum; or after trimming small entries, random ones, and with elected signs.",
+    )
+    weights: Annotated[tuple[float, ...], Cli(name="--weight")] = Field(
+        default=(), description="Weight of each adapter, in order; else 1."
+    )
+    blocks: Annotated[tuple[tuple[str, str], ...], Cli(name="--block", metavar="PATTERN WEIGHTS")] = Field(
+        default=(), description="Weights within some modules, as in 'unet.up_blocks.**' 1,0.5; later ones win."
+    )
+    density: float = Field(default=0.5, gt=0, le=1, description="Share of entries that ties and dare keep.")
+    seed: int = Field(default=0, description="Seed of the entries that dare keeps.")
 
 
 class FolderExport(ExportSettings):

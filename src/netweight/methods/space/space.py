@@ -314,6 +314,7 @@ class Point:
         path: str | Path,
         *,
         rank: int | None = None,
+        energy: float = 1.0,
         layout: Layout | None = None,
         base: str | None = None,
         overwrite: bool = False,
@@ -322,6 +323,6 @@ class Point:
         origin = self.space.origin
         kernels = {name: tuple(sides) for name, sides in origin.get("kernels", {}).items()}
         return export_adapter(
-            self.space.basis.factors(self.scores.detach().cpu()), path, rank=rank, layout=layout,
+            self.space.basis.factors(self.scores.detach().cpu()), path, rank=rank, energy=energy, layout=layout,
             base=base or origin.get("base"), kernels=kernels, overwrite=overwrite,
         )  # fmt: skip

@@ -71,6 +71,8 @@ class AdapterBank:
         modules: Iterable[str] | None = None,
         select: str | None = None,
         base: str | None = None,
+        convert: int | None = None,
+        weights: str | Path | None = None,
         compress: bool = False,
         skip_bad: bool = False,
         progress: Progress = QUIET,
@@ -90,6 +92,9 @@ class AdapterBank:
             modules: Names of the model's modules, as for `read_adapter`: then adapters of other models are bad.
             select: A pattern of `Select`: then only these modules are kept.
             base: Name of the model that all were trained on, whatever their files say.
+            convert: The highest rank of what becomes of LoHa, LoKr, DoRA and full differences, whose error is kept in
+                `provenance`; by default they are bad.
+            weights: The base model's files, which DoRA's change depends on.
             compress: Whether to keep new shards compressed, bit for bit.
             skip_bad: Whether to leave out adapters that cannot be used; they are listed in `skipped`.
             progress: Where the work is shown.
@@ -107,6 +112,7 @@ class AdapterBank:
         """
         from netweight.store.bank.ingest import ingest
         from netweight.store.bank.published import find_published, import_published
+        from netweight.store.lora_formats.other_kinds import Conversion
 
         if find_published(Path(source)) is not None:
             import_published(source, destination, compress=compress, skip_bad=skip_bad, progress=progress)
@@ -117,6 +123,7 @@ class AdapterBank:
                 modules=modules,
                 select=select,
                 base=base,
+                conversion=None if convert is None else Conversion(convert, None if weights is None else Path(weights)),
                 compress=compress,
                 skip_bad=skip_bad,
                 progress=progress,

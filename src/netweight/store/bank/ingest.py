@@ -17,10 +17,12 @@ from netweight.store.bank.record import RECORD, BankRecord, read_bank_record
 from netweight.store.bank.shard import rows_of_adapter
 from netweight.store.bank.write import BankWriter, few
 from netweight.store.lora_formats import diffusers, peft
-from netweight.store.lora_formats.files import load_plan, plan_adapter
+from netweight.store.lora_formats.files import load_converted, plan_adapter
 from netweight.store.lora_formats.names import COMPONENTS, ModelNames, base_key, is_hub_name
+from netweight.store.lora_formats.other_kinds import Conversion
 from netweight.store.lora_formats.parts import PICKLES, AdapterPlan
 
+CONVERTED = "converted"  # in the provenance of what was no plain LoRA: its rank and error
 _KEPT = 4096  # plans that are kept, some 20 kB each
 _SHOWN = 20  # problems named in one message
 
@@ -53,9 +55,10 @@ class _Reader:
     model: ModelNames | None
     select: Select | None
     base: str | None
+    conversion: Conversion | None
 
     def plan(self, path: Path) -> AdapterPlan:
-        plan = plan_adapter(path, self.model)
+        plan = plan_adapter(path, self.model, self.conversion)
         base = plan.base if self.base is None else self.base
         if self.select is None:
             return replace(plan, base=base)
@@ -73,6 +76,7 @@ def ingest(
     modules: Iterable[str] | None,
     select: str | None,
     base: str | None,
+    conversion: Conversion | None,
     compress: bool,
     skip_bad: bool,
     progress: Progress,
@@ -80,7 +84,9 @@ def ingest(
     """Collect adapters into a bank; see `AdapterBank.ingest`."""
     found, bad = find_adapters(source)
     there = _there(destination, found)
-    reader = _Reader(None if modules is None else ModelNames(modules), None if select is None else Select(select), base)
+    reader = _Reader(
+        None if modules is None else ModelNames(modules), None if select is None else Select(select), base, conversion
+    )
     old = dict(zip(there.names, (stamp for shard in there.shards for stamp in shard.stamps), strict=True))
     stamps = {name: _stamp(path) for name, path in found.items()}
     new = {name: path for name, path in found.items() if old.get(name) != stamps[name]}
@@ -141,7 +147,8 @@ def _add(
     stamp: str,
 ) -> None:
     """Read one adapter and add it, unless the bank has it already."""
-    rows = rows_of_adapter(load_plan(plan), modules)
+    found = load_converted(plan)
+    rows = rows_of_adapter(found.adapter, modules)
     content = rows.digests()[0]
     if name in writer and writer.content(name) == content:
         return
@@ -152,7 +159,10 @@ def _add(
     if content in holders:
         raise UsageError(f"{plan.path} holds the same adapter as {holders[content]!r}.", cure="Remove one.")
     writer.add_rows([name], rows, modules, stamps=[stamp], contents=[content])
-    writer.tell(name, plan.about)
+    converted = {}
+    if plan.conversion and any(part.converts for part in plan.parts.values()):
+        converted = {CONVERTED: f"at most rank {plan.conversion.rank}, relative error {found.relative_error:.2e}"}
+    writer.tell(name, {**plan.about, **converted})
     holders[content] = name
 
 

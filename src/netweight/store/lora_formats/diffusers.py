@@ -16,7 +16,8 @@ from typing import Any
 
 from netweight.core.bounded_json import parse_json
 from netweight.errors import CorruptBlob, Unsupported
-from netweight.store.lora_formats.names import in_component, split_component
+from netweight.store.lora_formats import other_kinds
+from netweight.store.lora_formats.names import dotted, in_component, split_component
 from netweight.store.lora_formats.parts import Role, by_module
 from netweight.store.lora_formats.peft import LoraSettings
 
@@ -41,6 +42,9 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
     found: dict[str, tuple[str, Role]] = {}
     for name in names:
         plain = _xlabs(name).replace(".processor.", ".")
+        if (other := other_kinds.TENSOR.fullmatch(plain)) is not None:
+            found[name] = (other["module"], other["role"])
+            continue
         match = _ALPHA.fullmatch(plain) or _TENSOR.fullmatch(plain)
         if match is None:
             raise Unsupported(
@@ -54,8 +58,9 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
     for name, (module, role) in found.items():
         if role == "alpha" and module not in owners:
             found[name] = (_current(module), role)
-    full = in_component({module for module, _ in found.values()})
-    return by_module(((name, full[module], role) for name, (module, role) in found.items()), where)
+    own = {module: dotted(module) for module, _ in found.values()}
+    full = in_component(own.values())
+    return by_module(((name, full[own[module]], role) for name, (module, role) in found.items()), where)
 
 
 _XLABS = re.compile(r"(diffusion_model\.)?(double_blocks\.\d+)\.processor\.(qkv|proj)_lora([12])\.(down|up)\.weight")

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 from netweight.core.bounded_json import parse_json
 from netweight.core.files import refuse_existing, whole_file
 from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.nn.lora import Adapter, LowRank, truncate
+from netweight.nn.lora import Adapter, LowRank, Truncation, truncate
 from netweight.store.lora_formats import diffusers, kohya, peft
 from netweight.store.lora_formats.names import (
     AUTHORS,
@@ -24,6 +25,7 @@ from netweight.store.lora_formats.names import (
     in_component,
     split_component,
 )
+from netweight.store.lora_formats.other_kinds import BaseWeights, Conversion, refuse_kinds
 from netweight.store.lora_formats.parts import (
     PICKLES,
     AdapterPlan,
@@ -32,7 +34,6 @@ from netweight.store.lora_formats.parts import (
     Role,
     assemble,
     load_part,
-    refuse_kinds,
     refuse_pickle,
     scaled_up,
 )
@@ -46,35 +47,39 @@ if TYPE_CHECKING:
 COMPONENT = "netweight.component"
 
 
-def plan_adapter(path: str | Path, model: ModelNames | None = None) -> AdapterPlan:
+def plan_adapter(
+    path: str | Path, model: ModelNames | None = None, conversion: Conversion | None = None
+) -> AdapterPlan:
     """Find out what an adapter's files hold from their headers; errors as for `read_adapter`."""
     # `model`: the model's names, for names that do not tell enough; all must be among them
-    plan = _plan(Path(path), _STRUCTURES if model is None else model.kohya)
+    # `conversion`: how LoHa, LoKr, DoRA and differences become LoRAs; by default they are refused
+    plan = _plan(Path(path), _STRUCTURES if model is None else model.kohya, conversion)
+    plan = replace(plan, conversion=conversion)
     return plan if model is None else replace(plan, parts=model.own(plan.parts, plan.path))
 
 
 _STRUCTURES = KohyaNames()
 
 
-def _plan(path: Path, known: KohyaNames) -> AdapterPlan:
+def _plan(path: Path, known: KohyaNames, conversion: Conversion | None) -> AdapterPlan:
     if path.is_file():
         refuse_pickle(path)
-        return _plan_peft(path) if path.name == peft.WEIGHTS else _plan_file(path, known, path)
+        return _plan_peft(path, conversion) if path.name == peft.WEIGHTS else _plan_file(path, known, path, conversion)
     if not path.is_dir():
         raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
     if (path / peft.CONFIG).is_file() or (path / peft.WEIGHTS).is_file():
-        return _plan_peft(_peft_weights(path))
+        return _plan_peft(_peft_weights(path), conversion)
     parts = [path / name for name in COMPONENTS if (path / name / peft.CONFIG).is_file()]
     if parts:
-        return _joined(path, [_plan_peft(_peft_weights(folder)) for folder in parts])
-    return _plan_file(_only_file(path), known, path)
+        return _joined(path, [_plan_peft(_peft_weights(folder), conversion) for folder in parts])
+    return _plan_file(_only_file(path), known, path, conversion)
 
 
-def _plan_file(file: Path, known: KohyaNames, path: Path) -> AdapterPlan:
+def _plan_file(file: Path, known: KohyaNames, path: Path, conversion: Conversion | None) -> AdapterPlan:
     """Plan a file in diffusers' or kohya's layout."""
     with open_store(file) as store:
         names = store.names()
-        refuse_kinds(file, names)
+        refuse_kinds(file, names, conversion)
         if not names:
             raise UsageError(f"{file} holds no tensor.", cure="Leave it out.")
         said = store.files[0].metadata
@@ -85,23 +90,25 @@ def _plan_file(file: Path, known: KohyaNames, path: Path) -> AdapterPlan:
                 cure=f"Put it in a folder under that name, beside its {peft.CONFIG}.",
             )
         if kohya.is_kohya(names):
-            parts = _with_alphas(file, store, kohya.locate_flattened(names, file, known))
+            parts = _with_alphas(file, store, kohya.locate_flattened(names, file, known), conversion)
             return AdapterPlan(path, "kohya", parts, _base_said(said), about)
         located = diffusers.locate(names, file)
         settings = diffusers.settings(said, file)
         if not settings:
-            return AdapterPlan(path, "diffusers", _with_alphas(file, store, located), _base_said(said), about)
+            return AdapterPlan(
+                path, "diffusers", _with_alphas(file, store, located, conversion), _base_said(said), about
+            )
         if any("alpha" in roles for roles in located.values()):
             raise CorruptBlob(f"{file} says twice what it is scaled by: in alpha tensors and in its metadata.")
         components = split_component(located)
 
-        def scale_of(module: str, rank: int) -> float:
+        def scale_of(module: str, rank: int | None) -> float:
             component, rest = components[module]
             return settings[component].scale(rest, rank, file) if component in settings else 1.0
 
         bases = {one.base for one in settings.values() if one.base}
         return AdapterPlan(
-            path, "diffusers", assemble(file, store, located, scale_of),
+            path, "diffusers", assemble(file, store, located, scale_of, conversion),
             bases.pop() if len(bases) == 1 else _base_said(said), about,
         )  # fmt: skip
 
@@ -130,23 +137,26 @@ def _about(said: Mapping[str, str]) -> dict[str, str]:
 
 
 def _base_said(said: Mapping[str, str]) -> str | None:
-    """The base model as kohya's trainer says it: the kind of model before a checkpoint's own name."""
-    return said.get("ss_base_model_version") or said.get("ss_sd_model_name") or None
+    """The base model as trainers say it: the kind of model before a checkpoint's own name."""
+    kind = said.get("modelspec.architecture", "").partition("/")[0]  # as in stable-diffusion-v1/lora
+    return said.get("ss_base_model_version") or kind or said.get("ss_sd_model_name") or None
 
 
-def _with_alphas(file: Path, store: Store, located: Mapping[str, Mapping[Role, str]]) -> dict[str, Part]:
+def _with_alphas(
+    file: Path, store: Store, located: Mapping[str, Mapping[Role, str]], conversion: Conversion | None
+) -> dict[str, Part]:
     """Pair factors whose scale is alpha / rank with alpha in a tensor, or 1 where there is none."""
 
-    def scale_of(module: str, rank: int) -> float:
+    def scale_of(module: str, rank: int | None) -> float:
         name = located[module].get("alpha")
-        if name is None:
+        if name is None or rank is None:
             return 1.0
         alpha = store.get(name)
         if alpha.numel() != 1:
             raise CorruptBlob(f"{file}: {name} has shape {tuple(alpha.shape)} and is no alpha.")
         return float(alpha) / rank
 
-    return assemble(file, store, located, scale_of)
+    return assemble(file, store, located, scale_of, conversion)
 
 
 def _peft_weights(folder: Path) -> Path:
@@ -163,17 +173,17 @@ def _peft_weights(folder: Path) -> Path:
     raise UsageError(f"{folder} holds no {peft.WEIGHTS}.", cure="Fetch the adapter's weights, too.")
 
 
-def _plan_peft(file: Path) -> AdapterPlan:
+def _plan_peft(file: Path, conversion: Conversion | None) -> AdapterPlan:
     """Plan peft's weights, with the settings beside them."""
     config = file.with_name(peft.CONFIG)
     if not config.is_file():
         raise UsageError(f"{config} is missing, so what {file.name} is scaled by is not known.", cure="Fetch it, too.")
-    settings = peft.LoraSettings.read(config)
+    settings = peft.LoraSettings.read(config, converts=conversion is not None)
     with open_store(file) as store:
         names = store.names()
-        refuse_kinds(file, names)
+        refuse_kinds(file, names, conversion)
         located = peft.locate(names, file)
-        parts = assemble(file, store, located, lambda module, rank: settings.scale(module, rank, config))
+        parts = assemble(file, store, located, lambda module, rank: settings.scale(module, rank, config), conversion)
         inside = store.files[0].metadata.get(COMPONENT)
     component = inside or (file.parent.name if file.parent.name in COMPONENTS else None)
     full = in_component(parts, component)
@@ -228,14 +238,24 @@ def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None) -> A
 
 def load_plan(plan: AdapterPlan) -> Adapter:
     """Read the adapter that was planned."""
+    return load_converted(plan).adapter
+
+
+def load_converted(plan: AdapterPlan) -> Truncation:
+    """Read the adapter that was planned, and what became of it where it is no plain LoRA."""
     factors: dict[str, LowRank] = {}
-    for file in dict.fromkeys(part.file for part in plan.parts.values()):
-        with open_store(file) as store:
-            for name, part in plan.parts.items():
-                if part.file == file:
-                    factors[name] = load_part(store, part)
-                    _refuse_not_finite(file, name, factors[name])
-    return Adapter(dict(sorted(factors.items())))
+    lost = 0.0
+    weights = None if plan.conversion is None or plan.conversion.weights is None else plan.conversion.weights
+    with nullcontext() if weights is None else BaseWeights(weights) as base:
+        for file in dict.fromkeys(part.file for part in plan.parts.values()):
+            with open_store(file) as store:
+                for name, part in plan.parts.items():
+                    if part.file == file:
+                        factors[name], left_out = load_part(store, name, part, base)
+                        _refuse_not_finite(file, name, factors[name])
+                        lost += left_out
+    adapter = Adapter(dict(sorted(factors.items())))
+    return Truncation(adapter, math.sqrt(lost / (lost + adapter.norm() ** 2)) if lost else 0.0)
 
 
 def write_adapter(
@@ -307,14 +327,16 @@ def export_adapter(
     path: str | Path,
     *,
     rank: int | None = None,
+    energy: float = 1.0,
     layout: Layout | None = None,
     base: str | None = None,
     kernels: Mapping[str, tuple[int, ...]] | None = None,
     overwrite: bool = False,
 ) -> Exported:
     """Write an adapter at most at a rank, its own by default; arguments otherwise as for `write_adapter`."""
+    # `energy`: the share of each module's square that is enough
     # `adapter`: or its changes one by one, which are let go when their factors of the rank are made
-    kept = truncate(_finite(adapter.factors.items() if isinstance(adapter, Adapter) else adapter), rank)
+    kept = truncate(_finite(adapter.factors.items() if isinstance(adapter, Adapter) else adapter), rank, energy)
     layout = layout or layout_for(kept.adapter)
     written = write_adapter(kept.adapter, path, layout=layout, base=base, kernels=kernels, overwrite=overwrite)
     ranks = [change.rank for change in kept.adapter.factors.values()]
@@ -323,8 +345,6 @@ def export_adapter(
 
 def differences(base: str | Path, tuned: str | Path) -> Iterator[tuple[str, LowRank]]:
     """What training changed in the matrices and kernels of a model's files, by module, at full rank."""
-    import torch
-
     with open_store(base) as before, open_store(tuned) as after:
         if not (names := [name for name in after.names() if name in set(before.names()) and name.endswith(".weight")]):
             raise UsageError(
@@ -340,11 +360,7 @@ def differences(base: str | Path, tuned: str | Path) -> Iterator[tuple[str, LowR
                 continue
             change = (after.get(name).double() - before.get(name).double()).flatten(1).float()
             if change.any():
-                identity = torch.eye(min(change.shape))
-                yield (
-                    name.removesuffix(".weight"),
-                    (LowRank(identity, change) if change.shape[1] <= len(change) else LowRank(change, identity)),
-                )
+                yield name.removesuffix(".weight"), LowRank.of(change)
 
 
 def _finite(changes: Iterable[tuple[str, LowRank]]) -> Iterator[tuple[str, LowRank]]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netweight.errors import NetweightError, Unsupported, UsageError
-from netweight.store.lora_formats.names import PREFIXES, KohyaNames, kohya_name, split_component
+from netweight.store.lora_formats import other_kinds
+from netweight.store.lora_formats.names import DENOISER, PREFIXES, KohyaNames, kohya_name, split_component
 from netweight.store.lora_formats.parts import Role, alpha_of, by_module, scaled_up
 
 if TYPE_CHECKING:
@@ -22,27 +23,27 @@ if TYPE_CHECKING:
     from netweight.nn.lora import LowRank
 
 
-_TENSOR = re.compile(r"(?P<name>[^.]+)\.(?P<part>lora_down\.weight|lora_up\.weight|alpha)")
+_TENSOR = re.compile(r"(?P<module>[^.]+)\.(?P<role>lora_down\.weight|lora_up\.weight|alpha)")
 _ROLES: dict[str, Role] = {"lora_down.weight": "down", "lora_up.weight": "up", "alpha": "alpha"}
 
 
 def is_kohya(names: list[str]) -> bool:
     """Whether tensors have kohya's names."""
-    return bool(names) and all(name.startswith(tuple(PREFIXES)) for name in names)
+    return bool(names) and all(name.startswith((*PREFIXES, DENOISER)) for name in names)
 
 
 def locate_flattened(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[Role, str]]:
     """Find the factors and alphas of each module."""
     found: list[tuple[str, str, Role]] = []
     for name in names:
-        match = _TENSOR.fullmatch(name)
+        match = _TENSOR.fullmatch(name) or other_kinds.TENSOR.fullmatch(name)
         if match is None:
             raise Unsupported(f"{where}: tensor {name!r} is no factor of a LoRA.", cure="Train without it.")
         try:
-            module = known.module(match["name"])
+            module = known.module(match["module"])
         except NetweightError as error:
             raise type(error)(f"{where}: {error.reason}", cure=error.cure) from error
-        found.append((name, module, _ROLES[match["part"]]))
+        found.append((name, module, _ROLES.get(match["role"], match["role"])))
     return by_module(found, where)
 
 

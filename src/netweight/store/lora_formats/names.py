@@ -29,6 +29,8 @@ PREFIXES = {
     "lora_te3_": "text_encoder_3",
 }
 
+DENOISER = "lycoris_"  # what names begin with where nothing says which denoiser it is
+
 # The denoiser with its authors' names of modules, as ComfyUI calls it; loaders of diffusers translate these.
 AUTHORS = "diffusion_model"
 _LAYERS_PER_BLOCK = 2  # of Stable Diffusion 1 and 2 and SDXL: resnets between two changes of resolution
@@ -55,22 +57,30 @@ _STRUCTURES = {
             f"transformer_blocks.#.{rest}"
             for rest in (
                 *_ATTENTION, *_FEED_FORWARD, *_JOINT, "attn.to_add_out", "norm1.linear", "norm1_context.linear",
+                "img_mod.1", "txt_mod.1", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
                 "ff_context.net.0.proj", "ff_context.net.2",
             )
         ],
         *[f"single_transformer_blocks.#.{rest}" for rest in (*_JOINT[:3], "proj_mlp", "proj_out", "norm.linear")],
-        "x_embedder",
-        "context_embedder",
-        "proj_out",
+        *[f"blocks.#.{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")],
+        *[f"blocks.#.{last}" for last in ("attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")],
+        *["x_embedder", "context_embedder", "proj_out", "img_in", "txt_in"],
     ],
-    # Flux and Wan as their authors name them, whose attention has queries, keys and values in one.
+    # Flux, Hunyuan Video, Stable Diffusion 3 and Wan as their authors name them, most with queries, keys and values in
+    # one.
     "diffusion_model": [
         *[
             f"double_blocks.#.{stream}_{rest}"
             for stream in ("img", "txt")
-            for rest in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mod.lin")
+            for rest in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mlp.fc1", "mlp.fc2",
+                         "mod.lin", "mod.linear")
         ],
-        *[f"single_blocks.#.{rest}" for rest in ("linear1", "linear2", "modulation.lin")],
+        *[
+            f"joint_blocks.#.{stream}_block.{rest}"
+            for stream in ("x", "context")
+            for rest in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
+        ],
+        *[f"single_blocks.#.{rest}" for rest in ("linear1", "linear2", "modulation.lin", "modulation.linear")],
         *[f"blocks.#.{attn}_attn.{last}" for attn in ("self", "cross") for last in ("q", "k", "v", "o")],
         *[f"blocks.#.{rest}" for rest in ("cross_attn.k_img", "cross_attn.v_img", "ffn.0", "ffn.2")],
         *["img_in", "txt_in", "final_layer.linear", "head.head"],
@@ -114,14 +124,16 @@ class KohyaNames:
 
     def _told(self, name: str) -> str:
         prefix = next((start for start in PREFIXES if name.startswith(start)), None)
+        if name.startswith(DENOISER):
+            prefix = DENOISER
         if prefix is None:
             raise Unsupported(
                 f"The name {name!r} belongs to no known component.", cure=f"Known are {', '.join(PREFIXES)}."
             )
-        component, flat = PREFIXES[prefix], name.removeprefix(prefix)
+        component, flat = PREFIXES.get(prefix, "unet"), name.removeprefix(prefix)
         ways = [(component, flat), (component, _by_resolution(flat))]
         if component == "unet":  # which kohya and musubi call the denoiser of every model
-            ways.append((AUTHORS, flat))
+            ways += [("transformer", flat), (AUTHORS, flat)]
         for component, spelling in dict.fromkeys(ways):
             found = self._spelled(component, spelling)
             if len(found) > 1:
@@ -131,7 +143,7 @@ class KohyaNames:
                 )
             if found:
                 return f"{component}.{found[0]}"
-        raise self._unknown(name, PREFIXES[prefix], flat)
+        raise self._unknown(name, PREFIXES.get(prefix, "unet"), flat)
 
     def _spelled(self, component: str, flat: str) -> list[str]:
         if self._known is not None:
@@ -168,6 +180,18 @@ def kohya_name(component: str, rest: str, *, several_encoders: bool) -> str:
     if component.startswith("text_encoder") and rest.startswith("encoder.layers."):
         rest = f"text_model.{rest}"  # as programs that know CLIP by its older structure expect
     return prefixes[-1 if several_encoders else 0] + _flat(rest)
+
+
+_COMFY_ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"}
+
+
+def dotted(module: str) -> str:
+    """The name in diffusers of a module that ComfyUI calls as Stable Diffusion's authors do; other names stay."""
+    if match := re.fullmatch(r"(?:text_encoders\.)?(clip_l|clip_g|t5xxl)\.(?:transformer\.)?(.+)", module):
+        return f"{_COMFY_ENCODERS[match[1]]}.{match[2]}"
+    if re.match(r"diffusion_model\.(input_blocks|middle_block|output_blocks|time_embed|label_emb|out\.2)", module):
+        return _STRUCTURED.module("lora_unet_" + _flat(module.partition(".")[2]))
+    return module
 
 
 @cache
@@ -225,6 +249,8 @@ class ModelNames:
             f"{where}: the model has no module {name!r}.", cure=f"It is of another model; the nearest names are {near}."
         )
 
+
+_STRUCTURED = KohyaNames()
 
 # Other names of the same weights: the last part of a path or mirror, kohya's kinds of models, short names.
 _ALIASES = (

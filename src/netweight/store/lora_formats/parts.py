@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, final
 
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
+from netweight.store.lora_formats.other_kinds import (
+    MAGNITUDES,
+    BaseWeights,
+    Conversion,
+    Structure,
+    by_row,
+    kind_of,
+    low_rank,
+    structure,
+    with_core,
+    with_magnitude,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,38 +32,6 @@ if TYPE_CHECKING:
 
 # Endings of files that are pickles.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-_LYCORIS = "Train LoRA instead, or extract a LoRA from the merged model (kohya's extract_lora_from_models.py)."
-_KINDS = (
-    (r"lora_magnitude_vector|dora_scale", "DoRA, whose change is not linear in its factors", _LYCORIS),
-    (r"\.hada_[wt]", "LoHa, a product of two low-rank matrices entry by entry", _LYCORIS),
-    (r"\.lokr_[wt]", "LoKr, a Kronecker product", _LYCORIS),
-    (r"\.(oft|boft)_|\.oft_blocks|\.vera_lambda|\.ia3_", "no LoRA (OFT, VeRA or IA³)", _LYCORIS),
-    (r"\.lora_mid\.", "LoCon with a Tucker decomposition", "Train without conv_dim's use_tucker (use_cp)."),
-    (r"\.diff(_b)?$|\.set_weight|\.w_norm$|\.b_norm$", "a full change of weights", "Extract a LoRA of it first."),
-    (
-        r"lora_embedding_[AB]",
-        "a LoRA of an embedding, which is a matrix the other way round",
-        "Leave embeddings out of target_modules and train again.",
-    ),
-    (
-        r"lora_(A|B|up|down|linear_layer)\b.*\.bias$|\.(up|down)\.bias$",
-        "a LoRA with biases",
-        "Train with lora_bias=False.",
-    ),
-    (r"\.bias$", "a bias that was trained along", 'Train with bias="none".'),
-)
-_ANY = re.compile("|".join(f"(?:{pattern})" for pattern, _, _ in _KINDS))
-
-
-def refuse_kinds(path: Path, names: Iterable[str]) -> None:
-    """Refuse a file of another kind of adapter."""
-    names = [name for name in names if _ANY.search(name)]
-    for pattern, kind, cure in _KINDS:
-        found = [name for name in names if re.search(pattern, name)]
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            raise Unsupported(f"{path} holds {kind}: tensor {found[0]!r}{more}.", cure=cure)
 
 
 def refuse_pickle(path: Path) -> None:
@@ -65,9 +45,9 @@ def refuse_pickle(path: Path) -> None:
 
 
 Layout = Literal["diffusers", "peft", "kohya"]
-Role = Literal["down", "up", "alpha"]
+Role = str  # down, up, alpha, or the name that a tensor of another kind has (`other_kinds.TENSOR`)
 
-_DTYPES = ("F16", "BF16", "F32", "F64")
+_DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 
 
 @final
@@ -76,12 +56,16 @@ class Part:
     """One module's change in a file."""
 
     file: Path
-    down: str  # name of the tensor that is the down factor
-    up: str
+    tensors: Mapping[Role, str]  # what a tensor is → its name
     scale: float  # alpha / rank, or alpha / √rank
-    rank: int
+    rank: int  # of other kinds, the highest that it is to become
     shape: tuple[int, int]  # rows and columns of the change; a convolution's columns are channels × kernel
     kernel: tuple[int, ...]  # sides of a convolution's kernel; empty for a linear layer
+
+    @property
+    def converts(self) -> bool:
+        """Whether it is no plain LoRA."""
+        return kind_of(self.tensors) != "lora" or any(role in self.tensors for role in MAGNITUDES)
 
 
 @final
@@ -94,6 +78,7 @@ class AdapterPlan:
     parts: Mapping[str, Part]  # module name → where its change lies
     base: str | None  # the model it was trained on, if the files say that
     about: Mapping[str, str] = field(default_factory=dict)  # what the files say of where it comes from
+    conversion: Conversion | None = None  # how what is no LoRA becomes one
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -118,48 +103,81 @@ def by_module(found: Iterable[tuple[str, str, Role]], where: Path) -> dict[str, 
 
 
 def assemble(
-    file: Path, store: Store, located: Mapping[str, Mapping[Role, str]], scale_of: Callable[[str, int], float]
-) -> dict[str, Part]:
+    file: Path, store: Store, located: Mapping[str, Mapping[Role, str]], scale_of: Callable[[str, int | None], float],
+    conversion: Conversion | None,
+) -> dict[str, Part]:  # fmt: skip
     """Pair the factors of a file."""
-    return {name: _paired(file, store, name, roles, scale_of) for name, roles in located.items()}
+    return {name: _part(file, store, name, roles, scale_of, conversion) for name, roles in located.items()}
 
 
-def _paired(
-    file: Path, store: Store, name: str, roles: Mapping[Role, str], scale_of: Callable[[str, int], float]
-) -> Part:
-    if "down" not in roles or "up" not in roles:
-        lacking = "down (lora_A)" if "down" not in roles else "up (lora_B)"
-        raise CorruptBlob(f"{file}: {name} has no {lacking} factor.", cure="The file is incomplete: fetch it again.")
-    down, up = store.info(roles["down"]), store.info(roles["up"])
-    for info in (down, up):
+def _part(
+    file: Path, store: Store, name: str, roles: Mapping[Role, str], scale_of: Callable[[str, int | None], float],
+    conversion: Conversion | None,
+) -> Part:  # fmt: skip
+    infos = {role: store.info(tensor) for role, tensor in roles.items() if role != "alpha"}
+    for info in infos.values():
         if info.dtype not in _DTYPES:
             raise Unsupported(f"{file}: {info.name} has dtype {info.dtype}.", cure=f"Save it as {', '.join(_DTYPES)}.")
-    if len(down.shape) < 2 or len(up.shape) < 2 or any(side != 1 for side in up.shape[2:]):
+    shapes = {role: info.shape for role, info in infos.items()}
+    found = _pair(shapes, name, file) if kind_of(roles) == "lora" else structure(shapes, name, file)
+    scale = scale_of(name, found.rank)
+    if not math.isfinite(scale):
+        raise UsageError(f"{file}: the scale of {name} is {scale}.", cure="Leave the file out, or mend its alpha.")
+    part = Part(file, dict(roles), scale, found.rank or 0, found.shape, found.kernel)
+    return replace(part, rank=min(conversion.rank, *found.shape)) if part.converts and conversion else part
+
+
+def _pair(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path) -> Structure:
+    """The structure of a LoRA, or of one with Tucker's core."""
+    if "down" not in shapes or "up" not in shapes:
+        lacking = "down (lora_A)" if "down" not in shapes else "up (lora_B)"
+        raise CorruptBlob(f"{file}: {name} has no {lacking} factor.", cure="The file is incomplete: fetch it again.")
+    down, up, core = shapes["down"], shapes["up"], shapes.get("lora_mid")
+    if len(down) < 2 or len(up) < 2 or any(side != 1 for side in up[2:]):
         raise Unsupported(
-            f"{file}: the factors of {name} have shapes {down.shape} and {up.shape}, which no LoRA of a linear layer "
+            f"{file}: the factors of {name} have shapes {down} and {up}, which no LoRA of a linear layer "
             "or of a convolution has.",
             cure="The up factor of a convolution must be 1 × 1.",
         )
-    rank, columns = down.shape[0], math.prod(down.shape[1:])
-    if rank == 0 or up.shape[1] == 0:
+    if core is not None and (len(core) < 3 or core[:2] != (up[1], down[0]) or math.prod(down[2:]) != 1):
+        raise CorruptBlob(f"{file}: {name} has a core of shape {core} between factors of {up} and {down}.")
+    rank, columns = up[1] if core else down[0], math.prod(down[1:]) * math.prod(core[2:] if core else ())
+    if rank == 0 or up[1] == 0:
         raise UsageError(f"{file}: {name} has rank 0.", cure="Train it with rank 1 or more, or leave the file out.")
-    if up.shape[1] != rank:
-        raise CorruptBlob(f"{file}: {name} has a down factor of rank {rank} and an up factor of {up.shape[1]}.")
-    scale = scale_of(name, rank)
-    if not math.isfinite(scale):
-        raise UsageError(f"{file}: the scale of {name} is {scale}.", cure="Leave the file out, or mend its alpha.")
-    return Part(file, roles["down"], roles["up"], scale, rank, (up.shape[0], columns), tuple(down.shape[2:]))
+    if up[1] != rank:
+        raise CorruptBlob(f"{file}: {name} has a down factor of rank {rank} and an up factor of {up[1]}.")
+    return Structure(rank, (up[0], columns), tuple(core[2:] if core else down[2:]))
 
 
-def load_part(store: Store, part: Part) -> LowRank:
-    """Read one module's change; both factors in the wider of their dtypes."""
+def load_part(store: Store, name: str, part: Part, weights: BaseWeights | None) -> tuple[LowRank, float]:
+    """Read one module's change, factors in the widest of their dtypes; and the square of what its rank leaves out."""
     import torch
 
     from netweight.nn.lora import LowRank
 
-    down, up = store.get(part.down).flatten(1), store.get(part.up).flatten(1)
-    dtype = torch.promote_types(down.dtype, up.dtype)
-    return LowRank(down.to(dtype), up.to(dtype), part.scale)
+    tensors = {role: store.get(name) for role, name in part.tensors.items() if role != "alpha"}
+    # fp8 has no arithmetic; fp16 holds all its values.
+    tensors = {role: tensor.half() if tensor.itemsize == 1 else tensor for role, tensor in tensors.items()}
+    magnitude = next(((role, tensors.pop(role)) for role in MAGNITUDES if role in tensors), None)
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors.values()])
+    if kind_of(part.tensors) != "lora":
+        change, lost = low_rank(tensors, part.scale, part.rank if magnitude is None else min(part.shape))
+        dtype = torch.float32 if dtype.itemsize < 4 else dtype
+        change = LowRank(change.down.to(dtype), change.up.to(dtype), change.scale)
+    else:
+        down = tensors["down"].flatten(1)
+        down = with_core(down, tensors["lora_mid"].to(down.dtype)) if "lora_mid" in tensors else down
+        change, lost = LowRank(down.to(dtype), tensors["up"].flatten(1).to(dtype), part.scale), 0.0
+    if magnitude is None or weights is None:
+        return change, lost
+    role, values = magnitude
+    weight = weights.weight(name)
+    if weight.flatten(1).shape != part.shape:
+        raise UsageError(f"{part.file}: {name} has shape {part.shape}, in the base {tuple(weight.shape)}.")
+    dense = change.scale * (change.up.double() @ change.down.double())
+    whole = with_magnitude(dense, weight, values, by_row=by_row(role, tuple(values.shape), part.shape[0]))
+    change, lost = LowRank.of(whole).truncated(part.rank)
+    return LowRank(change.down.float(), change.up.float()), lost
 
 
 def alpha_of(scale: float, rank: int) -> float:

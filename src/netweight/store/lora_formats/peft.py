@@ -17,6 +17,7 @@ from typing import Any, Self, final
 
 from netweight.core.bounded_json import read_object
 from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.store.lora_formats import other_kinds
 from netweight.store.lora_formats.parts import Role, alpha_of, by_module
 from netweight.store.safetensors import MAX_HEADER
 
@@ -27,7 +28,7 @@ PREFIX = "base_model.model."
 
 _TENSOR = re.compile(r"(?P<module>.+?)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
 _OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ down, and what to do
-    "use_dora": "Train with use_dora=False.",
+    "use_dora": other_kinds.CONVERT_DORA,
     "lora_bias": "Train with lora_bias=False.",
     "modules_to_save": "Train without modules_to_save: these modules are whole, no low-rank change.",
     "trainable_token_indices": "Train without trainable_token_indices.",
@@ -42,6 +43,7 @@ _OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ do
 }
 # Layers of language models, by which those that know the class of a model by its task find it.
 _LANGUAGE = re.compile(r"(model\.)?(layers|decoder\.layers|gpt_neox\.layers|transformer\.h)\.\d+\.")
+_CONVERTIBLE = ("LOHA", "LOKR")
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they change the base's weights before training
 
 
@@ -58,12 +60,14 @@ class LoraSettings:
     base: str | None = None  # the model's name, if it is known
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], where: Path) -> Self:
-        """Take peft's settings."""
-        if (kind := values.get("peft_type", "LORA")) != "LORA":
-            raise Unsupported(f"{where} describes an adapter of kind {kind}.", cure="Only LoRA has low-rank factors.")
+    def of(cls, values: Mapping[str, Any], where: Path, *, converts: bool = False) -> Self:
+        """Take peft's settings; LoHa's, LoKr's and DoRA's only to be converted."""
+        kind = values.get("peft_type", "LORA")
+        if kind != "LORA" and not (converts and kind in _CONVERTIBLE):
+            cure = other_kinds.CONVERT if kind in _CONVERTIBLE else "Only LoRA has low-rank factors."
+            raise Unsupported(f"{where} describes an adapter of kind {kind}.", cure=cure)
         for name, cure in _OTHERS.items():
-            if values.get(name):
+            if values.get(name) and not (converts and name == "use_dora"):
                 raise Unsupported(f"{where} asks for {name}: {values[name]!r}.", cure=cure)
         if values.get("bias", "none") not in ("none", None):
             raise Unsupported(f"{where} trains biases: {values['bias']!r}.", cure='Train with bias="none".')
@@ -76,22 +80,24 @@ class LoraSettings:
             ranks = {str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()}
             alphas = {str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()}
             base = values.get("base_model_name_or_path")
-            rank, alpha = int(values.get("r", 8)), float(values.get("lora_alpha", 8))
+            rank, alpha = int(values.get("r", 8)), float(values.get("lora_alpha" if kind == "LORA" else "alpha", 8))
         except (TypeError, ValueError, AttributeError) as error:
             raise CorruptBlob(f"{where}: r, lora_alpha or their patterns are no numbers ({error}).") from error
         return cls(rank, alpha, ranks, alphas, bool(values.get("use_rslora")), str(base) if base else None)
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def read(cls, path: Path, *, converts: bool = False) -> Self:
         """Read `adapter_config.json`."""
         try:
-            return cls.of(read_object(path, limit=MAX_HEADER), path)
+            return cls.of(read_object(path, limit=MAX_HEADER), path, converts=converts)
         except ValueError as error:
             raise CorruptBlob(f"{path} is no JSON ({error}).", cure="Fetch the file again.") from error
 
-    def scale(self, module: str, rank: int, where: Path) -> float:
+    def scale(self, module: str, rank: int | None, where: Path) -> float:
         """Return a module's scale."""
-        stated = _matching(self.ranks, module, self.rank)
+        # `rank`: None where its tensors do not tell it
+        stated = int(_matching(self.ranks, module, self.rank))
+        rank = stated if rank is None else rank
         if stated != rank:
             raise CorruptBlob(
                 f"{where}: {module} has rank {rank}, its settings say {stated}.",
@@ -121,6 +127,9 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
     """Find the factors of each module."""
     found: list[tuple[str, str, Role]] = []
     for name in names:
+        if (other := other_kinds.TENSOR.fullmatch(name)) is not None:
+            found.append((name, other["module"].removeprefix(PREFIX), other["role"]))
+            continue
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise Unsupported(
