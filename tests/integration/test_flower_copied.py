@@ -78,6 +78,8 @@ def test_the_copy_trains_the_users_model_on_the_users_data(copied, app, tmp_path
         "timeout": 0.0, "patience": 0.0, "rounds": 3,
     }  # fmt: skip
     grid = GridHere(dict.fromkeys(NODES, app["client_app"].app), NODES, run_config=config)
+    for context in grid.contexts.values():  # else each client draws its own start, which no training here can repeat
+        context.node_config["rehearsal-seed"] = config["seed"]
     app["server_app"].app(grid, Context(1, 1, {}, RecordDict(), config, 0))
     rounds = json.loads((tmp_path / "server" / HISTORY).read_text())["rounds"]
     assert len(rounds) == 3

@@ -38,8 +38,9 @@ def test_a_federation_is_trained_attacked_and_remembered(call):
     (step,) = json.loads(answer.stdout)["steps"]
     assert list(step["findings"]) == ["accuracy", "gradient-inversion"]
     assert (Path(step["path"]) / CHECKPOINT).is_file()
-    first, rounds = read_report("out").sections
-    assert (first.missing_audits, rounds.title, len(rounds.figures)) == ((), "1. Accuracy by round", 1)
+    accuracy, seen = read_report("out").sections
+    assert (accuracy.missing_audits, len(accuracy.figures)) == ((), 1)
+    assert "server could have seen" in seen.title
     assert "done by an earlier run" in call("--plan").stdout
     (again,) = json.loads(call("--json").stdout)["steps"]
     assert again["remembered"] is True

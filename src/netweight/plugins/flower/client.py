@@ -226,11 +226,13 @@ def client_app(
             metrics = {"epsilon": spent.epsilon}
         wire = to_wire(trained.update.tensors)
         check_allow_list(wire, own_method.shared, client=number)
-        # Kept and counted before the update leaves: a server must not go on from what a client may have lost.
-        after = Kept(number, order.federation, {order.go_on_from: private, order.round: trained.private})
-        if job is not None:
-            after.save(job)
-        after.to_state(context.state)
+        # Kept and counted before the update leaves: a server must not go on from what a client may have lost. What
+        # another federation keeps here stays where this one keeps nothing.
+        if start:
+            after = Kept(number, order.federation, {order.go_on_from: private, order.round: trained.private})
+            if job is not None:
+                after.save(job)
+            after.to_state(context.state)
         answers.count(order, spent)
         answer = Answer(trained.update, metrics)
         if chosen(secure_sum, context):
