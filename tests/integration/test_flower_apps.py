@@ -4,6 +4,7 @@ and whatever clients may do wrong.
 
 import math
 import warnings
+import weakref
 
 import pytest
 
@@ -34,7 +35,7 @@ from netweight.methods.federate import Federation, train
 from netweight.methods.federate.defenses import Hardened, UpdateNoise, spent
 from netweight.methods.federate.engine import CHECKPOINT, Checkpoint
 from netweight.methods.federate.settings import Budget
-from netweight.plugins.flower import MethodStrategy, client_app, export_private, import_private, server_app
+from netweight.plugins.flower import MethodStrategy, client_app, export_private, import_private, server_app, strategy
 from netweight.store import open_store
 
 TOLERANCE = 1e-6
@@ -480,3 +481,24 @@ def test_checkpoints_of_a_server_hold_nothing_private(tmp_path):
         pytest.raises(UsageError, match="other settings"),
     ):
         Checkpoint.load(job, "another")
+
+
+def test_replies_do_not_wait_in_memory(tmp_path, monkeypatch):
+    """However many clients answer, the server holds few replies at a time: their updates lie in files."""
+    monkeypatch.setattr(strategy, "_PULLED", 1)
+    grid, seen, most = new_grid(METHODS["fedavg"]), [], []
+    pull = grid.pull_messages
+
+    def counted(message_ids):
+        assert len(message_ids) == 1
+        most.append(sum(reference() is not None for reference in seen))
+        replies = pull(message_ids)
+        seen.extend(weakref.ref(reply) for reply in replies)
+        return replies
+
+    grid.pull_messages = counted
+    state, _ = serve(grid, METHODS["fedavg"], tmp_path, rounds=1)
+    expected = train(whole_task(), METHODS["fedavg"], Federation(rounds=1)).state
+    assert same(state, expected)
+    assert len(seen) == 2 * CLIENTS  # a question and a round
+    assert max(most) <= 1

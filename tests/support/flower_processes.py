@@ -236,7 +236,7 @@ class Simulation(Processes):
 
 
 def faulty_example(folder):
-    """A copy of the example whose clients do in round 1 what the run's `fault` says, such as "hang 1" or "raise 2"."""
+    """A copy of the example whose clients do in round 1 what `fault` says, such as "hang 1" or "slow 3 7"."""
     copy = folder / "faulty"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "digits" / "client_app.py").rename(copy / "digits" / "sound_client_app.py")
@@ -247,7 +247,7 @@ def faulty_example(folder):
 
 
 def lying_example(folder):
-    """A copy of the example one of whose clients lies as the run's `lie` says, such as "claimed 2"."""
+    """A copy of the example some of whose clients lie as `lie` says, such as "claimed 2" or "colluding 5 6"."""
     copy = folder / "lying"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     described, client = copy / "pyproject.toml", copy / "digits" / "client_app.py"
@@ -261,8 +261,8 @@ LYING = """
 def lying(config):
     from netweight.methods.federate.defenses import Lying
 
-    lie, _, client = str(config["lie"]).partition(" ")
-    return Lying(method(config), lie, (int(client),))
+    lie, *liars = str(config["lie"]).split()
+    return Lying(method(config), lie, tuple(map(int, liars))) if liars else method(config)
 """
 
 FAULTY = """
@@ -282,12 +282,14 @@ def query(message, context):
 
 @app.train()
 def train(message, context):
-    fault, _, client = str(context.run_config["fault"]).partition(" ")
-    if str(context.node_config["partition-id"]) == client and message.metadata.group_id == "1":
+    fault, *clients = str(context.run_config["fault"]).split()
+    if str(context.node_config["partition-id"]) in clients and message.metadata.group_id == "1":
         masked = message.content.config_records.get("secaggplus_configs")
         if fault == "hang":
             (Path(context.run_config["signs"]) / "hangs").touch()
             time.sleep(900)
+        elif fault == "slow":
+            time.sleep(60)
         elif masked is None or masked["stage"] == "collect_masked_vectors":
             raise RuntimeError("out of memory")
     return sound(message, context)

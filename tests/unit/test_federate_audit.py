@@ -14,6 +14,7 @@ from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTra
 from netweight.methods.federate.algorithms.direct import fedavg_private_head, local_only
 from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 from netweight.methods.federate.engine import Run
+from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.method import Client
 from netweight.methods.federate.report import (
     AuditConfig,
@@ -219,3 +220,21 @@ def test_secure_sums_are_taken_apart_by_who_knows_embeddings_or_sends_thresholds
         sent = [cosine for cosine in found.cosines if cosine != 0]
         assert sum(sent) / len(sent) > 0.9
         assert found.attack in ("matched filter", "thresholds")
+
+
+def test_a_server_that_fishes_for_one_class_gets_an_image_out_of_a_batch() -> None:
+    task = picture_task()
+    data = [ClientData((one.train[0], torch.arange(12) % 4), one.test) for one in task.data]
+    for method in (named_method("fedavg"), named_method("hyperfl-whole")):
+        done = train(Task(task.body, nn.Linear(16, 4), data), method, Federation(rounds=1))
+        honest, fished = (
+            exposure(done, ThreatModel(8, server=server), images=5, summed_over=6, seed=1)
+            for server in ("honest", "fishing")
+        )
+        assert sum(fished.psnr) > sum(honest.psnr) + 5 * 3.0
+        assert "images can be reconstructed" in fished.verdict[1]
+
+
+def test_nobody_fishes_where_the_classifier_stays_with_the_client(run: Run) -> None:
+    found = exposure(run, ThreatModel(batch_size=4, server="fishing"), images=5, summed_over=6, seed=1)
+    assert "nothing to fish with" in found.why_no_images

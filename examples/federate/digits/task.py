@@ -41,5 +41,8 @@ def method(config: Config) -> Method:
 
 
 def settings(config: Config) -> Federation:
-    """The rounds that the run's configuration asks for."""
-    return Federation(rounds=int(config["rounds"]), seed=int(config["seed"]), min_clients=int(config["min-clients"]))
+    """The rounds that the run's configuration asks for; of masked updates there is nothing but their mean."""
+    return Federation(
+        rounds=int(config["rounds"]), seed=int(config["seed"]), min_clients=int(config["min-clients"]),
+        aggregator="mean" if config.get("secure-sum") else config.get("aggregator", "screened-mean"),
+    )  # fmt: skip

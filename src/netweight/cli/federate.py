@@ -71,7 +71,7 @@ def run_command(
     multiple=True,
     metavar="BATCHxSTEPS[xCLIENTS][+WORD]",
     help="A threat model: local batch size, local steps, clients in a sum; then what the server knows and does: +first "
-    "round, +known embeddings, +asked=K times, +malicious, +thresholds. May be given several times.",
+    "round, +known embeddings, +asked=K times, +malicious, +thresholds, +fishing. May be given several times.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the choice of images and of the attacks.")
 @output_option
@@ -106,7 +106,7 @@ def _threat(text: str) -> ThreatModel:
     changes: dict[str, Any] = {}
     for word in words:
         name, _, count = word.partition("=")
-        if word in ("malicious", "thresholds"):
+        if word in ("malicious", "thresholds", "fishing"):
             changes["server"] = word
         elif word in ("known", "first"):
             changes[{"known": "known", "first": "first_round"}[word]] = True
@@ -117,7 +117,8 @@ def _threat(text: str) -> ThreatModel:
     if not 2 <= len(parts) <= 3 or not all(part.isdecimal() for part in parts):
         raise UsageError(
             f"{text!r} is no threat model.",
-            cure="Give BATCHxSTEPS[xCLIENTS], such as 1x1, then +first, +known, +asked=K, +malicious, +thresholds.",
+            cure="Give BATCHxSTEPS[xCLIENTS], such as 1x1, then +first, +known, +asked=K, +malicious, +thresholds, "
+            "+fishing.",
         )
     batch, steps, *clients = (int(part) for part in parts)
     return ThreatModel(batch, steps, summed_over=clients[0] if clients else 1, **changes)

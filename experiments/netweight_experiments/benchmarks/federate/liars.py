@@ -1,72 +1,163 @@
 """What one lying client of five costs the honest ones: each lie against each aggregator, FedAvg on Fashion-MNIST.
 
     NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.liars
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.liars --deployed --aggregators screened-mean
 
-Two of seven for colluding ones. Clients of 600 images, as in the paper's split, one local epoch. The file is written
-after every cell and keeps the cells that it has.
+Two of seven for colluding ones. Clients of 600 images, as in the paper's split. In this process the paper's network is
+trained; `--deployed` trains the network of examples/federate by a SuperLink and one SuperNode per client, processes of
+their own with TLS and registered nodes, on this machine, from the root of the source tree. There liars that collude
+send what each of them makes, not the same. The file is written after every cell and keeps the cells that it has.
 """
 
 import json
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 from typing import get_args
 
 from netweight.core.environment import describe
-from netweight.methods.federate import train
+from netweight.methods.federate import Task, train
 from netweight.methods.federate.defenses import TARGET, triggered
-from netweight.methods.federate.folder import FederationPlan
-from netweight.methods.federate.settings import Aggregator, Lie
+from netweight.methods.federate.engine import CHECKPOINT, Round
+from netweight.methods.federate.folder import FederationPlan, named_method
+from netweight.methods.federate.settings import Aggregator, Federation, Lie, LocalTraining
 from netweight.methods.federate.task import LocalModel
+from netweight.store import open_store
 from netweight_experiments.benchmarks.script import script, today, write
 
+EXAMPLE, SUPPORT = Path("examples/federate"), Path("tests/support")
 
-def run(lie, aggregator, rounds, clients, liars):
-    """Train one cell; return the honest clients' accuracies in percent and how often liars and others were named."""
+
+def here(lie, aggregator, given, clients, liars, seed):
+    """Train one cell in this process; return task, rounds and each client's weights."""
     plan = FederationPlan(
-        data="fashion-mnist", method="fedavg", epochs=1, rounds=rounds, evaluate_every=rounds, clients=clients,
-        liars=liars, lie=lie, aggregator=aggregator,
+        data="fashion-mnist", method="fedavg", epochs=given.epochs, rounds=given.rounds, evaluate_every=given.rounds,
+        clients=clients, liars=liars, lie=lie, aggregator=aggregator, seed=seed,
     )  # fmt: skip
     task = plan.task()
     done = train(task, plan.make_method(task), plan, workers=1)
+    return task, done.rounds, done.weights
+
+
+@contextmanager
+def deployed(given):
+    """Yield what trains a cell by processes of Flower."""
+    sys.path[:0] = [str(SUPPORT.resolve()), str(EXAMPLE.resolve())]
+    from digits.task import everyones_data, model
+    from flower_processes import Deployment, lying_example, wait
+
+    with tempfile.TemporaryDirectory() as folder:
+        place, online = Deployment(Path(folder), nodes=7), 0
+        app = lying_example(Path(folder))
+
+        def there(lie, aggregator, given, clients, liars, seed):
+            nonlocal online
+            for node in range(online, clients):
+                place.register(node)
+                place.start_node(node, **{"private-folder": ""})  # the run's own: each begins anew
+            online = max(online, clients)
+            wait(lambda: len(place.online()) == online, 300, "the nodes", every=5.0)
+            work = Path(folder) / f"{seed}-{lie}-{aggregator}-{clients}"
+            config = {
+                "method": "fedavg", "data": "fashion-mnist", "clients": clients, "epochs": given.epochs, "seed": seed,
+                "rounds": given.rounds, "aggregator": aggregator, "folder": str(work), "timeout": 300.0,
+                "private-folder": str(work / "private"), "min-clients": 2,
+                "lie": f"{lie} {' '.join(map(str, range(clients - liars, clients)))}" if lie else "",
+            }  # fmt: skip
+            end = place.finish(place.run(app, **config), seconds=1800)
+            if end != "finished:completed":
+                raise RuntimeError(f"{work.name}: {end}\n{place.log('server')[-3000:]}")
+            rounds = [Round.from_json(one) for one in json.loads((work / "history.json").read_text())["rounds"]]
+            with open_store(work / CHECKPOINT) as store:
+                state = {name.removeprefix("state|"): store.get(name) for name in store.names() if "state|" in name}
+            task = Task(*model(config), everyones_data("fashion-mnist", clients))
+            return task, rounds, lambda client: named_method("fedavg").weights(task, state, {})
+
+        try:
+            place.start_server()
+            yield there
+        finally:
+            place.stop()
+
+
+def alone(given, clients, liars, seed):
+    """Mean accuracy, in percent, of a deployment's honest clients by themselves, in this process."""
+    from digits.task import everyones_data, model
+
+    honest = dict(enumerate(everyones_data("fashion-mnist", clients)[: clients - liars]))
+    task = Task(*model({"seed": seed}), honest)
+    settings = Federation(rounds=given.rounds, evaluate_every=given.rounds, seed=seed)
+    method = named_method("fedavg", training=LocalTraining(epochs=given.epochs))
+    return round(100 * train(task, method, settings, workers=1).rounds[-1].mean_after, 2)
+
+
+def measured(lie, liars, task, rounds, weights):
+    """Return the honest clients' accuracies in percent and how often liars and others were named."""
     lying = set(task.clients[-liars:]) if lie else set()
     honest = [client for client in task.clients[:-liars]]
-    last = done.rounds[-1]
-    odd = [(set(r.suspects) | set(r.refused)) for r in done.rounds]
+    last = rounds[-1]
+    odd = [(set(r.suspects) | set(r.refused)) for r in rounds]
     found = {
         "before": round(100 * sum(last.before[c] for c in honest) / len(honest), 2),
         "after": round(100 * sum(last.after[c] for c in honest) / len(honest), 2),
-        "liars named, share of rounds": round(sum(lying <= names for names in odd) / rounds, 2) if lie else None,
-        "honest clients named, per round": round(sum(len(names - lying) for names in odd) / rounds, 2),
+        "liars named, share of rounds": round(sum(lying <= names for names in odd) / len(rounds), 2) if lie else None,
+        "honest clients named, per round": round(sum(len(names - lying) for names in odd) / len(rounds), 2),
     }
     if lie == "backdoor":
-        found["taken for the target, percent"] = round(100 * _taken_for_the_target(task, done, honest), 2)
+        found["taken for the target, percent"] = round(100 * _taken_for_the_target(task, weights, honest), 2)
     return found
 
 
-def _taken_for_the_target(task, done, honest):
+def _taken_for_the_target(task, weights, honest):
     model, shares = LocalModel(task), []
     for client in honest:
         images, labels = task.client(client).test
         others = labels != TARGET
         marked = triggered(images[others])
-        weights = done.weights(client)
-        shares.append(model.accuracy(weights.body, weights.head, (marked, labels[others] * 0 + TARGET)))
+        own = weights(client)
+        shares.append(model.accuracy(own.body, own.head, (marked, labels[others] * 0 + TARGET)))
     return sum(shares) / len(shares)
 
 
+def cells(given):
+    """Yield what is to be measured: seed, lie, clients, liars, aggregator."""
+    for seed in given.seeds:
+        for lie in (None, *given.lies):
+            for clients, liars in ((7, 2),) if lie == "colluding" else ((5, 1), (7, 2)) if lie is None else ((5, 1),):
+                for aggregator in given.aggregators:
+                    yield seed, lie, clients, liars, aggregator
+
+
 def main():
-    parser = script(__doc__, "federated/liars")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser = script(__doc__, "federated/liars", whole=True)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[520])
+    parser.add_argument("--deployed", action="store_true")
+    parser.add_argument("--lies", nargs="+", choices=get_args(Lie), default=list(get_args(Lie)))
     parser.add_argument("--aggregators", nargs="+", choices=get_args(Aggregator), default=list(get_args(Aggregator)))
     given = parser.parse_args()
-    found = {"what": __doc__.splitlines()[0], "date": today(), "rounds": given.rounds, "environment": describe()}
+    about = {"rounds": given.rounds, "epochs": given.epochs, "deployed": given.deployed}
+    found = {"what": __doc__.splitlines()[0], "date": today(), **about, "environment": describe()}
     found["cells"] = json.loads(given.output.read_text())["cells"] if given.output.exists() else {}
-    for lie in (None, *get_args(Lie)):
-        for clients, liars in ((7, 2),) if lie == "colluding" else ((5, 1), (7, 2)) if lie is None else ((5, 1),):
-            for aggregator in given.aggregators:
-                name = f"{lie or 'honest'}, {liars} of {clients}, {aggregator}"
-                if name not in found["cells"]:
-                    found["cells"][name] = run(lie, aggregator, given.rounds, clients, liars)
-                    write(given.output, found)
-                    print(name, found["cells"][name], flush=True)
+
+    def fill(trained):
+        for seed, lie, clients, liars, aggregator in cells(given):
+            name = f"{lie or 'honest'}, {liars} of {clients}, {aggregator}, seed {seed}"
+            if name not in found["cells"]:
+                got = measured(lie, liars, *trained(lie, aggregator, given, clients, liars, seed))
+                if given.deployed:
+                    got["after, honest ones alone"] = alone(given, clients, liars, seed)
+                found["cells"][name] = got
+                write(given.output, found)
+                print(name, got, flush=True)
+
+    if given.deployed:
+        with deployed(given) as trained:
+            fill(trained)
+    else:
+        fill(here)
 
 
 if __name__ == "__main__":

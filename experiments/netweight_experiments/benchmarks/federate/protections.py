@@ -1,15 +1,19 @@
-"""What clients' protections cost in accuracy: HyperFL on Fashion-MNIST with each, from the same seed and schedule.
+"""What clients' protections withstand and what they cost: HyperFL on Fashion-MNIST, each attacked by who knows it.
 
     NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.protections
 
+writes the table of docs/gradient-inversion.md; `--accuracy` trains each protection from the same seed and schedule. The
+attacks are those of `netweight federate audit --threat`, on the first round, whose state is the method's start.
 Secure sums change nothing but the rounding of what clients send (docs/flower.md), which is done here in one process in
 the same steps; the protocol itself is tested elsewhere. A run that is stopped goes on from its last round in `--work`;
 the file is written after every arm and keeps the arms that it has.
 """
 
 import json
-from dataclasses import dataclass, replace
+import re
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 import torch
 
@@ -18,18 +22,97 @@ from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.methods.federate import train
 from netweight.methods.federate.defenses import dense_tensors
+from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.method import Method
-from netweight_experiments.benchmarks.script import script, today, write
+from netweight.methods.federate.report import ThreatModel, exposure, exposure_findings
+from netweight_experiments.benchmarks.script import RESULTS, script, today, write
 
 CLIP, TARGET_RANGE = 2.0, 2**22  # of integrations/flower/secure_sum.py and of Flower's SecAgg+
+SUMS = "secure sums, refusal, at least 60 steps"
 STEPS = 60  # 5 epochs of 600 images in batches of 50: the paper's schedule
 ARMS = {
     "plain": {},
-    "secure sums, refusal, at least 60 steps": {"refuse": True, "minimum_steps": STEPS},
+    SUMS: {"refuse": True, "minimum_steps": STEPS},
     "noise 0.01": {"noise": 0.01, "clip": 1.0},
     "noise 0.003": {"noise": 0.003, "clip": 1.0},
 }
+STEP, WHOLE = {"first_round": True}, {"method": "hyperfl-whole"}
+SUM = {**STEP, "summed_over": 20}
+# Protection, settings of the federation, what the server does, the accuracy arm that says what it costs.
+ROWS = (
+    ("none", {}, STEP, "plain"),
+    ("none", {}, {**STEP, "batch_size": 50}, "plain"),
+    ("none", {}, {**STEP, "batch_size": 8, "server": "malicious"}, "plain"),
+    ("none, classifier shared", WHOLE, {**STEP, "batch_size": 50}, None),
+    ("none, classifier shared", WHOLE, {**STEP, "batch_size": 50, "server": "fishing"}, None),
+    ("at least 60 steps", {"minimum_steps": STEPS},
+     {**STEP, "batch_size": 50, "local_steps": STEPS, "examples": 600}, SUMS),
+    *((f"noise σ = {noise} × clip", {"noise": noise}, {**STEP, "known": True}, f"noise {noise}")
+      for noise in (0.001, 0.003, 0.01, 0.03)),
+    ("noise σ = 0.01 × clip", {"noise": 0.01}, {**STEP, "known": True, "asked": 4}, "noise 0.01"),
+    ("noise σ = 0.01 × clip, no limit of answers", {"noise": 0.01}, {**STEP, "known": True, "asked": 20}, "noise 0.01"),
+    ("secure sum", {}, SUM, SUMS),
+    ("secure sum", {}, {**SUM, "known": True}, SUMS),
+    ("secure sum", {}, {**SUM, "server": "thresholds"}, SUMS),
+    ("refusal", {"refuse": True}, {**STEP, "batch_size": 50, "server": "malicious"}, SUMS),
+    ("secure sum, refusal", {"refuse": True}, {**SUM, "batch_size": 50, "server": "thresholds"}, SUMS),
+)  # fmt: skip
+PAGE, MARKS = Path("docs") / "gradient-inversion.md", ("<!-- protections -->", "<!-- end of protections -->")
+
+
+def attacked(changes, threat, images, seed):
+    """Attack the first round under a protection; return what it gives away, as JSON."""
+    plan = FederationPlan(data="fashion-mnist", **changes)
+    task = plan.task()
+    method = plan.make_method(task)
+    private = {client: method.private_start(task, client, seed=plan.seed) for client in task.clients}
+    run = Run(task, method, method.start(task, seed=plan.seed), private, (), plan.seed)
+    found = exposure(run, ThreatModel(**threat), images=images, summed_over=len(task.clients), seed=seed)
+    values = {
+        name: list(getattr(found, name))
+        for name in ("cosines", "aggregate", "psnr", "ssim", "average_psnr", "random_psnr")
+    }
+    findings = [one.to_json() for one in exposure_findings([found], seed=seed)]
+    words = {
+        "threat": asdict(found.threat),
+        "label": found.label,
+        "attack": found.attack,
+        "verdict": list(found.verdict),
+    }
+    return {**words, **values, "findings": findings}
+
+
+def table(rows, accuracy):
+    """Return the table of the docs."""
+    columns = (
+        "protection",
+        "the server",
+        "best attack",
+        "cosine",
+        "aggregate",
+        "PSNR, dB",
+        "a guess",
+        "holds?",
+        "costs",
+    )
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    last = {arm: list(found["before and after"].values())[-1][1] for arm, found in accuracy.items()}
+    for (protection, _, _, arm), row in zip(ROWS, rows, strict=True):
+        cost = f"{last['plain'] - last[arm]:.2f}" if arm in last and arm != "plain" else ""
+        label = row["label"].removesuffix(", first round")
+        if not row["cosines"]:
+            lines.append(f"| {protection} | {label} | {row['verdict'][1].rstrip('.')} | | | | | **yes** | {cost} |")
+            continue
+        interval = row["findings"][0]["ci95"]
+        spread = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval and interval[1] - interval[0] > 0.002 else ""
+        guess = max(mean(row["random_psnr"]), mean(row["average_psnr"])) if row["psnr"] else None
+        images = (f"{mean(row['psnr']):.1f}", f"{guess:.1f}") if row["psnr"] else ("", "")
+        holds = {"broken": "**no**", "partly": "partly", "told": "**yes**"}[row["verdict"][0]]
+        cosine, anyway = mean(row["cosines"]), mean(row["aggregate"])
+        lines.append(f"| {protection} | {label} | {row['attack']} | {cosine:.3f}{spread} | {anyway:.3f} | "
+                     f"{images[0]} | {images[1]} | {holds} | {cost} |")  # fmt: skip
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -73,17 +156,48 @@ def run(arm, rounds, work):
     return {"before and after": curve, "missing": sum(len(r.refused) for r in done.rounds)}
 
 
+def audits(output, images, seed):
+    """Attack row by row, then write the table into the page."""
+    found = {
+        "what": __doc__.splitlines()[0],
+        "date": today(),
+        "images": images,
+        "seed": seed,
+        "environment": describe(),
+    }
+    found["rows"] = json.loads(output.read_text())["rows"] if output.exists() else {}
+    for protection, changes, threat, _ in ROWS:
+        name = f"{protection}: {json.dumps(threat)}"
+        if name not in found["rows"]:
+            found["rows"][name] = attacked(changes, threat, images, seed)
+            write(output, found)
+            print(name, found["rows"][name]["verdict"], flush=True)
+    accuracy = json.loads(sorted(RESULTS.glob("federated/protections-accuracy-*.json"))[-1].read_text())["arms"]
+    made = table(list(found["rows"].values()), accuracy)
+    text = re.sub(f"(?s){MARKS[0]}.*{MARKS[1]}", lambda _: f"{MARKS[0]}\n{made}\n{MARKS[1]}", PAGE.read_text())
+    PAGE.write_text(text)
+
+
 def main():
-    parser = script(__doc__, "federated/protections-accuracy")
+    parser = script(__doc__, whole=True)
+    parser.add_argument("--accuracy", action="store_true")
+    parser.add_argument("--images", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--work", type=Path, default=Path("runs/protections"))
     given = parser.parse_args()
-    found = {"what": __doc__.splitlines()[0], "date": today(), "seed": FederationPlan().seed, "environment": describe()}
-    found["arms"] = json.loads(given.output.read_text())["arms"] if given.output.exists() else {}
+    name = "protections-accuracy" if given.accuracy else "protections"
+    output = given.output or RESULTS / "federated" / f"{name}-{today()}.json"
+    if not given.accuracy:
+        audits(output, given.images, given.seed)
+        return
+    found = {"what": "What clients' protections cost in accuracy.", "date": today(), "seed": FederationPlan().seed,
+             "environment": describe()}  # fmt: skip
+    found["arms"] = json.loads(output.read_text())["arms"] if output.exists() else {}
     for arm in given.arms:
         found["arms"][arm] = run(arm, given.rounds, given.work)
-        write(given.output, found)
+        write(output, found)
         print(arm, found["arms"][arm], flush=True)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from netweight.attacks.gradient_inversion.analytic import (
     RecoveredGradient,
@@ -29,7 +29,7 @@ from netweight.methods.federate.algorithms.hyperfl import rows_of_body
 from netweight.methods.federate.defenses import Hardened, dense_tensors, spent
 from netweight.methods.federate.dp import Guarantee
 from netweight.methods.federate.engine import Round, Run
-from netweight.methods.federate.method import Client, Method
+from netweight.methods.federate.method import Client, Method, prefixed
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import ClientData, LocalModel, Task
 from netweight.methods.federate.updates import Tensors, Update, aggregate
@@ -46,6 +46,14 @@ from netweight.report.report import Report
 MARGIN_COSINE = 0.05
 # How far reconstructions may be above the better of a random and the average image of the other clients, in dB.
 MARGIN_PSNR = 1.0
+# Logit by which a server that fishes makes its class unlikely, so that images of others find nothing to correct.
+_UNLIKELY = 20.0
+
+
+_SERVERS = {
+    "honest": "", "malicious": ", malicious server", "thresholds": ", server with thresholds",
+    "fishing": ", server that fishes for one class",
+}  # fmt: skip
 
 
 @final
@@ -59,8 +67,9 @@ class ThreatModel:
     # Clients whose updates the server sees only as their average: 1 for none, more under secure aggregation.
     summed_over: int = 1
     # "honest" sends what training gave; "malicious" sends a hypernetwork made to print images into updates,
-    # "thresholds" one whose trunk tells the clients of a sum apart.
-    server: Literal["honest", "malicious", "thresholds"] = "honest"
+    # "thresholds" one whose trunk tells the clients of a sum apart, "fishing" a classifier to which one class alone
+    # makes a difference.
+    server: Literal["honest", "malicious", "thresholds", "fishing"] = "honest"
     asked: int = 1  # how often the same state is asked, where every answer has other noise
     known: bool = False  # whether the server knows the clients' embeddings, from a round that it saw in the clear
     # Attack the first round, from the method's initial state, rather than one more round of the trained federation.
@@ -81,9 +90,7 @@ class ThreatModel:
         """In words, for tables."""
         steps = f"{self.local_steps} step{'s' * (self.local_steps > 1)} of batch {self.batch_size}"
         steps += f", sum of {self.summed_over} clients" if self.summed_over > 1 else ""
-        steps += {"honest": "", "malicious": ", malicious server", "thresholds": ", server with thresholds"}[
-            self.server
-        ]
+        steps += _SERVERS[self.server]
         steps += f", asked {self.asked} times" if self.asked > 1 else ""
         steps += ", embeddings known" if self.known else ""
         return steps + (", first round" if self.first_round else "")
@@ -124,7 +131,11 @@ def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int 
         state = threshold_trunk(state, seed=seed)
     if trap:  # a head that is generated after the body is left as it was
         state = {name: torch.cat([value, state[name][len(value) :]]) for name, value in trap.state.items()}
-    seen = [_observed(method, run, threat, number, state, trap, draw, seed) for number in clients]
+    states = _fishing(run, state) if threat.server == "fishing" else [state]
+    seen = [
+        _likeliest(run, [_observed(method, run, threat, number, one, trap, draw, seed) for one in states])
+        for number in clients
+    ]
     size = threat.summed_over
     groups = [seen[start : start + size] for start in range(0, len(seen), size)]
     if len(groups[-1]) < size:
@@ -146,6 +157,49 @@ def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprin
     bounds = (float(public.min()), float(public.max()))
     images, bodies = max(threat.held, 2), rows_of_body(state, run.task.body_layout.size)
     return imprint(bodies, run.task.body, public=public, images=images, bounds=bounds, seed=seed)
+
+
+def _fishing(run: Run, state: Tensors) -> list[dict[str, Tensor]]:
+    """Return a state for each class whose classifier lets no other class's images change the body.
+
+    Source: Wen et al. (arXiv 2202.00580), class fishing.
+    """
+    head, body = run.task.head, run.task.body_layout.size
+    if not isinstance(head, nn.Linear):
+        raise Unsupported("The head is no linear classifier, as which a server fishes.")
+    states = []
+    for wanted in range(head.out_features):
+        weight, bias = torch.zeros_like(head.weight), torch.zeros_like(head.bias)
+        weight[wanted], bias[wanted] = head.weight.detach()[wanted], -_UNLIKELY
+        chosen = {"weight": weight, "bias": bias}
+        made = dict(state)
+        if "head.weight" in state:
+            made |= prefixed("head.", chosen)
+        elif heads := [name for name in state if name.endswith("heads.bias") and len(state[name]) > body]:
+            vector, name = run.task.head_layout.join(chosen), heads[0].removesuffix("bias")
+            for part, rows in (("weight", 0 * state[f"{name}weight"][body:]), ("bias", vector)):
+                made[name + part] = torch.cat([state[name + part][:body], rows])
+        else:
+            raise Unsupported(
+                f"{run.method.name!r} leaves the classifier with the client: there is nothing to fish with."
+            )
+        states.append(made)
+    return states
+
+
+def _likeliest(run: Run, seen: Sequence[Observation]) -> Observation:
+    """Return the answer whose first linear layer's gradient is most nearly one image's, of rank one."""
+
+    def share(one: Observation) -> float:
+        try:
+            gradient = run.task.body_layout.split(read_update(run, one.sent, one.received()).first)
+        except UsageError:  # nothing came back: the client has no image of this class
+            return 0.0
+        values = torch.linalg.svdvals(gradient[f"{linear}.weight"]).square()
+        return float(values[0] / values.sum().clamp_min(1e-30))
+
+    linear = next((name for name, module in run.task.body.named_modules() if isinstance(module, nn.Linear)), "")
+    return max(seen, key=share) if len(seen) > 1 else seen[0]
 
 
 def _observed(

@@ -17,8 +17,8 @@ from netweight.errors import UsageError
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.updates import LowRank, Tensors, Update, aggregate
 
-# Values of a tensor that are looked at at a time, and those of all tensors together that comparisons are made of.
-_AT_ONCE = 2**20
+# Values of a tensor that are looked at at a time, of one client and of all together.
+_AT_ONCE, _OF_ALL = 2**20, 2**22
 
 
 @final
@@ -146,14 +146,18 @@ def _by_coordinate(state: Tensors, updates: Sequence[Update], rule: Callable[[Te
         made[name] = base.clone()
         if base.is_floating_point() and base.numel():
             matrix = _matrix(made[name])
-            for rows in _blocks(matrix):
+            for rows in _blocks(matrix, len(updates)):
                 found = _changes(base, name, updates, rows).T.sort(dim=1).values
                 matrix[rows] += rule(found).view_as(matrix[rows])
     return [_joint(updates, made)]
 
 
-def _blocks(matrix: Tensor) -> Iterator[slice]:
-    step = max(1, _AT_ONCE // max(matrix.shape[1], 1))
+def _rows_at_once(matrix: Tensor, clients: int) -> int:
+    return max(1, min(_AT_ONCE, _OF_ALL // clients) // max(matrix.shape[1], 1))
+
+
+def _blocks(matrix: Tensor, clients: int) -> Iterator[slice]:
+    step = _rows_at_once(matrix, clients)
     for start in range(0, len(matrix), step):
         yield slice(start, start + step)
 
@@ -163,7 +167,7 @@ def _gram(state: Tensors, updates: Sequence[Update]) -> Tensor:
     total = torch.zeros(len(updates), len(updates), dtype=torch.float64)
     for name, base in state.items():
         if base.is_floating_point() and base.numel():
-            for rows in _blocks(_matrix(base)):
+            for rows in _blocks(_matrix(base), len(updates)):
                 found = _changes(base, name, updates, rows).double()
                 total += (found @ found.T).cpu()
     return total
@@ -236,7 +240,7 @@ def _odd_directions(state: Tensors, updates: Sequence[Update]) -> dict[int, str]
 
 def _sampled_gram(base: Tensor, name: str, updates: Sequence[Update]) -> Tensor:
     matrix = _matrix(base)
-    wanted = max(1, _AT_ONCE // max(matrix.shape[1], 1))
+    wanted = _rows_at_once(matrix, len(updates))
     rows = slice(None) if len(matrix) <= wanted else torch.randperm(
         len(matrix), generator=torch.Generator().manual_seed(secrets.randbits(62))
     )[:wanted]  # fmt: skip

@@ -125,7 +125,7 @@ class _Listening:
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages and return the replies, each with the node that was asked."""
         asked = list(messages)
-        replies = exchange(self._grid, asked, timeout=self._timeout)
+        replies = list(exchange(self._grid, asked, timeout=self._timeout))
         nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
         answered = set()
         for reply in replies:

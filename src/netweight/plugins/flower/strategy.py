@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import final
 
+import safetensors.torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
@@ -18,31 +20,36 @@ from netweight.errors import UsageError
 from netweight.methods.federate.engine import Answer, Replies, Round, Rounds, Trial
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.settings import Federation
-from netweight.methods.federate.updates import LowRank, Tensors
+from netweight.methods.federate.updates import LowRank, Tensors, from_wire, to_wire
 from netweight.plugins.flower.records import ARRAYS, ORDER, REPORT, Order, from_record, read_answer, to_record
 
 _LOG = logging.getLogger(__name__)
 _POLL = 0.5  # seconds between two looks for replies
+_PULLED = 4  # replies that are asked for, and then lie in memory, at a time
 # Seconds that a message is valid beyond the time that is waited for its answer: the SuperLink would else answer first,
 # with an error that says less than that nothing came.
 GRACE = 60.0
 
 
-def exchange(grid: Grid, messages: Sequence[Message], *, timeout: float) -> list[Message]:
-    """Send messages and return the replies that came within `timeout` seconds, errors included."""
-    # Unlike the grid's own `send_and_receive` it looks more often than every three seconds.
-    waiting = {sent for sent in grid.push_messages(messages) if sent}
-    deadline = time.monotonic() + timeout
-    replies: list[Message] = []
+def exchange(grid: Grid, messages: Sequence[Message], *, timeout: float) -> Iterator[Message]:
+    """Send messages; return an iterator over the replies that come within `timeout` seconds, errors included."""
+    waiting = [sent for sent in grid.push_messages(messages) if sent] if messages else []
+    return _replies(grid, waiting, time.monotonic() + timeout)
+
+
+def _replies(grid: Grid, waiting: list[str], deadline: float) -> Iterator[Message]:
+    # Unlike the grid's own `send_and_receive` it looks more often than every three seconds, and takes few at a time.
     while waiting:
-        came = list(grid.pull_messages(waiting))
-        replies += came
-        waiting -= {reply.metadata.reply_to_message_id for reply in came}
+        came = set()
+        for start in range(0, len(waiting), _PULLED):
+            for reply in grid.pull_messages(waiting[start : start + _PULLED]):
+                came.add(reply.metadata.reply_to_message_id)
+                yield reply
+        waiting = [sent for sent in waiting if sent not in came]
         if time.monotonic() >= deadline:
             break
         if waiting:
             time.sleep(min(_POLL, max(deadline - time.monotonic(), 0)))
-    return replies
 
 
 @final
@@ -82,7 +89,7 @@ class Nodes:
     def _ask(self, grid: Grid, strangers: Sequence[int]) -> None:
         questions = [Message(RecordDict(), node, MessageType.QUERY, ttl=self._timeout + GRACE) for node in strangers]
         said: dict[int, int] = {}
-        for reply in exchange(grid, questions, timeout=self._timeout) if questions else []:
+        for reply in exchange(grid, questions, timeout=self._timeout):
             node = _asked(questions, reply)
             if node is None:
                 continue
@@ -152,8 +159,7 @@ class OverGrid:
         messages = self.messages(trial)
         if self._summed is not None:
             return self._summed(self, trial, messages)
-        sent = list(messages.values())
-        return self.read(trial, messages, exchange(self.grid, sent, timeout=self.timeout) if sent else [])
+        return self.read(trial, messages, exchange(self.grid, list(messages.values()), timeout=self.timeout))
 
     def read(self, trial: Trial, messages: Mapping[int, Message], replies: Iterable[Message]) -> Replies:
         """Read replies: who answered is known by the question, not by what the answer says of itself."""
@@ -169,7 +175,7 @@ class OverGrid:
                 answer = read_answer(reply, client)
                 if (said := self.nodes.examples[client]) != answer.update.n:
                     raise UsageError(f"says that it has {answer.update.n} examples; it registered {said}")
-                answers.append(_against_state(answer, trial.sent[client], self.rounds.state))
+                answers.append(_on_disk(_against_state(answer, trial.sent[client], self.rounds.state)))
             except UsageError as error:
                 faults[client] = error.reason
         return Replies(answers, faults)
@@ -245,6 +251,18 @@ class MethodStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return None: there is nothing beside the training's metrics."""
         return None
+
+
+def _on_disk(answer: Answer) -> Answer:
+    """Return an answer whose tensors are read from a file as they are needed: memory holds no round's updates."""
+    with tempfile.NamedTemporaryFile() as file:  # its name goes at once, its bytes with the last tensor
+        file.write(
+            safetensors.torch.save({n: value.contiguous() for n, value in to_wire(answer.update.tensors).items()})
+        )
+        file.flush()
+        with safetensors.safe_open(file.name, framework="pt") as stored:
+            tensors = from_wire({name: stored.get_tensor(name) for name in stored.keys()})
+    return replace(answer, update=replace(answer.update, tensors=tensors))
 
 
 def _against_state(answer: Answer, sent: Tensors, state: Tensors) -> Answer:

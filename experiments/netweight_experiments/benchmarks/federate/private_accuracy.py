@@ -1,0 +1,107 @@
+"""Whether noise with a small ε leaves a federation worth joining: DP-FedAvg, then training at home, Fashion-MNIST.
+
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.private_accuracy --search
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.private_accuracy
+
+20 clients of 600 + 600 images. Each gives DP-SGD answers whose ε (opacus's RDP, Poisson sampling, an example of a
+client) holds for all rounds together; what it trains at home afterwards without noise never leaves it and costs no ε.
+Beside it training at home alone, for as many epochs, and FedAvg without noise. The search is made on another split and
+seed than the report. The file is written after every arm and keeps the arms that it has.
+"""
+
+import json
+
+from netweight.core.environment import describe
+from netweight.data.images import load
+from netweight.methods.federate import Federation, Task, train
+from netweight.methods.federate.algorithms.direct import dp_fedavg, fedavg, local_only
+from netweight.methods.federate.defenses import spent
+from netweight.methods.federate.dp import noise_multiplier_for_all
+from netweight.methods.federate.folder import REFERENCE_SPLIT
+from netweight.methods.federate.partition import federated_images
+from netweight.methods.federate.settings import LocalTraining
+from netweight.methods.federate.task import small_cnn
+from netweight_experiments.benchmarks.script import script, today, write
+
+CLIENTS, DELTA, HOME = 20, 1e-5, 20  # epochs at home after the federation
+SEARCH = {"seed": 1, "split": REFERENCE_SPLIT + 1}
+
+
+def task_of(seed, split):
+    """The paper's network and split, as another seed splits it."""
+    images = load("fashion-mnist")
+    return Task(*small_cnn(1, 28, 10, seed=seed), federated_images(images, clients=CLIENTS, seed=split))
+
+
+def curve(task, method, rounds, seed):
+    """Train; return the run, and [before, after] in percent of every fifth round."""
+    done = train(task, method, Federation(rounds=rounds, seed=seed, evaluate_every=5), workers=1)
+    return done, {
+        r.round: [round(100 * r.mean_before, 2), round(100 * r.mean_after, 2)] for r in done.rounds if r.after
+    }
+
+
+def at_home(task, run, seed):
+    """Train every client from the federation's model, without noise; accuracy by epoch."""
+    method = local_only(LocalTraining(epochs=1))
+    start = run.weights(task.clients[0])
+    body, head = task.body, task.head
+    for module, layout, vector in ((body, task.body_layout, start.body), (head, task.head_layout, start.head)):
+        module.load_state_dict(layout.split(vector))
+    return curve(Task(body, head, task.data), method, HOME, seed)[1]
+
+
+def private(epsilon, rounds, epochs, batch_size, lr, clip, *, seed, split):
+    """DP-FedAvg within a budget for all rounds, then training at home."""
+    task = task_of(seed, split)
+    training = LocalTraining(epochs=epochs, batch_size=batch_size, lr=lr)
+    sizes = [task.client(client).n for client in task.clients]
+    noise = noise_multiplier_for_all(epsilon, DELTA, sizes=sizes, batch_size=batch_size, epochs=epochs * rounds)
+    method = dp_fedavg(noise, training=training, clip=clip)
+    promise = spent(method, min(sizes), rounds, DELTA)
+    run, shared = curve(task, method, rounds, seed)
+    return {"promise": str(promise), "federation": shared, "at home": at_home(task, run, seed + 1)}
+
+
+def alone(*, seed, split):
+    """Training at home from the first weights."""
+    task = task_of(seed, split)
+    return curve(task, local_only(LocalTraining(epochs=1)), 2 * HOME, seed)[1]
+
+
+def plain(rounds, *, seed, split):
+    """FedAvg without noise at the paper's schedule, for as many rounds."""
+    return curve(task_of(seed, split), fedavg(), rounds, seed)[1]
+
+
+def main():
+    parser = script(__doc__, "federated/private-accuracy", whole=True)
+    parser.add_argument("--search", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[520, 521, 522])
+    parser.add_argument("--epsilon", type=float, default=8.0)
+    parser.add_argument("--setting", type=float, nargs=5, action="append",
+                        metavar=("ROUNDS", "EPOCHS", "BATCH", "LR", "CLIP"))  # fmt: skip
+    given = parser.parse_args()
+    found = {"what": __doc__.splitlines()[0], "date": today(), "environment": describe()}
+    found["arms"] = json.loads(given.output.read_text())["arms"] if given.output.exists() else {}
+    arms = []
+    for about in [SEARCH] if given.search else [{"seed": seed, "split": REFERENCE_SPLIT} for seed in given.seeds]:
+        where = f"seed {about['seed']}, split {about['split']}"
+        for rounds, epochs, size, lr, clip in given.setting:
+            name = f"dp-fedavg, ε {given.epsilon:g}, {rounds:g} rounds of {epochs:g} epochs"
+            name += f", batch {size:g}, lr {lr:g}, clip {clip:g}"
+            numbers = (given.epsilon, int(rounds), int(epochs), int(size), lr, clip)
+            arms.append((f"{name}, {where}", lambda numbers=numbers, about=about: private(*numbers, **about)))
+        arms.append((f"local, {where}", lambda about=about: alone(**about)))
+        if not given.search:
+            rounds = int(given.setting[0][0])
+            arms.append((f"fedavg, {where}", lambda about=about, rounds=rounds: plain(rounds, **about)))
+    for name, arm in arms:
+        if name not in found["arms"]:
+            found["arms"][name] = arm()
+            write(given.output, found)
+            print(name, found["arms"][name], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Memory of a server by the number of its clients: one round of HyperFL on Fashion-MNIST, as over Flower.
+
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.server_memory
+
+Clients of 600 images train one epoch each, in this process, when their reply is pulled: of all memory that is no file's
+(RssAnon) the highest value while replies come, are screened and averaged, less that before the round. Clients' training
+is in it and does not depend on their number. From the root of the source tree.
+"""
+
+import logging
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from netweight.core.environment import describe
+from netweight_experiments.benchmarks.script import script, today, write
+
+
+def private_bytes():
+    """Bytes of this process that are no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def measure(clients, aggregator):
+    """Run one round; return the highest memory above that before it, in bytes."""
+    sys.path.insert(0, str(Path("tests/support").resolve()))
+    from flower_under_test import GridHere, RecordDict
+    from flwr.app import Context
+
+    from netweight.data.images import load
+    from netweight.methods.federate import Federation, HyperFL, LocalTraining, Task
+    from netweight.methods.federate.partition import federated_images
+    from netweight.methods.federate.task import small_cnn
+    from netweight.plugins.flower import Elsewhere, client_app, server_app
+
+    logging.disable(logging.INFO)
+    data, method = federated_images(load("fashion-mnist"), clients=clients), HyperFL(LocalTraining(epochs=1))
+    halves = small_cnn(1, 28, 10, seed=0)
+    app = client_app(lambda context: Task(*halves, {n: data[n] for n in [context.node_config["partition-id"]]}), method)
+    grid = GridHere({100 + n: app for n in range(clients)}, {100 + n: n for n in range(clients)})
+    grid._note = lambda node, reply: None
+    grid.traffic = type("Nothing", (), {"append": lambda self, item: None})()
+    highest, done = [0], threading.Event()
+    before = private_bytes()
+
+    def watch():
+        while not done.is_set():
+            highest[0] = max(highest[0], private_bytes())
+            time.sleep(0.01)
+
+    with tempfile.TemporaryDirectory() as folder:
+        server = server_app(
+            lambda context: Task(*halves, Elsewhere(clients)), method, Federation(rounds=1, aggregator=aggregator),
+            folder=folder, timeout=0.0, patience=0.0,
+        )  # fmt: skip
+        thread = threading.Thread(target=watch)
+        thread.start()
+        server(grid, Context(1, 1, {}, RecordDict(), {}, 0))
+        done.set()
+        thread.join()
+    return highest[0] - before
+
+
+def main():
+    parser = script(__doc__, "federated/server-memory", whole=True)
+    parser.add_argument("--clients", type=int, nargs="+", default=[10, 30, 100])
+    parser.add_argument("--aggregators", nargs="+", default=["screened-mean"])
+    parser.add_argument("--one", nargs=2, help="Measure one cell in this process.")
+    given = parser.parse_args()
+    if given.one:
+        print(measure(int(given.one[0]), given.one[1]))
+        return
+    found = {"what": __doc__.splitlines()[0], "date": today(), "environment": describe(), "bytes": {}}
+    for aggregator in given.aggregators:
+        for clients in given.clients:  # a fresh process each: memory that is freed is not always given back
+            command = [sys.executable, "-m", __spec__.name, "--one", str(clients), aggregator]
+            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            found["bytes"][f"{aggregator}, {clients} clients"] = int(said.split()[-1])
+            write(given.output, found)
+            print(aggregator, clients, said.split()[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
