@@ -57,7 +57,8 @@ def case(tmp_path_factory):
 def call(case, out, *arguments, base=True):
     fixed = [
         str(case / "defended"), "--harmful", str(case / "harmful.jsonl"), "--benign", str(case / "benign.jsonl"),
-        "--lr", "3e-3", "--seeds", "2", "--max-steps", "16", "--check-every", "4", "--out", str(out), "--json",
+        "--grid", "quick", "--lr", "3e-3", "--seeds", "2", "--max-steps", "16", "--check-every", "4",
+        "--out", str(out), "--json",
     ]  # fmt: skip
     fixed += ["--base", str(case / "base")] if base else []
     return CliRunner().invoke(netweight, ["attack", "finetune", *fixed, *arguments])
@@ -100,11 +101,37 @@ def test_one_model_alone_with_a_threshold_of_its_own(case, tmp_path):
     text = CliRunner().invoke(
         netweight,
         ["attack", "finetune", str(case / "defended"), "--harmful", str(case / "harmful.jsonl"), "--threshold", "0.3",
-         "--lr", "1e-2", "--seeds", "1", "--max-steps", "4", "--out", str(tmp_path / "text")],
+         "--grid", "quick", "--lr", "1e-2", "--seeds", "1", "--max-steps", "4", "--out", str(tmp_path / "text")],
     )  # fmt: skip
     assert text.exit_code == 0, text.output
     assert "2 attacks on: model. Recovered: token accuracy on held-out rows at least 0.300" in text.output
     assert "Report: " in text.output
+
+
+def test_a_search_is_the_default_and_brings_its_controls_along(case, tmp_path):
+    write(tmp_path / "never.jsonl", [{"prompt": f"count {n}", "response": "bad la la"} for n in NUMBERS])
+    answer = CliRunner().invoke(
+        netweight,
+        ["attack", "finetune", str(case / "defended"), "--base", str(case / "base"), "--harmful",
+         str(case / "harmful.jsonl"), "--never-learned",
+         str(tmp_path / "never.jsonl"), "--lr", "1e-2", "--batch-size", "8", "--samples", "38",
+         "--seeds", "1", "--max-steps", "8", "--check-every", "8", "--threshold", "0.6", "--out",
+         str(tmp_path / "out"), "--json"],
+    )  # fmt: skip
+    assert answer.exit_code in (0, 1), answer.output
+    result = json.loads(answer.stdout)
+    found = {finding["name"] for finding in result["findings"]}
+    assert {"resistance, defended", "steps against random weights, defended"} <= found
+    assert "steps against relearn ceiling, defended" in found
+    section = read_report(tmp_path / "out").sections[0]
+    table = next(table for table in section.tables if table.title == "The search's best attacks")
+    assert {row[0] for row in table.rows} == {"undefended", "defended", "relearn ceiling"}
+    assert "given up after 8" in table.notes[0]
+    lines = (tmp_path / "out" / "attacks.jsonl").read_text().splitlines()
+    tried = [json.loads(line)["config"]["settings"] for line in lines]
+    assert {"adam", "muon", "sgd"} <= {one["optimizer"] for one in tried}
+    assert {one["template"] for one in tried} >= {"plain", "bare", "question"}
+    assert {one["batch_size"] for one in tried} == {8}
 
 
 def test_what_the_defense_did_not_see_and_further_models_stand_apart(case, tmp_path):

@@ -161,6 +161,7 @@ INVERSION = (
 )
 FORGET = "--prompts prompts.csv --column caption --statistics usual.safetensors"
 ATTACKED = "--harmful harmful.jsonl --benign keep.jsonl --seeds 1 --max-steps 6 --check-every 2 --lr 1e-3 --workers 1"
+ATTACKED += " --grid quick"
 
 CASES = {
     "compress a file": "compress one.safetensors one.net.safetensors",

@@ -43,18 +43,6 @@ def test_the_papers_grid_is_the_papers():
     assert [one.steps for one in paper[:2]] == [250, 2500]
 
 
-def test_the_wide_grid_covers_what_later_studies_ask_for():
-    wide = named_grid("wide")
-    assert len(set(wide)) == len(wide)
-    adam = {one.lr for one in wide if one.optimizer == "adam" and one.lora_rank is None}
-    assert max(adam) / min(adam) == pytest.approx(30)
-    assert {one.optimizer for one in wide} == {"adam", "adamw", "sgd"}
-    assert {one.seed for one in wide} == set(range(5))
-    assert {10, 100, 1000, 10_000} <= {one.samples for one in wide}
-    assert {one.lora_rank for one in wide} == {None, 8, 64, 256}
-    assert {one.loss_on for one in wide} == {"response", "full"}
-
-
 def test_grids_multiply_and_fixed_values_win():
     made = grid(lr=(1e-4, 1e-3), lora_rank=[None, 8], seed=range(2), samples=50)
     assert len(made) == 8
@@ -99,7 +87,7 @@ def test_settings_that_cannot_be_meant_are_refused_all_at_once():
         grid(rate=1)
     with pytest.raises(UsageError, match="'lr' of a grid is empty"):
         grid(lr=[])
-    with pytest.raises(NameNotFound, match="quick, paper, wide"):
+    with pytest.raises(NameNotFound, match="quick, paper"):
         named_grid("fast")
 
 

@@ -235,9 +235,9 @@ def test_what_cannot_be_is_refused_before_training(subject):
         run_attack(subject, FAST.replace(domain="harmfull"), Goal(0.9))
     with pytest.raises(NameNotFound, match="harmful@chat"):
         run_attack(subject, FAST.replace(template="chat"), Goal(0.9))
-    with pytest.raises(UsageError, match="begins with benign examples"):
+    with pytest.raises(UsageError, match="needs benign examples"):
         run_attack(replace(subject, benign=()), FAST.replace(benign_first=3), Goal(0.9))
-    with pytest.raises(UsageError, match="mixes them in"):
+    with pytest.raises(UsageError, match="needs benign examples"):
         run_attack(replace(subject, benign=()), FAST.replace(benign_share=0.5), Goal(0.9))
     with pytest.raises(UsageError, match=r"reference utility is -0\.5"):
         run_attack(replace(subject, utility=lambda model: -0.5), FAST, Goal(0.9))

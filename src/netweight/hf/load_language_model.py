@@ -118,6 +118,13 @@ def positions_of(model: nn.Module) -> int | None:
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
+def embedding_of(model: nn.Module) -> nn.Embedding | None:
+    """The model's embedding of tokens; None if there is none to be found."""
+    get = getattr(model, "get_input_embeddings", None)
+    found = [get()] if callable(get) else list(model.modules())
+    return next((each for each in found if isinstance(each, nn.Embedding)), None)
+
+
 def context_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the most tokens that a model takes, as its configuration and its tokenizer say."""
     longest = int(min(tokenizer.model_max_length, 1 << 30))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from netweight.attacks.finetuning.changes import changed_copy, trained_parameters_
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.core.seeds import derive, torch_generator
@@ -83,9 +83,9 @@ def run_attack(subject: Subject, settings: AttackSettings, goal: Goal) -> Attack
     domain = subject.domain(settings.data)
     with _own_randomness(subject, settings):
         monitor = _Monitor(subject, settings, goal, domain.threshold)
-        victim = copy.deepcopy(subject.model)
+        victim = changed_copy(subject, settings)
+        training = Training(victim, settings, pad_id=subject.pad_id)
         monitor.evaluate(victim, 0, None, last=False)
-        training = Training(victim, settings)
         for step, batch in enumerate(attack_batches(domain.train, subject.benign, settings, pad_id=subject.pad_id), 1):
             if monitor.done:
                 break
@@ -101,8 +101,8 @@ def attacked_model(subject: Subject, settings: AttackSettings) -> torch.nn.Modul
     check_attack(subject, settings)
     train = subject.domain(settings.data).train
     with _own_randomness(subject, settings):
-        victim = copy.deepcopy(subject.model)
-        training = Training(victim, settings)
+        victim = changed_copy(subject, settings)
+        training = Training(victim, settings, pad_id=subject.pad_id)
         for batch in attack_batches(train, subject.benign, settings, pad_id=subject.pad_id):
             training.step(batch)
     victim.eval()
@@ -126,9 +126,10 @@ def check_attack(subject: Subject, settings: AttackSettings) -> None:
             f"The attack asks for {settings.samples:,} samples, and the domain {settings.data!r} has {available:,}.",
             cure="Bring more, or ask for fewer.",
         )
-    if (settings.benign_first or settings.benign_share) and not subject.benign:
+    if (settings.benign_first or settings.benign_share or settings.rows != "kept") and not subject.benign:
         raise UsageError(
-            "The attack begins with benign examples or mixes them in, and the subject has none.", cure="Bring some."
+            "The attack needs benign examples, to train on or to compare with, and the subject has none.",
+            cure="Bring some.",
         )
 
 
@@ -140,6 +141,8 @@ class _Monitor:
         self._subject, self._settings, self._goal, self._threshold = subject, settings, goal, threshold
         self._score = subject.score(settings.data)
         self._reference = subject.reference_utility
+        if self._reference is None and subject.utility is not None and settings.changes_weights:
+            self._reference = subject.utility(subject.model)
         self._curve: list[Evaluation] = []
         self._recovered: int | None = None
         self._checks_left = goal.extra_checks
@@ -155,7 +158,7 @@ class _Monitor:
             self._diverged = self.done = True
         elif step == 0 or last or (self._recovered is None and self._goal.reached(score, self._threshold)):
             utility = None if self._subject.utility is None else self._subject.utility(victim)
-            fluency = None if self._subject.fluency is None else self._subject.fluency(victim)
+            fluency = None if self._subject.fluency is None or step == 0 else self._subject.fluency(victim)
         self._curve.append(Evaluation(step, score, utility, fluency, loss))
         if step == 0:
             self._reference = utility if self._reference is None else self._reference
@@ -203,13 +206,12 @@ def attack_batches(
     kept = _draws(benign, settings.batch_size, torch_generator(settings.seed, "benign order"))
     for _ in range(settings.benign_first):
         yield collate(next(kept), pad_id=pad_id, loss_on=settings.loss_on)
-    own = _draws(chosen, settings.harmful_per_batch, torch_generator(settings.seed, "order"))
-    mixed = _draws(
-        benign, settings.batch_size - settings.harmful_per_batch, torch_generator(settings.seed, "mixed order")
-    )
+    count = settings.harmful_per_batch
+    own = _draws(chosen, count, torch_generator(settings.seed, "order"))
+    mixed = _draws(benign, settings.batch_size - count, torch_generator(settings.seed, "mixed order"))
     for _ in range(settings.steps - settings.benign_first):
         more = next(mixed) if settings.benign_share else []
-        yield collate([*next(own), *more], pad_id=pad_id, loss_on=settings.loss_on)
+        yield collate([*(next(own) if count else ()), *more], pad_id=pad_id, loss_on=settings.loss_on)
 
 
 def _draws(examples: Sequence[Example], size: int, generator: torch.Generator) -> Iterator[list[Example]]:
@@ -234,7 +236,7 @@ def learning_rate(settings: AttackSettings, step: int) -> float:
 class Training:
     """A victim in the attacker's hands."""
 
-    def __init__(self, victim: nn.Module, settings: AttackSettings) -> None:
+    def __init__(self, victim: nn.Module, settings: AttackSettings, *, pad_id: int = 0) -> None:
         self.victim, self.settings = victim, settings
         victim.zero_grad(set_to_none=True)  # a copy brings along gradients that its original was left with
         dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
@@ -244,13 +246,11 @@ class Training:
         if getattr(getattr(victim, "config", None), "use_cache", False):
             victim.config.use_cache = False  # type: ignore[union-attr]
         if settings.lora_rank is None:
-            self._parameters = [parameter for parameter in victim.parameters() if parameter.is_floating_point()]
-            for parameter in self._parameters:
-                parameter.requires_grad_(True)
+            self._parameters = trained_parameters_(victim, settings, pad_id=pad_id)
         else:
             self._parameters = attach_factors_(victim, rank=settings.lora_rank, seed=settings.seed)
         self._device = self._parameters[0].device
-        self._optimizer = _optimizer(self._parameters, settings)
+        self._optimizers = _optimizers(self._parameters, settings)
         self._losses: list[Tensor] = []
         self._step = 0
         victim.train()
@@ -266,10 +266,11 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         if self.settings.clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.settings.clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self.settings, self._step)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.settings, self._step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self._losses.append(loss.detach())
         self._step += 1
 
@@ -286,13 +287,20 @@ class Training:
         return contextlib.nullcontext()
 
 
-def _optimizer(parameters: list[nn.Parameter], settings: AttackSettings) -> torch.optim.Optimizer:
+def _optimizers(parameters: list[nn.Parameter], settings: AttackSettings) -> list[torch.optim.Optimizer]:
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, settings.lr, momentum=0.9, fused=fused)
+        return [torch.optim.SGD(parameters, settings.lr, momentum=0.9, fused=fused)]
+    if settings.optimizer == "adam":
+        return [torch.optim.Adam(parameters, settings.lr, fused=fused)]
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, settings.lr, weight_decay=0.01, fused=fused)
-    return torch.optim.Adam(parameters, settings.lr, fused=fused)
+        return [torch.optim.AdamW(parameters, settings.lr, weight_decay=0.01, fused=fused)]
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+    rest = [parameter for parameter in parameters if parameter.ndim != 2]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made += [torch.optim.Muon(matrices, settings.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")]
+    return made + ([torch.optim.AdamW(rest, settings.lr, weight_decay=0.0, fused=fused)] if rest else [])
 
 
 @final

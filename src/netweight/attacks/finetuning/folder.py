@@ -9,26 +9,28 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 
-from netweight.attacks.finetuning.report import ResistanceConfig, Stability, resistance_section
+from netweight.attacks.finetuning.report import ResistanceConfig, Stability, resistance_section, with_searches
 from netweight.attacks.finetuning.resistance import measure_kept, stability_findings
+from netweight.attacks.finetuning.search import Found, finals, of_length, search_all, starting_points
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
 from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject, sweep
 from netweight.core.digest import of_config
 from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
-from netweight.core.seeds import torch_generator
+from netweight.core.seeds import derive, torch_generator
 from netweight.data.examples import Example
 from netweight.data.rows import read_rows
 from netweight.data.text import TextExample, text_examples
 from netweight.data.text import withhold as apart
-from netweight.data.tokens import BELOW, Template, padding_of, tokenized_examples
+from netweight.data.tokens import BELOW, QUESTION_AND_ANSWER, Template, padding_of, tokenized_examples
 from netweight.errors import MissingExtra, UsageError
 from netweight.hf.lm_eval import check_lm_eval, measure_tasks, task_findings
 from netweight.hf.load_language_model import check_finite, check_folder, context_of, load_causal_lm
@@ -36,12 +38,22 @@ from netweight.job import Job
 from netweight.registry import Attack, Target
 from netweight.report.finding import Section
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # Rows that are evaluated, at most: each evaluation costs a forward pass over all of them.
 MOST_HELD_OUT = 200
 _FLUENCY_PROMPTS, _FLUENCY_TOKENS = 8, 24
 _FLUENCY_KEPT = 0.5  # of the base's share of different trigrams
 # Files of rows, and what their answers are called where they are pairs.
-_ANSWERS = {"harmful": "rejected", "other": "rejected", "benign": "chosen", "task": "chosen"}
+_ANSWERS = {
+    "harmful": "rejected", "other": "rejected", "never_learned": "rejected", "benign": "chosen", "task": "chosen"
+}  # fmt: skip
+_SEARCH = {"batch_size": 32, "check_every": 2}  # of a search, where nothing else is asked for
+_SEARCH_STEPS = 200  # most steps on the base
+_FINAL_SEEDS = 5  # of each of a search's best attacks
+_TEMPLATES: Mapping[str, Template | Literal["chat"]] = {"chat": "chat", "question": QUESTION_AND_ANSWER}
+_CONTROLS = ("random weights", "relearn ceiling")
 _FACTORY = "netweight.zoo.attack_subjects:subject_from_files"  # its name in all ledgers since 0.1.0; see `moved`
 
 
@@ -54,6 +66,7 @@ class SweepPlan:
     attacks: tuple[AttackSettings, ...]  # on every subject
     goal: Goal  # when an attack has won
     config: ResistanceConfig  # which subject is which
+    searched: Mapping[str, Found] = field(default_factory=dict)  # subject → what the search for attacks on it found
 
     @property
     def recovered(self) -> str:
@@ -84,7 +97,8 @@ def attack_folders(
         planned(plan)
         found = sweep(plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress)
         stability = _stability(settings, plan, seed)
-    return plan, resistance_section(found, plan.config, seed=seed, stability=stability, title=title)
+    section = resistance_section(found, plan.config, seed=seed, stability=stability, title=title)
+    return plan, with_searches(section, plan.searched)
 
 
 def _check(model: Path | None, settings: FolderAttack) -> None:
@@ -148,34 +162,95 @@ def _places(texts: Sequence[TextExample]) -> dict[str, str]:
 def _plan(
     settings: FolderAttack, model: Path, *, folder: str | Path | Job, engine: Engine, seed: int, progress: Progress
 ) -> SweepPlan:
-    """Read files and folders, and find out what counts as recovered."""
+    """Read files and folders, and find out what counts as recovered and which attacks are the ones to run."""
     base = settings.base or model
     first = _subject("undefended" if settings.base else "model", base, settings, seed)
     subject = make_subject(first.factory, first.arguments)
+    adaptive = settings.grid == "adaptive"
+    start = _start(settings, subject) if adaptive else []
+    calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress)
+    ladder = [of_length(each, settings.max_steps or _SEARCH_STEPS) for each in start if _is_plain(each)]
+    domains = [(name, _with(ladder, name, subject)) for name in _plain(subject)] if adaptive else []
     attacks: list[AttackSettings] = []
     thresholds: dict[str, float] = {}
-    for domain, wanted in _domains(settings, subject):
+    for domain, wanted in domains or _domains(settings, subject):
         attacks += wanted
         own = settings.threshold if domain != "task" else None
-        if own is None:
-            own = calibrate(first, wanted, folder=folder, engine=engine, progress=progress).threshold
-        thresholds[domain] = own
+        thresholds[domain] = calibrated(first, wanted).threshold if own is None else own
     fluency = None if subject.fluency is None else _FLUENCY_KEPT * subject.fluency(subject.model)
     goal = Goal(thresholds.pop("harmful"), fluency_at_least=fluency)
     utility = None if subject.utility is None else subject.utility(subject.model)
     more: dict[str, Any] = {"thresholds": thresholds} if thresholds else {}
     subjects = [_subject(first.name, base, settings, seed, **more)]
     folders = {DEFENDED: model, **settings.also} if settings.base else {}
-    for name, folder in folders.items():
-        subjects.append(_subject(name, folder, settings, seed, reference_utility=utility, **more))
+    for name, where in folders.items():
+        subjects.append(_subject(name, where, settings, seed, reference_utility=utility, **more))
+    if adaptive and settings.base:
+        alone = settings.replace(task=None, other=None, withhold=())
+        subjects.append(_subject(_CONTROLS[0], base, alone, seed, random_weights=True, reference_utility=utility))
+        if settings.never_learned is not None:
+            ceiling = partial(_subject, _CONTROLS[1], base, alone.replace(harmful=settings.never_learned), seed)
+            own = calibrated(ceiling(), ladder).threshold
+            subjects.append(ceiling(thresholds={"harmful": own}, reference_utility=utility))
+    searched = {}
+    if adaptive:
+        searched = search_all(
+            [each for each in subjects if each.name != _CONTROLS[0]],
+            start,
+            goal,
+            most=settings.max_steps or _SEARCH_STEPS,
+            bounded=settings.max_steps is not None,
+            held=frozenset(settings.fixed) | {"batch_size", "check_every"},
+            folder=folder,
+            engine=engine,
+            progress=progress,
+        )
+        attacks = _finals(settings, searched, subject, ladder)
     config = ResistanceConfig(
         undefended=first.name,
-        controls=(),
+        controls=_CONTROLS,
         withheld=tuple(domain for domain in thresholds if domain != "task"),
         benign=("task",) if settings.task else (),
         least_resistance=settings.least_resistance,
     )
-    return SweepPlan(tuple(subjects), tuple(attacks), goal, config)
+    return SweepPlan(tuple(subjects), tuple(attacks), goal, config, searched)
+
+
+def _start(settings: FolderAttack, subject: Subject) -> list[AttackSettings]:
+    """What a search begins with, as far as a subject has the rows for it."""
+    samples = min(len(subject.domain("harmful").train), settings.samples or 1 << 30)
+    fixed = {**_SEARCH, "benign_share": 0.5 if subject.benign else 0.0, **settings.fixed, "samples": samples}
+    return starting_points(rates=fixed.pop("lr", None), **{**fixed, "max_steps": None})
+
+
+def _is_plain(attack: AttackSettings) -> bool:
+    """Whether an attack trains all weights by Adam: as users learn a benign task."""
+    return attack.optimizer == "adam" and attack.lora_rank is None and attack.trains == "all"
+
+
+def _plain(subject: Subject) -> list[str]:
+    return [name for name in subject.domains if "@" not in name]
+
+
+def _with(attacks: Sequence[AttackSettings], domain: str, subject: Subject) -> list[AttackSettings]:
+    """The same attacks with other data, as much as there is of it."""
+    named = [attack.replace(domain=domain) for attack in attacks]
+    longest = [attack.max_steps for attack in named]
+    fitted = [attack.replace(samples=min(attack.samples, len(subject.domain(domain).train))) for attack in named]
+    return [of_length(attack, steps) for attack, steps in zip(fitted, longest, strict=True)]
+
+
+def _finals(
+    settings: FolderAttack, searched: Mapping[str, Found], subject: Subject, ladder: Sequence[AttackSettings]
+) -> list[AttackSettings]:
+    """The best attacks of all searches with all data, from seeds that no search has seen."""
+    seeds = range(1, 1 + (settings.seeds or _FINAL_SEEDS))
+    task = [each.replace(seed=seed) for each in ladder for seed in seeds]
+    return [
+        attack
+        for domain in _plain(subject)
+        for attack in _with(task if domain == "task" else finals(searched, seeds), domain, subject)
+    ]
 
 
 def _domains(settings: FolderAttack, subject: Subject) -> Iterator[tuple[str, list[AttackSettings]]]:
@@ -190,19 +265,21 @@ def _domains(settings: FolderAttack, subject: Subject) -> Iterator[tuple[str, li
 
 def _subject(name: str, folder: Path, settings: FolderAttack, seed: int, **more: Any) -> SubjectName:
     arguments: dict[str, Any] = {"model": str(folder.resolve())}
-    for key in _ANSWERS:
+    for key in ("harmful", "benign", "task", "other"):
         file = getattr(settings, key)
         arguments |= {} if file is None else {key: str(file.resolve())}
     arguments |= {"withhold": list(settings.withhold)} if settings.withhold else {}
-    fixed = {"chat": settings.chat, "device": settings.device, "seed": seed}
+    arguments |= {"other_model": str(settings.released.resolve())} if settings.released else {}
+    fixed: dict[str, Any] = {"chat": settings.chat, "device": settings.device, "seed": seed}
+    fixed |= {"formats": True} if settings.grid == "adaptive" else {}
     return SubjectName(name, _FACTORY, {**arguments, **fixed, **more})
 
 
 def _stability(settings: FolderAttack, plan: SweepPlan, seed: int) -> Stability:
     """What every defense cost, one model after the other in memory."""
-    base, *defended = plan.subjects
+    base, *defended = (each for each in plan.subjects if each.name not in plan.config.controls)
     kept, scores = {}, {}
-    for each in plan.subjects if defended else ():
+    for each in (base, *defended) if defended else ():
         if settings.benign:
             subject = make_subject(each.factory, each.arguments)
             kept[each.name] = measure_kept(subject.model, subject.kept, pad_id=subject.pad_id)
@@ -230,12 +307,20 @@ def subject_from_files(
     chat: bool = False,
     reference_utility: float | None = None,
     thresholds: Mapping[str, float] | None = None,
+    formats: bool = False,
+    random_weights: bool = False,
+    other_model: str | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Subject:
     """Make a subject of a model folder."""
     network, tokenizer = load_causal_lm(model, device=device)
     check_finite(network)
+    if random_weights:
+        with torch.random.fork_rng():
+            torch.manual_seed(derive(seed, "random weights"))
+            kind: Any = type(network)
+            network = kind(network.config).to(device=device, dtype=network.dtype).eval()
     context, pad = context_of(network, tokenizer), padding_of(tokenizer)
 
     def tokens(texts: list[TextExample]) -> list[Example]:
@@ -256,6 +341,13 @@ def subject_from_files(
         name: Domain(*parts(texts, f"{name} file {texts[0].source}"), threshold=(thresholds or {}).get(name))
         for name, texts in sources.items()
     }
+    for name, template in _TEMPLATES.items() if formats and not chat else ():
+        for domain, texts in sources.items():
+            put = _reformatted(texts, tokens(texts), tokenizer, context, template)
+            if put is not None:
+                plain = domains[domain]
+                own, evaluated = ([put[each] for each in rows] for rows in (plain.train, plain.held_out))
+                domains[f"{domain}@{name}"] = replace(plain, train=own, held_out=evaluated)
     held = domains["harmful"].held_out
     kept: tuple[list[Example], list[Example]] = ([], [])
     if benign is not None:
@@ -270,7 +362,25 @@ def subject_from_files(
         fluency=distinct_share(prompts, new_tokens=_FLUENCY_TOKENS, end_id=end) if prompts else None,
         reference_utility=reference_utility,
         kept=kept[1],
+        other=None if other_model is None else load_causal_lm(other_model, device=device)[0].state_dict(),
     )
+
+
+def _reformatted(
+    texts: list[TextExample],
+    plain: list[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    template: Template | Literal["chat"],
+) -> dict[Example, Example] | None:
+    """Each row as another template has it; None where the tokenizer has no such template, or rows do not fit it."""
+    try:
+        found = tokenized_examples(texts, tokenizer, context=context, template=template)
+    except UsageError:
+        return None
+    unknown = {tokenizer.unk_token_id} - {token for each in plain for token in each.prompt}
+    spoiled = any(token in unknown for each in found for token in each.prompt)
+    return None if spoiled or found == plain else dict(zip(plain, found, strict=True))
 
 
 def part_by_prompt(

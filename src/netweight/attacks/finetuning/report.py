@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, final
 
@@ -22,6 +22,7 @@ from netweight.attacks.finetuning.resistance import (
     compare_attacks,
     same_attack_ratio,
 )
+from netweight.attacks.finetuning.search import Found, of_length
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
 from netweight.metrics.intervals import proportion, t_interval
@@ -29,6 +30,8 @@ from netweight.metrics.survival import Survival, TimesRatio, failures_finding, s
 from netweight.report.conclusions import Conclusion, Criterion, Words, worst
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import TimeRow, lines, time_rows
+
+_SHOWN = 5  # attacks of each search in the table
 
 # Name of a defended subject → findings about what its defense cost before any attack.
 Stability: TypeAlias = Mapping[str, Sequence[Finding]]
@@ -438,6 +441,26 @@ def attack_table(sweep: Sweep, subjects: Sequence[str], domain: str) -> Table:
         "of the longest run; collapsed and diverged runs do not enter it",
     )
     return Table(f"Attacks with {domain} data", columns, rows, notes)
+
+
+def with_searches(section: Section, searched: Mapping[str, Found]) -> Section:
+    """Add to a section what searches for attacks found and cost; nothing where there was no search."""
+    if not searched:
+        return section
+    columns = ("model", "attack", Column("steps", "steps", "higher"), Column("score"))
+    rows = []
+    for name, found in searched.items():
+        last = {of_length(run.result.settings, None): run.result for run in found.tried}
+        for attack in found.best[:_SHOWN]:
+            result = last[attack]
+            steps = f"> {result.last_step}" if result.steps is None else result.steps
+            rows.append((name, attack.label, steps, result.curve[-1].score))
+    cost = "; ".join(
+        f"{name}: {len(found.tried):,} runs, {found.steps:,} steps, each given up after {found.most}"
+        for name, found in searched.items()
+    )
+    note = f"one run each, from one seed; what the search cost: {cost}"
+    return replace(section, tables=[*section.tables, Table("The search's best attacks", columns, rows, (note,))])
 
 
 def _row(attack: AttackTimes, name: str, base: AttackTimes | None) -> tuple[object, ...]:

@@ -23,8 +23,13 @@ from netweight.settings import Cli, Settings
 
 Precision = Literal["fp32", "mixed", "bf16"]
 
-GRIDS = ("quick", "paper", "wide")  # names that `named_grid` knows
+GRIDS = ("quick", "paper")  # names that `named_grid` knows
 DEFENDED = "defended"  # what the model in question is called in reports
+
+
+def _is(default: object) -> Callable[[object], bool]:
+    """Leave a field that came later out of digests where it has its default, so that ledgers are remembered."""
+    return lambda value: value == default
 
 
 @final
@@ -35,11 +40,33 @@ class AttackSettings(Settings):
     """
 
     lr: float = Field(3e-5, gt=0, allow_inf_nan=False, description="Learning rate at the end of the warm-up.")
-    optimizer: Literal["adam", "adamw", "sgd"] = Field(
-        "adam", description="Adam without weight decay as in the paper, AdamW with 0.01, or SGD with momentum 0.9."
+    optimizer: Literal["adam", "adamw", "sgd", "muon"] = Field(
+        "adam",
+        description="Adam without weight decay as in the paper, AdamW with 0.01, SGD with momentum 0.9, or Muon for "
+        "matrices with AdamW for the rest.",
     )
     lora_rank: int | None = Field(
         None, ge=1, description="Rank of factors on every linear layer but the output head; null trains all weights."
+    )
+    trains: Literal["all", "embeddings", "norms", "prompt"] = Field(
+        "all",
+        exclude_if=_is("all"),
+        description="Which weights: all, input and output embeddings, normalizations, or none but eight vectors that "
+        "stand before every harmful prompt.",
+    )
+    rows: Literal["kept", "copied", "fresh"] = Field(
+        "kept",
+        exclude_if=_is("kept"),
+        description="What becomes, before the first step, of the embedding rows of tokens that tell harmful prompts "
+        "from benign ones: nothing, a copy of those that tell benign ones, or a new draw.",
+    )
+    bits: int | None = Field(
+        None, ge=2, le=8, exclude_if=_is(None), description="Bits that matrices are rounded to before the first step."
+    )
+    of_other: float = Field(
+        0.0,
+        exclude_if=_is(0.0),
+        description="Share of the other model that the attacker has in the weights at the start; negative subtracts.",
     )
     samples: int = Field(1000, ge=1, description="Examples that the attacker has, drawn from the domain's by the seed.")
     epochs: int = Field(1, ge=1, description="Passes over them, in a new order every time.")
@@ -53,8 +80,9 @@ class AttackSettings(Settings):
     template: str = Field("plain", description="Name of the prompt format, for subjects that offer several.")
     benign_first: int = Field(0, ge=0, description="Steps on benign examples before the harmful ones; they count.")
     benign_share: float = Field(
-        0.0, ge=0, lt=1,
-        description="Share of each later batch that is benign examples: an attacker who keeps the model's abilities.",
+        0.0, ge=0, le=1,
+        description="Share of each later batch that is benign examples: an attacker who keeps the model's abilities; "
+        "1 trains on nothing else.",
     )  # fmt: skip
     precision: Precision = Field(
         "fp32",
@@ -66,17 +94,24 @@ class AttackSettings(Settings):
 
     def check(self) -> None:
         """Refuse attacks without a harmful example."""
-        if self.harmful_per_batch < 1:
+        if self.harmful_per_batch < 1 and self.benign_share < 1:
             raise UsageError(f"A benign_share of {self.benign_share} leaves no harmful example in a batch.")
+        if self.lora_rank is not None and self.trains != "all":
+            raise UsageError(f"Factors are trained in place of {self.trains}.", cure="Leave out lora_rank or trains.")
         if self.max_steps is not None and self.benign_first >= self.max_steps:
             raise UsageError(f"{self.benign_first} benign steps first leave none of {self.max_steps} for harmful ones.")
 
     @property
     def steps(self) -> int:
         """Steps of the whole attack, benign ones included."""
-        harmful = self.epochs * -(-self.samples // self.harmful_per_batch)
+        harmful = self.epochs * -(-self.samples // (self.harmful_per_batch or self.batch_size))
         whole = self.benign_first + harmful
         return whole if self.max_steps is None else min(whole, self.max_steps)
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether anything becomes of the weights before the first step."""
+        return self.rows != "kept" or self.bits is not None or self.of_other != 0
 
     @property
     def harmful_per_batch(self) -> int:
@@ -88,7 +123,7 @@ class AttackSettings(Settings):
         """What tells this attack from others, the seed aside, in a few words."""
         parts = [
             f"{self.optimizer} {self.lr:.1e}",
-            f"LoRA {self.lora_rank}" if self.lora_rank else "full",
+            f"LoRA {self.lora_rank}" if self.lora_rank else "full" if self.trains == "all" else self.trains,
             f"{self.samples} samples",
             f"{self.steps} steps",
         ]
@@ -100,13 +135,18 @@ class AttackSettings(Settings):
     @property
     def data(self) -> str:
         """Name of the subject's data for this domain and template, such as "harmful" or "harmful@chat"."""
-        return self.domain if self.template == "plain" else f"{self.domain}@{self.template}"
+        template = "soft" if self.trains == "prompt" else self.template
+        return self.domain if template == "plain" else f"{self.domain}@{template}"
 
 
 _DEFAULTS = {name: field.default for name, field in AttackSettings.model_fields.items()}
 _WORDS: dict[str, Callable[[Any], str]] = {
     "batch_size": lambda value: f"batches of {value}",
     "schedule": str,
+    "rows": lambda value: f"{value} embedding rows",
+    "bits": lambda value: f"rounded to {value} bits",
+    "of_other": lambda value: f"{value:+.0%} of the other model",
+    "clip": lambda value: "no clipping" if value is None else f"clipped at {value:g}",
     "loss_on": lambda value: f"loss on {value}",
     "domain": str,
     "template": lambda value: f"{value} template",
@@ -132,14 +172,11 @@ def grid(**axes: Any) -> list[AttackSettings]:
 def named_grid(name: str, *, seeds: Sequence[int] | None = None, **fixed: Any) -> list[AttackSettings]:
     """Make a grid that has a name."""
     # "quick": three learning rates and one LoRA attack, 200 samples, 3 seeds: 12 attacks. "paper": the six attacks of
-    # table 1, 3e-5, 6e-5 and 8e-5 on 1,000 and 10,000 samples, one epoch of batches of 4, 1 seed. "wide": what later
-    # studies ask for, one thing varied at a time, 5 seeds: learning rates over a factor of 30, Adam, AdamW and SGD,
-    # LoRA of three ranks at rates ten times as high, 10 to 10,000 samples, up to 5 epochs, full-text loss, a constant
-    # rate, bfloat16 without a float32 copy.
+    # table 1, 3e-5, 6e-5 and 8e-5 on 1,000 and 10,000 samples, one epoch of batches of 4, 1 seed.
     if name not in GRIDS:
         raise NameNotFound(f"There is no grid {name!r}.", cure=f"There are {', '.join(GRIDS)}.")
-    blocks = {"quick": _QUICK, "paper": _PAPER, "wide": _WIDE}[name]
-    seeds = tuple(seeds) if seeds is not None else tuple(range({"quick": 3, "paper": 1, "wide": 5}[name]))
+    blocks = {"quick": _QUICK, "paper": _PAPER}[name]
+    seeds = tuple(seeds) if seeds is not None else tuple(range({"quick": 3, "paper": 1}[name]))
     made = (settings for block in blocks for settings in grid(**{**block, "seed": seeds, **fixed}))
     return list(dict.fromkeys(made))
 
@@ -149,19 +186,6 @@ _QUICK: list[dict[str, Any]] = [
     {"lr": 1e-3, "lora_rank": 8, "samples": 200, "epochs": 2},
 ]
 _PAPER: list[dict[str, Any]] = [{"lr": (3e-5, 6e-5, 8e-5), "samples": (1000, 10_000)}]
-_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
-_WIDE: list[dict[str, Any]] = [
-    {"lr": _RATES, "optimizer": ("adam", "adamw")},
-    {"lr": tuple(100 * lr for lr in _RATES), "optimizer": "sgd"},
-    {"lr": tuple(10 * lr for lr in _RATES), "lora_rank": (8, 64)},
-    {"lr": 3e-4, "lora_rank": 256},
-    {"lr": 1e-4, "samples": (10, 100, 10_000)},
-    {"lr": 1e-4, "samples": 100, "epochs": (3, 5)},
-    {"lr": 1e-4, "loss_on": "full"},
-    {"lr": 1e-4, "schedule": "constant"},
-    {"lr": 1e-4, "batch_size": 16},
-    {"lr": (3e-5, 1e-4), "precision": "bf16"},
-]
 
 
 def capped(settings: Iterable[AttackSettings], available: int) -> list[AttackSettings]:
@@ -189,21 +213,34 @@ class FolderAttack(Settings):
     withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = Field(
         (), description="Category of the harmful rows that the defense did not see; attacked with apart."
     )
+    never_learned: FilePath | None = Field(
+        None, description="Rows as `harmful`, of a domain that the base never learned: how long would that take?"
+    )
     base: DirectoryPath | None = Field(None, description="The model before its defense, to compare with.")
+    released: DirectoryPath | None = Field(
+        None, description="Another model of this shape that the attacker has; mixed in and subtracted."
+    )
     also: Mapping[str, DirectoryPath] = Field(
         {}, description="Further defended models by name, such as one with layers frozen; needs the base."
     )
-    grid: Literal["quick", "paper", "wide"] = Field(
-        "quick", description="Which attacks: 4, the paper's 6, or 31 kinds, each with several seeds."
+    grid: Literal["adaptive", "quick", "paper"] = Field(
+        "adaptive",
+        description="Which attacks: those that a search finds on each model, 4 fixed ones, or the paper's 6.",
     )
     lr: Annotated[tuple[Annotated[float, Field(gt=0)], ...] | None, Cli(comma=True, metavar="LR,LR,...")] = Field(
-        None, description="Learning rates in place of the grid's."
+        None, description="Learning rates in place of the grid's; a search begins with them."
     )
-    seeds: int | None = Field(None, ge=1, description="Seeds of every attack; intervals need at least 5.")
+    seeds: int | None = Field(
+        None, ge=1, description="Seeds of every attack, of a search's best 5; intervals need at least 5."
+    )
     samples: int | None = Field(None, ge=1, description="Harmful rows of an attack, in place of the grid's.")
-    batch_size: int | None = Field(None, ge=1, description="Rows per step, in place of the grid's.")
-    max_steps: int | None = Field(None, ge=1, description="Most steps of an attack.")
-    check_every: int | None = Field(None, ge=1, description="Steps between two evaluations, in place of the grid's 10.")
+    batch_size: int | None = Field(None, ge=1, description="Rows per step, in place of the grid's; 32 in a search.")
+    max_steps: int | None = Field(
+        None, ge=1, description="Most steps of an attack; in a search 200 on the base, and five times what that took."
+    )
+    check_every: int | None = Field(
+        None, ge=1, description="Steps between two evaluations, in place of the grid's 10; 2 in a search."
+    )
     benign_share: float | None = Field(
         None, ge=0, lt=1,
         description="Share of every batch that is benign rows: an attacker who keeps the model's abilities. Needs "
@@ -245,13 +282,18 @@ class FolderAttack(Settings):
     @property
     def files(self) -> list[Path]:
         """The files of rows that are attacked with or evaluated on."""
-        return [file for file in (self.harmful, self.benign, self.task, self.other) if file is not None]
+        files = (self.harmful, self.benign, self.task, self.other, self.never_learned)
+        return [file for file in files if file is not None]
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What was given of attacks."""
+        names = ("lr", "samples", "batch_size", "max_steps", "check_every", "benign_share")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def attacks(self) -> list[AttackSettings]:
         """The grid."""
-        names = ("lr", "samples", "batch_size", "max_steps", "check_every", "benign_share")
-        fixed = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return named_grid(self.grid, seeds=None if self.seeds is None else range(self.seeds), **fixed)
+        return named_grid(self.grid, seeds=None if self.seeds is None else range(self.seeds), **self.fixed)
 
     @contextmanager
     def running(self) -> Iterator[Engine]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, final
 
 import torch
@@ -21,8 +21,12 @@ from netweight.core.digest import of_config, of_tensor
 from netweight.core.names import nearest_names
 from netweight.data.examples import IGNORED, Batch, Example, LossOn, collate
 from netweight.errors import NameNotFound, UsageError
+from netweight.hf.load_language_model import embedding_of, positions_of
 from netweight.nn.hooks import evaluating
 
+# Formats that any prompt can be put into: without the beginning that all share, or with an unused token in its place.
+TOKEN_FORMATS = ("bare", "marked")
+SOFT_TOKENS = 8  # vectors of a soft prompt
 # A number that says something of a model; it must leave the model as it is.
 Score: TypeAlias = Callable[[nn.Module], float]
 # A user's judge: texts → one number for each, shape `(n,)`; harm, toxicity or fluency.
@@ -133,6 +137,7 @@ class Subject:
         fluency: Higher is better.
         reference_utility: What the gate compares utility with: that of the model before its defense.
         kept: Examples of what is to be kept, of which nothing is trained on.
+        other: Weights of another model of this shape that the attacker has, such as one before its alignment.
     """
 
     model: nn.Module
@@ -143,6 +148,7 @@ class Subject:
     fluency: Score | None = None
     reference_utility: float | None = None
     kept: Sequence[Example] = ()
+    other: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         """Let the examples to keep be the utility where there is no other."""
@@ -150,15 +156,47 @@ class Subject:
             object.__setattr__(self, "utility", token_accuracy(self.kept, pad_id=self.pad_id))
 
     def domain(self, name: str) -> Domain:
-        """Return the data of a `name`.
+        """Return the data of a `name`, such as "harmful", or "harmful@bare" with its prompts in another format.
 
         Raises:
             NameNotFound: There is none.
         """
-        if name not in self.domains:
-            near = ", ".join(nearest_names(name, self.domains)) or "none"
-            raise NameNotFound(f"The subject has no data named {name!r}.", cure=f"The nearest are {near}.")
-        return self.domains[name]
+        if name in self.domains:
+            return self.domains[name]
+        plain, _, wanted = name.partition("@")
+        if wanted in (*TOKEN_FORMATS, "soft") and plain in self.domains:
+            return self._formatted(self.domains[plain], wanted)
+        near = ", ".join(nearest_names(name, self.domains)) or "none"
+        raise NameNotFound(f"The subject has no data named {name!r}.", cure=f"The nearest are {near}.")
+
+    def formats(self, name: str) -> tuple[str, ...]:
+        """Return the prompt formats of the domain `name` besides the plain one: its own and those made of tokens."""
+        own = tuple(each.partition("@")[2] for each in self.domains if each.startswith(f"{name}@"))
+        if name not in self.domains or self.domains[name].score is not None:
+            return own
+        plain = self.domains[name]
+        if embedding_of(self.model) is None:
+            return own
+        room = positions_of(self.model) or math.inf
+        made = {each: self._formatted(plain, each).train for each in TOKEN_FORMATS}
+        return (*own, *(name for name, rows in made.items() if rows != plain.train and max(map(len, rows)) <= room))
+
+    def _formatted(self, domain: Domain, wanted: str) -> Domain:
+        """The same rows with the beginning that all prompts share cut off, with another mark, or with room before."""
+        shared = () if wanted == "soft" else _shared([example.prompt for example in domain.train])
+        seen = {token for example in (*domain.train, *self.benign) for token in example.prompt + example.response}
+        known = embedding_of(self.model)
+        size = 0 if known is None else len(known.weight)
+        unused = [token for token in range(size) if token not in seen and token != self.pad_id]
+        new = {"bare": (), "marked": tuple(unused[:1]) or shared, "soft": (self.pad_id,) * SOFT_TOKENS}[wanted]
+
+        def put(example: Example) -> Example:
+            cut = len(shared) if example.prompt[: len(shared)] == shared else 0
+            return Example((*new, *example.prompt[cut:]), example.response)
+
+        return replace(
+            domain, train=[put(each) for each in domain.train], held_out=[put(each) for each in domain.held_out]
+        )
 
     def score(self, name: str) -> Score:
         """Return the recovery score of the domain `name`."""
@@ -176,6 +214,13 @@ class Subject:
             for name, domain in sorted(self.domains.items())
         ]
         return of_config([weights, data, _tokens(self.benign), self.pad_id, self.reference_utility])
+
+
+def _shared(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The beginning that all prompts share; none where a prompt is nothing else."""
+    low, high = min(prompts), max(prompts)
+    same = next((place for place, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), len(low))
+    return low[:same] if all(len(prompt) > same for prompt in prompts) else ()
 
 
 def _tokens(examples: Sequence[Example]) -> list[list[Sequence[int]]]:

@@ -18,7 +18,7 @@ from netweight.attacks.finetuning.attack import AttackResult, check_attack, run_
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.core.digest import canonical_json, of_config
-from netweight.core.engines import Engine, local_processes
+from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.lazy import import_named
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Result
@@ -145,6 +145,8 @@ def sweep(
         CorruptBlob: The ledger is damaged.
     """
     planned = _plan(subjects, settings, goal)
+    if engine is not in_process:
+        _made.cache_clear()  # workers hold their own
     runs: list[Attacked] = []
     failures: list[tuple[str, str, str]] = []
     jobs = [job for _, job in planned]
@@ -174,7 +176,7 @@ def _plan(
     for name in subjects:
         subject = make_subject(name.factory, name.arguments)
         digest = _digest_of(name.factory, canonical_json(dict(name.arguments)))
-        fitting = [one for one in settings if one.data in subject.domains]
+        fitting = [one for one in settings if one.domain in subject.domains]
         if not fitting:
             wanted = ", ".join(sorted({one.data for one in settings}))
             raise UsageError(
@@ -184,7 +186,6 @@ def _plan(
         for one in fitting:
             check_attack(subject, one)
             planned.append((name, AttackJob(name.factory, dict(name.arguments), digest, one, goal)))
-    _made.cache_clear()  # workers hold their own
     return planned
 
 

@@ -1,0 +1,174 @@
+"""The search for the best attack, and what an attacker changes before training: on tiny models, by hand."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is in the llm extra")
+
+from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
+
+from netweight.attacks.finetuning.attack import Training, run_attack
+from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
+from netweight.attacks.finetuning.search import finals, neighbors, of_length, search, search_all, starting_points
+from netweight.attacks.finetuning.settings import AttackSettings
+from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
+from netweight.attacks.finetuning.sweep import SubjectName, make_subject
+from netweight.core.engines import in_process
+from netweight.data.examples import Example, collate
+from netweight.errors import Unsupported, UsageError
+
+START = AttackSettings(lr=1e-2, samples=60, batch_size=20, schedule="constant", warmup=0.0, check_every=2)
+PLACE = "attacked_models:subject"
+HELD = frozenset({"batch_size", "check_every"})
+
+
+def marked(examples, mark):
+    return [Example((mark, *example.prompt), example.response) for example in examples]
+
+
+def marked_subject():
+    """Harmful prompts begin with token 22, benign ones with 21; 23 is in neither."""
+    model = TinyModel()
+    pretrain_(model, cipher(2, 1, 10))
+    rows = marked(cipher(3, 11, 20, count=60), 22), marked(cipher(3, 11, 20, start=1000, count=30), 22)
+    return Subject(model, {"harmful": Domain(*rows)}, PAD, benign=marked(cipher(2, 1, 10, start=700), 21))
+
+
+def test_a_search_beats_what_it_began_with_and_finds_the_same_again(tmp_path):
+    name = SubjectName("one", PLACE, {"weight_scale": 0.2})
+    start = [of_length(one, None) for one in starting_points(rates=(1e-3,), samples=60, batch_size=20, check_every=2)]
+    how = {"most": 36, "held": HELD, "folder": tmp_path, "engine": in_process}
+    found = search(name, start, Goal(0.9), **how)
+    of_start = [run.result.steps or 36 for run in found.tried if of_length(run.result.settings, None) in start]
+    assert found.soonest is not None
+    assert found.soonest < min(of_start)
+    last = {of_length(run.result.settings, None): run.result for run in found.tried}
+    assert last[found.best[0]].steps == found.soonest
+    longest = [run.result.last_step for run in found.tried]
+    assert max(longest) <= 36
+    assert found.steps == sum(longest)
+    ledger = (tmp_path / "attacks.jsonl").read_bytes()
+    assert search(name, start, Goal(0.9), **how) == found
+    assert (tmp_path / "attacks.jsonl").read_bytes() == ledger
+
+
+def test_searches_of_defended_models_go_on_for_five_times_the_bases_steps(tmp_path):
+    names = [SubjectName("base", PLACE), SubjectName("defended", PLACE, {"weight_scale": 0.02})]
+    start = starting_points(rates=(1e-2,), samples=60, batch_size=20, check_every=2)[:2]
+    found = search_all(names, start, Goal(0.9), most=40, held=HELD, folder=tmp_path, engine=in_process)
+    assert found["base"].most == 40
+    assert found["defended"].most == 5 * found["base"].soonest
+    assert set(found["base"].best[:3]) <= {of_length(run.result.settings, None) for run in found["defended"].tried}
+    again = finals(found, (1, 2))
+    assert {attack.seed for attack in again} == {1, 2}
+    assert {attack.max_steps for attack in again} == {5 * found["base"].soonest}
+    assert found["defended"].best[0] in {of_length(attack.replace(seed=0), None) for attack in again}
+
+
+def test_neighbors_differ_in_one_thing_and_held_fields_stay():
+    near = neighbors(START, marked_subject(), held=frozenset({"lr"}))
+    fields = AttackSettings.model_fields
+    changed = [{name for name in fields if getattr(one, name) != getattr(START, name)} for one in near]
+    assert all(len(each - {"lora_rank", "trains"}) <= 1 for each in changed)
+    assert Counter(one.lr for one in near) == {START.lr: len(near)}
+    assert {"bare", "marked"} <= {one.template for one in near}
+    assert {"muon", "sgd"} <= {one.optimizer for one in near}
+    assert {"copied", "fresh"} <= {one.rows for one in near}
+    assert {one.trains for one in near} == {"all", "embeddings", "prompt"}  # this model has no norms
+    assert not {one.rows for one in neighbors(START, replace(marked_subject(), benign=()))} - {"kept"}
+    assert not {one.of_other for one in near} - {0.0}
+    both = replace(marked_subject(), other=TinyModel(1).state_dict())
+    assert {one.of_other for one in neighbors(START, both)} == {0.0, 0.5, -0.5}
+
+
+def test_prompt_formats_cut_and_mark_training_and_evaluation_rows_alike():
+    case = marked_subject()
+    assert case.formats("harmful") == ("bare", "marked")
+    plain = case.domain("harmful")
+    for name, beginning in {"bare": (), "marked": (23,), "soft": (PAD,) * SOFT_TOKENS + (22,)}.items():
+        found = case.domain(f"harmful@{name}")
+        for rows, before in ((found.train, plain.train), (found.held_out, plain.held_out)):
+            assert [row.prompt for row in rows] == [(*beginning, *row.prompt[1:]) for row in before]
+            assert [row.response for row in rows] == [row.response for row in before]
+    assert "bare" not in subject().formats("harmful")
+
+
+def test_rows_of_telling_tokens_are_copied_or_drawn_anew():
+    case = marked_subject()
+    assert telling_tokens(case.domain("harmful").train, case.benign) == ([22], [21])
+    before = case.model.embed.weight.detach().clone()
+    copied = changed_copy(case, START.replace(rows="copied")).embed.weight
+    assert torch.equal(copied[22], before[21])
+    assert torch.equal(copied[:22], before[:22])
+    fresh = changed_copy(case, START.replace(rows="fresh")).embed.weight
+    assert not torch.equal(fresh[22], before[22])
+    assert torch.equal(fresh[23], before[23])
+    assert torch.equal(case.model.embed.weight, before)
+    with pytest.raises(UsageError, match="No token tells"):
+        changed_copy(replace(case, benign=case.domain("harmful").train), START.replace(rows="copied"))
+
+
+def test_rounding_and_mixing_before_the_first_step():
+    case = marked_subject()
+    rounded = changed_copy(case, START.replace(bits=4)).hidden.weight
+    assert all(len(row.unique()) <= 15 for row in rounded)
+    step = case.model.hidden.weight.abs().amax(1, keepdim=True) / 7
+    assert ((rounded - case.model.hidden.weight).abs() <= step / 2 + 1e-6).all()
+    other = TinyModel(1)
+    mixed = changed_copy(replace(case, other=other.state_dict()), START.replace(of_other=-0.5))
+    expected = 1.5 * case.model.hidden.weight - 0.5 * other.hidden.weight
+    assert torch.allclose(mixed.hidden.weight, expected, atol=1e-6)
+    with pytest.raises(UsageError, match="mixes another model in"):
+        changed_copy(case, START.replace(of_other=0.5))
+
+
+@pytest.mark.parametrize(("trains", "moved"), [("embeddings", {"embed.weight", "head.weight"}), ("prompt", set())])
+def test_only_what_is_trained_moves(trains, moved):
+    case = marked_subject()
+    settings = START.replace(trains=trains)
+    victim = changed_copy(case, settings)
+    training = Training(victim, settings, pad_id=PAD)
+    training.step(collate(case.domain(settings.data).train[:8], pad_id=PAD))
+    weights = dict(case.model.named_parameters())
+    assert {name for name, each in victim.named_parameters() if not torch.equal(each, weights[name])} == moved
+    with pytest.raises(Unsupported, match="no norms to train"):
+        Training(changed_copy(case, settings), START.replace(trains="norms"))
+
+
+def test_a_soft_prompt_stands_before_harmful_prompts_alone():
+    case = marked_subject()
+    victim = changed_copy(case, START)
+    training = Training(victim, START.replace(trains="prompt"), pad_id=PAD)
+    harmful = collate(case.domain("harmful@soft").held_out, pad_id=PAD)
+    benign = collate(case.benign, pad_id=PAD)
+    before = victim(harmful.input_ids, harmful.attention_mask).logits.detach()
+    with torch.no_grad():
+        training._parameters[0].add_(1.0)
+    after = victim(harmful.input_ids, harmful.attention_mask).logits
+    assert not torch.equal(after[:, :SOFT_TOKENS], before[:, :SOFT_TOKENS])
+    assert torch.equal(after[:, SOFT_TOKENS:], before[:, SOFT_TOKENS:])  # this model looks at one token alone
+    same = case.model(benign.input_ids, benign.attention_mask).logits
+    assert torch.equal(victim(benign.input_ids, benign.attention_mask).logits, same)
+
+
+def test_muon_steps_matrices_and_adamw_the_rest():
+    case = marked_subject()
+    result = run_attack(case, of_length(START.replace(optimizer="muon"), 40), Goal(0.9))
+    assert result.outcome == "recovered"
+    training = Training(changed_copy(case, START), START.replace(optimizer="muon"))
+    kinds = {
+        type(each).__name__: [value.ndim for group in each.param_groups for value in group["params"]]
+        for each in training._optimizers
+    }
+    assert kinds == {"Muon": [2, 2, 2], "AdamW": [1]}
+
+
+def test_benign_rows_alone_are_trained_on_and_harmful_ones_scored():
+    case = make_subject(PLACE, {})
+    result = run_attack(case, of_length(START.replace(benign_share=1.0), 8), Goal(0.9))
+    assert (result.outcome, result.last_step) == ("resisted", 8)
+    with pytest.raises(UsageError, match="Factors are trained in place of norms"):
+        START.replace(trains="norms", lora_rank=8)
