@@ -41,6 +41,7 @@ def test_every_command_is_run():
         "space dedupe",
         "space convert",
         "space extract",
+        "space import",
         "space resize",
         "space similar",
     }  # minutes, a GPU, tests of their own

@@ -171,3 +171,40 @@ def test_damaged_structures_are_named(tmp_path):
         save_file({f"{head}.{role}": torch.ones(shape) for role, shape in shapes.items()}, tmp_path / "a.safetensors")
         with pytest.raises(NetweightError, match=message):
             plan_adapter(tmp_path / "a.safetensors", conversion=Conversion(2))
+
+
+def test_files_that_repeat_a_header_are_checked_each(tmp_path):
+    """Entries of tensors are parsed once; metadata, sizes and repeated names are looked at in every file."""
+    tensors = {"a.weight": torch.arange(3.0), "b.weight": torch.ones(2, 2)}
+    for number in range(2):
+        save_file(tensors, tmp_path / f"{number}.safetensors", {"name": f'ü \\ " {{}} {number}'})
+    for number in range(2):
+        with open_store(tmp_path / f"{number}.safetensors") as store:
+            assert store.files[0].metadata == {"name": f'ü \\ " {{}} {number}'}
+            assert all(torch.equal(store.get(name), value) for name, value in tensors.items())
+    whole = (tmp_path / "0.safetensors").read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    entries = whole[8 : 8 + size][whole[8 : 8 + size].index(b'"a.weight"') :]
+    for metadata in (
+        b'{"name":1}',
+        b'{"name":{}}',
+        b'{"a":"1","a":"2"}',
+        b"[]",
+        b'{"name":"\\ud800"}',
+        b'{"name":"\xff"}',
+    ):
+        head = b'{"__metadata__":' + metadata + b"," + entries
+        (tmp_path / "bad.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + whole[8 + size :])
+        with pytest.raises(NetweightError, match="header is damaged"):
+            open_store(tmp_path / "bad.safetensors")
+    for head in (
+        b'{"__metadata__":{},"__metadata__":{"x":"y"},' + entries,
+        b'{"__metadata__":{},' + entries.rstrip()[:-1] + b',"__metadata__":{}}',
+        b'{"__metadata__":{},}',
+    ):
+        (tmp_path / "bad.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + whole[8 + size :])
+        with pytest.raises(NetweightError):
+            open_store(tmp_path / "bad.safetensors")
+    (tmp_path / "short.safetensors").write_bytes(whole[:-4])
+    with pytest.raises(NetweightError, match="describes"):
+        open_store(tmp_path / "short.safetensors")

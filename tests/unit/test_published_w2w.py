@@ -10,9 +10,13 @@ import pytest
 import torch
 from adapters_under_test import same
 
-from netweight import AdapterBank, read_adapter
+from netweight import AdapterBank, WeightSpace, read_adapter
 from netweight.core.progress import Progress
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
+from netweight.methods.space.directions import fit_direction
+from netweight.methods.space.edits import Move, edit
+from netweight.methods.space.labels import read_labels
+from netweight.methods.space.published import published_space
 from netweight.nn.lora import Adapter, LowRank
 from netweight.store.bank import published as published_w2w
 from netweight.store.bank.published import (
@@ -247,3 +251,62 @@ def test_another_matrix_is_not_taken_for_the_rest_of_the_first(tmp_path):
         import_published(path, tmp_path / "bank")
     import_published(path, tmp_path / "bank", names=[f"dog-{row}" for row in range(20)])
     assert len(AdapterBank.open(tmp_path / "bank")) == 70
+
+
+def published_files(folder, *, components=12):
+    """The authors' arithmetic on a fabricated matrix: what `V.pt`, `mean.pt`, `std.pt` and the scores then are."""
+    _, matrix = published(folder)
+    mean, std = matrix.mean(0), matrix.std(0)
+    vectors = torch.linalg.svd((matrix - mean) / std, full_matrices=False).Vh.T.contiguous()
+    tensors = {"V": vectors, "mean": mean, "std": std, "proj_12pc": ((matrix - mean) / std) @ vectors[:, :components]}
+    for name, value in tensors.items():
+        torch.save(value, folder / "files" / f"{name}.pt")
+    return folder / "files", matrix, tensors
+
+
+def test_the_published_space_opens_and_its_points_are_the_authors_rows(tmp_path):
+    files, matrix, tensors = published_files(tmp_path)
+    published_space(files).save(tmp_path / "space")
+    space = WeightSpace.open(tmp_path / "space")
+    assert space.components == 12
+    assert space.names[3] == "model-000003"
+    scores = space.scores[3]
+    row = (tensors["V"][:, :12] @ scores) * tensors["std"] + tensors["mean"]
+    expected = adapter_of(row)
+    for name, change in space.point("model-000003").adapter.factors.items():
+        torch.testing.assert_close(change.dense(), expected.factors[name].dense(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(space.project(adapter_of(matrix[3])), scores, rtol=1e-4, atol=1e-4)
+    sampled = space.sample(seed=1)
+    assert sampled.adapter.modules == expected.modules
+    written = sampled.export(tmp_path / "sampled", layout="peft")
+    assert read_adapter(written.path).modules == expected.modules
+    (tmp_path / "labels.csv").write_text("name,old\n" + "".join(f"model-{n:06d},{n % 2}\n" for n in range(50)))
+    direction = fit_direction(space.scores, read_labels(tmp_path / "labels.csv", space.names), "old")
+    moved = edit(space.scores[:1], [Move(direction, 2.0)])
+    assert not torch.equal(moved, space.scores[:1])
+    point = space.scores[5].clone().requires_grad_()
+    sum(change.square().sum() for change in space.changes(point).values()).backward()
+    assert point.grad.abs().sum() > 0
+    few = published_space(files, components=4)
+    assert torch.equal(few.scores, space.scores[:, :4])
+
+
+def test_what_is_wrong_with_a_published_space_is_said(tmp_path):
+    files, _, tensors = published_files(tmp_path)
+    with pytest.raises(UsageError, match="scores of 12 components, not of 13"):
+        published_space(files, components=13)
+    for name, value, error, words in (
+        ("mean", tensors["mean"][:-1].clone(), UsageError, "not of one space"),
+        ("V", tensors["V"] * 1.1, CorruptBlob, "not orthonormal"),
+        ("std", tensors["std"] * float("nan"), CorruptBlob, r"std\.pt holds NaN"),
+    ):
+        torch.save(value, files / f"{name}.pt")
+        with pytest.raises(error, match=words):
+            published_space(files)
+        torch.save(tensors[name], files / f"{name}.pt")
+    torch.save({"a": Harmful()}, files / "V.pt")
+    with pytest.raises(UnsafeInput, match=r"V\.pt holds objects"):
+        published_space(files)
+    (files / "proj_12pc.pt").unlink()
+    with pytest.raises(UsageError, match="holds 0 files proj_"):
+        published_space(files)

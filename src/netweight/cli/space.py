@@ -451,6 +451,26 @@ def ingest(
     _show_bank(bank, output)
 
 
+@space.command("import")
+@click.argument("source", metavar="SRC", type=FOLDER)
+@click.argument("space", type=NEW)
+@click.option("--components", type=click.IntRange(1), help="How many; else as many as models have scores of.")
+@click.option("--stable-diffusion", is_flag=True,
+              help="Take Stable Diffusion 1's order of weights where weight_dimensions.pt is missing.")  # fmt: skip
+@output_option
+def import_(source: Path, space: Path, components: int | None, stable_diffusion: bool, output: Output) -> None:
+    """Make a space of the one that weights2weights published, which samples, edits, inverts and exports as any other.
+
+    SRC holds V.pt, mean.pt, std.pt, proj_1000pc.pt and adapter_config.json; nothing in them is executed.
+    """
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.published import published_space
+
+    refuse_existing(space, overwrite=None)
+    published_space(source, components=components, stable_diffusion=stable_diffusion).save(space)
+    _show_space(space, output)
+
+
 @space.command()
 @click.argument("source", metavar="BASE", type=click.Path(path_type=Path, exists=True))
 @click.argument("tuned", metavar="TUNED", type=click.Path(path_type=Path, exists=True))
@@ -577,10 +597,14 @@ def _show_space(folder: Path, output: Output) -> None:
 
     about = read_about(folder)
     accuracy = Accuracy.from_json(about["accuracy"])
-    how = "exactly" if accuracy.solver == "dual" else f"by {len(accuracy.passes)} passes"
+    ways = {
+        "dual": "found exactly",
+        "streaming": f"found by {len(accuracy.passes)} passes",
+        "published": "as published",
+    }
     output.line(
         f"{folder}: {about['components']} components of {about['fitted']} adapters capture {accuracy.captured:.1%} of "
-        f"their variance, found {how}",
+        f"their variance, {ways[accuracy.solver]}",
         bold=True,
     )
     appended = len(about["names"]) - about["fitted"]

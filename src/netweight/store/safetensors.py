@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickletools
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -99,9 +100,7 @@ def read_header(path: Path) -> Header:
             raise _not_safetensors(path, prefix + file.read(56), size)
         raw = file.read(length)
     try:
-        header = parse_header(raw)
-        with safe_open(path, framework="numpy"):
-            pass
+        header = _checked(path, raw)
     except Unsupported as error:
         raise Unsupported(f"{path}: {error.reason}", cure=error.cure) from error
     except (SafetensorError, ValueError) as error:
@@ -113,6 +112,35 @@ def read_header(path: Path) -> Header:
             f"{path}: the header describes {header.data_start + header.data_size:,} bytes, the file has {size:,}.",
             cure="The file was cut short or extended; fetch it again.",
         )
+    return header
+
+
+# Entries of tensors that files of one kind repeat to the byte, after metadata of their own; each was checked once.
+_REPEATED: dict[bytes, tuple[Span, ...]] = {}
+_MOST_REPEATED, _LONGEST_REPEATED = 64, 1 << 18
+_APART = re.compile(rb'\{"__metadata__":(\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})(?:,(?!\s*\})|(?=\s*\}))', re.DOTALL)
+
+
+def _apart(raw: bytes) -> tuple[bytes, bytes]:
+    """A header's metadata, and its entries as a header without any."""
+    match = _APART.match(raw) if len(raw) <= _LONGEST_REPEATED else None
+    if match is None or raw.find(b"__metadata__", match.end(1)) >= 0:
+        return b"{}", raw
+    return match[1], b"{" + raw[match.end() :]
+
+
+def _checked(path: Path, raw: bytes) -> Header:
+    """Parse a header, and have the safetensors library look at the file, unless its entries were seen before."""
+    metadata, entries = _apart(raw)
+    if (spans := _REPEATED.get(entries)) is not None:
+        return Header(raw, _text_map(parse_json(metadata)) or {}, spans)
+    header = parse_header(raw)
+    with safe_open(path, framework="numpy"):
+        pass
+    if len(entries) <= _LONGEST_REPEATED and not (entries is raw and header.metadata):
+        if len(_REPEATED) >= _MOST_REPEATED:
+            _REPEATED.clear()
+        _REPEATED[entries] = header.spans
     return header
 
 

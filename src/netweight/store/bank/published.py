@@ -100,7 +100,7 @@ def import_published(
     if matrix.ndim != 2 or not matrix.is_floating_point():
         raise UsageError(f"{path} has shape {tuple(matrix.shape)} and dtype {matrix.dtype}: no matrix of adapters.")
     shapes = read_dimensions(_companion(path, DIMENSIONS)) if dimensions is None else dimensions
-    layout = _layout(path, matrix.shape[1], shapes, peft.LoraSettings.read(_companion(path, peft.CONFIG)))
+    layout = _layout(path, matrix.shape[1], shapes)
     digits = max(6, len(str(len(matrix))))
     called = [f"model-{row:0{digits}}" for row in range(len(matrix))] if names is None else list(names)
     if len(called) != len(matrix):
@@ -125,7 +125,7 @@ def import_published(
 
 @final
 @dataclass(frozen=True)
-class _Module:
+class PublishedModule:
     """Where one module's factors lie in a row."""
 
     down: slice
@@ -137,10 +137,10 @@ class _Module:
 
 @final
 @dataclass(frozen=True)
-class _Layout:
+class Published:
     """Where all modules' factors lie in a row."""
 
-    modules: Mapping[str, _Module]
+    modules: Mapping[str, PublishedModule]
     base: str | None
 
     def rows(self, block: Tensor) -> Rows:
@@ -160,7 +160,7 @@ class _Layout:
 
 def _add(
     writer: BankWriter,
-    layout: _Layout,
+    layout: Published,
     matrix: Tensor,
     rows: list[int],
     called: Sequence[str],
@@ -188,8 +188,14 @@ def _add(
         writer.add_rows([called[row] for row in rows], layout.rows(block), shapes, stamps=[stamp] * len(rows))
 
 
-def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]], settings: peft.LoraSettings) -> _Layout:
-    """Find the factors of each module in a row."""
+def published_layout(path: Path, width: int, *, stable_diffusion: bool) -> Published:
+    """Find the factors of each module in a row of a published matrix, from what lies beside it."""
+    known = stable_diffusion_dimensions() if stable_diffusion else read_dimensions(_companion(path, DIMENSIONS))
+    return _layout(path, width, known)
+
+
+def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Published:
+    settings = peft.LoraSettings.read(_companion(path, peft.CONFIG))
     places, start = {}, 0
     for name, shape in shapes.items():
         places[name] = slice(start, start := start + math.prod(shape))
@@ -208,8 +214,10 @@ def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]], setting
         if len(down) != 2 or len(up) != 2 or down[0] != up[1] or down[0] < 1:
             raise CorruptBlob(f"{path}: the factors of {module} have shapes {tuple(down)} and {tuple(up)}.")
         scale = settings.scale(module, down[0], path)
-        modules[full[module]] = _Module(places[roles["down"]], places[roles["up"]], down[0], (up[0], down[1]), scale)
-    return _Layout(modules, settings.base)
+        modules[full[module]] = PublishedModule(
+            places[roles["down"]], places[roles["up"]], down[0], (up[0], down[1]), scale
+        )
+    return Published(modules, settings.base)
 
 
 def _companion(path: Path, name: str) -> Path:

@@ -58,6 +58,8 @@ class Structure:
 
 def kind_of(roles: Mapping[str, str]) -> str:
     """The kind of adapter that a module's tensors are, without its magnitudes."""
+    if "down" in roles and "up" in roles:
+        return "lora"
     heads = {role.partition("_")[0] for role in roles} & {"hada", "lokr", "diff"}
     return {"hada": "loha", "lokr": "lokr", "diff": "diff"}[heads.pop()] if len(heads) == 1 else "lora"
 

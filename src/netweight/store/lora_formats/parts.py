@@ -155,9 +155,13 @@ def load_part(store: Store, name: str, part: Part, weights: BaseWeights | None) 
 
     from netweight.nn.lora import LowRank
 
-    tensors = {role: store.get(name) for role, name in part.tensors.items() if role != "alpha"}
-    # fp8 has no arithmetic; fp16 holds all its values.
-    tensors = {role: tensor.half() if tensor.itemsize == 1 else tensor for role, tensor in tensors.items()}
+    tensors = {role: _plain(store.get(name)) for role, name in part.tensors.items() if role != "alpha"}
+    if tensors.keys() == {"down", "up"}:
+        down, up = tensors["down"].flatten(1), tensors["up"].flatten(1)
+        if down.dtype != up.dtype:
+            dtype = torch.promote_types(down.dtype, up.dtype)
+            down, up = down.to(dtype), up.to(dtype)
+        return LowRank(down, up, part.scale), 0.0
     magnitude = next(((role, tensors.pop(role)) for role in MAGNITUDES if role in tensors), None)
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors.values()])
     if kind_of(part.tensors) != "lora":
@@ -165,9 +169,9 @@ def load_part(store: Store, name: str, part: Part, weights: BaseWeights | None) 
         dtype = torch.float32 if dtype.itemsize < 4 else dtype
         change = LowRank(change.down.to(dtype), change.up.to(dtype), change.scale)
     else:
-        down = tensors["down"].flatten(1)
-        down = with_core(down, tensors["lora_mid"].to(down.dtype)) if "lora_mid" in tensors else down
-        change, lost = LowRank(down.to(dtype), tensors["up"].flatten(1).to(dtype), part.scale), 0.0
+        down = tensors["down"].flatten(1).to(dtype)
+        down = with_core(down, tensors["lora_mid"].to(dtype)) if "lora_mid" in tensors else down
+        change, lost = LowRank(down, tensors["up"].flatten(1).to(dtype), part.scale), 0.0
     if magnitude is None or weights is None:
         return change, lost
     role, values = magnitude
@@ -178,6 +182,11 @@ def load_part(store: Store, name: str, part: Part, weights: BaseWeights | None) 
     whole = with_magnitude(dense, weight, values, by_row=by_row(role, tuple(values.shape), part.shape[0]))
     change, lost = LowRank.of(whole).truncated(part.rank)
     return LowRank(change.down.float(), change.up.float()), lost
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """fp8 has no arithmetic; fp16 holds all its values."""
+    return tensor.half() if tensor.itemsize == 1 else tensor
 
 
 def alpha_of(scale: float, rank: int) -> float:

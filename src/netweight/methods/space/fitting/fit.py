@@ -31,7 +31,8 @@ _RowKind = Literal["sketch", "factors", "shared-down"]
 class Accuracy:
     """How good a fit is."""
 
-    solver: Literal["dual", "streaming"]  # "dual" captures the most that this many components can; "streaming" nearly
+    # "dual" captures the most that this many components can; "streaming" nearly; "published" was found by others
+    solver: Literal["dual", "streaming", "published"]
     captured: float  # share of the variance along the components
     # The greatest magnitude in C Cᵀ − I of the components C, or by inner products of the eigenvectors that they are
     # made of; None through a sketch, where components are orthonormal in the sketch only.
