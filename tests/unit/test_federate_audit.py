@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from netweight.errors import UsageError
+from netweight.attacks.gradient_inversion.text import read_text
+from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTraining, Task, train
 from netweight.methods.federate.algorithms.direct import fedavg_private_head, local_only
 from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
@@ -238,3 +239,75 @@ def test_a_server_that_fishes_for_one_class_gets_an_image_out_of_a_batch() -> No
 def test_nobody_fishes_where_the_classifier_stays_with_the_client(run: Run) -> None:
     found = exposure(run, ThreatModel(batch_size=4, server="fishing"), images=5, summed_over=6, seed=1)
     assert "nothing to fish with" in found.why_no_images
+
+
+class SmallTransformer(nn.Module):
+    """Embeddings of tokens and places, or places as waves, a layer of attention, and the mean over the places."""
+
+    def __init__(self, learned: bool = True) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(50, 16)
+        self.places = nn.Embedding(12, 16) if learned else None
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, activation="gelu")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return features, shape `(n, 16)`, of tokens, shape `(n, length)`."""
+        place = torch.arange(tokens.shape[1])
+        waves = torch.sin(place[:, None] / 10.0 ** (torch.arange(16) / 8))
+        return self.layer(self.tokens(tokens) + (waves if self.places is None else self.places(place))).mean(1)
+
+
+class Numbers(nn.Module):
+    """Tokens as they are."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return floats."""
+        return tokens.float()
+
+
+def sentences(client: int) -> ClientData:
+    """Nine tokens in a row, some of them twice, and which of two classes the first belongs to."""
+    tokens = torch.randint(50, (6, 9), generator=torch.Generator().manual_seed(client))
+    tokens[:, 7] = tokens[:, 2]
+    return ClientData((tokens, tokens[:, 0] % 2), (tokens, tokens[:, 0] % 2))
+
+
+def test_text_is_read_off_one_step_of_a_transformer() -> None:
+    torch.manual_seed(0)
+    task = Task(SmallTransformer(), nn.Linear(16, 2), [sentences(client) for client in range(5)])
+    for method in (named_method("fedavg"), named_method("hyperfl-body")):
+        done = train(task, method, Federation(rounds=1))
+        found = exposure(done, ThreatModel(first_round=True), images=5, summed_over=5, seed=1)
+        assert found.tokens == (1.0,) * 5
+        assert max(found.frequent) < 0.5
+        assert found.verdict[1].endswith("its text can be read.")
+        assert exposure_table([found]).rows[0][4] == 1.0
+        (tokens,) = [one for one in exposure_findings([found], seed=1) if one.name.startswith("tokens read")]
+        assert tokens.value == 1.0
+
+
+def test_the_text_of_a_sum_of_clients_is_not_read() -> None:
+    torch.manual_seed(0)
+    task = Task(SmallTransformer(), nn.Linear(16, 2), [sentences(client) for client in range(5)])
+    done = train(task, named_method("fedavg"), Federation(rounds=1))
+    found = exposure(done, ThreatModel(first_round=True, summed_over=5), images=5, summed_over=5, seed=1)
+    assert sum(found.tokens) / 5 < 0.5
+
+
+@pytest.mark.parametrize("length", [9, 14])  # a normalized layer of 16 tells 14 apart
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_text_is_read_where_places_are_not_learned(length: int, norm_first: bool) -> None:
+    torch.manual_seed(0)
+    body = SmallTransformer(learned=False)
+    body.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=norm_first)
+    tokens = torch.randint(50, (1, length))
+    params = dict(body.named_parameters())
+    loss = nn.functional.cross_entropy(nn.Linear(16, 2)(body(tokens)), torch.ones(1, dtype=torch.long))
+    gradient = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+    assert torch.equal(read_text(body, params, gradient, length), tokens[0])
+
+
+def test_text_is_looked_for_in_bodies_that_begin_with_tokens() -> None:
+    body = nn.Linear(9, 4)
+    with pytest.raises(Unsupported, match="does not begin with tokens"):
+        read_text(nn.Sequential(Numbers(), body), dict(body.named_parameters(prefix="1")), {}, 9)

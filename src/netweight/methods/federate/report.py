@@ -21,6 +21,7 @@ from netweight.attacks.gradient_inversion.analytic import (
 )
 from netweight.attacks.gradient_inversion.imprint import Imprinted, imprint, read_imprint
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
+from netweight.attacks.gradient_inversion.text import read_text
 from netweight.core import progress as shown
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
@@ -46,6 +47,8 @@ from netweight.report.report import Report
 MARGIN_COSINE = 0.05
 # How far reconstructions may be above the better of a random and the average image of the other clients, in dB.
 MARGIN_PSNR = 1.0
+# How much of a text may be read beyond what the most frequent tokens of the other clients give.
+MARGIN_TOKENS = 0.1
 # Logit by which a server that fishes makes its class unlikely, so that images of others find nothing to correct.
 _UNLIKELY = 20.0
 
@@ -308,6 +311,9 @@ class Exposure:
     ssim: tuple[float, ...] = ()  # likewise
     random_psnr: tuple[float, ...] = ()
     average_psnr: tuple[float, ...] = ()
+    # Share of tokens read at their places, where inputs are text, and that of the other clients' most frequent tokens.
+    tokens: tuple[float, ...] = ()
+    frequent: tuple[float, ...] = ()
     # The nearest images, shape `(n, c, h, w)`, within 0 and 1.
     originals: tuple[Tensor, ...] = field(default=(), repr=False)
     reconstructions: tuple[Tensor, ...] = field(default=(), repr=False)
@@ -333,10 +339,11 @@ class Exposure:
         return _VERDICT([
             Finding("gradient", cosine), Finding("gradient beyond the aggregate's", cosine - _mean(self.aggregate)),
             Finding("images, clearly above a guess", gain), Finding("images above a guess", gain),
+            Finding("text above a guess", _mean(self.tokens) - _mean(self.frequent) if self.tokens else None),
         ])  # fmt: skip
 
 
-def _words(inexact: bool, hidden: bool, unclear: bool | None, unseen: bool | None) -> Words:
+def _words(inexact: bool, hidden: bool, unclear: bool | None, unseen: bool | None, unread: bool | None) -> Words:
     text = "The gradient is hidden as well as in the published aggregate"
     if not hidden:
         text = "The server learns more about the client's gradient than the aggregate tells"
@@ -345,7 +352,9 @@ def _words(inexact: bool, hidden: bool, unclear: bool | None, unseen: bool | Non
     seen = {None: "", False: "; its images can be reconstructed", True: "; no image comes out"}[unclear]
     if unclear and unseen is False:
         seen = "; images leak a little"
-    known = not (inexact and hidden) or unclear is False
+    if unread is not None:
+        seen = "; no text comes out" if unread else "; its text can be read"
+    known = not (inexact and hidden) or unclear is False or unread is False
     return "broken" if known else "partly" if unclear and unseen is False else "told", f"{text}{seen}."
 
 
@@ -356,6 +365,7 @@ _VERDICT = Conclusion(
         Criterion("gradient beyond the aggregate's", "lower", than=MARGIN_COSINE),
         Criterion("images, clearly above a guess", "lower", than=3.0, needed=False),
         Criterion("images above a guess", "lower", than=MARGIN_PSNR, needed=False),
+        Criterion("text above a guess", "lower", than=MARGIN_TOKENS, needed=False),
     ],
     _words,
 )
@@ -387,6 +397,7 @@ def exposure(
 ) -> Exposure:
     """Attack several clients under one threat model."""
     low, high = _pixel_range(run)
+    texts: list[tuple[float, float]] = []
 
     def unit(images: Tensor) -> Tensor:
         return ((images - low) / (high - low)).clamp(0, 1)
@@ -409,6 +420,8 @@ def exposure(
             _cosine(published[draw][anyway], seen.gradient),
         ))  # fmt: skip
         try:
+            if not seen.images.is_floating_point():
+                texts.append(_read(run, recovered.first, seen))
             own = seeds.derive(seed, "image", draw)
             found = _reconstruct(run, recovered, seen, (low, high), own, seed, peeling)
         except Unsupported as reason:
@@ -424,9 +437,11 @@ def exposure(
     first, movement, given_anyway = zip(*cosines, strict=True)
     psnrs, ssims, random, average = zip(*qualities, strict=True) if qualities else ((), (), (), ())
     originals, made = zip(*pairs, strict=True) if pairs else ((), ())
+    read, frequent = zip(*texts, strict=True) if texts else ((), ())
     return Exposure(
-        threat, is_own, first, movement, given_anyway, psnrs, ssims, random, average, originals, made, why, strongest
-    )
+        threat, is_own, first, movement, given_anyway, psnrs, ssims, random, average, read, frequent, originals, made,
+        why, strongest,
+    )  # fmt: skip
 
 
 def _observations(
@@ -524,6 +539,16 @@ def _reconstruct(
     return candidates if len(candidates) else _another(run, seen, guess)
 
 
+def _read(run: Run, gradient: Tensor, seen: Observation) -> tuple[float, float]:
+    """Return the share of tokens at their places that were read, for the nearest sequence, and that of a guess."""
+    layout, length = run.task.body_layout, seen.images.shape[1]
+    params = {name: value.detach() for name, value in run.task.body.named_parameters()}
+    found = read_text(run.task.body, params, layout.split(gradient), length)
+    others = torch.cat([run.task.client(number).train[0] for number in _others(run, seen)])
+    shares = [(guess == seen.images).double().mean(1).max() for guess in (found, others.mode(0).values)]
+    return float(shares[0]), float(shares[1])
+
+
 def _nearest(found: Tensor, originals: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
     """Return the original and the found image that are nearest to each other, and the PSNR between the two."""
     qualities = torch.stack([psnr(image[None].expand_as(originals), originals) for image in found])
@@ -592,6 +617,11 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
         target = round(anyway + MARGIN_COSINE, 4) if one.is_own else None
         name = f"gradient recovered, {label}"
         findings.append(_finding(name, one.cosines, "cosine", seed, target=target, baseline=anyway, detail=detail))
+        if one.tokens:
+            guess = _mean(one.frequent)
+            target = round(guess + MARGIN_TOKENS, 4) if one.is_own else None
+            findings.append(_finding(f"tokens read, {label}", one.tokens, "", seed, target=target, baseline=guess))
+            continue
         if not one.psnr:
             reason = one.why_no_images or "no image was attacked"
             findings.append(Finding(f"PSNR, {label}", None, unit="dB", detail={"reason": reason}))
@@ -621,14 +651,17 @@ def _interval(values: Sequence[float], seed: int) -> tuple[float, float] | None:
 
 def exposure_table(exposures: Sequence[Exposure]) -> Table:
     """Return one row per threat model, with its verdict."""
-    columns = (
-        "threat model", "attack", Column("gradient, cosine", "", "lower"), Column("published aggregate, cosine"),
+    text = any(one.tokens for one in exposures)
+    seen = (Column("tokens read", "", "lower"), Column("frequent tokens")) if text else (
         Column("PSNR", "dB", "lower"), Column("random image", "dB"), Column("average image", "dB"),
-        Column("SSIM", "", "lower"), "verdict",
+        Column("SSIM", "", "lower"),
     )  # fmt: skip
+    about = ("threat model", "attack", Column("gradient, cosine", "", "lower"), Column("published aggregate, cosine"))
+    columns = (*about, *seen, "verdict")
     rows = []
     for one in exposures:
-        measured = (one.cosines, one.aggregate, one.psnr, one.random_psnr, one.average_psnr, one.ssim)
+        images = (one.psnr, one.random_psnr, one.average_psnr, one.ssim)
+        measured = (one.cosines, one.aggregate, *((one.tokens, one.frequent) if text else images))
         rows.append(
             (one.label, one.attack, *(_mean(values) if values else None for values in measured), one.verdict[1])
         )
