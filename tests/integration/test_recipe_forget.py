@@ -46,7 +46,7 @@ def done(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         text = (RECIPES / "forget.yaml").read_text()
-        text = text.replace("images: 8", f"method: neurons, {LOOK}").replace("{steps: 200, restarts: 2}", SEARCH)
+        text = text.replace("images: 8", f"method: neurons, {LOOK}").replace("{rates: [0.3, 1.0]}", SEARCH)
         Path("recipe.yaml").write_text(text)
         result = call("run", "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", "out")
         again = call("run", "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", "out")
@@ -82,17 +82,17 @@ def test_an_attack_alone_takes_its_base_from_the_recipe(done, monkeypatch):
     folder, result, _ = done
     monkeypatch.chdir(folder)
     text = (RECIPES / "attack-embedding.yaml").read_text().replace("BASE", str(SHAPES_FOLDER))
-    Path("attack.yaml").write_text(text.replace("{steps: 200, restarts: 2}", SEARCH))
+    Path("attack.yaml").write_text(text.replace("{rates: [0.3, 1.0]}", SEARCH))
     edited = result["steps"][0]["path"]
     (alone,) = call("run", "attack.yaml", "--subject", edited, "--output", "alone")["steps"]
     assert {finding["name"] for finding in alone["findings"]["embedding"]} >= {"planted images brought back, edited"}
     Path("wrong.yaml").write_text(
-        text.replace("{steps: 200, restarts: 2}", "{stepz: 200}").replace("targets.csv", "nowhere.csv")
+        text.replace("{rates: [0.3, 1.0]}", "{stepz: 200}").replace("targets.csv", "nowhere.csv")
     )
     answer = CliRunner().invoke(netweight, ["run", "wrong.yaml", "--subject", edited])
     assert answer.exit_code == 2
     assert "targets: Path does not point to a file" in answer.stderr
-    Path("wrong.yaml").write_text(text.replace("{steps: 200, restarts: 2}", "{stepz: 200}"))
+    Path("wrong.yaml").write_text(text.replace("{rates: [0.3, 1.0]}", "{stepz: 200}"))
     answer = CliRunner().invoke(netweight, ["run", "wrong.yaml", "--subject", edited])
     assert "search.stepz: there is no such key. Nearest: steps" in answer.stderr
 

@@ -105,7 +105,7 @@ def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monk
     Path("ordinary.txt").write_text("\n".join(world.ordinary_captions[:8]))
     search = "{steps: 2, restarts: 1, draws: 2, images: 2, guidance: 3, generation_steps: 4, threshold: 0.99}"
     text = replaced(
-        "release-forgotten.yaml", search=("{steps: 200, restarts: 2}", search),
+        "release-forgotten.yaml", search=("{rates: [0.3, 1.0]}", search),
         looks=("images: 8", "look_seeds: 3, look_steps: 5, images: 2, guidance: 3, steps: 4"),
     )  # fmt: skip
     result = call("release.yaml", text, "--subject", SHAPES_FOLDER, "--output", "out")
@@ -119,9 +119,7 @@ def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monk
     assert torch.equal(*images)
     assert searched["path"] == packed["path"]
     # The same search on the folder before compression finds the same.
-    text = replaced(
-        "attack-embedding.yaml", base=("BASE", str(SHAPES_FOLDER)), search=("{steps: 200, restarts: 2}", search)
-    )
+    text = replaced("attack-embedding.yaml", base=("BASE", str(SHAPES_FOLDER)), search=("{rates: [0.3, 1.0]}", search))
     text = text.replace("{base:", "{unrelated: ordinary.txt, base:")
     (alone,) = call("search.yaml", text, "--subject", forgot["path"], "--output", "alone")["steps"]
     values = [[found["value"] for found in each["findings"]["embedding"]] for each in (searched, alone)]

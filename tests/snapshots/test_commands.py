@@ -28,7 +28,7 @@ def test_a_loss_would_be_seen():
     found["space edit"]["--unit"] |= {"choices": ["raw"], "default": "raw"}
     found["attack embedding"]["--steps"]["default"] = 100
     assert sorted(lost(kept, found)) == [
-        "netweight attack embedding --steps: the default is 100, not '200'",
+        "netweight attack embedding --steps: the default is 100, not '400'",
         "netweight compress --level is gone",
         "netweight doctor is gone",
         "netweight space edit --unit: the choices ['deviations', 'reach'] are gone",

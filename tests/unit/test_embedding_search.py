@@ -17,10 +17,9 @@ from netweight.attacks.embedding_search.compare import (
     images_of,
     turned,
 )
+from netweight.attacks.embedding_search.descent import Descent, denoising_error
 from netweight.attacks.embedding_search.search import (
-    Descent,
     Trial,
-    denoising_error,
     descend,
     noise_like,
     paired,
@@ -32,7 +31,7 @@ from netweight.errors import UsageError
 from netweight.nn.text_to_image import Text
 
 correlation = paired()
-SETTINGS = SearchSettings(steps=20, restarts=1, images=3, guidance=3, generation_steps=8, threshold=0.8)
+SETTINGS = SearchSettings(steps=20, images=3, guidance=3, generation_steps=8, threshold=0.8)
 IMAGES = planted_images()
 
 
@@ -131,6 +130,16 @@ def test_one_step_is_that_of_adam_on_the_denoising_loss(original):
     assert descent.distance(0) == pytest.approx(0.1, rel=1e-3)
 
 
+def test_every_learning_rate_is_searched_and_the_first_success_may_end_all(original):
+    settings = SETTINGS.replace(lr=0.001, rates=(0.2,), starts=("unrelated",), steps=40)
+    found = find(original, settings=settings).trials
+    assert [trial.lr for trial in found] == [0.001, 0.2]
+    assert [trial.outcome for trial in found] == ["resisted", "found"]
+    slow, fast = find(original, settings=settings.replace(first=True)).trials
+    assert (fast.outcome, fast.steps) == ("found", found[1].steps)
+    assert (slow.outcome, slow.last) == ("resisted", fast.steps)  # and no longer
+
+
 def test_a_perturbation_stays_within_its_radius(original):
     settings = SETTINGS.replace(radius=0.12)
     found = find(original, picture(7), settings)
@@ -182,10 +191,12 @@ def test_what_cannot_be_meant_is_refused(original):
         SearchSettings(steps=0, lr=-1)
     with pytest.raises(UsageError, match="looks must ascend"):
         SearchSettings(looks=(5, 3))
-    with pytest.raises(UsageError, match=r"starts.0: Input should be 'original', 'unrelated' or 'noise'"):
+    with pytest.raises(UsageError, match=r"starts.0: Input should be 'original', 'unrelated', 'noise', 'soft'"):
         SearchSettings(starts=("elsewhere",))
     with pytest.raises(UsageError, match="once each"):
         SearchSettings(starts=("noise", "noise"))
+    with pytest.raises(UsageError, match="learning rates must be given once each"):
+        SearchSettings(rates=(0.1,))
     assert SearchSettings(steps=37).eval_steps == (0, 5, 10, 20, 37)
     assert SearchSettings(steps=40, looks=(0, 3)).eval_steps == (0, 3, 40)
     assert [SearchSettings(images=4, share=share).needed for share in (0, 0.5, 0.51, 1)] == [1, 2, 3, 4]

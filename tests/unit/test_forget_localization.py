@@ -10,7 +10,15 @@ from planted_diffusion import Planted
 
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
-from netweight.methods.forget.detect import Threshold, first_step, noise_difference, similarity
+from netweight.methods.forget.detect import (
+    Threshold,
+    first_step,
+    greatest,
+    noise_difference,
+    pairwise,
+    published_similarity,
+    similarity,
+)
 from netweight.methods.forget.edit import EditRecord, deactivate, deactivated, restore_rows_, scale_rows_, undo
 from netweight.methods.forget.layers import measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import (
@@ -45,13 +53,18 @@ class OneByOne:
         self.active = {k: v[0] for k, v in text_activations(model, value_layers(model.denoiser), self.text).items()}
         self.z = statistics.z(self.active)
 
-    def differences(self, blocked):
+    def differences(self, blocked, rows=slice(None)):
         units = Units({name: indices for name, indices in blocked.items() if indices})
         with torch.no_grad(), deactivated(self.model.denoiser, units):
-            said = self.model.predict(self.noise, self.timestep, self.text).noise
-        return noise_difference(said, self.noise)
+            said = self.model.predict(
+                self.noise[rows], self.timestep, self.text.rows(range(len(self.noise[rows])))
+            ).noise
+        return noise_difference(said, self.noise[rows])
 
     def kept(self):
+        if self.config.fidelity == "reference":
+            self.seeds = greatest(pairwise(self.plain, published=True)).tolist()
+            return [place for place, value in enumerate(self.seeds) if value > self.threshold]
         found = []
         for place in range(len(self.noise)):
             others = [similarity(self.plain[place : place + 1], self.plain[at : at + 1]).item()
@@ -61,8 +74,9 @@ class OneByOne:
         return [place for place, value in enumerate(found) if value > self.threshold]
 
     def score(self, blocked, kept):
-        together = len(kept) if self.config.fidelity == "reference" else 0
-        return similarity(self.differences(blocked)[kept], self.plain[kept], together=together).max().item()
+        if self.config.fidelity == "reference":
+            return published_similarity(self.plain[kept], self.differences(blocked, kept)).max().item()
+        return similarity(self.differences(blocked)[kept], self.plain[kept]).max().item()
 
     def choose(self, theta, top):
         chosen = {}
@@ -96,7 +110,7 @@ class OneByOne:
 
         def holds(trial):
             found = self.score(trial, kept)
-            return found < limit - TOLERANCE if strict else found <= limit + TOLERANCE
+            return found < limit if strict else found <= limit + TOLERANCE
 
         initial = {name: list(indices) for name, indices in blocked.items()}
         for name in reversed(self.layers):

@@ -55,13 +55,13 @@ class Published:
                 return output
 
             handles.append(layer.register_forward_hook(off))
-        states = self.states(prompt).expand(len(chosen), -1, -1)
+        states = self.states(prompt).repeat(len(chosen), 1, 1)
         made = self.unet(chosen, self.timestep, encoder_hidden_states=states, return_dict=False)[0]
         for handle in handles:
             handle.remove()
         if self.pipeline.scheduler.config.prediction_type == "v_prediction":
-            kept = self.pipeline.scheduler.alphas_cumprod[int(self.timestep)]
-            made = kept.sqrt() * made + (1 - kept).sqrt() * chosen
+            kept = self.pipeline.scheduler.alphas_cumprod[int(self.timestep)].double()
+            made = kept.sqrt().float() * made + (1 - kept).sqrt().float() * chosen
         found = made - chosen
         low, high = found.amin((2, 3), keepdim=True), found.amax((2, 3), keepdim=True)
         return (found - low) / (high - low)

@@ -25,6 +25,7 @@ from netweight.core import digest
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.hf import open_compressed_with
 from netweight.hf.quiet import quiet_imports, silent_bars
+from netweight.nn.hooks import hooked
 from netweight.nn.text_to_image import Prediction, Text
 
 try:
@@ -83,14 +84,36 @@ class PipelineModel:
             [[name, str(value.dtype), list(value.shape), digest.of_tensor(value)] for name, value in state]
         )
 
-    def embed(self, prompts: Sequence[str]) -> Text:
+    def embed(self, prompts: Sequence[str], tokens: Tensor | None = None) -> Text:
         """Return prompts as the pipeline itself embeds them; long ones are cut as it cuts them."""
+        # `tokens`: what its text encoder reads in place of their embeddings, with gradients
         if not prompts:
             raise UsageError("There is no prompt to embed.", cure="Give at least one; the empty one is ''.")
         given = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False, "device": self._device}
-        with torch.no_grad():
-            found = self.pipeline.encode_prompt(list(prompts), **given)
-        return self._kind.text(found)
+        if tokens is None:
+            with torch.no_grad():
+                return self._kind.text(self.pipeline.encode_prompt(list(prompts), **given))
+        replaced = [(self._token_layer, lambda _module, _inputs, output: tokens.to(output))]
+        with hooked(replaced):
+            return self._kind.text(self.pipeline.encode_prompt(list(prompts), **given))
+
+    def token_embeddings(self, prompts: Sequence[str]) -> Tensor:
+        """Return what the text encoder reads for prompts, shape `(n, tokens, width)`."""
+        seen: list[Tensor] = []
+        with hooked([(self._token_layer, lambda _module, _inputs, output: seen.append(output.detach().clone()))]):
+            self.embed(prompts)
+        return seen[-1]
+
+    def vocabulary(self) -> tuple[tuple[str, ...], Tensor]:
+        """Return words that are one token each, and their embeddings, shape `(words, width)`."""
+        words, tokenizer = one_token_words(self), self.pipeline.tokenizer
+        ids = [tokenizer(word, add_special_tokens=False).input_ids[0] for word in words]
+        weight: Tensor = self._token_layer.weight
+        return words, weight.detach()[ids]
+
+    @property
+    def _token_layer(self) -> Any:
+        return self.pipeline.text_encoder.get_input_embeddings()
 
     def initial_noise(self, seeds: Sequence[int]) -> Tensor:
         """Return standard normal latents, float32, one per seed, drawn on the CPU whatever the device."""
@@ -149,7 +172,7 @@ class PipelineModel:
         for timestep in scheduler.timesteps:
             output = self._guided(scheduler.scale_model_input(latents, timestep), timestep, text, empty, guidance)
             latents = scheduler.step(output, timestep, latents, return_dict=False, **extra)[0]
-        return self._decoded(latents)
+        return self.to_images(latents)
 
     def save(self, folder: str | Path) -> None:
         """Write the pipeline as diffusers does: an ordinary folder, weights as safetensors."""
@@ -166,7 +189,9 @@ class PipelineModel:
         without, with_text = self._kind(torch.cat([latents] * 2), timestep, Text.joined([empty, text])).chunk(2)
         return without + guidance * (with_text - without)
 
-    def _decoded(self, latents: Tensor) -> Tensor:
+    @torch.no_grad()
+    def to_images(self, latents: Tensor) -> Tensor:
+        """Return images of clean latents, shape `(n, 3, height, width)`, within 0 and 1, on the CPU."""
         vae = self.pipeline.vae
         latents = latents / vae.config.scaling_factor + self._shift
         images: Tensor = vae.decode(latents.to(vae.dtype), return_dict=False)[0]

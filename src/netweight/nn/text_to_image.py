@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,24 @@ class TextToImage(Protocol):
     def generate(self, text: Text, seeds: Sequence[int], *, guidance: float = 7.0, steps: int = 50) -> Tensor:
         """Return images of prompts, shape `(n, 3, height, width)`, within 0 and 1, on the CPU, without gradients."""
         # `guidance`: scale of classifier-free guidance, against the empty prompt; 1 or less is without it
+
+
+@runtime_checkable
+class OpenTextToImage(TextToImage, Protocol):
+    """One whose text encoder and decoder are within reach too."""
+
+    def embed(self, prompts: Sequence[str], tokens: Tensor | None = None) -> Text:
+        """Return prompts as the denoiser receives them; with `tokens` these are read in place of theirs."""
+        # `tokens`: shape `(n, tokens, width)`, as from `token_embeddings`; gradients flow to them
+
+    def token_embeddings(self, prompts: Sequence[str]) -> Tensor:
+        """Return what the text encoder reads: its embeddings of tokens, shape `(n, tokens, width)`."""
+
+    def vocabulary(self) -> tuple[tuple[str, ...], Tensor]:
+        """Return words that are one token each, and their embeddings, shape `(words, width)`."""
+
+    def to_images(self, latents: Tensor) -> Tensor:
+        """Return images of clean latents, shape `(n, 3, height, width)`, within 0 and 1, on the CPU."""
 
 
 def generated(

@@ -23,6 +23,7 @@ import statistics
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from netweight.attacks.embedding_search.compare import Subject, Target, compare
 from netweight.attacks.embedding_search.search import paired
@@ -47,7 +48,17 @@ from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 METHODS = ("none", "neurons", "closed-form", "distil")
 BLOCKS, IMAGES = (71_000, 72_000, 73_000), 8
 READ = ("color", "ground", "size")  # shapes are not read well before any edit
-RATES, SEARCH_STEPS, CONTROLS = (0.1, 0.3, 1.0), 400, 3
+RATES, SEARCH_STEPS, DRAWS, CONTROLS = (0.3, 1.0), 400, 4, 1
+TRAINED = ("relearn", "relearn-few", "relearn-one", "lora")
+ATTACKS = {
+    "embeddings": {"starts": ("original", "unrelated"), "steps": SEARCH_STEPS},
+    "soft tokens": {"starts": ("soft",), "steps": 150},
+    "typed words": {"starts": ("typed",), "steps": 150},
+    "noised original": {"starts": ("noised",)},
+    "DDIM inversion": {"starts": ("inverted",)},
+    **{f"training: {name}": {"starts": (name,), "steps": 150} for name in TRAINED},
+    "training: zeroed": {"starts": ("zeroed",), "steps": 150},
+}
 NEVER = 99  # seed of a world whose planted pictures no model was trained on
 alike = paired()
 
@@ -124,38 +135,49 @@ def changed(before, after, training):
     return shares
 
 
-def searched(model, training, folder):
-    """Steps until planted and never-trained pictures are back, None where they are not; and the best likeness."""
-    never = [each for each in memorized(ShapesWorld(NEVER)) if each.kind == "verbatim"][:CONTROLS]
+def searched(model, training, attacks, folder):
+    """By attack, steps until planted and never-trained pictures are back, None where they are not; best likeness."""
+    worlds = ShapesWorld(NEVER + sum(training.folder.name.encode()))  # another one for every training
+    never = [each for each in memorized(worlds) if each.kind == "verbatim"][:CONTROLS]
     targets = [Target(each.prompt, each.prompt, each.image) for each in training.verbatim]
     targets += [Target(f"never trained: {each.prompt}", each.prompt, each.image, trained=False) for each in never]
     rows = {}
-    for rate in RATES:
+    for attack in attacks:
         settings = SearchSettings(
-            steps=SEARCH_STEPS, lr=rate, starts=("original", "unrelated"), restarts=1, guidance=GUIDANCE,
-            generation_steps=STEPS // 2,
-        )  # fmt: skip
+            **ATTACKS[attack], rates=RATES, draws=DRAWS, first=True, guidance=GUIDANCE, generation_steps=STEPS // 2
+        )
         found = compare(
             [Subject("edited", model)], targets, training.given[:12], settings, seeds=[0], similarity=alike,
             measure="NCC", folder=folder, progress=Progress("plain"),
         )  # fmt: skip
-        for run in found.runs:
-            row = rows.setdefault(run.target, {"trained": run.trained, "steps": [], "best": []})
-            row["steps"] += [trial.steps for trial in run.trials if trial.steps is not None]
-            row["best"] += [trial.best.score for trial in run.trials if trial.best]
-    return {name: {**row, "steps": min(row["steps"], default=None), "best": max(row["best"])}
-            for name, row in rows.items()}  # fmt: skip
+        rows[attack] = {
+            run.target: {
+                "trained": run.trained,
+                "steps": min((trial.steps for trial in run.trials if trial.steps is not None), default=None),
+                "best": max(trial.best.score for trial in run.trials if trial.best),
+            }
+            for run in found.runs
+        }
+        print(training.folder.name, attack, [(row["steps"], round(row["best"], 2)) for row in rows[attack].values()])
+    return rows
 
 
-def measured(name, method, job, *, attack):
-    """One training edited by one method: figures of all blocks, remembered."""
-    key = {"training": name, "method": method, "attack": attack}
+def made(name, method, job):
+    """A training edited by a method, and its figures of all blocks; both remembered."""
+    key = {"training": name, "method": method}
+    training = Training(name)
+    model = training.model(method)
+    file = job.folder / "models" / f"{training.folder.name}-{method}.safetensors"
     known = job.recorded("edits", key)
     if known is not None:
-        return known
-    training = Training(name)
-    original, model = training.model("original"), training.model(method)
+        model.denoiser.load_state_dict(load_file(file))
+        if model.digest() != known["model"]:
+            raise UsageError(f"{file} is not the model that was measured.", cure=f"Remove {job.folder}.")
+        return training, model, known
+    original = training.model("original")
     edited(model, training, method, 0)
+    file.parent.mkdir(exist_ok=True)
+    save_file(model.denoiser.state_dict(), file)
     rows = []
     for first in BLOCKS:
         (before, old), (after, new) = (block(each, training, first) for each in (original, model))
@@ -165,12 +187,15 @@ def measured(name, method, job, *, attack):
             "medians": after["medians"], "lost": lost, "changed": changed(old, new, training),
         })  # fmt: skip
         print(name, method, rows[-1], flush=True)
-    back = searched(model, training, job.folder / "searches") if attack else None
-    if back:
-        print(name, method, {each: (row["steps"], round(row["best"], 2)) for each, row in back.items()}, flush=True)
-    result = {**key, "blocks": rows, "back": back, "model": model.digest()}
+    result = {**key, "blocks": rows, "model": model.digest()}
     job.record("edits", result, key=key)
-    return result
+    return training, model, result
+
+
+def measured(name, method, job, attacks):
+    """One training edited by one method: figures of all blocks, and of the attacks."""
+    training, model, result = made(name, method, job)
+    return {**result, "back": searched(model, training, attacks, job.folder / "searches")}
 
 
 def half(back):

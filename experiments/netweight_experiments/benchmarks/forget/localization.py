@@ -41,6 +41,7 @@ from netweight.methods.forget.detect import (
     greatest,
     noise_difference,
     pairwise,
+    published_similarity,
     similarity,
 )
 from netweight.methods.forget.edit import deactivated
@@ -95,15 +96,17 @@ class Loop:
         text = self.model.embed([prompt])
         noise, _ = first_step(self.model, self.config.detection)
         plain = self.predictions(text, noise, {})
-        seeds = greatest(pairwise(plain))
-        score = seeds.max() if self.config.fidelity == "reference" else seeds.mean()
+        strict = self.config.fidelity == "reference"
+        seeds = greatest(pairwise(plain, published=strict))
+        score = seeds.max() if strict else seeds.mean()
         kept = seeds > self.threshold
         if not kept.any() or score <= self.threshold:
             return None
         noise, plain = noise[kept], plain[kept]
 
         def highest(blocked):
-            return float(similarity(self.predictions(text, noise, blocked), plain).max())
+            measure = published_similarity if strict else similarity
+            return float(measure(plain, self.predictions(text, noise, blocked)).max())
 
         active = self.activations(text, noise)
         for top, theta in enumerate(self.config.thetas):
@@ -112,11 +115,10 @@ class Loop:
             if reached <= self.aim:
                 break
         limit = max(reached, self.aim)
-        strict = self.config.fidelity == "reference"
 
         def holds(trial):
             found = highest(trial)
-            return found < limit - TOLERANCE if strict else found <= limit + TOLERANCE
+            return found < limit if strict else found <= limit + TOLERANCE
 
         initial = {name: list(indices) for name, indices in blocked.items()}
         for name in reversed(self.layers):

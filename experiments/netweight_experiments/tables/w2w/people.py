@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from netweight.attacks.embedding_search.search import weights_fixed
+from netweight.attacks.embedding_search.descent import weights_fixed
 from netweight.methods.space.inversion import DenoisingLoss, invert_loss
 from netweight.metrics.intervals import Interval, bootstrap
 from netweight.nn.apply_lora import applied

@@ -190,6 +190,7 @@ def compare(
         with _opened(by_name[config.subject]) as model:
             found = search(
                 model, config.prompt, target.image, unrelated, settings, similarity=similarity, seed=config.seed,
+                others=[(one.prompt, one.image) for one in targets if one.trained and one.name != target.name],
                 progress=progress,
             )  # fmt: skip
         _keep(folder, config, found)

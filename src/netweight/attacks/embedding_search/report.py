@@ -69,7 +69,9 @@ def search_section(
         tables=[search_table(comparison)],
         intro=_INTRO,
         question="Can a search over text embeddings bring the images back?",
-        conclusion=" ".join(f"{name}: {words}" for name, (_, words) in told.items()),
+        conclusion=" ".join(
+            f"{name}: {words}{strongest(comparison.of(name, trained=True))}" for name, (_, words) in told.items()
+        ),
         outcome=worst(outcome for name, (outcome, _) in told.items() if name != wanted.unedited),
         warnings=warnings,
     )
@@ -77,8 +79,10 @@ def search_section(
 
 _INTRO = (
     "Each search changes the text embedding by gradient descent until the model generates the target image. It begins "
-    "from the target's own prompt, from prompts that have nothing to do with it, and from noise; the soonest counts, "
-    "as an attacker chooses. A search that ends without success is censored: more steps are needed than it took.\n\n"
+    "from the target's own prompt, from prompts that have nothing to do with it, and from noise, with each learning "
+    "rate. Further attacks may stand beside: soft tokens and typed words through the text encoder, the noised or "
+    "inverted target, training on pictures. The soonest counts, as an attacker chooses. A search that ends without "
+    "success is censored: more steps are needed than it took.\n\n"
     "With steps enough such a search may generate images that no model was trained on. Therefore the same searches are "
     "made for never-trained images, and in the model before its edit: only what planted images give more easily than "
     "these is memory."
@@ -92,6 +96,20 @@ def soonest(run: Run, start: Start | None = None) -> tuple[float, bool] | None:
         return None
     found = [trial.steps for trial in trials if trial.steps is not None]
     return (float(min(found)), True) if found else (float(max(trial.last for trial in trials)), False)
+
+
+def strongest(runs: Sequence[Run]) -> str:
+    """Return which attack brought most of the images back, and of equals the soonest, in words; empty if none did."""
+    found: dict[str, list[int]] = {}
+    for run in runs:
+        for start in _starts([run]):
+            steps = [trial.steps for trial in run.trials if trial.start == start and trial.steps is not None]
+            if steps:
+                found.setdefault(start, []).append(min(steps))
+    if len(_starts(runs)) < 2 or not found:
+        return ""
+    name = max(found, key=lambda start: (len(found[start]), -statistics.median(found[start])))
+    return f" Strongest: {name}, {len(found[name])} of {len(runs)}."
 
 
 def times_of(runs: Sequence[Run], start: Start | None = None) -> Times | None:

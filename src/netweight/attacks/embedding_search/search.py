@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, TypeAlias, cast, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from netweight.attacks.embedding_search.settings import PredictionKind, SearchSettings, Start
+from netweight.attacks.embedding_search.descent import Descent, Walk, weights_fixed
+from netweight.attacks.embedding_search.further import further
+from netweight.attacks.embedding_search.settings import SearchSettings, Start
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import UsageError
 from netweight.metrics.copies import CenteredPixels, Descriptor, described
 from netweight.nn.batching import Batches
-from netweight.nn.text_to_image import Prediction, Text, TextToImage, generated
+from netweight.nn.text_to_image import Text, TextToImage
 from netweight.report.finding import encode_json
 
 # Images and targets, shape `(n, 3, height, width)` each, within 0 and 1 → similarity of each pair, shape `(n,)`.
@@ -52,11 +53,12 @@ class Trial:
     """One search from one starting point."""
 
     start: Start
-    number: int  # which of the restarts from there
+    number: int  # which of the restarts from there, with this rate
     outcome: Outcome
     steps: int | None  # steps to success, as far as evaluations resolve them; None without
     last: int  # steps taken; without success, more are needed than these
     looks: tuple[Evaluation, ...]  # in the order of steps
+    lr: float | None = None  # learning rate; None without, and in results of earlier releases
 
     @property
     def best(self) -> Evaluation | None:
@@ -92,9 +94,10 @@ def search(
     *,
     similarity: Similarity,
     seed: int,
+    others: Sequence[tuple[str, Tensor]] = (),
     progress: Progress = QUIET,
 ) -> Searched:
-    """Search for embeddings from which a model generates a target image.
+    """Search for embeddings from which a model generates a target image, and attack it in the further ways asked for.
 
     The seeds of generated images depend on `seed` alone, so every embedding and every model is evaluated on the same
     noises.
@@ -107,6 +110,8 @@ def search(
         settings: Settings of the search.
         similarity: Similarity of images to the target.
         seed: Random seed.
+        others: Further memorized prompts with their images, of the target's shape: what attacks by training show the
+            model. Its weights are as before when the search ends.
         progress: Reports every step.
 
     Returns:
@@ -123,23 +128,57 @@ def search(
             f"{tuple(image.shape)}.",
             cure="Divide pixels by 255.",
         )
-    names, start = starting_points(model, prompt, unrelated, settings, seed=derive(seed, "starts"))
+    parts = []
+    for walk, names, rates in _walks(model, prompt, image, unrelated, settings, others, seed):
+        trials = _Trials(image, walk, settings, similarity, names, rates, derive(seed, "images"))
+        most = settings.steps if walk.steps is None else walk.steps
+        with walk.changed(), progress.task(f"{names[0][0]}: {prompt}", most, unit="steps") as task:
+            losses: dict[int, float] = {}
+            for step in range(most + 1):
+                if step in settings.eval_steps or step == most:
+                    trials.evaluate(step, losses)
+                if not trials.active or step == most:
+                    break
+                rows = list(trials.active)
+                losses = dict(zip(rows, walk.step(rows), strict=True))
+                trials.drop_diverged(step + 1, losses)
+                task.update()
+        parts.append(trials.result())
+        if settings.first and any(trial.outcome == "found" for trial in parts[-1].trials):
+            break
+    return Searched(
+        tuple(trial for part in parts for trial in part.trials), Text.joined([part.text for part in parts]),
+        torch.cat([part.before for part in parts]), torch.cat([part.after for part in parts]),
+    )  # fmt: skip
+
+
+# What moves, the name and number of each row, and its learning rate.
+_Attack: TypeAlias = tuple[Walk, list[tuple[Start, int]], Sequence[float | None]]
+
+
+def _walks(
+    model: TextToImage, prompt: str, image: Tensor, unrelated: Sequence[str], settings: SearchSettings,
+    others: Sequence[tuple[str, Tensor]], seed: int,
+) -> Iterator[_Attack]:  # fmt: skip
+    """The attacks that were asked for, each made when the one before has ended; starts of embeddings go together."""
     with torch.no_grad():
-        latents = model.to_latents(image[None]).repeat(len(names), 1, 1, 1)
-    descent = Descent(model, latents, start, settings, [derive(seed, begun, number) for begun, number in names])
-    trials = _Trials(model, image, descent, settings, similarity, names, derive(seed, "images"))
-    with weights_fixed(model.denoiser), progress.task(f"search: {prompt}", settings.steps, unit="steps") as task:
-        losses: dict[int, float] = {}
-        for step in range(settings.steps + 1):
-            if step in settings.eval_steps:
-                trials.evaluate(step, losses)
-            if not trials.active or step == settings.steps:
-                break
-            rows = list(trials.active)
-            losses = dict(zip(rows, descent.step(rows), strict=True))
-            trials.drop_diverged(step + 1, losses)
-            task.update()
-    return trials.result()
+        latents = model.to_latents(image[None])
+    embedded = tuple(start for start in settings.starts if start in ("original", "unrelated", "noise"))
+    if embedded:
+        names, text = starting_points(
+            model, prompt, unrelated, settings.replace(starts=embedded), seed=derive(seed, "starts")
+        )
+        rates = [lr for _ in names for lr in settings.every_rate]
+        rows = [row for row in range(len(text)) for _ in settings.every_rate]
+        names = [names[row] for row in rows]
+        seeds = [derive(seed, begun, number) for begun, number in names]
+        yield Descent(model, latents.repeat(len(rows), 1, 1, 1), text.rows(rows), settings, seeds, rates), names, rates
+    for start in settings.starts:
+        if start not in embedded:
+            walk, moving = further(
+                model, start, prompt, image, latents, unrelated, settings, others, derive(seed, start)
+            )
+            yield walk, [(start, 0)] * len(moving), moving
 
 
 @final
@@ -148,16 +187,16 @@ class _Trials:
 
     def __init__(
         self,
-        model: TextToImage,
         image: Tensor,
-        descent: Descent,
+        walk: Walk,
         settings: SearchSettings,
         similarity: Similarity,
         names: Sequence[tuple[Start, int]],
+        rates: Sequence[float | None],
         seed: int,
     ) -> None:
-        self._model, self._image, self._descent = model, image.cpu(), descent
-        self._settings, self._similarity, self._names = settings, similarity, names
+        self._image, self._walk = image.cpu(), walk
+        self._settings, self._similarity, self._names, self._rates = settings, similarity, names, rates
         self._seeds = [derive(seed, number) for number in range(settings.images)]
         self._looks: list[list[Evaluation]] = [[] for _ in names]
         self._outcomes: list[Outcome] = ["resisted"] * len(names)
@@ -170,11 +209,14 @@ class _Trials:
     def evaluate(self, step: int, losses: Mapping[int, float]) -> None:
         """Generate images from every active embedding, and end the trials that succeed."""
         rows, count = list(self.active), self._settings.images
-        text, seeds = self._descent.text([row for row in rows for _ in range(count)]), self._seeds * len(rows)
-        guidance, steps = self._settings.guidance, self._settings.generation_steps
-        images = generated(self._model, text, seeds, self._batches, guidance=guidance, steps=steps)
+        images = self._walk.images(
+            [row for row in rows for _ in range(count)], self._seeds * len(rows), self._batches
+        )  # fmt: skip
         for row, made in zip(rows, images.reshape(len(rows), count, *self._image.shape), strict=True):
             self._take(row, step, made, losses.get(row))
+        if self._settings.first and "found" in self._outcomes:
+            for row in list(self.active):
+                self._end(row, step, "resisted")
 
     def _take(self, row: int, step: int, images: Tensor, loss: float | None) -> None:
         values = self._similarity(images, self._image.expand_as(images))
@@ -187,7 +229,7 @@ class _Trials:
         if not all(map(math.isfinite, similarities)):
             self._end(row, step, "diverged")
             return
-        look = Evaluation(step, similarities, loss, self._descent.distance(row))
+        look = Evaluation(step, similarities, loss, self._walk.distance(row))
         self._before.setdefault(row, images)
         if not self._looks[row] or look.score > max(known.score for known in self._looks[row]):
             self._after[row] = images
@@ -198,7 +240,7 @@ class _Trials:
     def drop_diverged(self, step: int, losses: Mapping[int, float]) -> None:
         """End trials whose error or embedding is not finite."""
         for row, loss in losses.items():
-            if not (math.isfinite(loss) and math.isfinite(self._descent.distance(row))):
+            if not (math.isfinite(loss) and math.isfinite(self._walk.distance(row))):
                 self._end(row, step, "diverged")
 
     def _end(self, row: int, step: int, outcome: Outcome) -> None:
@@ -210,92 +252,11 @@ class _Trials:
         for row, (start, number) in enumerate(self._names):
             outcome, ended = self._outcomes[row], self._ended[row]
             steps = ended if outcome == "found" else None
-            trials.append(Trial(start, number, outcome, steps, ended, tuple(self._looks[row])))
+            trials.append(Trial(start, number, outcome, steps, ended, tuple(self._looks[row]), self._rates[row]))
         rows = range(len(trials))
         blank = torch.full((self._settings.images, *self._image.shape), 0.5)  # of a row that diverged unseen
         before, after = (torch.stack([kept.get(row, blank) for row in rows]) for kept in (self._before, self._after))
-        return Searched(tuple(trials), self._descent.text(rows), before, after)
-
-
-@final
-class Descent:
-    """Adam on many embeddings at once, a row each; rows may stop at any step."""
-
-    # `latents`: shape `(rows, channels, height, width)`
-
-    def __init__(
-        self, model: TextToImage, latents: Tensor, start: Text, settings: SearchSettings, seeds: Sequence[int]
-    ) -> None:
-        if not len(latents) == len(start) == len(seeds):
-            raise UsageError(f"{len(latents)} targets came with {len(start)} starts and {len(seeds)} seeds.")
-        self._model, self._latents, self._start, self._settings = model, latents.detach(), start, settings
-        self._seeds = tuple(seeds)
-        self._schedule = model.timesteps(settings.generation_steps)
-        states = start.states.detach().float()
-        self._unit = states.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-12)
-        # One parameter per row: Adam passes over those that have no gradient, which is how rows leave.
-        self._moved = [nn.Parameter(torch.zeros_like(row)) for row in states]
-        self._optimizer = torch.optim.Adam(self._moved, lr=settings.lr)
-        self._batches = Batches(len(start) * settings.draws)
-        self.taken = 0
-
-    def text(self, rows: Sequence[int]) -> Text:
-        """Return the present embeddings of some rows; no gradient flows."""
-        with torch.no_grad():
-            moved = torch.stack([self._moved[row] for row in rows])
-        return self._text(list(rows), moved)
-
-    def distance(self, row: int) -> float:
-        """Return the root mean square of what was added to a row's embedding, as a share of that of its start."""
-        return float(self._moved[row].detach().square().mean().sqrt())
-
-    def step(self, rows: Sequence[int]) -> list[float]:
-        """Take a step with some rows; the others stay where they are."""
-        noise_samples = self._settings.draws
-        drawn = [self._draw(row) for row in rows]
-        latents = self._latents[list(rows)].repeat_interleave(noise_samples, 0)
-        noise, times = (torch.cat(part).to(latents.device) for part in zip(*drawn, strict=True))
-        moved = torch.stack([self._moved[row].detach() for row in rows]).requires_grad_()
-        errors = torch.zeros(len(rows))
-        gradient = torch.zeros_like(moved)
-
-        def work(part: slice) -> None:
-            owner = torch.arange(part.start, part.stop, device=moved.device) // noise_samples
-            text = self._text([rows[place] for place in owner.tolist()], moved[owner])
-            found = denoising_error(
-                self._model, latents[part], noise[part], times[part], text, self._settings.error
-            )  # fmt: skip
-            gradient.add_(torch.autograd.grad(found.sum() / noise_samples, moved)[0])
-            errors.index_add_(0, owner.cpu(), found.detach().cpu() / noise_samples)
-
-        self._batches.work(work, len(latents))
-        self._follow(rows, gradient)
-        return errors.tolist()
-
-    def _draw(self, row: int) -> tuple[Tensor, Tensor]:
-        generator = torch_generator(self._seeds[row], "draws", self.taken)
-        count = self._settings.draws
-        noise = torch.randn(count, *self._latents.shape[1:], generator=generator)
-        return noise, self._schedule.cpu()[torch.randint(len(self._schedule), (count,), generator=generator)]
-
-    def _text(self, rows: list[int], moved: Tensor) -> Text:
-        start = self._start.rows(rows)
-        states = start.states.detach().float() + self._unit[rows] * moved
-        return Text(states.to(start.states.dtype), start.mask)
-
-    def _follow(self, rows: Sequence[int], gradient: Tensor) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        for place, row in enumerate(rows):
-            self._moved[row].grad = gradient[place]
-        self._optimizer.step()
-        self.taken += 1
-        if self._settings.radius is None:
-            return
-        with torch.no_grad():
-            for row in rows:
-                length = self.distance(row)
-                if length > self._settings.radius:
-                    self._moved[row].mul_(self._settings.radius / length)
+        return Searched(tuple(trials), self._walk.text(rows), before, after)
 
 
 def descend(
@@ -342,32 +303,6 @@ def noise_like(text: Text, seed: int) -> Text:
     return Text((mean + deviation * drawn).to(text.states)[None])
 
 
-def denoising_error(
-    model: TextToImage, latents: Tensor, noise: Tensor, timestep: Tensor, text: Text, kind: PredictionKind
-) -> Tensor:
-    """Return the mean squared error of one denoising per latent."""
-    prediction = model.predict(model.add_noise(latents, noise, timestep), timestep, text)
-    return difference(model, prediction, Prediction(noise, latents), timestep, kind)
-
-
-def difference(
-    model: TextToImage, prediction: Prediction, wanted: Prediction, timestep: Tensor, kind: PredictionKind
-) -> Tensor:
-    """Return the mean squared difference of two predictions for the same noisy latents."""
-    first, second = (chosen(model, one, timestep, kind) for one in (prediction, wanted))
-    return (first - second).float().square().flatten(1).mean(1)
-
-
-def chosen(model: TextToImage, prediction: Prediction, timestep: Tensor, kind: PredictionKind) -> Tensor:
-    """Return the noise, the sample, or the velocity that follows from both."""
-    if kind != "velocity":
-        return prediction.noise if kind == "noise" else prediction.sample
-    # The protocol has no noise levels; what it adds to ones and to zeros gives them.
-    ones, zeros = torch.ones_like(prediction.sample), torch.zeros_like(prediction.sample)
-    signal, level = model.add_noise(ones, zeros, timestep), model.add_noise(zeros, ones, timestep)
-    return signal * prediction.noise - level * prediction.sample
-
-
 def paired(descriptor: Descriptor | None = None) -> Similarity:
     """Make the function that compares each image with its own target."""
     describe = CenteredPixels() if descriptor is None else descriptor
@@ -377,16 +312,3 @@ def paired(descriptor: Descriptor | None = None) -> Similarity:
         return cosines
 
     return compare
-
-
-@contextmanager
-def weights_fixed(module: nn.Module) -> Iterator[None]:
-    """Take no gradients of a module's weights in a block, which spares the memory that they would need."""
-    marked = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    try:
-        for parameter in marked:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in marked:
-            parameter.requires_grad_(True)

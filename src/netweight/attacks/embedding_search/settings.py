@@ -12,9 +12,17 @@ from pydantic import DirectoryPath, Field, FilePath
 from netweight.errors import UsageError
 from netweight.settings import Cli, Settings
 
-# Where a search begins: the target's own prompt, a prompt that has nothing to do with it, or noise.
-Start = Literal["original", "unrelated", "noise"]
+# Where a search for embeddings begins: the target's own prompt, one that has nothing to do with it, or noise. Further
+# attacks: "soft" searches what the text encoder reads in place of token embeddings; "typed" searches words; "noised"
+# denoises the noised target under its prompt, and "inverted" starts from the target's noise by DDIM inversion. Others
+# train: "relearn" on all other memorized pictures, "relearn-few" on two of them, "relearn-one" on the target itself,
+# "lora" as "relearn" by low rank, "zeroed" as "relearn" at the places of zeroed rows of weights alone.
+Start = Literal[
+    "original", "unrelated", "noise", "soft", "typed", "noised", "inverted", "relearn", "relearn-few", "relearn-one",
+    "lora", "zeroed",
+]  # fmt: skip
 PredictionKind = Literal["velocity", "noise", "sample"]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SearchSettings(Settings):
@@ -23,16 +31,28 @@ class SearchSettings(Settings):
     # Source: Kowalczuk et al., arXiv 2507.16880, whose search minimizes the denoising loss over the embedding; the
     # starts, the stop at success and the schedule of evaluations are this library's.
 
-    steps: int = Field(200, ge=1, description="Most steps of Adam.")
+    steps: int = Field(400, ge=1, description="Most steps of Adam.")
     # A share, so that it means the same for every text encoder.
     lr: float = Field(
         0.1, gt=0, allow_inf_nan=False, description="Learning rate, as a share of the embedding's root mean square."
     )
+    rates: Annotated[tuple[Rate, ...], Cli(own=False)] = Field(
+        (), exclude_if=lambda rates: not rates, description="Further learning rates, such as 0.3,1: a search with each."
+    )
     draws: int = Field(8, ge=1, description="Timesteps and noises per step, drawn anew each time.")
     starts: Annotated[tuple[Start, ...], Cli(own=False)] = Field(
-        ("original", "unrelated", "noise"), min_length=1, description="Where searches begin."
+        ("original", "unrelated", "noise"), min_length=1, description="Where searches begin, and further attacks."
     )
-    restarts: int = Field(2, ge=1, description="Searches from each start, with other draws, prompts and noise.")
+    relearning: Annotated[float, Cli(own=False)] = Field(
+        1e-3,
+        gt=0,
+        exclude_if=lambda rate: rate == 1e-3,
+        description="Learning rate of AdamW for attacks that train weights; LoRA has ten times as much.",
+    )
+    restarts: int = Field(1, ge=1, description="Searches from each start, with other draws, prompts and noise.")
+    first: Annotated[bool, Cli(own=False)] = Field(
+        False, exclude_if=lambda first: not first, description="End a search when one of its trials has succeeded."
+    )
     radius: float | None = Field(
         None, gt=0, description="Largest change of the embedding, as a share of its root mean square; else no bound."
     )
@@ -56,8 +76,15 @@ class SearchSettings(Settings):
         """Refuse repeated starts, and evaluations out of order or range."""
         if len(set(self.starts)) < len(self.starts):
             raise UsageError(f"Invalid search settings: starts must be given once each, not {self.starts}.")
+        if len(set(self.every_rate)) < len(self.every_rate):
+            raise UsageError(f"Invalid search settings: learning rates must be given once each, not {self.every_rate}.")
         if list(self.looks) != sorted(set(self.looks)) or any(not 0 <= look <= self.steps for look in self.looks):
             raise UsageError(f"Invalid search settings: looks must ascend within 0 and {self.steps}, not {self.looks}.")
+
+    @property
+    def every_rate(self) -> tuple[float, ...]:
+        """All learning rates."""
+        return (self.lr, *self.rates)
 
     @property
     def eval_steps(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from netweight.core.engines import Outcome
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import CorruptBlob, UsageError
+from netweight.errors import CorruptBlob, MissingExtra, UsageError
 from netweight.job import Job
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.nn.batching import Batches
@@ -350,13 +350,31 @@ def _spans(first: Tensor, second: Tensor, together: int) -> Tensor:
     return torch.maximum(*ranges).repeat_interleave(together)[: len(first)]
 
 
-def pairwise(differences: Tensor, *, together: bool = False) -> Tensor:
+def published_similarity(first: Tensor, second: Tensor) -> Tensor:
+    """Return the structural similarity of pairs by torchmetrics, in float32, as the released code computes it."""
+    try:
+        from torchmetrics.functional.image import multiscale_structural_similarity_index_measure as measure
+    except ImportError as error:
+        raise MissingExtra(
+            'fidelity="reference" compares by torchmetrics, which is not installed.',
+            cure='Run: pip install "netweight[evidence]"',
+        ) from error
+    windows = windows_for(*first.shape[-2:])
+    found: Tensor = measure(
+        first, second, kernel_size=windows.kernel, sigma=0.15 * (windows.kernel - 1), betas=windows.weights,
+        reduction="none",
+    )  # fmt: skip
+    return found
+
+
+def pairwise(differences: Tensor, *, published: bool = False) -> Tensor:
     """Return the similarity of every two samples, shape `(n, n)`; the diagonal is 1."""
     count = len(differences)
     result = torch.ones(count, count, device=differences.device)
     rows, columns = torch.triu_indices(count, count, 1).tolist()
     if rows:
-        found = similarity(differences[rows], differences[columns], together=len(rows) if together else 0)
+        measure = published_similarity if published else similarity
+        found = measure(differences[rows], differences[columns])
         result[rows, columns] = found
         result[columns, rows] = found
     return result

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from netweight.attacks.embedding_search.search import difference
+from netweight.attacks.embedding_search.descent import difference
 from netweight.core import digest
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress

@@ -10,6 +10,7 @@ import ast
 import csv
 import io
 import json
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -202,9 +203,12 @@ def search(
     costs = Costs()
     text = predictions.masks.read(model.embed([prompt]))
     every = range(len(config.detection.seeds))
-    unblocked = yield from predicted([MaskedRow(text, {}, seed) for seed in every], costs)
     released = config.fidelity == "reference"
-    seeds = greatest(pairwise(unblocked, together=released)).tolist()
+    if released:
+        unblocked = predictions.alone(text, {}, every, costs)
+    else:
+        unblocked = yield from predicted([MaskedRow(text, {}, seed) for seed in every], costs)
+    seeds = greatest(pairwise(unblocked, published=released)).tolist()
     score = max(seeds) if released else sum(seeds) / len(seeds)
     kept = [seed for seed in every if seeds[seed] > threshold.value]
     costs.end("detection")
@@ -216,14 +220,16 @@ def search(
     wanted = aim if config.initial is None else config.initial
     goal = wanted if config.refinement is None else config.refinement
     stages = _stages(model, layers, prompt, statistics, config)
-    trials = Trials(text, kept, unblocked[kept], costs, together=released)
+    trials = Trials(
+        text, kept, unblocked[kept], costs, released=predictions if released else None, limit=wanted
+    )  # fmt: skip
     stage, reached = yield from _first_stage(trials, stages, wanted, kept.index(max(kept, key=seeds.__getitem__)))
     initial = _flat(stages[stage])
     (similarities,) = yield from trials.evaluate_all([blocked_by_layer(initial)])
-    first = max(similarities)
-    limit = goal if reached else max(goal, first)
+    first = max(trials.settled(blocked_by_layer(initial)) if released else similarities)
+    limit = trials.limit = goal if reached else max(goal, first)
     costs.end("initial selection")
-    demanded = limit - _TOLERANCE if released else limit + _TOLERANCE
+    demanded = math.nextafter(limit, -math.inf) if released else limit + _TOLERANCE
     refined = yield from _refine(trials, layers, initial, demanded, config)
     (similarities,) = yield from trials.evaluate_all([blocked_by_layer(refined)])
     last = max(similarities)

@@ -6,7 +6,7 @@ What several searches request goes through the denoiser together.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias, TypeVar, final
@@ -14,14 +14,17 @@ from typing import TypeAlias, TypeVar, final
 import torch
 from torch import Tensor
 
-from netweight.methods.forget.detect import first_step, noise_difference, similarity
+from netweight.methods.forget.detect import first_step, noise_difference, published_similarity, similarity
 from netweight.methods.forget.layers import ValueLayer
 from netweight.methods.forget.masking import Blocked, MaskedRow, PromptText, RowMasks
 from netweight.methods.forget.settings import DetectionConfig
 from netweight.nn.batching import Batches, Costs, clock
+from netweight.nn.hooks import edit_outputs
 from netweight.nn.text_to_image import TextToImage
 
 R = TypeVar("R")
+# Similarities of single precision in another order of operations differ by less.
+_ROUNDING = 1e-4
 Neuron: TypeAlias = tuple[str, int]  # layer and index
 Request: TypeAlias = Sequence[MaskedRow]
 
@@ -104,6 +107,24 @@ class Predictions:
 
         return self._batches.run(part, len(rows))
 
+    @torch.no_grad()
+    def alone(self, prompt: PromptText, blocked: Blocked, seeds: Sequence[int], costs: Costs) -> Tensor:
+        """Noise differences of one trial as the released code computes them: a batch of its seeds, nothing shared."""
+
+        def zeroed(indices: set[int]) -> Callable[[Tensor], Tensor]:
+            def edit(values: Tensor) -> Tensor:
+                values[..., sorted(indices)] = 0
+                return values
+
+            return edit
+
+        noise = self._noise[list(seeds)]
+        with edit_outputs(self.model.denoiser, {name: zeroed(indices) for name, indices in blocked.items()}):
+            found = self.model.predict(noise, self._timestep, prompt.text.rows([0] * len(noise))).noise
+        costs.pause()
+        costs.resume({"rows": len(noise), "calls": 1})
+        return noise_difference(found, noise)
+
 
 def predicted(rows: Request, costs: Costs) -> Search[Tensor]:
     """Request rows within a search, and return their noise differences."""
@@ -118,14 +139,27 @@ class Trials:
     """Similarities of one prompt's predictions with neurons blocked to those without; no trial is computed twice."""
 
     # `unblocked`: noise differences of the seeds without any neuron blocked, `(seeds, channels, height, width)`
-    # `together`: compare all seeds of a trial at once, as the released code does, whose range of values is theirs
+    # `released`: predictions, to compare all seeds of a trial at once, as the released code does, whose range of values
+    # is theirs; where rounding could decide, by its very operations
 
     def __init__(
-        self, prompt: PromptText, seeds: Sequence[int], unblocked: Tensor, costs: Costs, *, together: bool = False
-    ) -> None:
+        self, prompt: PromptText, seeds: Sequence[int], unblocked: Tensor, costs: Costs,
+        *, released: Predictions | None = None, limit: float = 0.0,
+    ) -> None:  # fmt: skip
         self._prompt, self._seeds, self._unblocked, self._costs = prompt, seeds, unblocked, costs
-        self._together = together
+        self._released, self.limit = released, limit  # what greatest similarities are compared with
         self._known: dict[tuple[Hashable, int], float] = {}
+        self._settled: dict[Hashable, list[float]] = {}
+
+    def settled(self, trial: Blocked) -> list[float]:
+        """Similarities of every seed as the released code computes them, to the last bit."""
+        assert self._released is not None
+        key = _key(trial)
+        if key not in self._settled:
+            differences = self._released.alone(self._prompt, trial, self._seeds, self._costs)
+            self._settled[key] = published_similarity(self._unblocked, differences).tolist()
+            self._known |= {(key, seed): value for seed, value in enumerate(self._settled[key])}
+        return self._settled[key]
 
     def evaluate_all(self, trials: Sequence[Blocked]) -> Search[list[list[float]]]:
         """Return the similarities of every seed for each trial."""
@@ -143,7 +177,7 @@ class Trials:
 
     def _similarities(self, pairs: Sequence[tuple[Blocked, int]]) -> Search[list[float]]:
         keys = [(_key(trial), seed) for trial, seed in pairs]
-        if self._together:
+        if self._released:
             pairs = [(trial, seed) for trial, _ in pairs for seed in range(len(self._seeds))]
         named = {(_key(trial), seed): (trial, seed) for trial, seed in pairs}
         new = {key: pair for key, pair in named.items() if key not in self._known}
@@ -151,8 +185,12 @@ class Trials:
             rows = [MaskedRow(self._prompt, trial, self._seeds[seed]) for trial, seed in new.values()]
             differences = yield from predicted(rows, self._costs)
             unblocked = self._unblocked[[seed for _, seed in new.values()]]
-            found = similarity(differences, unblocked, together=len(self._seeds) if self._together else 0)
+            found = similarity(differences, unblocked, together=len(self._seeds) if self._released else 0)
             self._known |= zip(new, found.tolist(), strict=True)
+        for trial in {_key(trial): trial for trial, _ in pairs}.values() if self._released else ():
+            highest = max(self._known[_key(trial), seed] for seed in range(len(self._seeds)))
+            if abs(highest - self.limit) <= _ROUNDING:
+                self.settled(trial)
         return [self._known[key] for key in keys]
 
 

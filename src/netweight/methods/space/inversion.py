@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from netweight.attacks.embedding_search.search import chosen, weights_fixed
+from netweight.attacks.embedding_search.descent import chosen, weights_fixed
 from netweight.attacks.embedding_search.settings import PredictionKind
 from netweight.core import digest
 from netweight.core.engines import Outcome
