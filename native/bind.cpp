@@ -188,25 +188,31 @@ nb::tuple decode(nb::handle blob, int threads, bool check, const std::string& pa
   return nb::make_tuple(out, h.dtype->name, shape_tuple(h));
 }
 
-void decode_checked(std::span<const u8> blob, std::span<u8> out, int threads, bool check, const std::string& path, nb::handle base) {
-  const Kernels& kernels = kernels_by_name(path.c_str());
-  BlobHeader h = read_header(blob);
-  if (h.nbytes != out.size()) {
-    const std::string sizes = "the output has " + std::to_string(out.size()) + " bytes where the tensor has " + std::to_string(h.nbytes);
-    throw nb::value_error(sizes.c_str());
-  }
-  decode_to(blob, h, 0, h.numbers, out.data(), threads, check, kernels, Base(base));
+void check_size(u64 output, u64 tensor) {
+  if (output == tensor) return;
+  const std::string sizes = "the output has " + std::to_string(output) + " bytes where the tensor has " + std::to_string(tensor);
+  throw nb::value_error(sizes.c_str());
 }
 
 void decode_into(nb::handle blob, nb::handle out, int threads, bool check, const std::string& path, nb::handle base) {
   Buffer in(blob, false), to(out, true);
-  decode_checked(in.bytes(), {to.data(), to.size()}, threads, check, path, base);
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  const BlobHeader h = read_header(in.bytes());
+  check_size(to.size(), h.nbytes);
+  decode_to(in.bytes(), h, 0, h.numbers, to.data(), threads, check, kernels, Base(base));
 }
 
-// The same to memory of the caller's that is known by address and size, which is quicker to ask of a torch tensor than a buffer.
-void decode_to_address(nb::handle blob, uintptr_t address, size_t nbytes, int threads, bool check, const std::string& path, nb::handle base) {
+// Numbers [first, last) of a tensor to memory of the caller's that is known by address and size, which is quicker to ask of a torch tensor than a buffer.
+// Without `last` all numbers from the first on.
+void decode_to_address(nb::handle blob, uintptr_t address, size_t nbytes, int threads, bool check, const std::string& path, nb::handle base, u64 first,
+                       std::optional<u64> last) {
   Buffer in(blob, false);
-  decode_checked(in.bytes(), {reinterpret_cast<u8*>(address), nbytes}, threads, check, path, base);
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  const BlobHeader h = read_header(in.bytes());
+  const u64 end = last.value_or(h.numbers);
+  if (first > end || end > h.numbers) throw nb::value_error("the range lies outside the tensor");
+  check_size(nbytes, (end - first) * h.dtype->unit_bytes);
+  decode_to(in.bytes(), h, first, end, reinterpret_cast<u8*>(address), threads, check, kernels, Base(base));
 }
 
 Bytes decode_numbers(nb::handle blob, u64 first, u64 last, int threads, bool check, const std::string& path, nb::handle base) {
@@ -337,7 +343,7 @@ NB_MODULE(_native, m) {
   m.def("decode_into", &decode_into, nb::arg("blob"), nb::arg("out"), nb::arg("threads"), nb::arg("check"), nb::arg("path"),
         nb::arg("base") = nb::none());
   m.def("decode_to_address", &decode_to_address, nb::arg("blob"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("check"),
-        nb::arg("path"), nb::arg("base") = nb::none());
+        nb::arg("path"), nb::arg("base") = nb::none(), nb::arg("first") = 0, nb::arg("last") = nb::none());
   m.def("decode_numbers", &decode_numbers, nb::arg("blob"), nb::arg("first"), nb::arg("last"), nb::arg("threads"), nb::arg("check"), nb::arg("path"),
         nb::arg("base") = nb::none());
   m.def("decode_chunk", &decode_chunk_alone, nb::arg("header"), nb::arg("size"), nb::arg("number"), nb::arg("chunk"), nb::arg("out"), nb::arg("check"),

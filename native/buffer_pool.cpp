@@ -52,7 +52,7 @@ void advise_huge_pages(void* start, std::size_t bytes) {
 #if defined(__linux__)
   const std::uintptr_t first = (reinterpret_cast<std::uintptr_t>(start) + 4095) & ~std::uintptr_t{4095};
   const std::uintptr_t last = (reinterpret_cast<std::uintptr_t>(start) + bytes) & ~std::uintptr_t{4095};
-  if (last > first + kHugePage) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  if (last >= first + kHugePage) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #else
   (void)start, (void)bytes;
 #endif

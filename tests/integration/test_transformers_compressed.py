@@ -216,7 +216,7 @@ def test_an_expert_is_decoded_alone(monkeypatch):
     netweight.compress_(model, include="**.experts")
     decoded, rows = [], codec.decode_rows
     monkeypatch.setattr(codec, "decode_rows", lambda blob, a, b, **kw: decoded.append(b - a) or rows(blob, a, b, **kw))
-    monkeypatch.setattr(codec, "decode", None)
+    monkeypatch.setattr(codec, "fill", None)
     with torch.no_grad():
         model(IDS[:1, :1])
     assert decoded == [1, 1] * 2  # two of four experts, each with two weights

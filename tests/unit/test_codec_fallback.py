@@ -45,10 +45,12 @@ with warnings.catch_warnings(record=True) as caught:
     raw = codec.decode_raw(blob).tobytes() == tensor.view(torch.uint8).numpy().tobytes()
     codec.decode_into(blob, out, check=True)
     rows = torch.equal(codec.decode_rows(blob, 3, 20), tensor[3:20])
+    part = torch.equal(codec.fill(torch.empty_like(tensor[3:20]), blob, 300, 2000), tensor[3:20])
 codec.trim_pool()
 print(json.dumps({
     "paths": codec.available_paths(), "active": codec.active_path(), "same": same, "same_raw": same_raw,
-    "decoded": decoded, "raw": raw, "into": torch.equal(out, tensor), "rows": rows, "info": codec.info(blob).shape,
+    "decoded": decoded, "raw": raw, "into": torch.equal(out, tensor), "rows": rows, "part": part,
+    "info": codec.info(blob).shape,
     "warned": [(w.category.__name__, str(w.message)) for w in caught],
 }))
 """
@@ -58,7 +60,7 @@ print(json.dumps({
     assert found["paths"] == ["python"]
     assert found["active"] == "python"
     assert found["info"] == [30, 100]
-    assert all(found[what] for what in ("same", "same_raw", "decoded", "raw", "into", "rows"))
+    assert all(found[what] for what in ("same", "same_raw", "decoded", "raw", "into", "rows", "part"))
     ((category, message),) = found["warned"]
     assert category == "RuntimeWarning"
     assert "pure Python" in message

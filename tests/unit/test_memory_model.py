@@ -76,11 +76,9 @@ def test_an_embedding_decodes_only_touched_chunks(monkeypatch):
     dense, model = pair(lambda: nn.Sequential(nn.Embedding(4096, 128)), torch.bfloat16)
     assert codec.info(model[0].weight.stored.blob).chunks == 16
     decoded = []
-    numbers = codec.decode_numbers
+    fill = codec.fill
     monkeypatch.setattr(codec, "decode", None)
-    monkeypatch.setattr(
-        codec, "decode_numbers", lambda blob, a, b, *like: decoded.append((b - a) // 128) or numbers(blob, a, b, *like)
-    )
+    monkeypatch.setattr(codec, "fill", lambda out, *part: decoded.append(len(out)) or fill(out, *part))
     ids = torch.tensor([[7, 4000, 9], [4000, 2048, 8]])
     assert same(dense(ids), model(ids))
     assert decoded == [3, 1, 1]
@@ -97,8 +95,8 @@ def test_no_decoded_weight_lives_longer_than_its_layer(monkeypatch):
     alive, most, count = [], [0], [0]
     decode_payload = functional.decode_payload
 
-    def counted(payload):
-        weight = decode_payload(payload)
+    def counted(*described):
+        weight = decode_payload(*described)
         alive[:] = [reference for reference in alive if not reference.expired()]
         alive.append(StorageWeakRef(weight.untyped_storage()))
         most[0], count[0] = max(most[0], len(alive)), count[0] + 1
@@ -185,7 +183,7 @@ def test_compiled_layers_have_no_graph_break_and_are_not_compiled_each_step():
 def test_decoding_ahead_changes_nothing_and_keeps_three_weights_at_most(monkeypatch):
     dense, model = pair(lambda: stack(6))
     decoded, pending, most = [], [], [0]
-    decode, add, result = codec.decode, DecodeQueue.add, Decoding.result
+    fill, add, result = codec.fill, DecodeQueue.add, Decoding.result
 
     def count():
         decoded[:] = [reference for reference in decoded if not reference.expired()]
@@ -207,7 +205,7 @@ def test_decoding_ahead_changes_nothing_and_keeps_three_weights_at_most(monkeypa
         pending[:] = [reference for reference in pending if reference() is not decoding]
         return counted(result(decoding))
 
-    monkeypatch.setattr(codec, "decode", lambda *args, **kwargs: counted(decode(*args, **kwargs)))
+    monkeypatch.setattr(codec, "fill", lambda *args, **kwargs: counted(fill(*args, **kwargs)))
     monkeypatch.setattr(DecodeQueue, "add", counted_add)
     monkeypatch.setattr(Decoding, "result", counted_result)
     x = torch.randn(4, 64, requires_grad=True)

@@ -28,7 +28,15 @@ def decode(
 ) -> tuple[_Bytes, str, tuple[int, ...]]: ...
 def decode_into(blob: Any, out: Any, threads: int, check: bool, path: str, base: Any = None) -> None: ...
 def decode_to_address(
-    blob: Any, address: int, nbytes: int, threads: int, check: bool, path: str, base: Any = None
+    blob: Any,
+    address: int,
+    nbytes: int,
+    threads: int,
+    check: bool,
+    path: str,
+    base: Any = None,
+    first: int = 0,
+    last: int | None = None,
 ) -> None: ...
 def decode_numbers(
     blob: Any, first: int, last: int, threads: int, check: bool, path: str, base: Any = None

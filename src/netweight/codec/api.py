@@ -482,6 +482,27 @@ def decode_numbers(
     return tensor_of(raw, dtype, shape)
 
 
+_A_BLOB = in_our_words("a blob")
+
+
+def fill(out: torch.Tensor, blob: Blob, first: int = 0, last: int | None = None, *, threads: int = 1) -> torch.Tensor:
+    """Decode numbers `first` to `last` (exclusive), all by default, into a contiguous CPU tensor of just these."""
+    source = bytes_of(blob)
+    with _A_BLOB:
+        if lossy.recognizes(source):
+            header, nbytes = lossy.read_header(source), out.nbytes
+            end = header.count if last is None else last
+            memory_at(out.data_ptr(), nbytes)[:] = lossy.decode_numbers(header, first, end, threads, "auto")
+        else:
+            best.decode_to_address(source, out.data_ptr(), out.nbytes, threads, False, "auto", None, first, last)
+    return out
+
+
+def pooled(numbers: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialized tensor from the pool of decoded tensors, whose memory is warm."""
+    return tensor_of(best.pooled_array(numbers * dtype.itemsize), dtype, (numbers,))
+
+
 def _bytes_or_none(base: Any) -> Any:
     """A base's bytes: given so, or as a tensor."""
     return None if base is None else bytes_of(base)

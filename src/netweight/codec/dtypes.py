@@ -139,12 +139,12 @@ def content_of(tensor: torch.Tensor | np.ndarray[Any, Any]) -> tuple[Bytes, str,
 
 def bytes_of(blob: Any) -> Any:
     """Whatever holds bytes, as something with the buffer protocol."""
+    if isinstance(blob, memoryview):
+        return blob if blob.c_contiguous else blob.tobytes()
     if isinstance(blob, bytes | bytearray):
         return blob
     if isinstance(blob, np.ndarray):
         return flat_bytes(np.ascontiguousarray(blob))
-    if isinstance(blob, memoryview):
-        return blob if blob.c_contiguous else blob.tobytes()
     if hasattr(blob, "detach"):
         return _tensor_bytes(blob)
     return memoryview(blob)

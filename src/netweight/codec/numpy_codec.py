@@ -141,10 +141,15 @@ def decode_into(
 
 
 def decode_to_address(
-    blob: Any, address: int, nbytes: int, threads: int = 1, check: bool = False, path: str = "python", base: Any = None
-) -> None:
-    """`decode_into` memory that is known by its address."""
-    decode_into(blob, memory_at(address, nbytes), check=check, base=base)
+    blob: Any, address: int, nbytes: int, threads: int = 1, check: bool = False, path: str = "python", base: Any = None,
+    first: int = 0, last: int | None = None,
+) -> None:  # fmt: skip
+    """Decode numbers `first` to `last` (exclusive), all by default, into memory that is known by its address."""
+    if first == 0 and last is None:
+        decode_into(blob, memory_at(address, nbytes), check=check, base=base)
+        return
+    end = header_of(blob).numbers if last is None else last
+    memory_at(address, nbytes)[:] = decode_numbers(blob, first, end, check=check, base=base)
 
 
 def decode_numbers(

@@ -10,7 +10,7 @@ that decode, as torch's dispatcher and compiler know them, are at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,16 +34,16 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     if not _as_dense_would(x):
         return None
     stored = weight.stored
-    payload = stored.payload
+    payload, shape, dtype = stored.payload, stored.shape, stored.dtype
     if torch.is_grad_enabled() or stored.fixed or not _is_decoded_here(payload) or _is_watched() or _casts(x):
         product: torch.Tensor = _product(_FixedLinear if stored.fixed else _Linear, x, weight, bias)
         return product
     if prefetch.open_blocks:
-        return F.linear(x, _decoded(payload, "forward"), bias)
+        return F.linear(x, _decoded(payload, shape, dtype, "forward"), bias)
     tiled = None
-    if payload.numel() > _TILE and x.numel() <= _FEW * stored.shape[-1] and len(stored.shape) == 2:
-        tiled = _linear_by_tiles(x, payload, stored.shape, stored.dtype, bias)
-    return F.linear(x, decode_here(payload), bias) if tiled is None else tiled
+    if payload.numel() > _TILE and len(shape) == 2 and x.numel() <= _FEW * shape[1]:
+        tiled = _linear_by_tiles(x, payload, shape, dtype, bias)
+    return F.linear(x, decode_here(payload, shape, dtype), bias) if tiled is None else tiled
 
 
 def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor | None:
@@ -68,8 +68,11 @@ def conv(
         [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
         for value in (stride, padding, dilation)
     ]
-    x, bias, compute = _cast(x, weight, bias)
-    result: torch.Tensor = _call(_Conv, x, weight, weight.stored.payload, bias, compute, (*geometry, groups))
+    stored = weight.stored
+    x, bias, compute = _cast(x, stored.dtype, bias)
+    result: torch.Tensor = _call(
+        _Conv, x, weight, stored.payload, bias, stored.shape, stored.dtype, compute, (*geometry, groups)
+    )
     return result
 
 
@@ -83,29 +86,31 @@ def embedding(
     sparse: bool = False,
 ) -> torch.Tensor | None:
     """`torch.nn.functional.embedding`, decoding only chunks that are touched, or None where torch's own must run."""
-    rows = weight.shape[0]
+    stored = weight.stored
+    rows = stored.shape[0]
     padding = -1 if padding_idx is None else padding_idx + rows * (padding_idx < 0)
     if max_norm is not None or sparse or not -1 <= padding < rows:
         return None
     if not torch.is_grad_enabled():
-        return _rows(weight.stored.payload, weight.shape, weight.dtype, ids)
+        return _rows(stored.payload, stored.shape, stored.dtype, ids)
     result: torch.Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
-        ids, weight, weight.stored.payload, padding, scale_grad_by_freq
+        ids, weight, stored.payload, stored.shape, stored.dtype, padding, scale_grad_by_freq
     )
     return result
 
 
 def _as_dense_would(x: torch.Tensor) -> bool:
     """Whether a product with `x` surely takes the kernels that the functions here take."""
-    return torch.compiler.is_compiling() or (x.dim() >= 2 and x.is_contiguous())
+    return (x.dim() >= 2 and x.is_contiguous()) or torch.compiler.is_compiling()
 
 
 def _product(function: Any, x: Any, weight: Any, bias: Any) -> Any:
-    x, bias, compute = _cast(x, weight, bias)
-    payload, keeper = weight.stored.payload, []  # type: ignore[var-annotated]
+    stored = weight.stored
+    x, bias, compute = _cast(x, stored.dtype, bias)
+    payload, keeper = stored.payload, []  # type: ignore[var-annotated]
     if not torch.compiler.is_compiling() and x.requires_grad and torch.is_grad_enabled() and _saving_is_hooked():
         x = _Keep.apply(x, payload, weight.requires_grad, keeper)  # type: ignore[no-untyped-call]
-    return _call(function, x, weight, payload, bias, compute, keeper)
+    return _call(function, x, weight, payload, bias, stored.shape, stored.dtype, compute, keeper)
 
 
 def _saving_is_hooked() -> bool:
@@ -113,15 +118,16 @@ def _saving_is_hooked() -> bool:
 
 
 def _casts(x: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
+    return torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
 
 
-def _cast(x: Any, weight: Any, bias: Any) -> Any:
+def _cast(x: Any, dtype: torch.dtype, bias: Any) -> Any:
     """Input and bias as autocast wants them here, and the dtype to calculate in."""
     if not _casts(x):
-        return x, bias, weight.dtype
-    if not all(t is None or (t.is_floating_point() and t.dtype != torch.float64) for t in (x, weight, bias)):
-        return x, bias, weight.dtype
+        return x, bias, dtype
+    dtypes = [x.dtype, dtype] if bias is None else [x.dtype, dtype, bias.dtype]
+    if not all(each.is_floating_point and each != torch.float64 for each in dtypes):
+        return x, bias, dtype
     compute = torch.get_autocast_dtype(x.device.type)
     return x.to(compute), bias.to(compute) if bias is not None else None, compute
 
@@ -143,11 +149,13 @@ def _owned(result: torch.Tensor) -> torch.Tensor:
     return owned
 
 
-def _on_dense(payload: Any, weight: Any, compute: torch.dtype, kernel: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+def _on_dense(
+    payload: Any, shape: Any, dtype: torch.dtype, compute: torch.dtype, kernel: Callable[[torch.Tensor], Any]
+) -> torch.Tensor:
     """Run a kernel, which keeps neither the decoded weight nor a view of it."""
     borrowed = borrow(payload, "forward")
     try:
-        dense = read(payload, weight.shape, weight.dtype) if borrowed is None else borrowed.weight
+        dense = read(payload, shape, dtype) if borrowed is None else borrowed.weight
         result: torch.Tensor = kernel(dense.to(compute))
         return result
     finally:
@@ -209,7 +217,7 @@ class _Keep(Function):
         return gradient, None, None, None
 
 
-def _save(ctx: Any, x: Any, weight: Any, payload: Any, keeper: Any, *, fixed: bool = False) -> None:
+def _save(ctx: Any, x: Any, payload: Any, shape: Any, dtype: Any, keeper: Any, *, fixed: bool = False) -> None:
     """Save what the needed gradients of a product ask for, and nothing else, unless `_Keep` has."""
     if ctx is None:
         return
@@ -217,14 +225,16 @@ def _save(ctx: Any, x: Any, weight: Any, payload: Any, keeper: Any, *, fixed: bo
     ctx.keeper = keeper
     if not keeper:
         ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
-    ctx.shape, ctx.dtype, ctx.fixed, ctx.trains = weight.shape, weight.dtype, fixed, needs_weight
+    ctx.shape, ctx.dtype, ctx.fixed, ctx.trains = shape, dtype, fixed, needs_weight
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, compute: Any, keeper: Any) -> torch.Tensor:
-        _save(ctx, x, weight, payload, keeper)
-        return _owned(_on_dense(payload, weight, compute, lambda dense: F.linear(x, dense, bias)))
+    def forward(
+        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
+    ) -> torch.Tensor:
+        _save(ctx, x, payload, shape, dtype, keeper)
+        return _owned(_on_dense(payload, shape, dtype, compute, lambda dense: F.linear(x, dense, bias)))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -235,25 +245,29 @@ class _Linear(Function):
         if needs_x:
             to_x = _on_dense_again(ctx, payload, flat, flat.mm).view(*gradient.shape[:-1], ctx.shape[1])
         to_weight = flat.t().mm(x.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
-        return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None
+        return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None, None, None
 
 
 class _FixedLinear(_Linear):
     """A product with a weight in the fixed-length form: nothing is decoded where a kernel can multiply with it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, compute: Any, keeper: Any) -> torch.Tensor:
-        _save(ctx, x, weight, payload, keeper, fixed=True)
-        if compute == weight.dtype:
-            return _owned(_direct(linear_fixed, _linear_fixed, x, payload, weight.shape, bias))
-        return _owned(F.linear(x, decode_fixed(payload, weight.shape, weight.dtype).to(compute), bias))
+    def forward(
+        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
+    ) -> torch.Tensor:
+        _save(ctx, x, payload, shape, dtype, keeper, fixed=True)
+        if compute == dtype:
+            return _owned(_direct(linear_fixed, _linear_fixed, x, payload, shape, bias))
+        return _owned(F.linear(x, decode_fixed(payload, shape, dtype).to(compute), bias))
 
 
 class _Addmm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, compute: Any, keeper: Any) -> torch.Tensor:
-        _save(ctx, x, weight, payload, keeper)
-        return _on_dense(payload, weight, compute, lambda dense: torch.addmm(bias, x, dense))
+    def forward(
+        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
+    ) -> torch.Tensor:
+        _save(ctx, x, payload, shape, dtype, keeper)
+        return _on_dense(payload, shape, dtype, compute, lambda dense: torch.addmm(bias, x, dense))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -261,20 +275,22 @@ class _Addmm(Function):
         needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
         to_x = _on_dense_again(ctx, payload, gradient, lambda dense: gradient.mm(dense.t())) if needs_x else None
         to_weight = x.t().mm(gradient).to(ctx.dtype) if needs_weight else None
-        return to_x, to_weight, None, gradient.sum(0) if needs_bias else None, None, None
+        return to_x, to_weight, None, gradient.sum(0) if needs_bias else None, None, None, None, None
 
 
 class _Conv(Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, compute: Any, geometry: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, geometry: Any
+    ) -> torch.Tensor:
         if ctx is not None:
             # The backward operator wants the input's shape even where its values do not matter: it is always kept.
             ctx.save_for_backward(x, payload)
-            ctx.shape, ctx.dtype, ctx.fixed, ctx.geometry = weight.shape, weight.dtype, False, geometry
+            ctx.shape, ctx.dtype, ctx.fixed, ctx.geometry = shape, dtype, False, geometry
             ctx.trains = ctx.needs_input_grad[1]
         stride, padding, dilation, groups = geometry
         rest = (stride, padding, dilation, False, [0] * len(stride), groups)
-        return _on_dense(payload, weight, compute, lambda dense: torch.convolution(x, dense, bias, *rest))
+        return _on_dense(payload, shape, dtype, compute, lambda dense: torch.convolution(x, dense, bias, *rest))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -285,21 +301,23 @@ class _Conv(Function):
         to_x, to_weight, to_bias = _on_dense_again(
             ctx, payload, gradient, lambda dense: torch.ops.aten.convolution_backward(gradient, x, dense, *rest)
         )
-        return to_x, to_weight.to(ctx.dtype) if wanted[1] else None, None, to_bias, None, None
+        return to_x, to_weight.to(ctx.dtype) if wanted[1] else None, None, to_bias, None, None, None, None
 
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, ids: Any, weight: Any, payload: Any, padding: int, by_frequency: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, ids: Any, weight: Any, payload: Any, shape: Any, dtype: Any, padding: int, by_frequency: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.rows, ctx.padding, ctx.by_frequency = weight.shape[0], padding, by_frequency
-        return _owned(_rows(payload, weight.shape, weight.dtype, ids))
+        ctx.rows, ctx.padding, ctx.by_frequency = shape[0], padding, by_frequency
+        return _owned(_rows(payload, shape, dtype, ids))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         table = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.rows, ctx.padding, ctx.by_frequency)
-        return None, table, None, None, None
+        return None, table, None, None, None, None, None
 
 
 # ---- decoding, without the dispatcher where nothing observes it: its microseconds count at one token at a time -------
@@ -316,7 +334,7 @@ def _direct(operator: Any, implementation: Callable[..., torch.Tensor], *argumen
 
 def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The operator `decode`."""
-    return _direct(decode, lambda payload, *like: _decoded(payload, "forward"), payload, shape, dtype)
+    return _direct(decode, _decoded_forward, payload, shape, dtype)
 
 
 def borrow(payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
@@ -333,8 +351,8 @@ def borrow(payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
 def _is_watched() -> bool:
     """Whether a compiler, a dispatch mode or a function transform must see every operator."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
@@ -343,10 +361,13 @@ def _is_decoded_here(payload: torch.Tensor) -> bool:
     return payload.is_cpu and not device.handles(payload)
 
 
-def _decoded(payload: torch.Tensor, direction: str) -> torch.Tensor:
+def _decoded(payload: torch.Tensor, shape: Any, dtype: torch.dtype, direction: str) -> torch.Tensor:
     if not prefetch.open_blocks or not _is_decoded_here(payload):
-        return decode_payload(payload)
-    return prefetch.open_blocks[-1].take(payload, direction)
+        return decode_payload(payload, shape, dtype)
+    return prefetch.open_blocks[-1].take(payload, shape, dtype, direction)
+
+
+_decoded_forward = partial(_decoded, direction="forward")
 
 
 def _rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
@@ -358,23 +379,25 @@ def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: t
     if device.handles(payload):  # to know which chunks are touched is to wait for the device
         borrowed = borrow(payload, "forward")
         try:
-            return F.embedding(ids, decode_payload(payload) if borrowed is None else borrowed.weight)
+            return F.embedding(ids, decode_payload(payload, shape, dtype) if borrowed is None else borrowed.weight)
         finally:
             if borrowed is not None:
                 borrowed.give_back()
     local, wanted, result = payload.cpu(), ids.cpu(), (*ids.shape, *shape[1:])
     blob, count, width = blob_of(local), wanted.numel(), math.prod(shape[1:])
     if count == 1:
-        row = _checked(int(wanted), shape)
-        return codec.decode_numbers(blob, row * width, (row + 1) * width, dtype, result).to(payload.device)
+        first = _checked(int(wanted), shape) * width
+        return codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width).to(payload.device)
     rows, places = torch.unique(wanted, return_inverse=True)
     runs = _runs(rows.tolist(), max(1, (1 << codec.info(blob).chunk_log2) // max(1, width))) if count else []
     for start, stop in runs:
         _checked(start, shape), _checked(stop - 1, shape)
     if sum(stop - start for start, stop in runs) * 2 > shape[0]:
-        return F.embedding(wanted, codec.decode(blob)).to(payload.device)
+        return F.embedding(wanted, decode_here(local, shape, dtype)).to(payload.device)
     parts = [
-        codec.decode_numbers(blob, start * width, stop * width, dtype, (stop - start, *shape[1:]))[rows_of - start]
+        codec.fill(torch.empty((stop - start, *shape[1:]), dtype=dtype), blob, start * width, stop * width)[
+            rows_of - start
+        ]
         for start, stop in runs
         for rows_of in [rows[(rows >= start) & (rows < stop)]]
     ]
@@ -401,7 +424,8 @@ def _runs(rows: list[int], near: int) -> list[tuple[int, int]]:
 
 # ---- products of few inputs, by tiles of rows: what is decoded is used while it is in the processor's cache ----------
 
-_TILE = 4 << 20  # bytes of a tile, and of a payload from which it is worth its while
+_TILE = 1 << 20  # bytes of a tile, about, and of a payload from which it is worth its while
+_LEAST_ROWS = 256  # of a tile: a product with fewer is mostly overhead
 _FEW = 16  # rows of inputs up to which the product itself takes no longer than reading the weight
 _tiles_agree: dict[tuple[Any, ...], bool] = {}  # by shapes: whether tiles give the dense kernel's bits
 
@@ -414,20 +438,33 @@ def _linear_by_tiles(
     agree = _tiles_agree.get(key)
     if agree is False:
         return None
-    rows, columns = shape
-    step = max(1, _TILE // (columns * dtype.itemsize))
-    blob, result = blob_of(payload), x.new_empty((*x.shape[:-1], rows))
-    for start in range(0, rows, step):
-        stop = min(rows, start + step)
-        numbers = codec.decode_numbers(
-            blob, start * columns, stop * columns, dtype, (stop - start, columns), threads=torch.get_num_threads()
-        )
-        result[..., start:stop] = F.linear(x, numbers, None if bias is None else bias[start:stop])
+    parts = [
+        F.linear(x, tile, None if bias is None else bias[start : start + len(tile)])
+        for start, tile in _tiles(blob_of(payload), shape, dtype)
+    ]
+    result = torch.cat(parts, -1)
     if agree is None:  # which kernel a library takes follows from shapes, and they are tried once
-        whole = F.linear(x, decode_payload(payload), bias)
+        whole = F.linear(x, decode_here(payload, shape, dtype), bias)
         _tiles_agree[key] = torch.equal(whole.view(torch.uint8), result.view(torch.uint8))
         return whole
     return result
+
+
+def _tiles(blob: memoryview, shape: Any, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rows of a weight in one piece of memory, whole chunks at a time: the first row's number, and the rows."""
+    rows, columns = shape
+    chunk = 1 << (18 if codec.is_lossy(blob) else blob[6])  # see docs/format.md
+    step, numbers = max(1, -(-max(_LEAST_ROWS * columns, _TILE // dtype.itemsize) // chunk)) * chunk, rows * columns
+    memory, held, row = codec.pooled(step + columns, dtype), 0, 0
+    for first in range(0, numbers, step):
+        last = min(first + step, numbers)
+        codec.fill(memory[held : held + last - first], blob, first, last, threads=torch.get_num_threads())
+        held += last - first
+        count = held // columns
+        yield row, memory[: count * columns].view(count, columns)
+        row += count
+        held -= count * columns  # of a row that the next chunks complete
+        memory[:held].copy_(memory[count * columns : count * columns + held])
 
 
 def _decoded_fixed(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -456,8 +493,8 @@ def _like_product(x: torch.Tensor, payload: torch.Tensor, shape: list[int], bias
 _library = torch.library.Library("netweight", "DEF")  # type: ignore[no-untyped-call]
 _WEIGHT = "(Tensor payload, SymInt[] shape, ScalarType dtype)"
 for _name, _arguments, _run, _fake in (
-    ("decode", _WEIGHT, lambda payload, shape, dtype: _decoded(payload, "forward"), _like_weight),
-    ("decode_backward", _WEIGHT, lambda payload, shape, dtype: _decoded(payload, "backward"), _like_weight),
+    ("decode", _WEIGHT, _decoded_forward, _like_weight),
+    ("decode_backward", _WEIGHT, partial(_decoded, direction="backward"), _like_weight),
     ("gather_rows", _WEIGHT.replace(")", ", Tensor ids)"), _gathered_rows, _like_rows),
     ("decode_fixed", _WEIGHT, _decoded_fixed, _like_weight),
     ("decode_fixed_backward", _WEIGHT, _decoded_fixed, _like_weight),

@@ -91,13 +91,13 @@ class Prefetcher:
             side = self._sides[payload.device]
         return side.lend(payload, direction)
 
-    def take(self, payload: torch.Tensor, direction: str) -> torch.Tensor:
+    def take(self, payload: torch.Tensor, shape: Any, dtype: torch.dtype, direction: str) -> torch.Tensor:
         """Give the weight of a payload, decoded by now or on the spot, and begin with its probable successors."""
         with self._lock:
             weight = self._collect(payload)
             self._order.learn(payload, direction)
             self._look_ahead(payload, direction)
-            return decode_payload(payload) if weight is None else weight
+            return decode_payload(payload, shape, dtype) if weight is None else weight
 
     def close(self) -> None:
         """Drop what is pending and end the thread; streams of their own let go of their memory."""

@@ -7,6 +7,7 @@ A *payload* is a U8 tensor on the weight's device: eight bytes of length, the co
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, final
@@ -73,7 +74,9 @@ class CompressedStorage:
 
     def dense(self) -> torch.Tensor:
         """The decoded weight, contiguous, on the payload's device."""
-        return fixed_products.decode(self.payload, *self.shape) if self.fixed else decode_payload(self.payload)
+        if self.fixed:
+            return fixed_products.decode(self.payload, *self.shape)
+        return decode_payload(self.payload, self.shape, self.dtype)
 
     def write(self, weight: torch.Tensor) -> None:
         """Encode a dense weight of the same shape and dtype in place of what was here, in the same form."""
@@ -190,17 +193,20 @@ class CompressedStorage:
 # ---- payloads --------------------------------------------------------------------------------------------------------
 
 
-def decode_payload(payload: torch.Tensor) -> torch.Tensor:
+def decode_payload(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight of a payload in the codec's form, contiguous, on the payload's device."""
     if device.handles(payload):
         return device.decoder_of(payload.device).weight(payload)
-    return decode_here(payload.cpu()).to(payload.device)
+    return decode_here(payload.cpu(), shape, dtype).to(payload.device)
 
 
-def decode_here(payload: torch.Tensor) -> torch.Tensor:
+def decode_here(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The same of a payload on the CPU."""
-    # A weight is about half again as large as its blob.
-    return codec.decode(blob_of(payload), threads=threads_for(payload.numel() * 3 // 2))
+    compressed = payload.numel()
+    if compressed < _MANY:  # the pool is for large weights, whose fresh pages would cost more than decoding
+        return codec.fill(torch.empty(shape, dtype=dtype), blob_of(payload))
+    dense = codec.pooled(math.prod(shape), dtype).view(shape)
+    return codec.fill(dense, blob_of(payload), threads=torch.get_num_threads())
 
 
 def threads_for(nbytes: int) -> int:
