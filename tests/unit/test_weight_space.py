@@ -2,19 +2,19 @@
 
 import pytest
 import torch
-from adapters_under_test import close, random_adapter
+from adapters_under_test import PROJ_IN, close, random_adapter
 from spaces_under_test import bank_of, dense, flat, random_adapters, sharing_adapters
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.methods.space.fitting import basis, gram
 from netweight.methods.space.fitting.basis import Sketch
 from netweight.methods.space.fitting.fit import sketch_error
-from netweight.methods.space.fitting.gram import inner_products
+from netweight.methods.space.fitting.gram import StackBank, inner_products
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter, AdapterStack, LowRank, combined
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.write import BankWriter
-from netweight.store.lora_formats.files import plan_adapter, read_adapter
+from netweight.store.lora_formats.files import plan_adapter, read_adapter, write_adapter
 
 
 @pytest.fixture(scope="module")
@@ -357,3 +357,36 @@ def test_a_language_models_point_is_opened_by_its_class(tmp_path):
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         torch.testing.assert_close(opened(tokens).logits, adapted(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("representation", ["delta", "factors"])
+@pytest.mark.parametrize("standalone", [False, True])
+def test_a_space_of_normalized_strengths_does_not_see_how_strong_adapters_are(tmp_path, representation, standalone):
+    """The same adapters at strengths that differ a hundredfold make the same space, but for its unit."""
+    adapters = [random_adapter(seed, ranks=(2,), scales=(1.0,)) for seed in range(9)]
+    norms = sorted(adapter.norm() for adapter in adapters)
+    factors = [10 ** (number / 4 - 1) for number in range(9)]
+    for number, (adapter, factor) in enumerate(zip(adapters, factors, strict=True)):
+        write_adapter(
+            adapter.scaled(factor), tmp_path / "loras" / f"{number}", layout="peft", kernels={PROJ_IN: (2, 2)}
+        )
+    bank = AdapterBank.ingest(tmp_path / "loras", tmp_path / "bank")
+    fitted = WeightSpace.fit(bank, representation=representation, strengths="normalized", components=7)
+    fitted.save(tmp_path / "space", standalone=standalone, bank=tmp_path / "bank")
+    space = WeightSpace.open(tmp_path / "space")
+    strength = space.origin["strength"]
+    for number, adapter in enumerate(adapters):
+        torch.testing.assert_close(space.project(adapter.scaled(55.0)), space.scores[number], rtol=1e-3, atol=1e-4)
+    assert norms[0] * factors[0] < strength < norms[-1] * factors[-1]
+    if representation == "delta":
+        kept = WeightSpace.fit(bank, components=7)
+        assert kept.deviations[0] > 2 * kept.deviations[3]
+        equal = StackBank(
+            [str(n) for n in range(9)], AdapterStack.of([a.scaled(strength / a.norm()) for a in adapters])
+        )
+        plain = WeightSpace.fit(equal, components=8)
+        again = WeightSpace.fit(bank, strengths="normalized", components=8)
+        torch.testing.assert_close(plain.deviations, again.deviations, rtol=1e-4, atol=1e-5)
+        for name, change in again.point("3").adapter.factors.items():
+            expected = adapters[3].scaled(strength / adapters[3].norm()).factors[name].dense()
+            torch.testing.assert_close(change.dense(), expected, rtol=1e-3, atol=1e-4)

@@ -19,7 +19,14 @@ from netweight.core.environment import describe
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.space.fitting.basis import CombinationBasis, RowBasis, RowLayout, Sketch, SpaceBasis
 from netweight.methods.space.fitting.fit import Accuracy
-from netweight.methods.space.fitting.gram import Bank, StackBank, fingerprints, same_fingerprints, stack_of
+from netweight.methods.space.fitting.gram import (
+    Bank,
+    NormalizedBank,
+    StackBank,
+    fingerprints,
+    same_fingerprints,
+    stack_of,
+)
 from netweight.methods.space.settings import FitSettings
 from netweight.nn.lora import AdapterStack
 from netweight.nn.pca import Basis
@@ -87,6 +94,8 @@ def _of_basis(basis: SpaceBasis) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A basis as tensors and JSON values."""
     if isinstance(basis, CombinationBasis):
         numbers = {"weights": basis.weights, "offsets": basis.offsets}
+        if isinstance(basis.bank, NormalizedBank):
+            numbers["strengths"] = basis.bank.strengths
         products = {"mean_square": basis.mean_square}
         if basis.sketch is None:
             return numbers, products
@@ -120,13 +129,16 @@ def _layout(about: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], num
 
 def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Tensors, bank: Bank | None) -> CombinationBasis:
     fitted = values["names"][: values["fitted"]]
+    standalone = False
     if bank is not None:
         _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
-    elif _ADAPTERS in values["digests"]:
+    elif standalone := _ADAPTERS in values["digests"]:
         bank = _bank(_read(folder / _ADAPTERS, values["digests"][_ADAPTERS]), fitted)
     else:
         bank = _bank_at(folder, values["bank_at"])
         _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
+    if "strengths" in numbers and not standalone and not isinstance(bank, NormalizedBank):
+        bank = NormalizedBank(bank, numbers["strengths"])
     sketch = None
     if "side" in values["basis"]:
         maps = Sketch(dict(bank.shapes), values["basis"]["side"], values["basis"]["seed"])

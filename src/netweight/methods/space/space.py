@@ -16,13 +16,24 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.methods.space.fitting.basis import SpaceBasis
 from netweight.methods.space.fitting.fit import Accuracy, Work, fit_bank
-from netweight.methods.space.fitting.gram import Bank, check_modules, fingerprints, same_fingerprints, stacks_of
+from netweight.methods.space.fitting.gram import (
+    Bank,
+    NormalizedBank,
+    check_modules,
+    fingerprints,
+    normalized,
+    normalizing,
+    norms_of,
+    same_fingerprints,
+    scaled,
+    stacks_of,
+)
 from netweight.methods.space.fitting.streaming import ALONE, Workers
 from netweight.methods.space.points import row_of
 from netweight.methods.space.sampling import GaussianSampler
 from netweight.methods.space.serialization import read_space, write_space
 from netweight.methods.space.settings import FitSettings, Representation
-from netweight.nn.lora import Adapter
+from netweight.nn.lora import Adapter, AdapterStack
 from netweight.store.bank.shard import joined, rows_of_adapter
 from netweight.store.lora_formats.files import Exported, export_adapter
 from netweight.store.lora_formats.parts import Layout
@@ -101,11 +112,15 @@ class WeightSpace:
                 f"A bank of {len(bank)} has at most {max(len(bank) - 1, 0)} principal components.",
                 cure="Ask for fewer, or add adapters." if len(bank) > 1 else "Add adapters: hundreds to be of use.",
             )
-        found = fit_bank(bank, config, Work(None if folder is None else Path(folder), workers, engine, progress))
+        origin: dict[str, Any] = {"base": bank.base, "kernels": dict(bank.kernels)}
+        fitted = bank
+        if config.strengths == "normalized" and not isinstance(bank, NormalizedBank):
+            fitted, origin["strength"] = normalized(bank, progress)
+        found = fit_bank(fitted, config, Work(None if folder is None else Path(folder), workers, engine, progress))
         deviations = found.variances.sqrt().float()
         return cls(
             tuple(bank.names), len(bank), found.scores, deviations, fingerprints(bank), dict(bank.shapes), found.basis,
-            config, found.accuracy, bank.digest, {"base": bank.base, "kernels": dict(bank.kernels)},
+            config, found.accuracy, bank.digest, origin,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -147,7 +162,8 @@ class WeightSpace:
         """Return an adapter's scores, shape `(k,)`, fp32: the nearest point of the space.
 
         Args:
-            adapter: Adapter of the same modules, or in "delta" of some of them, of any rank.
+            adapter: Adapter of the same modules, or in "delta" of some of them, of any rank. In a space of normalized
+                strengths it is brought to theirs first.
 
         Raises:
             NameNotFound: It has other modules than the space.
@@ -158,7 +174,13 @@ class WeightSpace:
         check_modules({**self.shapes, **own} if partly else own, self.shapes, what="The adapter")
         shapes = {name: self.shapes[name] for name in sorted(self.shapes)}
         stack = joined(list(shapes), [rows_of_adapter(adapter, shapes)])
-        return self.basis.project(stack)[0][0]
+        return self.basis.project(self._normalized(stack))[0][0]
+
+    def _normalized(self, stack: AdapterStack) -> AdapterStack:
+        """Adapters at the strength of those that the space was fitted to, if they had been brought to one."""
+        if (strength := self.origin.get("strength")) is None:
+            return stack
+        return scaled(stack, normalizing(norms_of(stack).sqrt(), strength))
 
     def changes(self, scores: Tensor) -> dict[str, Tensor]:
         """Return what a point changes in a model; differentiable in the scores.
@@ -216,7 +238,7 @@ class WeightSpace:
                 cure="Append to the bank that the space was fitted to, or fit a new one.",
             )
         found = [
-            self.basis.project(stack)
+            self.basis.project(self._normalized(stack))
             for _, stack in stacks_of(bank, len(bank), description="New adapters", progress=progress, first=known)
         ]
         scores, squares = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -15,7 +15,15 @@ from netweight.core.progress import Progress
 from netweight.errors import NetweightError, UsageError
 from netweight.job import Job
 from netweight.methods.space.fitting.basis import BankRows, CombinationBasis, RowBasis, RowLayout, Sketch, SpaceBasis
-from netweight.methods.space.fitting.gram import Bank, block_rows, gram_of, inner_products, make_block_row, stack_of
+from netweight.methods.space.fitting.gram import (
+    Bank,
+    NormalizedBank,
+    block_rows,
+    gram_of,
+    inner_products,
+    make_block_row,
+    stack_of,
+)
 from netweight.methods.space.fitting.streaming import Workers, fit_matrix, fit_shards, fit_streaming
 from netweight.methods.space.settings import FitSettings
 from netweight.nn.lora import AdapterStack
@@ -255,6 +263,8 @@ def _make_block_row(task: _BlockRow) -> int:
 
 
 def _place(bank: Bank) -> str:
+    if isinstance(bank, NormalizedBank):
+        raise UsageError("Strengths are normalized in one process only.", cure="Leave --processes out.")
     if not isinstance(bank, AdapterBank):
         raise UsageError("Only a bank on disk can be shared with other processes.", cure="Write it with BankWriter.")
     return str(bank.path.resolve())

@@ -63,7 +63,43 @@ class StackBank:
         ))  # fmt: skip
 
 
-Bank: TypeAlias = AdapterBank | StackBank
+@final
+class NormalizedBank:
+    """A bank whose adapters are all as strong as their median: each change times a strength of its own."""
+
+    def __init__(self, bank: AdapterBank | StackBank, strengths: Tensor) -> None:
+        self.bank, self.strengths = bank, strengths  # strengths: shape `(n,)`, fp64, of the first n adapters
+        self.names, self.shapes, self.digest, self.nbytes = bank.names, bank.shapes, bank.digest, bank.nbytes
+        self.base, self.kernels = bank.base, bank.kernels
+
+    def __len__(self) -> int:
+        return len(self.strengths)
+
+    def stack(self, start: int, stop: int, modules: Collection[str] | None = None) -> AdapterStack:
+        """The adapters from number `start` up to `stop`, normalized."""
+        return scaled(self.bank.stack(start, stop, modules), self.strengths[start:stop])
+
+
+Bank: TypeAlias = AdapterBank | StackBank | NormalizedBank
+
+
+def normalized(bank: AdapterBank | StackBank, progress: Progress = QUIET) -> tuple[NormalizedBank, float]:
+    """A bank with all adapters at their median strength, and that strength, the norm of a change."""
+    stacks = stacks_of(bank, len(bank), description="Strengths", progress=progress)
+    norms = torch.cat([norms_of(stack) for _, stack in stacks]).sqrt()
+    strength = float(norms.median())
+    return NormalizedBank(bank, normalizing(norms, strength)), strength
+
+
+def normalizing(norms: Tensor, strength: float) -> Tensor:
+    """What brings changes of these norms to a strength; 1 for what changes nothing."""
+    return torch.where(norms > 0, strength / norms.clamp_min(1e-300), 1.0)
+
+
+def scaled(stack: AdapterStack, strengths: Tensor) -> AdapterStack:
+    """Adapters times a strength each."""
+    scale = {name: value * strengths for name, value in stack.scale.items()}
+    return AdapterStack(stack.down, stack.up, scale, stack.ranks)
 
 
 def stack_of(bank: Bank, start: int, stop: int, modules: Collection[str] | None = None) -> AdapterStack:
