@@ -13,7 +13,7 @@ done
 mkdir -p "$work"
 if [ ! -x "$work/run_files" ] || [ -n "$(find "$native" "$fuzz" -newer "$work/run_files" \( -name '*.cpp' -o -name '*.h' \))" ]; then
     find "$native" "$fuzz" -maxdepth 1 -name '*.cpp' ! -name bind.cpp ! -name buffer_pool.cpp | xargs -P 2 -I{} sh -c '
-        aarch64-linux-gnu-g++ -std=c++20 $2 -I"$3" -c "$1" -o "$4/$(basename "$1" .cpp).o"' - {} "${FUZZ_OPTIMIZE:--O1}" "$native" "$work"
+        aarch64-linux-gnu-g++ -std=c++20 -march=armv8-a+crypto $2 -I"$3" -c "$1" -o "$4/$(basename "$1" .cpp).o"' - {} "${FUZZ_OPTIMIZE:--O1}" "$native" "$work"
     aarch64-linux-gnu-g++ "$work"/*.o -pthread -o "$work/run_files"
 fi
 # shellcheck disable=SC2086  # a list of options

@@ -24,8 +24,8 @@ avx2=""
 avx512=""
 case $(uname -m) in
 x86_64 | amd64)
-    avx2="-mavx2 -mbmi -mbmi2 -mlzcnt -mpopcnt"
-    avx512="$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vbmi2"
+    avx2="-mavx2 -mbmi -mbmi2 -mlzcnt -mpopcnt -maes"
+    avx512="$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vbmi2 -mvaes"
     ;;
 esac
 if [ ! -x "$work/decode_blob" ] || [ -n "$(find native fuzz -newer "$work/decode_blob" \( -name '*.cpp' -o -name '*.h' \))" ]; then

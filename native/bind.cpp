@@ -63,6 +63,16 @@ Bytes pooled_array(size_t size) {
   return Bytes(buffer, {size}, owner);
 }
 
+// An output for what a blob declares, which a stranger's may do without bound; no encoder at its default chunk size goes so far.
+Bytes output_for(u64 nbytes, size_t stored) {
+  if (nbytes > u64{1} << 28 && nbytes >> 17 >= stored) {
+    const std::string sizes = "its " + std::to_string(stored) + " bytes declare " + std::to_string(nbytes) +
+                              "; decode it chunk by chunk, or to memory of your own (decode_into)";
+    throw nb::value_error(sizes.c_str());
+  }
+  return pooled_array(static_cast<size_t>(nbytes));
+}
+
 nb::tuple shape_tuple(const BlobHeader& h) {
   nb::list shape;
   for (u64 d : h.shape) shape.append(d);
@@ -183,7 +193,7 @@ nb::tuple decode(nb::handle blob, int threads, bool check, const std::string& pa
   Buffer in(blob, false);
   const Kernels& kernels = kernels_by_name(path.c_str());
   BlobHeader h = read_header(in.bytes());
-  Bytes out = pooled_array(static_cast<size_t>(h.nbytes));
+  Bytes out = output_for(h.nbytes, in.size());
   decode_to(in.bytes(), h, 0, h.numbers, out.data(), threads, check, kernels, Base(base));
   return nb::make_tuple(out, h.dtype->name, shape_tuple(h));
 }
@@ -220,7 +230,7 @@ Bytes decode_numbers(nb::handle blob, u64 first, u64 last, int threads, bool che
   const Kernels& kernels = kernels_by_name(path.c_str());
   BlobHeader h = read_header(in.bytes());
   if (first > last || last > h.numbers) throw nb::value_error("the range lies outside the tensor");
-  Bytes out = pooled_array(static_cast<size_t>((last - first) * h.dtype->unit_bytes));
+  Bytes out = output_for((last - first) * h.dtype->unit_bytes, in.size());
   decode_to(in.bytes(), h, first, last, out.data(), threads, check, kernels, Base(base));
   return out;
 }
@@ -270,7 +280,7 @@ class Decoding {
         normalizers_(normalizers, false),
         header_(read_header(in_.bytes())),
         words_(rounding ? std::optional(words_of(header_, 0, header_.numbers, *rounding, normalizers_)) : std::nullopt),
-        out_(pooled_array(static_cast<size_t>(rounding ? header_.numbers * rounding->unit() : header_.nbytes))),
+        out_(output_for(rounding ? header_.numbers * rounding->unit() : header_.nbytes, in_.size())),
         decoder_(in_.bytes(), header_, 0, header_.numbers, Base(nb::none()).needed_by(header_, 0), false, kernels_by_name("auto"), out_.data(), words_),
         job_(std::make_shared<Job>([this] { decoder_.work(); })) {}
   ~Decoding() { cancel(); }
@@ -354,6 +364,14 @@ NB_MODULE(_native, m) {
         nb::arg("numerator"), nb::arg("denominator"), nb::arg("words"), nb::arg("normalizers"), nb::arg("values"), nb::arg("path"));
   m.def("decode_words", &decode_words_to_address, nb::arg("words"), nb::arg("normalizers"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"),
         nb::arg("reference"), nb::arg("first"), nb::arg("last"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("path"));
+  m.def(
+      "check_of",
+      [](nb::handle bytes) {
+        Buffer in(bytes, false);
+        nb::gil_scoped_release release;
+        return usable_kernels().front()->check(in.data(), in.size());
+      },
+      nb::arg("bytes"));
   m.def("pooled_array", &pooled_array, nb::arg("size"));
   nb::class_<Decoding>(m, "Decoding").def("result", &Decoding::result).def("cancel", &Decoding::cancel);
   nb::class_<DecodeQueue>(m, "DecodeQueue")

@@ -137,6 +137,13 @@ void decode_body(const Dtype& d, Reader& in, const u8* readable_end, size_t coun
                 [&](size_t left, u8* rest) { decode_planes(d, in, readable_end, left, kernels, scratch, rest, kMaxNesting - 1); });
 }
 
+// Differences are the planes of an integer type of the same size.
+Dtype unsigned_of(const Dtype& d) {
+  Dtype plain = d;
+  plain.exponent_bits = plain.mantissa_bits = 0;
+  return plain;
+}
+
 }  // namespace
 
 u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out,
@@ -152,8 +159,11 @@ u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t c
     end = keep_smaller(trial.get(), encode_body(d, deltas.get(), count, level, kernels, scratch, trial.get() + 1, ignored), out, end, new_modes);
   }
   if (base) {
-    const auto trial = padded(trial_bytes(d, count));
-    end = keep_smaller(trial.get(), encode_difference(d, in, base, count, level, kernels, scratch, trial.get()), out, end, new_modes);
+    const auto steps = padded(count * d.unit_bytes), trial = padded(trial_bytes(d, count));
+    kernels.subtract(in, base, count, d.unit_bytes, d.exponent_bits != 0, steps.get());
+    trial[0] = static_cast<u8>(Transform::difference);
+    const u8* trial_end = encode_planes(unsigned_of(d), steps.get(), count, level, kernels, scratch, trial.get() + 1, kMaxNesting, true);
+    end = keep_smaller(trial.get(), trial_end, out, end, new_modes);
   }
   return end;
 }
@@ -170,7 +180,8 @@ void decode_chunk(const ChunkStyle& style, Reader in, const u8* readable_end, co
     (d.unit_bytes == 2 ? add_deltas<u16> : d.unit_bytes == 4 ? add_deltas<u32> : add_deltas<u64>)(out, count);
   } else if (first == static_cast<u8>(Transform::difference) && style.has_base) {
     in.at++;
-    decode_difference(d, in, readable_end, base, count, kernels, scratch, out);
+    decode_planes(unsigned_of(d), in, readable_end, count, kernels, scratch, out, kMaxNesting);
+    kernels.add(base, count, d.unit_bytes, d.exponent_bits != 0, out);
   } else {
     decode_body(d, in, readable_end, count, kernels, scratch, out);
   }

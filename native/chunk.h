@@ -23,10 +23,6 @@ u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t c
 void decode_chunk(const ChunkStyle& style, Reader in, const u8* readable_end, const u8* base, size_t count, const Kernels& kernels, Scratch& scratch,
                   u8* out);
 
-// Parts with a file of their own: differences from a base, as numbers of an integer type of the same size.
-u8* encode_difference(const Dtype& d, const u8* in, const u8* base, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out);
-void decode_difference(const Dtype& d, Reader& in, const u8* readable_end, const u8* base, size_t count, const Kernels& kernels, Scratch& scratch, u8* out);
-
 // The planes of a chunk without transform. Inner ones belong to skewed data.
 u8* encode_planes(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, int nesting, bool inner,
                   bool* new_modes = nullptr);

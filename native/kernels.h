@@ -52,7 +52,7 @@ inline constexpr size_t npos = ~size_t{0};
 
 // A parsed wide_rans block. Element i of a block of 64 belongs to lane i % 32.
 struct WideTable {
-  u32 step[kWideSlots];    // per slot: frequency | slot - start << 12
+  u32 step[kWideSlots];    // per slot: frequency | slot - start << 12 | placed symbol << 24, of which eight bits have room
   u16 placed[kWideSlots];  // the placed symbol
 };
 
@@ -62,6 +62,7 @@ struct WideBlock {
   const u8* raw_low;
   const u8* raw_rest;
   const u8* stream_end;
+  const u8* readable_end;  // reading below this address is safe
 };
 
 struct WideLanes {
@@ -69,8 +70,8 @@ struct WideLanes {
   const u8* at;
 };
 
-// Decodes whole blocks [block, block_end) and returns the block where it had to stop, because fewer than 128 bytes of the
-// stream are left. The portable one returns block_end, or npos when the stream runs out: corrupt.
+// Decodes whole blocks [block, block_end) and returns the block where it had to stop, because reading on might pass
+// readable_end; npos when the stream runs out: corrupt. The portable one returns block_end or npos.
 using DecodeWide = size_t (*)(const WideBlock&, WideLanes&, size_t block, size_t block_end, u8* out);
 
 // How a vector encoder finds the index of a symbol in a table of 64.
@@ -130,7 +131,11 @@ using EncodeRows = bool (*)(RansEncoder&, const void* in, size_t row);
 using Join = void (*)(const u8* head, const u8* const* tail, size_t count, u8* out);
 using TakeApart = void (*)(const u8* in, size_t count, u8* head, u8* const* tail);
 
-// XXH3-64 of bytes: the check of a chunk.
+// Folded steps from a base's numbers to others of `unit` bytes, and numbers from steps, in place.
+using Subtract = void (*)(const u8* in, const u8* base, size_t count, int unit, bool floats, u8* steps);
+using Add = void (*)(const u8* base, size_t count, int unit, bool floats, u8* steps);
+
+// The check of a chunk, of its bytes; see digest.h.
 using Check = u64 (*)(const u8* in, size_t size);
 
 // Elements of which bit i % 4 of nibble i / 4 says whether it is the next of `rest`, behind which 64 bytes may be read, or `value`.
@@ -173,6 +178,8 @@ struct Kernels {
   RoundWeights round_weights;
   Spread spread;
   Recall recall;
+  Subtract subtract;
+  Add add;
 };
 
 const Kernels& portable_kernels();

@@ -4,6 +4,7 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 
+#include "difference.h"
 #include "digest.h"
 #include "interleave.h"
 #include "merge.h"
@@ -163,7 +164,7 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
   for (int q = 0; q < 4; q++) state[q] = _mm256_load_si256(reinterpret_cast<const __m256i*>(lanes.state + 8 * q));
   const u8* at = lanes.at;
   alignas(64) u16 placed[64];
-  for (; block < block_end && b.stream_end - at >= 128; block++) {
+  for (; block < block_end && b.readable_end - at >= 128; block++) {
     for (int half = 0; half < 2; half++) {
       alignas(64) u32 slots[kWideLanes];
 #pragma GCC unroll 4
@@ -178,7 +179,7 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
                                             static_cast<int>(steps[s[3]]), static_cast<int>(steps[s[4]]), static_cast<int>(steps[s[5]]),
                                             static_cast<int>(steps[s[6]]), static_cast<int>(steps[s[7]]));
         const __m256i x = _mm256_add_epi32(_mm256_mullo_epi32(_mm256_and_si256(e, slot_mask), _mm256_srli_epi32(state[q], 12)),
-                                           _mm256_srli_epi32(e, 12));
+                                           _mm256_and_si256(_mm256_srli_epi32(e, 12), slot_mask));
         const __m256i need = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), zero);
         const unsigned m = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(need)));
         const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
@@ -188,6 +189,7 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
         at += 2 * __builtin_popcount(m);
       }
     }
+    if (at > b.stream_end) return npos;
     merge_wide(b, block, placed, out + block * 64 * static_cast<size_t>(b.split.unit), 64);
   }
   for (int q = 0; q < 4; q++) _mm256_store_si256(reinterpret_cast<__m256i*>(lanes.state + 8 * q), state[q]);
@@ -198,8 +200,8 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
 }  // namespace
 
 const Kernels* avx2_kernels() {
-  static const Kernels set = {"avx2", decode_rows, encode_rows, decode_wide, join4, join8,
-                              split4, split8, check, decode_words_here, round_weights_here, spread_any, recall};
+  static const Kernels set = {"avx2", decode_rows, encode_rows, decode_wide, join4, join8, split4, split8,
+                              __builtin_cpu_supports("aes") ? check : portable_kernels().check, decode_words_here, round_weights_here, spread_any, recall, subtract, add};
   static const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
   return usable ? &set : nullptr;
 }

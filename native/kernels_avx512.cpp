@@ -5,6 +5,7 @@
 #if defined(__AVX512VBMI2__) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
 #include <immintrin.h>
 
+#include "difference.h"
 #include "digest.h"
 #include "interleave.h"
 #include "rounding.h"
@@ -336,6 +337,33 @@ bool encode_rows(RansEncoder& e, const void* in, size_t row) {
   return e.streams == 1 ? encode_streams<1>(e, from, row) : e.streams == 2 ? encode_streams<2>(e, from, row) : encode_streams<4>(e, from, row);
 }
 
+// Bytes without raw bits, which planes of skewed data mostly are; others are left to AVX2.
+size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t block_end, u8* out) {
+  if (b.split.unit != 1 || b.split.raw_bits) return avx2_kernels()->decode_wide(b, lanes, block, block_end, out);
+  const __m512i twelve = _mm512_set1_epi32(kWideSlots - 1), full = _mm512_set1_epi32(1 << 16);
+  __m512i state[2] = {_mm512_load_si512(lanes.state), _mm512_load_si512(lanes.state + 16)};
+  const u8* at = lanes.at;
+  for (; block < block_end && b.readable_end - at >= 128; block++) {
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; q++) {
+      __m512i& s = state[q % 2];
+      const __m512i e = _mm512_i32gather_epi32(_mm512_and_si512(s, twelve), b.table->step, 4);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 64 * block + 16 * static_cast<size_t>(q)), _mm512_cvtepi32_epi8(_mm512_srli_epi32(e, 24)));
+      const __m512i product = _mm512_mullo_epi32(_mm512_and_si512(e, twelve), _mm512_srli_epi32(s, 12));
+      const __m512i x = _mm512_add_epi32(product, _mm512_and_si512(_mm512_srli_epi32(e, 12), twelve));
+      const __mmask16 need = _mm512_cmplt_epu32_mask(x, full);
+      const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+      s = _mm512_mask_or_epi32(x, need, _mm512_slli_epi32(x, 16), _mm512_maskz_expand_epi32(need, words));
+      at += 2 * __builtin_popcount(need);
+    }
+    if (at > b.stream_end) return npos;
+  }
+  _mm512_store_si512(lanes.state, state[0]);
+  _mm512_store_si512(lanes.state + 16, state[1]);
+  lanes.at = at;
+  return block;
+}
+
 // The 64 bits of 16 nibbles, each in the upper half of a byte.
 inline u64 bits_of(const u8* nibbles) {
   const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(nibbles));
@@ -354,6 +382,7 @@ void spread_wide(const u8* nibbles, const u8* rest, size_t count, const u8* valu
   for (; i + 64 <= count; i += 64) {
     u64 bits = bits_of(nibbles + i / 4);
     for (int part = 0; part < kUnit; part++) {
+      __builtin_prefetch(out + i * kUnit + 64 * static_cast<size_t>(part) + 2048, 1);
       const __m512i next = _mm512_loadu_si512(rest);
       __m512i v;
       if constexpr (kUnit == 1) v = _mm512_mask_expand_epi8(common, bits, next);
@@ -381,11 +410,18 @@ template <int kTables>
 void recall_from(const u8* numbers, size_t count, const u16* palette, u8* out) {
   __m512i table[2 * kTables];
   for (int t = 0; t < 2 * kTables; t++) table[t] = _mm512_loadu_si512(palette + 32 * t);
+  const __m256i beyond_first = _mm256_set1_epi8(static_cast<char>(0xc0));
   const __m512i bit6 = _mm512_set1_epi16(64), bit7 = _mm512_set1_epi16(128);
   size_t i = 0;
   for (; i + 32 <= count; i += 32) {
-    const __m512i n = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers + i)));
+    const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers + i));
+    const __m512i n = _mm512_cvtepu8_epi16(narrow);
+    __builtin_prefetch(out + 2 * i + 2048, 1);
     __m512i v = _mm512_permutex2var_epi16(table[0], n, table[1]);
+    if (kTables > 2 && _mm256_testz_si256(narrow, beyond_first)) {  // steps from a base are mostly few
+      _mm512_storeu_si512(out + 2 * i, v);
+      continue;
+    }
     if constexpr (kTables > 1) v = _mm512_mask_mov_epi16(v, _mm512_test_epi16_mask(n, bit6), _mm512_permutex2var_epi16(table[2], n, table[3]));
     if constexpr (kTables > 2) {
       const __m512i upper = _mm512_mask_mov_epi16(_mm512_permutex2var_epi16(table[4], n, table[5]), _mm512_test_epi16_mask(n, bit6),
@@ -405,10 +441,10 @@ void recall_any(const u8* numbers, size_t count, const u16* palette, size_t size
 
 const Kernels* avx512_kernels() {
   static const bool usable = avx2_kernels() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                             __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2");
+                             __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("vaes");
   if (!usable) return nullptr;
-  static const Kernels set = {"avx512", decode_rows, encode_rows, avx2_kernels()->decode_wide, join4, join8,
-                              split4, split8, check, decode_words_here, round_weights_here, spread_any, recall_any};
+  static const Kernels set = {"avx512", decode_rows, encode_rows, decode_wide, join4, join8,
+                              split4, split8, check, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add};
   return &set;
 }
 

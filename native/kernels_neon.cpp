@@ -3,9 +3,14 @@
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#if defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 #include <type_traits>
 
+#include "difference.h"
 #include "digest.h"
 #include "interleave.h"
 #include "rounding.h"
@@ -131,10 +136,19 @@ inline void store_words(Bytes v, Place place) {
 #include "kernels_shuffle.h"
 
 namespace netweight {
+namespace {
+
+#if defined(__linux__)
+bool has_aes() { return getauxval(AT_HWCAP) & HWCAP_AES; }
+#else
+bool has_aes() { return true; }
+#endif
+
+}  // namespace
 
 const Kernels* neon_kernels() {
-  static const Kernels set = {"neon", decode_rows, encode_rows, portable_kernels().decode_wide, join4, join8,
-                              split4, split8, check, decode_words_here, round_weights_here, spread_any, recall};
+  static const Kernels set = {"neon", decode_rows, encode_rows, portable_kernels().decode_wide, join4, join8, split4, split8,
+                              has_aes() ? check : portable_kernels().check, decode_words_here, round_weights_here, spread_any, recall, subtract, add};
   return &set;
 }
 

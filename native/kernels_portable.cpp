@@ -1,4 +1,5 @@
 // Kernels for any processor: the behaviour that every other set must match. Written in short passes over 64 lanes.
+#include "difference.h"
 #include "digest.h"
 #include "fields.h"
 #include "interleave.h"
@@ -64,7 +65,7 @@ bool step_wide_lanes(const WideBlock& b, WideLanes& lanes, u16* placed) {
       x[i] = b.table->step[slot];
     }
     for (int i = 0; i < kWideLanes; i++) {
-      x[i] = (x[i] & 0xfff) * (lanes.state[i] >> 12) + (x[i] >> 12);
+      x[i] = (x[i] & 0xfff) * (lanes.state[i] >> 12) + (x[i] >> 12 & 0xfff);
       need[i] = x[i] < 1u << 16;
     }
     for (int i = 0; i < kWideLanes; i++) {
@@ -451,7 +452,7 @@ bool encode_last_rows(RansEncoder& e, const void* in) {
 
 const Kernels& portable_kernels() {
   static const Kernels set = {"portable", decode_rows, encode_rows, decode_wide, join4, join8,
-                              split4, split8, check, decode_words_here, round_weights_here, spread, recall};
+                              split4, split8, check, decode_words_here, round_weights_here, spread, recall, subtract, add};
   return set;
 }
 

@@ -64,11 +64,12 @@ std::vector<u32> folded(const std::vector<u32>& counts) {
   return half;
 }
 
-// Would order-0 coding save less than about a twentieth of a bit? (Collision probability, exact in integers.)
-bool looks_random(const std::vector<u32>& counts, u64 total) {
+// Are equal symbols at most tenths / 10 times as common as in noise? Up to 11, order-0 coding saves less than about a twentieth
+// of a bit. (Collision probability, exact in integers.)
+bool looks_random(const std::vector<u32>& counts, u64 total, u64 tenths) {
   u64 squares = 0;
   for (u64 c : counts) squares += c * c;
-  return squares * counts.size() <= total * total / 10 * 11;
+  return squares * counts.size() <= total * total / 10 * tenths;
 }
 
 // ---- choosing a split ----------------------------------------------------------------------------------------------
@@ -130,7 +131,9 @@ Choice choose_split(const PlaneShape& shape, const u8* in, size_t count, Level l
   std::vector<u32> counts;
   Split split{shape.unit, range.least, range.signed_raw};
   size_t total = histogram(in, count, split, stride, counts);
-  if (shape.kind == PlaneKind::tail && looks_random(counts, total)) return best;
+  const bool tail = shape.kind == PlaneKind::tail;
+  if (tail && looks_random(counts, total, 11)) return best;
+  if (tail && !shape.inner && looks_random(counts, total, 20)) skewed = false;
   for (int raw_bits = range.least; raw_bits <= range.most; raw_bits++, counts = folded(counts)) {
     split.raw_bits = raw_bits;
     u64 raw_cost = (static_cast<u64>(count) * static_cast<u64>(raw_bits)) << 16;
@@ -450,7 +453,7 @@ void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, co
       return;
     case Mode::rans:
     case Mode::steep: decode_rans(in, readable_end, unit, count, mode == Mode::steep, kernels, out); return;
-    case Mode::wide_rans: decode_wide(in, unit, count, kernels, out); return;
+    case Mode::wide_rans: decode_wide(in, readable_end, unit, count, kernels, out); return;
     case Mode::sparse:
       decode_sparse(in, readable_end, unit, count, kernels, out, nesting,
                     [&](size_t left, u8* rest) { decode_plane(in, readable_end, unit, left, kernels, rest, nesting - 1); });

@@ -84,11 +84,12 @@ inline Room padded(size_t bytes) { return Room(bytes + 64); }
 struct Probe {
   u64 value;
   size_t sampled, occurrences, distinct;
+  bool varied;  // two-byte elements: whether more samples than usual held too many values
   bool often() const { return 4 * occurrences >= sampled; }
-  bool few(int unit) const { return 64 * distinct <= (unit == 1 ? 20 : 58) * sampled; }
+  bool few(int unit) const { return !varied && 64 * distinct <= (unit == 1 ? 20 : 58) * sampled; }
 };
 Probe probe(const u8* in, size_t count, int unit);
-inline constexpr size_t kSamples = 64;
+inline constexpr size_t kSamples = 64, kMoreSamples = 512;
 // The i-th of the places that are looked at; no multiple of anything, because data often repeats.
 inline size_t sample_place(size_t i, size_t count) { return static_cast<size_t>(static_cast<u64>(static_cast<u32>(i) * 0x9E3779B1u) * count >> 32); }
 
@@ -106,6 +107,6 @@ void decode_halves(Reader& in, const u8* readable_end, size_t count, const Kerne
 u64 build_wide_table(const u32* counts, int symbol_bits, std::vector<u16>& symbols, std::vector<u16>& frequencies);
 u8* encode_wide(const Split& split, const std::vector<u16>& symbols, const std::vector<u16>& frequencies, const u8* in, size_t count,
                 Scratch& scratch, u8* out);
-void decode_wide(Reader& in, int unit, size_t count, const Kernels& kernels, u8* out);
+void decode_wide(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out);
 
 }  // namespace netweight

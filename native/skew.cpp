@@ -1,6 +1,5 @@
 // Planes of skewed data, in the modes of version 2: one value split off, a palette, bytes apart, symbols below a bit.
 #include <algorithm>
-#include <bit>
 
 #include "plane.h"
 
@@ -26,18 +25,33 @@ std::vector<u16> values_of(const u8* in, size_t count) {
   return values;
 }
 
+// Set bits in the upper halves of eight bytes; not every processor counts bits by an instruction.
+size_t marks_of(u64 nibbles) {
+  const u64 pairs = (nibbles >> 4 & 0x0505050505050505ull) + (nibbles >> 5 & 0x0505050505050505ull);
+  return static_cast<size_t>(((pairs & 0x0303030303030303ull) + (pairs >> 2 & 0x0303030303030303ull)) * 0x0101010101010101ull >> 56);
+}
+
 }  // namespace
 
 Probe probe(const u8* in, size_t count, int unit) {
-  const size_t sampled = std::min(kSamples, count);
-  u64 v[kSamples] = {};
-  for (size_t i = 0; i < sampled; i++) std::memcpy(&v[i], in + sample_place(i, count) * static_cast<size_t>(unit), static_cast<size_t>(unit));
-  std::sort(v, v + sampled);
-  Probe found{v[0], sampled, 0, 0};
-  for (size_t i = 0, run = 0; i < sampled; i++) {
-    run = i && v[i] == v[i - 1] ? run + 1 : 1;
-    found.distinct += run == 1;
-    if (run > found.occurrences) found.occurrences = run, found.value = v[i];
+  const size_t width = static_cast<size_t>(unit);
+  const auto look = [&](size_t sampled) {
+    u64 v[kMoreSamples];
+    std::memset(v, 0, sampled * sizeof *v);
+    for (size_t i = 0; i < sampled; i++) std::memcpy(&v[i], in + sample_place(i, count) * width, width);
+    std::sort(v, v + sampled);
+    Probe found{v[0], sampled, 0, 0, false};
+    for (size_t i = 0, run = 0; i < sampled; i++) {
+      run = i && v[i] == v[i - 1] ? run + 1 : 1;
+      found.distinct += run == 1;
+      if (run > found.occurrences) found.occurrences = run, found.value = v[i];
+    }
+    return found;
+  };
+  Probe found = look(std::min(kSamples, count));
+  if (unit == 2 && found.few(2)) {  // dense weights, too, repeat themselves now and then
+    const Probe more = look(std::min(kMoreSamples, count));
+    found.varied = 2 * more.distinct > more.sampled;
   }
   return found;
 }
@@ -71,14 +85,14 @@ void decode_sparse(Reader& in, const u8* readable_end, int unit, size_t count, c
   for (u64 eight; i + 8 <= groups; i += 8) {
     std::memcpy(&eight, nibbles.get() + i, 8);
     any |= eight;
-    left += static_cast<size_t>(std::popcount(eight));
+    left += marks_of(eight);
   }
   any |= any >> 32;
   any |= any >> 16;
   any |= any >> 8;
   for (; i < groups; i++) {
     any |= nibbles[i];
-    left += static_cast<size_t>(std::popcount(nibbles[i]));
+    left += marks_of(nibbles[i]);
   }
   if (any & 15 || (count % 4 && nibbles[groups - 1] >> (4 + count % 4))) throw CorruptError("a sparse plane marks elements that it does not have");
   const auto rest = padded(left * static_cast<size_t>(unit));

@@ -168,7 +168,7 @@ u8* encode_wide(const Split& split, const std::vector<u16>& symbols, const std::
   return rare.encode(rare.write(body + length), patch, static_cast<size_t>(patch_top - patch));
 }
 
-void decode_wide(Reader& in, int unit, size_t count, const Kernels& kernels, u8* out) {
+void decode_wide(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out) {
   u8 bits = in.byte("a plane's header");
   Split split{unit, bits & 0x7f, (bits & 0x80) != 0};
   if (split.raw_bits >= 8 * unit || (split.signed_raw && split.raw_bits == 0)) throw CorruptError("a plane's header asks for impossible raw bits");
@@ -188,8 +188,8 @@ void decode_wide(Reader& in, int unit, size_t count, const Kernels& kernels, u8*
     if (f >= 128) f = (f & 0x7f) << 8 | in.byte("a wide table");
     if (f == 0 || slot + f > kWideSlots || f == kWideSlots) throw CorruptError("a wide table does not add up to 4,096");
     for (u32 k = 0; k < f; k++, slot++) {
-      table->step[slot] = f | k << 12;
       table->placed[slot] = static_cast<u16>(split.place_symbol(symbol));
+      table->step[slot] = f | k << 12 | static_cast<u32>(table->placed[slot]) << 24;
     }
   }
   if (slot != kWideSlots) throw CorruptError("a wide table does not add up to 4,096");
@@ -203,7 +203,7 @@ void decode_wide(Reader& in, int unit, size_t count, const Kernels& kernels, u8*
   }
   const size_t blocks = (count + 63) / 64, whole = count / 64;
   const int low_bits = std::min(split.raw_bits, 8), rest_bits = split.raw_bits - low_bits;
-  WideBlock b{split, table.get(), nullptr, nullptr, nullptr};
+  WideBlock b{split, table.get(), nullptr, nullptr, nullptr, readable_end};
   b.raw_low = in.take(words_of(blocks, low_bits), "raw bits");
   b.raw_rest = in.take(words_of(blocks, rest_bits), "raw bits");
   lanes.at = in.take(2 * length, "an entropy-coded stream");

@@ -18,6 +18,7 @@ from rounding_under_test import sections_of, with_lossy_check, with_sections
 
 from netweight import codec
 from netweight.codec.header import varint
+from netweight.codec.numpy_codec import check_of
 
 HERE = Path(__file__).parent
 encode_1 = partial(codec.encode_raw, version=1)
@@ -278,9 +279,7 @@ def accepted_2(rng):
 def assemble_2(dtype, shape, chunks, data, *, flags=0x40, base=b"", chunk_log2=18):
     """A blob of version 2 of given chunks, which stand for as many parts of `data`."""
     step = BY_NAME[dtype].number_bytes << chunk_log2
-    checks = b"".join(
-        struct.pack("<Q", xxhash.xxh3_64_intdigest(data[i * step : (i + 1) * step])) for i in range(len(chunks))
-    )
+    checks = b"".join(struct.pack("<Q", check_of(data[i * step : (i + 1) * step])) for i in range(len(chunks)))
     start = b"NWT" + bytes((2, BY_NAME[dtype].code, 1 | flags, chunk_log2, len(shape)))
     index = b"".join(map(varint, shape)) + base + b"".join(struct.pack("<I", len(chunk)) for chunk in chunks) + checks
     return with_check(start + xxhash.xxh3_128_digest(checks) + bytes(4) + index + b"".join(chunks))

@@ -8,14 +8,21 @@ import struct
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import pytest
+import torch
 from folders_under_test import content, head, simple_weights, transformers_folder
 
 import netweight
+from netweight import codec
+from netweight.codec.dtypes import BY_NAME
+from netweight.codec.header import HeaderWriter
 from netweight.core.digest import of_bytes
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, UsageError
 from netweight.methods.compress.inspect import inspect_tensors
+from netweight.plugins.loading import Weights
+from netweight.store.safetensors import KEY, Description, Original
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
 F32 = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
@@ -308,6 +315,49 @@ def test_refusals_take_little_memory(compressed, tmp_path, name):
     program = [sys.executable, "-c", GROWTH, str(path), str(tmp_path / "out")]
     answer = subprocess.run(program, capture_output=True, text=True, check=True)
     assert int(answer.stdout) <= 100  # MB, what the first call imports included
+
+
+def peak():
+    """Most memory that this process ever took, or has taken since it was set back, in MB."""
+    return (
+        int(next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM")).split()[1])
+        // 1024
+    )
+
+
+@pytest.fixture(scope="module")
+def inflated():
+    """A blob of 16 GiB of zeros, in the largest chunks there are."""
+    writer = HeaderWriter(BY_NAME["U64"], (1 << 31,), 1, 22)
+    chunk = codec.ChunkEncoder("U64", (1 << 22,), chunk_log2=22).prepare(bytes(8 << 22))[1]
+    chunks = [writer.add(chunk) for _ in range(512)]
+    blob = b"".join((writer.header(), *chunks))
+    assert len(blob) < 25_000
+    return blob
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks are read from /proc")
+@pytest.mark.parametrize("work", ["decode", "in numpy", "rows", "queue", "get", "loading"])
+def test_a_small_file_that_declares_16_gib_is_refused(inflated, tmp_path, work):
+    blob = inflated
+    about = Description.of({"a": Original("U64", (1 << 31,), codec.info(blob).digest)}, None).to_json()
+    stored = {"dtype": "U8", "shape": [len(blob)], "data_offsets": [0, len(blob)]}
+    header = json.dumps({"__metadata__": {KEY: about}, "a.net": stored}).encode()
+    store = netweight.open_store(raw_file(tmp_path / "x.safetensors", header, blob))
+    loader = Weights.__new__(Weights)  # of which decode() needs nothing
+    works = {
+        "decode": lambda: codec.decode(blob),
+        "in numpy": lambda: codec.decode_raw(blob, path="python"),
+        "rows": lambda: codec.decode_rows(blob, 0, 1 << 31),
+        "queue": lambda: codec.DecodeQueue().add(blob),
+        "get": lambda: store.get("a"),
+        "loading": lambda: loader.decode("a", torch.frombuffer(bytearray(blob), dtype=torch.uint8), None),
+    }
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = peak()
+    with pytest.raises(NetweightError, match="declare 17179869184"):
+        works[work]()
+    assert peak() - before <= 64
 
 
 def test_deep_nesting_is_refused_whatever_the_limit_of_recursion(tmp_path):

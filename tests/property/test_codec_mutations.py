@@ -6,6 +6,7 @@ import xxhash
 from blobs_under_test import encoded, handmade, index_of, mutated
 
 from netweight import codec
+from netweight.codec.backend import best
 from netweight.codec.dtypes import BY_CODE
 from netweight.errors import CorruptBlob, Unsupported
 
@@ -41,7 +42,7 @@ def fits(blob, content):
     if blob[3] == 1:
         return xxhash.xxh3_128_digest(content) == blob[8:24]
     step = BY_CODE[blob[4]].number_bytes << blob[6]
-    checks = [xxhash.xxh3_64_intdigest(content[start : start + step]) for start in range(0, len(content), step)]
+    checks = [best.check_of(content[start : start + step]) for start in range(0, len(content), step)]
     _, first, end = index_of(blob)
     return b"".join(check.to_bytes(8, "little") for check in checks) == blob[first:end]
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-import xxhash
 
 from netweight.codec import lossy
 from netweight.codec.backend import best, codec_for, in_our_words, new_queue
@@ -305,7 +304,7 @@ def digest_of(buffer: Any, dtype: str, *, chunk_log2: int | None = None) -> str:
     checked_level("default", chunk_log2)
     element, data = element_type(dtype), as_bytes(bytes_of(buffer))
     step = element.number_bytes << (chunk_log2 or element.default_chunk_log2)
-    checks = [xxhash.xxh3_64_intdigest(data[start : start + step].data) for start in range(0, len(data), step)]
+    checks = [best.check_of(data[start : start + step]) for start in range(0, len(data), step)]
     return named_digest(digest_of_checks(checks), VERSION)
 
 

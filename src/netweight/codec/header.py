@@ -88,6 +88,14 @@ def take_fixed(reader: Reader) -> bytes:
     return reader.take(FIXED_HEADER, "the header").tobytes()
 
 
+def refuse_inflated(nbytes: int, stored: int) -> None:
+    """Refuse to allocate what few bytes declare, as `bind.cpp` does; with default chunks no encoder goes so far."""
+    if nbytes > 1 << 28 and nbytes >> 17 >= stored:
+        raise ValueError(
+            f"its {stored} bytes declare {nbytes}; decode it chunk by chunk, or to memory of your own (decode_into)"
+        )
+
+
 def check_digest(content: Bytes, digest: bytes) -> None:
     """Compare a decoded tensor's digest with the stored one."""
     if xxhash.xxh3_128_digest(content.data) != digest:

@@ -27,6 +27,7 @@ from netweight.codec.header import (
     check_header,
     checksum,
     corrupt,
+    refuse_inflated,
     take_fixed,
     tensor_bytes,
     varint,
@@ -325,6 +326,7 @@ def decode_numbers(
     codec, normalizers = codec_for(path), normalizers_of(header, first, last, path)
     nbytes = (last - first) * header.rounding.element.number_bytes
     if out is None:
+        refuse_inflated(nbytes, memoryview(header.words).nbytes)
         out = codec.pooled_array(nbytes)
     codec.decode_words(
         header.words, normalizers, *header.rounding.arguments, first, last, out.ctypes.data, nbytes, threads, path

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,13 @@ from netweight.codec.header import (
     as_bytes,
     check_digest,
     corrupt,
+    refuse_inflated,
     tensor_bytes,
 )
 from netweight.codec.header import read_header as header_of
 from netweight.codec.numpy_planes import VERSION_1, read_chunk, write_chunk, write_planes
 from netweight.codec.numpy_rans import Words
+from netweight.codec.numpy_tables import Counts, Integers
 
 Floats = npt.NDArray[np.float32]
 
@@ -106,8 +109,8 @@ def encode_chunk(
 
 def _chunk(data: Bytes, element: ElementType, level: int, base: Bytes | None) -> tuple[bytes, int, int, bool]:
     chunk, new_modes = write_chunk(data, element, level, base)
-    base_check = 0 if base is None else xxhash.xxh3_64_intdigest(base.data)
-    return chunk, xxhash.xxh3_64_intdigest(data.data), base_check, new_modes
+    base_check = 0 if base is None else check_of(base)
+    return chunk, check_of(data), base_check, new_modes
 
 
 def read_header(
@@ -159,6 +162,7 @@ def decode_numbers(
     header, data = header_of(blob), as_bytes(blob)
     other = _base_of(header, base, header.nbytes)
     size = header.element.number_bytes
+    refuse_inflated((last - first) * size, len(data))
     out = np.empty((last - first) * size, np.uint8)
     step = 1 << header.chunk_log2
     for chunk in range(first // step, -(-last // step) if last > first else 0):
@@ -199,10 +203,50 @@ def _decode(header: Header, number: int, body: Bytes, base: Bytes | None, check:
     """The bytes of one chunk's numbers."""
     count = min(1 << header.chunk_log2, header.numbers - (number << header.chunk_log2))
     numbers = read_chunk(Reader(body), header.element, count, header.new_modes, base)
-    if check and header.checks and xxhash.xxh3_64_intdigest(numbers.data) != header.checks[number]:
+    if check and header.checks and check_of(numbers) != header.checks[number]:
         reason = "the decoded bytes do not have the digest that was stored with them"
         raise corrupt(reason + (", or the base is another tensor" if header.base_digest else ""))
     return numbers
+
+
+# ---- the check of a chunk --------------------------------------------------------------------------------------------
+
+
+@cache
+def _aes_tables() -> tuple[Integers, Counts]:
+    """By row and byte, what a byte adds to its column in a round of AES; and which bytes 16 states' columns take."""
+    powers, columns = [1], np.zeros((4, 256), "<u4")
+    for _ in range(254):
+        powers.append(powers[-1] ^ powers[-1] << 1 ^ (powers[-1] >> 7) * 0x11B)  # times 3
+    inverse = {0: 0} | {powers[i]: powers[-i % 255] for i in range(255)}
+    for byte, inverted in inverse.items():
+        turned = [inverted << turn | inverted >> (8 - turn) for turn in range(5)]
+        substitute = (0x63 ^ turned[0] ^ turned[1] ^ turned[2] ^ turned[3] ^ turned[4]) & 0xFF
+        twice = substitute << 1 ^ (substitute >> 7) * 0x11B
+        rows = bytes((twice, substitute, substitute, twice ^ substitute))
+        columns[:, byte] = [int.from_bytes((rows * 2)[4 - turn : 8 - turn], "little") for turn in range(4)]
+    places = np.arange(64)[:, None]
+    return columns, 16 * (places // 4) + 4 * ((places + np.arange(4)) % 4) + np.arange(4)
+
+
+def _aes_round(states: Integers) -> Integers:
+    """A round of AES without key, of as many states of four columns as there are."""
+    columns, places = _aes_tables()
+    return np.bitwise_xor.reduce(columns[np.arange(4), states.view(np.uint8)[places[: len(states)]]], axis=1)
+
+
+def check_of(buffer: Any) -> int:
+    """The check of a chunk's bytes."""
+    data = as_bytes(buffer)
+    blocks = np.zeros((-(-len(data) // 256), 64), "<u4")
+    blocks.view(np.uint8).reshape(-1)[: len(data)] = data
+    states = np.arange(256, dtype=np.uint8).view("<u4")
+    for block in blocks:
+        states = _aes_round(states) ^ block
+    folded = np.array([len(data), 0], "<u8").view("<u4")
+    for state in (*states.reshape(16, 4), *np.zeros((3, 4), "<u4")):
+        folded = _aes_round(folded) ^ state
+    return int(folded.view("<u8")[0])
 
 
 # ---- the arithmetic of lossy blobs -----------------------------------------------------------------------------------

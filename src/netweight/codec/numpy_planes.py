@@ -1,6 +1,6 @@
 """Chunks and planes in numpy: each writer beside its reader.
 
-The native counterparts are `chunk.cpp`, `plane.cpp`, `skew.cpp` and `difference.cpp`.
+The native counterparts are `chunk.cpp`, `plane.cpp`, `skew.cpp` and `difference.h`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from netweight.codec.numpy_tables import (
 SMALLEST = 512  # bytes; below this no table pays
 SPARSE_CHUNK, DELTA, DIFFERENCE = 16, 17, 18  # what a chunk of version 2 may begin with instead of a plane
 NESTING, VERSION_1 = 8, -1  # how deep planes may lie in planes; version 1 has none and no modes after WIDE_RANS
-SAMPLES = 64
+SAMPLES, MORE_SAMPLES = 64, 512
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
@@ -267,6 +267,7 @@ class Probe:
     sampled: int
     occurrences: int
     distinct: int
+    varied: bool  # two-byte elements: whether more samples than usual held too many values
 
     @classmethod
     def of(cls, numbers: Integers) -> Probe:
@@ -274,7 +275,11 @@ class Probe:
         sampled = min(SAMPLES, len(numbers))
         values, counts = np.unique(numbers[sample_places(sampled, len(numbers))], return_counts=True)
         likeliest = int(np.argmax(counts))  # of equally likely ones the least
-        return cls(int(values[likeliest]), sampled, int(counts[likeliest]), len(values))
+        probe = cls(int(values[likeliest]), sampled, int(counts[likeliest]), len(values), False)
+        if numbers.itemsize != 2 or not probe.few(2):
+            return probe
+        more = numbers[sample_places(min(MORE_SAMPLES, len(numbers)), len(numbers))]
+        return replace(probe, varied=2 * len(np.unique(more)) > len(more))
 
     @property
     def often(self) -> bool:
@@ -283,7 +288,7 @@ class Probe:
 
     def few(self, width: int) -> bool:
         """Whether elements of `width` bytes seem to have few values."""
-        return 64 * self.distinct <= (20 if width == 1 else 58) * self.sampled
+        return not self.varied and 64 * self.distinct <= (20 if width == 1 else 58) * self.sampled
 
 
 def _skewed(plane: Plane, probe: Probe, elements: Integers, level: int, nesting: int) -> bytes | None:

@@ -22,6 +22,7 @@ from netweight import codec
 from netweight.autoload import METHOD
 from netweight.codec import Precision
 from netweight.codec.dtypes import dtype_name, torch_dtype
+from netweight.codec.header import refuse_inflated
 from netweight.core.files import publish
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
@@ -149,7 +150,7 @@ class Weights:
     def take(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Make a parameter of stored bytes: compressed if it was chosen and gets smaller so, else dense."""
         blob = _bytes(stored)
-        info = codec.info(blob)
+        info = _reasonable(name, blob)
         own = torch_dtype(info.dtype)
         if name not in self:
             return self.decode(name, stored, dtype)
@@ -172,7 +173,7 @@ class Weights:
     def decode(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Make a dense tensor of stored bytes, for a conversion of the model's own; see `take`."""
         blob = _bytes(stored)
-        info = codec.info(blob)
+        info = _reasonable(name, blob)
         dense = self._filled(name, blob, torch.empty(info.shape, dtype=torch_dtype(info.dtype)))
         if dtype is not None and dense.is_floating_point():
             dense = dense.to(dtype)
@@ -237,6 +238,16 @@ def _bytes(stored: torch.Tensor) -> Any:
     """A stored tensor's bytes, without a copy if they are on the CPU."""
     content: Any = stored.cpu().numpy()
     return memoryview(content)
+
+
+def _reasonable(name: str, blob: Any) -> codec.BlobInfo:
+    """What a blob's header says, if there may be room for it."""
+    info = codec.info(blob)
+    try:
+        refuse_inflated(info.nbytes, blob.nbytes)
+    except ValueError as error:
+        raise UsageError(f"Cannot load {name!r}: {error}.") from error
+    return info
 
 
 def refuse_disk(device_map: Any) -> None:
