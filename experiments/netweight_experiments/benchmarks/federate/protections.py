@@ -37,15 +37,15 @@ ARMS = {
     "noise 0.01": {"noise": 0.01, "clip": 1.0},
     "noise 0.003": {"noise": 0.003, "clip": 1.0},
 }
-STEP, WHOLE = {"first_round": True}, {"method": "hyperfl-whole"}
+STEP = {"first_round": True}
 SUM = {**STEP, "summed_over": 20}
 # Protection, settings of the federation, what the server does, the accuracy arm that says what it costs.
 ROWS = (
     ("none", {}, STEP, "plain"),
     ("none", {}, {**STEP, "batch_size": 50}, "plain"),
     ("none", {}, {**STEP, "batch_size": 8, "server": "malicious"}, "plain"),
-    ("none, classifier shared", WHOLE, {**STEP, "batch_size": 50}, None),
-    ("none, classifier shared", WHOLE, {**STEP, "batch_size": 50, "server": "fishing"}, None),
+    ("none, FedAvg", {"method": "fedavg"}, {**STEP, "batch_size": 50}, None),
+    ("none, FedAvg", {"method": "fedavg"}, {**STEP, "batch_size": 50, "server": "fishing"}, None),
     ("at least 60 steps", {"minimum_steps": STEPS},
      {**STEP, "batch_size": 50, "local_steps": STEPS, "examples": 600}, SUMS),
     *((f"noise σ = {noise} × clip", {"noise": noise}, {**STEP, "known": True}, f"noise {noise}")
@@ -98,7 +98,7 @@ def table(rows, accuracy):
     )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     last = {arm: list(found["before and after"].values())[-1][1] for arm, found in accuracy.items()}
-    for (protection, _, _, arm), row in zip(ROWS, rows, strict=True):
+    for protection, arm, row in rows:
         cost = f"{last['plain'] - last[arm]:.2f}" if arm in last and arm != "plain" else ""
         label = row["label"].removesuffix(", first round")
         if not row["cosines"]:
@@ -173,7 +173,8 @@ def audits(output, images, seed):
             write(output, found)
             print(name, found["rows"][name]["verdict"], flush=True)
     accuracy = json.loads(sorted(RESULTS.glob("federated/protections-accuracy-*.json"))[-1].read_text())["arms"]
-    made = table(list(found["rows"].values()), accuracy)
+    rows = [(p, arm, found["rows"][f"{p}: {json.dumps(threat)}"]) for p, _, threat, arm in ROWS]
+    made = table(rows, accuracy)
     text = re.sub(f"(?s){MARKS[0]}.*{MARKS[1]}", lambda _: f"{MARKS[0]}\n{made}\n{MARKS[1]}", PAGE.read_text())
     PAGE.write_text(text)
 

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import final
 
@@ -164,6 +165,7 @@ class OverGrid:
     def read(self, trial: Trial, messages: Mapping[int, Message], replies: Iterable[Message]) -> Replies:
         """Read replies: who answered is known by the question, not by what the answer says of itself."""
         asked = {message.metadata.message_id: client for client, message in messages.items()}
+        folder = self.rounds.kept[0].folder if self.rounds.kept is not None else None
         answers: list[Answer] = []
         faults: dict[int, str] = {}
         for reply in replies:
@@ -175,7 +177,7 @@ class OverGrid:
                 answer = read_answer(reply, client)
                 if (said := self.nodes.examples[client]) != answer.update.n:
                     raise UsageError(f"says that it has {answer.update.n} examples; it registered {said}")
-                answers.append(_on_disk(_against_state(answer, trial.sent[client], self.rounds.state)))
+                answers.append(_on_disk(_against_state(answer, trial.sent[client], self.rounds.state), folder))
             except UsageError as error:
                 faults[client] = error.reason
         return Replies(answers, faults)
@@ -253,9 +255,9 @@ class MethodStrategy(Strategy):
         return None
 
 
-def _on_disk(answer: Answer) -> Answer:
+def _on_disk(answer: Answer, folder: Path | None) -> Answer:
     """Return an answer whose tensors are read from a file as they are needed: memory holds no round's updates."""
-    with tempfile.NamedTemporaryFile() as file:  # its name goes at once, its bytes with the last tensor
+    with tempfile.NamedTemporaryFile(dir=folder) as file:  # its name goes at once, its bytes with the last tensor
         file.write(
             safetensors.torch.save({n: value.contiguous() for n, value in to_wire(answer.update.tensors).items()})
         )
