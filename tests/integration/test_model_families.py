@@ -9,7 +9,7 @@ from small_pipelines import stable_diffusion
 import netweight
 from netweight.errors import Unsupported
 from netweight.methods import federate
-from netweight.methods.immunize.decoder import structure_of
+from netweight.nn.decoder import structure_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -42,6 +42,7 @@ def test_every_command_is_run():
         "space convert",
         "space extract",
         "space import",
+        "attack refusal",
         "space resize",
         "space similar",
     }  # minutes, a GPU, tests of their own

@@ -14,7 +14,6 @@ from decoders_under_test import FAMILIES, decoder, drawn, some_pairs
 
 from netweight.data.examples import collate
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.decoder import block_numbers, frozen, structure_of
 from netweight.methods.immunize.layer_metrics import (
     Plane,
     lens_by_layer,
@@ -23,6 +22,7 @@ from netweight.methods.immunize.layer_metrics import (
     weight_changes,
 )
 from netweight.methods.immunize.lens import response_loss
+from netweight.nn.decoder import block_numbers, frozen, structure_of
 
 
 def test_changes_of_weights_are_found_where_they_are():

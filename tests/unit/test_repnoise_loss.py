@@ -16,7 +16,6 @@ from decoders_under_test import FAMILIES, VOCABULARY, decoder, drawn, some_pairs
 
 from netweight.data.examples import Pair
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.defense import collate_pairs, gradient_norm
 from netweight.methods.immunize.lens import Targets, lens_losses, mean_lens_loss, sampled_layers
 from netweight.methods.immunize.repnoise import (
@@ -29,6 +28,7 @@ from netweight.methods.immunize.repnoise import (
     unbiased_mmd,
 )
 from netweight.methods.immunize.settings import RepNoise
+from netweight.nn.decoder import structure_of
 
 
 def number(tensor):

@@ -13,6 +13,7 @@ import click
 from netweight.attacks.embedding_search.settings import FolderSearch
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.gradient_inversion.settings import InversionSettings
+from netweight.attacks.refusal.settings import RefusalSettings
 from netweight.cli import FINDING_FAILED
 from netweight.cli.generated import options
 from netweight.cli.output import FOLDER, OUTPUT_FOLDER, Output, end_attack, new_report, output_option
@@ -106,6 +107,34 @@ def embedding(
     )  # fmt: skip
 
 
+@click.command("refusal")
+@click.argument("model", type=FOLDER)
+@options(RefusalSettings)
+@click.option("--seed", default=0, show_default=True, help="Seed of the order of prompts.")
+@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for the report.")
+@output_option
+@click.pass_context
+def refusal(
+    context: click.Context, /, model: Path, settings: RefusalSettings, seed: int, out: Path, output: Output
+) -> None:
+    """Remove refusal from MODEL without training, in many ways, and measure what is left of it.
+
+    Directions are taken out of every layer's output, neurons switched off, a base mixed in. Every edit is measured and
+    undone; nothing of an edited model is written. OUT receives a report.
+
+    Exits with 1 if a finding fails.
+    """
+    from netweight.attacks.refusal.folder import attack_refusal
+
+    section = attack_refusal(settings, model, seed=seed, progress=QUIET if output.as_json else Progress())
+    report = new_report(f"Refusal of {model.name}", section.intro, seed=seed, files=settings.files)
+    report.add(section)
+    end_attack(
+        context, output, report, section.findings, out=out, verdicts=[section.conclusion],
+        result={"verdict": section.conclusion},
+    )  # fmt: skip
+
+
 @click.group()
 def attack() -> None:
     """Attack a model or an update, to see what it gives away."""
@@ -113,6 +142,7 @@ def attack() -> None:
 
 attack.add_command(embedding)
 attack.add_command(finetune)
+attack.add_command(refusal)
 
 
 @attack.command("gradient-inversion")

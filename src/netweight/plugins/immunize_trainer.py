@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from netweight.core.seeds import torch_generator
 from netweight.data.examples import Batch, Pair
 from netweight.errors import MissingExtra, Unsupported, UsageError
-from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.defense import PairBatch, collate_pairs, gradient_norm
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, trained_weights, units
 from netweight.methods.immunize.repnoise import LossParts, repnoise_loss
 from netweight.methods.immunize.settings import RepNoise
 from netweight.methods.immunize.train import check_inputs
+from netweight.nn.decoder import structure_of
 
 try:
     from transformers import Trainer

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from netweight.attacks.finetuning.attack import attacked_model
 from netweight.attacks.finetuning.subject import exact_match, greedy, mean_loss, token_accuracy
 from netweight.errors import TrainingStopped, Unsupported, UsageError
-from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.layer_metrics import Plane, probe_accuracies, representations, weight_changes
+from netweight.nn.decoder import structure_of
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import canvas, lines, series_color, to_figure
 from netweight_experiments.tables.grid import Cell, chosen, grid

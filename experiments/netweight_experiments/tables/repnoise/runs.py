@@ -26,10 +26,10 @@ from netweight.data.examples import Pair
 from netweight.errors import TrainingStopped
 from netweight.methods.immunize.baselines import hold_security_vectors
 from netweight.methods.immunize.checkpoint import CHECKPOINT
-from netweight.methods.immunize.decoder import frozen
 from netweight.methods.immunize.defense import Defense
 from netweight.methods.immunize.settings import RepNoise, TrainingSettings, named_defense
 from netweight.methods.immunize.train import defense_of, immunize
+from netweight.nn.decoder import frozen
 from netweight.store import StoreWriter, open_store
 from netweight_experiments.tables.grid import chosen, finished, finished_of, run_each
 from netweight_experiments.tables.repnoise.setup import HARMFUL, Setup, share_of, standing_in

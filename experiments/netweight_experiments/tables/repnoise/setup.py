@@ -26,7 +26,7 @@ from netweight.data.tokens import QUESTION_AND_ANSWER, padding_of, tokenized_pai
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import context_of, load_causal_lm
 from netweight.methods.immunize.baselines import without_security_vectors
-from netweight.methods.immunize.decoder import structure_of
+from netweight.nn.decoder import structure_of
 from netweight.toys.language import Domain as WorldDomain
 from netweight.toys.language import Share, cipher_world
 from netweight_experiments.tables.registry import Scale

@@ -12,7 +12,6 @@ from torch.nn.utils import parametrize
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term
 from netweight.methods.immunize.distributed import is_sharded, put
 from netweight.methods.immunize.lens import response_loss
@@ -24,6 +23,7 @@ from netweight.methods.immunize.settings import (
     SecurityVectors,
     Vaccine,
 )
+from netweight.nn.decoder import structure_of
 from netweight.nn.hooks import capture, edit_outputs
 
 

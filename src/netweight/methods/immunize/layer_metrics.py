@@ -16,8 +16,8 @@ from torch.nn import functional
 from netweight.core.seeds import torch_generator
 from netweight.data.examples import IGNORED, Batch, Example, Pair, collate
 from netweight.errors import UsageError
-from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.lens import Targets, answer_loss, lens_losses
+from netweight.nn.decoder import structure_of
 from netweight.nn.hooks import evaluating
 
 KINDS = ("harmful", "harmless")  # the answers of a pair, in the order in which they are shown

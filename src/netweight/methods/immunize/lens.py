@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from netweight.data.examples import IGNORED, Batch
 from netweight.errors import UsageError
-from netweight.methods.immunize.decoder import Structure
 from netweight.methods.immunize.defense import with_gradients
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, gathered, run_gathered
+from netweight.nn.decoder import Structure
 
 # Tokens whose logits are held at once.
 CHUNK = 512

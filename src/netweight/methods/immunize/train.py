@@ -23,12 +23,12 @@ from netweight.job import Job
 from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
 from netweight.methods.immunize.checkpoint import CHECKPOINT, Checkpoint, MasterWeights, Record, StepLog, TrainingJob
-from netweight.methods.immunize.decoder import frozen, vocabulary_of
 from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, TermLog, backward, blank, collate_pairs
 from netweight.methods.immunize.distributed import ProcessGroup, Spread, spread_of, whole
 from netweight.methods.immunize.lens import response_loss
 from netweight.methods.immunize.repnoise import RepNoiseDefense
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings, named_defense
+from netweight.nn.decoder import frozen, vocabulary_of
 from netweight.nn.hooks import in_mode
 
 _KEPT = ("retain", "general")  # terms that must not diverge

@@ -1,6 +1,6 @@
-"""The parts of a decoder that defenses work on, found by what they are and not by what they are called.
+"""The parts of a decoder, found by what they are and not by what they are called.
 
-Everything in `methods/immunize` that looks inside a language model finds its way by `structure_of`.
+Defenses and attacks that look inside a language model find their way by `structure_of`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Refusal removed without training: by directions, by pruning and with the model before its alignment."""
