@@ -61,6 +61,35 @@ def stable_diffusion(*, prediction="epsilon", seed=0, text_in_up_blocks=True, sc
     return pipeline
 
 
+def stable_diffusion_xl(seed=0):
+    """A pipeline of SDXL's kind: two text encoders, pooled text, sizes, and an autoencoder that asks for float32."""
+    torch.manual_seed(seed)
+    words = tokenizer()
+    config = transformers.CLIPTextConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=len(words),
+        max_position_embeddings=10, projection_dim=16, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id,
+    )  # fmt: skip
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(16, 32), layers_per_block=1, sample_size=8, cross_attention_dim=32,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4), use_linear_projection=True, addition_embed_type="text_time", norm_num_groups=4,
+        addition_time_embed_dim=8, transformer_layers_per_block=(1, 1), projection_class_embeddings_input_dim=64,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(8, 8), norm_num_groups=4, sample_size=16, layers_per_block=1, force_upcast=True,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    pipeline = diffusers.StableDiffusionXLPipeline(
+        vae=vae, text_encoder=transformers.CLIPTextModel(config), tokenizer=words, tokenizer_2=tokenizer(), unet=unet,
+        text_encoder_2=transformers.CLIPTextModelWithProjection(config), add_watermarker=False,
+        scheduler=diffusers.EulerDiscreteScheduler(
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1
+        ),
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
 def pixart(seed=0, *, size=8):
     """PixArt-Alpha's pipeline: masks, a caption projection and a learned variance."""
     torch.manual_seed(seed)

@@ -202,6 +202,9 @@ def test_what_cannot_be_meant_is_refused(original):
     assert [SearchSettings(images=4, share=share).needed for share in (0, 0.5, 0.51, 1)] == [1, 2, 3, 4]
     with pytest.raises(UsageError, match="Divide pixels by 255"):
         find(original, IMAGES[0] * 255)
+    with pytest.raises(UsageError, match=r"has latents of shape .* the model makes") as caught:
+        find(original, torch.nn.functional.pad(IMAGES[0], (0, 0, 0, 2)))
+    assert "Resize" in caught.value.cure
     with pytest.raises(UsageError, match="one number for each pair"):
         search(original, "a", IMAGES[0], ORDINARY, SETTINGS, similarity=lambda a, b: a, seed=0)
 

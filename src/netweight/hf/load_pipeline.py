@@ -3,8 +3,9 @@
     model = load_text_to_image("stable-diffusion-v1-4")
     model.generate(model.embed(["a red square"]), seeds=[0])
 
-Stable Diffusion and its like (`UNet2DConditionModel` with one text encoder), PixArt-Alpha and -Sigma are supported;
-other denoisers are refused by name. Networks may predict noise, velocity or the sample.
+Stable Diffusion and its like (`UNet2DConditionModel`), SDXL with its two text encoders, PixArt-Alpha and -Sigma are
+supported; other denoisers are refused by name. Networks may predict noise, velocity or the sample. A LoRA that lies in
+the folder as `pytorch_lora_weights.safetensors` is merged when it is opened.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import importlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -39,6 +41,7 @@ except ImportError as error:
 
 _PARTS = ("vae", "text_encoder", "tokenizer", "scheduler")
 _STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_LORA = "pytorch_lora_weights.safetensors"
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
@@ -46,7 +49,7 @@ _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 class PipelineModel:
     """A pipeline as a `TextToImage`; made by `text_to_image`. It shares the pipeline's parts."""
 
-    def __init__(self, pipeline: Any, kind: _UNet | _PixArt, name: str) -> None:
+    def __init__(self, pipeline: Any, kind: _UNet | _XLUNet | _PixArt, name: str) -> None:
         self.pipeline = pipeline
         self.name = name
         self._kind = kind
@@ -92,10 +95,10 @@ class PipelineModel:
         given = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False, "device": self._device}
         if tokens is None:
             with torch.no_grad():
-                return self._kind.text(self.pipeline.encode_prompt(list(prompts), **given))
+                return self._kind.text(self.pipeline.encode_prompt(list(prompts), **given), prompts)
         replaced = [(self._token_layer, lambda _module, _inputs, output: tokens.to(output))]
         with hooked(replaced):
-            return self._kind.text(self.pipeline.encode_prompt(list(prompts), **given))
+            return self._kind.text(self.pipeline.encode_prompt(list(prompts), **given), prompts)
 
     def token_embeddings(self, prompts: Sequence[str]) -> Tensor:
         """Return what the text encoder reads for prompts, shape `(n, tokens, width)`."""
@@ -113,6 +116,11 @@ class PipelineModel:
 
     @property
     def _token_layer(self) -> Any:
+        if getattr(self.pipeline, "text_encoder_2", None) is not None:
+            raise Unsupported(
+                f"{self.name} has two text encoders; what they read is not searched together.",
+                cure="Search embeddings.",
+            )
         return self.pipeline.text_encoder.get_input_embeddings()
 
     def initial_noise(self, seeds: Sequence[int]) -> Tensor:
@@ -147,10 +155,10 @@ class PipelineModel:
     @torch.no_grad()
     def to_latents(self, images: Tensor) -> Tensor:
         """Return clean latents of images, shape `(n, 3, height, width)`, within 0 and 1: the encoder's most likely."""
-        vae = self.pipeline.vae
-        found = vae.encode((images * 2 - 1).to(device=self._device, dtype=vae.dtype))
+        with self._decoder() as vae:
+            found = vae.encode((images * 2 - 1).to(device=self._device, dtype=vae.dtype))
         latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latents
-        shifted: Tensor = (latents.float() - self._shift) * vae.config.scaling_factor
+        shifted: Tensor = (latents.float() - self._shift) * self.pipeline.vae.config.scaling_factor
         return shifted
 
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
@@ -192,10 +200,21 @@ class PipelineModel:
     @torch.no_grad()
     def to_images(self, latents: Tensor) -> Tensor:
         """Return images of clean latents, shape `(n, 3, height, width)`, within 0 and 1, on the CPU."""
-        vae = self.pipeline.vae
-        latents = latents / vae.config.scaling_factor + self._shift
-        images: Tensor = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
+        latents = latents / self.pipeline.vae.config.scaling_factor + self._shift
+        with self._decoder() as vae:
+            images: Tensor = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
         return (images.float() / 2 + 0.5).clamp(0, 1).cpu()
+
+    @contextmanager
+    def _decoder(self) -> Iterator[Any]:
+        """The autoencoder; one that overflows in half precision, as SDXL's does, is widened for a block."""
+        vae = self.pipeline.vae
+        narrow = vae.dtype == torch.float16 and vae.config.get("force_upcast", False)
+        try:
+            yield vae.float() if narrow else vae
+        finally:
+            if narrow:
+                vae.half()
 
     def _levels(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
         """Signal and noise, as they were mixed in training, to be multiplied with latents."""
@@ -263,6 +282,7 @@ def load_text_to_image(
             cure="Check that all its parts are there, with weights as safetensors.",
         ) from error
     _decompress(pipeline)
+    _merge_lora(pipeline, folder)
     model = text_to_image(pipeline.to(device), name=name or folder.resolve().name)
     pipeline.set_progress_bar_config(disable=True)
     return model
@@ -305,6 +325,18 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     return torch.float32
 
 
+def _merge_lora(pipeline: Any, folder: Path) -> None:
+    """Merge the LoRA that lies in a pipeline's folder as diffusers' `save_lora_weights` names it."""
+    if not (folder / _LORA).is_file():
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtra(f"{folder / _LORA} needs peft, which is not installed.", cure="Run: pip install peft")
+    with silent_bars("transformers", "diffusers"):
+        pipeline.load_lora_weights(folder, weight_name=_LORA)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+
+
 def _decompress(pipeline: Any) -> None:
     import netweight
 
@@ -334,6 +366,18 @@ def check_pipeline(folder: Path) -> None:
         )
 
 
+def check_lengths(model: PipelineModel, prompts: Sequence[str]) -> None:
+    """Refuse prompts of which the text encoder reads a part only."""
+    tokenizer = model.pipeline.tokenizer
+    for prompt in prompts:
+        count = len(tokenizer(prompt, truncation=False, verbose=False).input_ids)
+        if count > tokenizer.model_max_length:
+            raise UsageError(
+                f"The prompt {prompt!r} has {count} tokens; the text encoder reads {tokenizer.model_max_length}.",
+                cure="Cut it to what is read: the rest has no part in what is memorized.",
+            )
+
+
 def padding_masks(model: PipelineModel) -> Callable[[Sequence[str]], Tensor]:
     """Make the function that tells which tokens of prompts count, as `AttentionScaling` takes it."""
 
@@ -361,19 +405,34 @@ def one_token_words(model: PipelineModel, *, letters: int = 3) -> tuple[str, ...
     return single
 
 
-def _denoiser_of(pipeline: Any) -> _UNet | _PixArt:
+def _denoiser_of(pipeline: Any) -> _UNet | _XLUNet | _PixArt:
     """Find the denoiser of a pipeline."""
     unet, transformer = (getattr(pipeline, part, None) for part in ("unet", "transformer"))
     if isinstance(unet, diffusers.UNet2DConditionModel):
         _refuse_conditions(unet, pipeline)
-        return _UNet(unet)
+        return _XLUNet(unet, pipeline) if _is_xl(unet, pipeline) else _UNet(unet)
     if isinstance(transformer, diffusers.PixArtTransformer2DModel):
         return _PixArt(transformer)
     found = unet if unet is not None else transformer
+    if hasattr(found, "_orig_mod"):
+        raise Unsupported(
+            "The denoiser is compiled, so that its layers cannot be read or edited one by one.",
+            cure="Give the pipeline with the network from before torch.compile, which is in _orig_mod.",
+        )
     what = type(pipeline).__name__ if found is None else type(found).__name__
     raise Unsupported(
         f"The denoiser is a {what}." if found is not None else f"The {what} has neither unet nor transformer.",
-        cure="Supported are UNet2DConditionModel, as in Stable Diffusion 1 and 2, and PixArtTransformer2DModel.",
+        cure="Supported are UNet2DConditionModel, as in Stable Diffusion 1 and 2 and SDXL, and "
+        "PixArtTransformer2DModel; networks of joint attention such as those of SD3 and Flux are not.",
+    )
+
+
+def _is_xl(unet: Any, pipeline: Any) -> bool:
+    """Whether a U-Net takes SDXL's pooled text and sizes; the refiner's aesthetic score is another condition."""
+    return (
+        unet.config.get("addition_embed_type") == "text_time"
+        and getattr(pipeline, "text_encoder_2", None) is not None
+        and not pipeline.config.get("requires_aesthetics_score", False)
     )
 
 
@@ -383,7 +442,7 @@ def _refuse_conditions(unet: Any, pipeline: Any) -> None:
     wants = [
         name
         for name in ("addition_embed_type", "class_embed_type", "encoder_hid_dim_type", "time_cond_proj_dim")
-        if config.get(name) is not None
+        if config.get(name) is not None and not (name == "addition_embed_type" and _is_xl(unet, pipeline))
     ]
     if config.in_channels != pipeline.vae.config.latent_channels:
         wants.append(f"in_channels={config.in_channels}")
@@ -391,7 +450,8 @@ def _refuse_conditions(unet: Any, pipeline: Any) -> None:
         raise Unsupported(
             f"The UNet2DConditionModel of this {type(pipeline).__name__} takes more than latents, timestep and text "
             f"({', '.join(wants)}).",
-            cure="Supported are those of Stable Diffusion 1 and 2; SDXL, inpainting and adapters are not.",
+            cure="Supported are those of Stable Diffusion 1 and 2 and SDXL's base; refiners, inpainting and "
+            "adapters are not.",
         )
 
 
@@ -412,26 +472,51 @@ class _Network:
         return next(self.network.parameters()).device  # type: ignore[no-any-return]
 
 
-@final
 class _UNet(_Network):
     """Stable Diffusion's: it attends to every token, padding too."""
 
-    def text(self, encoded: Any) -> Text:
+    def text(self, encoded: Any, prompts: Sequence[str]) -> Text:
         return Text(encoded[0])
 
     def __call__(self, latents: Tensor, timestep: Tensor, text: Text) -> Tensor:
         dtype = self.network.dtype
         output: Tensor = self.network(
-            latents.to(dtype), timestep.to(latents.device), text.states.to(dtype), return_dict=False
-        )[0]
+            latents.to(dtype), timestep.to(latents.device), text.states.to(dtype), return_dict=False,
+            added_cond_kwargs=self.conditions(latents, text),
+        )[0]  # fmt: skip
         return output
+
+    def conditions(self, latents: Tensor, text: Text) -> dict[str, Tensor] | None:
+        """Inputs beside latents, timestep and text."""
+        return None
+
+
+@final
+class _XLUNet(_UNet):
+    """SDXL's: states of two encoders, pooled text, and the image's size, uncropped, as its pipeline gives them."""
+
+    def __init__(self, network: Any, pipeline: Any) -> None:
+        super().__init__(network)
+        self._zeros = bool(pipeline.config.get("force_zeros_for_empty_prompt", True))
+        self._scale = float(2 ** (len(pipeline.vae.config.block_out_channels) - 1))
+
+    def text(self, encoded: Any, prompts: Sequence[str]) -> Text:
+        given = torch.tensor([bool(prompt) or not self._zeros for prompt in prompts], device=encoded[0].device)
+        return Text(encoded[0] * given[:, None, None], pooled=encoded[2] * given[:, None])
+
+    def conditions(self, latents: Tensor, text: Text) -> dict[str, Tensor] | None:
+        assert text.pooled is not None  # see `text`
+        height, width = (side * self._scale for side in latents.shape[-2:])
+        sizes = torch.tensor([[height, width, 0, 0, height, width]], dtype=self.network.dtype, device=latents.device)
+        pooled = text.pooled.to(device=latents.device, dtype=self.network.dtype)
+        return {"text_embeds": pooled, "time_ids": sizes.repeat(len(latents), 1)}
 
 
 @final
 class _PixArt(_Network):
     """PixArt-Alpha and -Sigma: padding is masked, and a learned variance is cut off."""
 
-    def text(self, encoded: Any) -> Text:
+    def text(self, encoded: Any, prompts: Sequence[str]) -> Text:
         return Text(encoded[0], encoded[1].bool())
 
     def __call__(self, latents: Tensor, timestep: Tensor, text: Text) -> Tensor:

@@ -22,6 +22,7 @@ class Text:
 
     states: Tensor  # shape `(n, tokens, width)`
     mask: Tensor | None = None  # shape `(n, tokens)`, True where a token counts; None where all do
+    pooled: Tensor | None = None  # shape `(n, width)`, what networks such as SDXL's take beside attention; else None
 
     def __len__(self) -> int:
         """Return the number of prompts."""
@@ -31,17 +32,20 @@ class Text:
         """Return some of the prompts, in this order; one may come several times."""
         # `indices`: numbers from 0; a tensor has shape `(m,)`, int64
         chosen = list(indices) if not isinstance(indices, Tensor) else indices
-        return Text(self.states[chosen], None if self.mask is None else self.mask[chosen])
+        mask, pooled = (None if part is None else part[chosen] for part in (self.mask, self.pooled))
+        return Text(self.states[chosen], mask, pooled)
 
     @staticmethod
     def joined(texts: Sequence[Text]) -> Text:
         """Concatenate prompts; where some have a mask and others none, every token of the others counts."""
         states = torch.cat([text.states for text in texts])
+        parts = [text.pooled for text in texts if text.pooled is not None]
+        pooled = torch.cat(parts) if parts else None
         if all(text.mask is None for text in texts):
-            return Text(states)
+            return Text(states, pooled=pooled)
         masks = [torch.ones_like(text.states[..., 0], dtype=torch.bool) if text.mask is None else text.mask.bool()
                  for text in texts]  # fmt: skip
-        return Text(states, torch.cat(masks))
+        return Text(states, torch.cat(masks), pooled)
 
 
 @final

@@ -14,7 +14,8 @@ changed    share of captions in neither set whose image, from the same seed, has
            held-out captions, and neighbours, which are planted captions with other last words (of those whose image
            was no planted picture before)
 back       planted pictures that a search for embeddings brings back, and the steps until half of them are: the best of
-           three learning rates and two starts; pictures that no model was trained on are searched beside
+           three learning rates and two starts; a picture that no model was trained on is searched beside. A second
+           table has the other attacks, of fewer steps
 
 Work lies in `--work` and goes on where it was stopped. `--page` writes the table into docs/forget.md.
 """
@@ -23,6 +24,7 @@ import statistics
 from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from netweight.attacks.embedding_search.compare import Subject, Target, compare
@@ -48,16 +50,16 @@ from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 METHODS = ("none", "neurons", "closed-form", "distil")
 BLOCKS, IMAGES = (71_000, 72_000, 73_000), 8
 READ = ("color", "ground", "size")  # shapes are not read well before any edit
-RATES, SEARCH_STEPS, DRAWS, CONTROLS = (0.3, 1.0), 400, 4, 1
-TRAINED = ("relearn", "relearn-few", "relearn-one", "lora")
+RATES, SEARCH_STEPS, DRAWS, CONTROLS = (0.3, 1.0), 100, 4, 1
+FURTHER_STEPS = 60
 ATTACKS = {
     "embeddings": {"starts": ("original", "unrelated"), "steps": SEARCH_STEPS},
-    "soft tokens": {"starts": ("soft",), "steps": 150},
-    "typed words": {"starts": ("typed",), "steps": 150},
-    "noised original": {"starts": ("noised",)},
-    "DDIM inversion": {"starts": ("inverted",)},
-    **{f"training: {name}": {"starts": (name,), "steps": 150} for name in TRAINED},
-    "training: zeroed": {"starts": ("zeroed",), "steps": 150},
+    "noised": {"starts": ("noised",)},
+    "inverted": {"starts": ("inverted",)},
+    **{
+        name: {"starts": (name,), "steps": FURTHER_STEPS}
+        for name in ("relearn-one", "relearn", "lora", "typed", "soft", "zeroed")
+    },
 }
 NEVER = 99  # seed of a world whose planted pictures no model was trained on
 alike = paired()
@@ -67,7 +69,7 @@ class Training:
     """A trained model, its world, and the captions of each purpose."""
 
     def __init__(self, name):
-        self.folder = SHAPES_FOLDER if name == "shipped" else Path(name)
+        self.folder_name, self.folder = name, SHAPES_FOLDER if name == "shipped" else Path(name)
         self.world = ShapesWorld(training_record(self.folder)["about"]["world"]["seed"])
         self.planted = memorized(self.world)
         self.verbatim = [each for each in self.planted if each.kind == "verbatim"]
@@ -205,6 +207,11 @@ def half(back):
     return steps[(planted + 1) // 2 - 1] if len(steps) >= (planted + 1) // 2 else None
 
 
+def returned(back):
+    """How many planted pictures an attack brought back."""
+    return sum(row["trained"] and row["steps"] is not None for row in back.values())
+
+
 def interval(values):
     """Mean and t-interval over trainings, as text."""
     if len(values) < 2:
@@ -218,8 +225,8 @@ def table(results):
     """Rows in Markdown, one for each method; the unit that varies is the training."""
     lines = [
         "| edit | pictures broken, of 6 | own copies, of 48 | largest loss of color, ground or size, points | "
-        "other captions changed: held out; neighbours | back under the strongest search, of 6 | "
-        "steps until half are back | never trained, best NCC |", "|---|---|---|---|---|---|---|---|",
+        "other captions changed: held out; neighbours | back by embeddings, of 6, each training | steps until half are | "
+        "never trained, best NCC |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for method in METHODS:
         own = [each for each in results if each["method"] == method]
@@ -234,17 +241,45 @@ def table(results):
             mean(lambda row: max(row["lost"].values())),
             "; ".join(shares),
         ]  # fmt: skip
-        attacked = [each["back"] for each in own if each["back"]]
+        attacked = [each["back"]["embeddings"] for each in own if "embeddings" in each["back"]]
         if attacked:
-            found = [sum(row["trained"] and row["steps"] is not None for row in back.values()) for back in attacked]
             steps = [half(back) for back in attacked]
             best = max(row["best"] for back in attacked for row in back.values() if not row["trained"])
             cells += [
-                ", ".join(map(str, found)),
+                ", ".join(str(returned(back)) for back in attacked),
                 ", ".join(f"more than {SEARCH_STEPS}" if each is None else str(each) for each in steps), f"{best:.2f}",
             ]  # fmt: skip
         lines.append("| " + " | ".join([*cells, *["–"] * (8 - len(cells))]) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *attacks_table(results)])
+
+
+def attacks_table(results):
+    """One row for each edit, training and attack beside embeddings."""
+    lines = [
+        "| edit | training | attack | back, of 6 | steps until half are | best NCC, median of planted; never trained |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for each in results:
+        for attack, back in each["back"].items():
+            planted = statistics.median(row["best"] for row in back.values() if row["trained"])
+            never = max(row["best"] for row in back.values() if not row["trained"])
+            name = Path(each["training"]).name
+            cells = [each["method"], name, attack, returned(back), half(back) or "–", f"{planted:.2f}; {never:.2f}"]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def grid(training, job, path):
+    """Write a picture: each planted image beside what the models generate, and what attacks on distillation found."""
+    models = {method: made(training.folder_name, method, job)[1] for method in METHODS}
+    rows = []
+    for each in training.verbatim:
+        row = [each.image]
+        row += [drawn(model, [each.prompt], BLOCKS[:1])[0] for model in models.values()]
+        rows.append(torch.cat([torch.nn.functional.pad(image, (1, 1, 1, 1), value=1.0) for image in row], dim=2))
+    pixels = (torch.cat(rows, dim=1) * 255).round().to(torch.uint8).permute(1, 2, 0)
+    height, width = pixels.shape[:2]
+    Image.fromarray(pixels.numpy()).resize((4 * width, 4 * height), Image.Resampling.NEAREST).save(path)
 
 
 def main():
@@ -252,16 +287,20 @@ def main():
     parser.add_argument("trainings", nargs="+")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--attack", nargs="*", choices=METHODS, default=METHODS[1:], help="which are searched")
+    parser.add_argument("--attacks", nargs="*", choices=ATTACKS, default=ATTACKS, help="how they are")
+    parser.add_argument("--grid", type=Path, help="write pictures of the first training here")
     parser.add_argument("--work", type=Path, default=Path("forget-edits"))
     parser.add_argument("--page", type=Path, help="write the table between its marks in this page")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with Job.open(options.work, key={"blocks": BLOCKS, "steps": SEARCH_STEPS, "rates": RATES}, of="edits") as job:
+    with Job.open(options.work, key={"blocks": BLOCKS}, of="edits") as job:
         results = [
-            measured(name, method, job, attack=method in options.attack)
+            measured(name, method, job, [attack for attack in options.attacks if method in options.attack])
             for name in options.trainings
             for method in options.methods
         ]
+        if options.grid:
+            grid(Training(options.trainings[0]), job, options.grid)
     shown = table(results)
     print(shown)
     write(options.output, {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +114,7 @@ class Descent(Walk):
     def _text(self, rows: list[int], moved: Tensor) -> Text:
         start = self._start.rows(rows)
         states = start.states.detach().float() + self._unit[rows] * moved
-        return Text(states.to(start.states.dtype), start.mask)
+        return replace(start, states=states.to(start.states.dtype))
 
     def _follow(self, rows: Sequence[int], gradient: Tensor) -> None:
         self._optimizer.zero_grad(set_to_none=True)

@@ -163,6 +163,12 @@ def _walks(
     """The attacks that were asked for, each made when the one before has ended; starts of embeddings go together."""
     with torch.no_grad():
         latents = model.to_latents(image[None])
+    wanted = tuple(model.initial_noise([0]).shape[1:])
+    if latents.shape[1:] != wanted:
+        raise UsageError(
+            f"The target of {prompt!r} has latents of shape {tuple(latents.shape[1:])}; the model makes {wanted}.",
+            cure="Resize the image to what the model makes.",
+        )
     embedded = tuple(start for start in settings.starts if start in ("original", "unrelated", "noise"))
     if embedded:
         names, text = starting_points(
@@ -300,7 +306,8 @@ def noise_like(text: Text, seed: int) -> Text:
     states = text.states.float()
     mean, deviation = states.mean((0, 1)), states.flatten(0, 1).std(0, correction=0)
     drawn = torch.randn(states.shape[1:], generator=torch_generator(seed)).to(states)
-    return Text((mean + deviation * drawn).to(text.states)[None])
+    pooled = None if text.pooled is None else text.pooled.mean(0, keepdim=True)
+    return Text((mean + deviation * drawn).to(text.states)[None], pooled=pooled)
 
 
 def paired(descriptor: Descriptor | None = None) -> Similarity:

@@ -20,7 +20,13 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.units import Units
 from netweight.data.prompts import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
-from netweight.hf.load_pipeline import PipelineModel, check_pipeline, load_text_to_image, trained_prediction
+from netweight.hf.load_pipeline import (
+    PipelineModel,
+    check_lengths,
+    check_pipeline,
+    load_text_to_image,
+    trained_prediction,
+)
 from netweight.job import Job, check_destination
 from netweight.methods.forget.detect import Score, Threshold, calibrate, detect_resumably, look_of
 from netweight.methods.forget.edit import FOLDER, EditRecord, apply_found_, forget, publish, read_records, switch_off
@@ -68,6 +74,7 @@ def forget_folder(
     check_destination(destination, overwrite=None)
     prompts, ordinary, anchors = _asked(settings)
     model, earlier = load_text_to_image(source, device=settings.device), read_records(source)
+    check_lengths(model, [*prompts, *(anchors or [])])
     with Job.beside(destination, overwrite=None) as job:
         if settings.neurons is not None:
             record = switch_off(model, settings.neurons, earlier, factor=settings.factor)

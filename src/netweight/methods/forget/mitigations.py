@@ -141,7 +141,7 @@ class EmbeddingAdjustment:
         with torch.no_grad():
             without = model.predict(noise, time, model.embed([""]).rows(rows)).noise
         for _ in range(self.iterations):
-            moved = Text(states.to(text.states.dtype), text.mask).rows(rows)
+            moved = replace(text, states=states.to(text.states.dtype)).rows(rows)
             apart = model.predict(noise, time, moved).noise - without
             norm = apart.float().flatten(1).norm(dim=1).mean()
             if self.target is not None and float(norm.detach()) <= self.target:
