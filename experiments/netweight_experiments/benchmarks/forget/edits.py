@@ -225,8 +225,8 @@ def table(results):
     """Rows in Markdown, one for each method; the unit that varies is the training."""
     lines = [
         "| edit | pictures broken, of 6 | own copies, of 48 | largest loss of color, ground or size, points | "
-        "other captions changed: held out; neighbours | back by embeddings, of 6, each training | steps until half are | "
-        "never trained, best NCC |", "|---|---|---|---|---|---|---|---|",
+        "other captions changed: held out; neighbours | back by embeddings, of 6, each training | steps until half are "
+        "| never trained, best NCC |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for method in METHODS:
         own = [each for each in results if each["method"] == method]
