@@ -43,6 +43,7 @@ def test_every_command_is_run():
         "space extract",
         "space import",
         "attack refusal",
+        "attack safeguards",
         "space resize",
         "space similar",
     }  # minutes, a GPU, tests of their own

@@ -14,6 +14,7 @@ from netweight.attacks.embedding_search.settings import FolderSearch
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.gradient_inversion.settings import InversionSettings
 from netweight.attacks.refusal.settings import RefusalSettings
+from netweight.attacks.safeguards.settings import SafeguardSettings
 from netweight.cli import FINDING_FAILED
 from netweight.cli.generated import options
 from netweight.cli.output import FOLDER, OUTPUT_FOLDER, Output, end_attack, new_report, output_option
@@ -135,6 +136,49 @@ def refusal(
     )  # fmt: skip
 
 
+@click.command("safeguards")
+@click.argument("model", type=FOLDER)
+@options(SafeguardSettings)
+@click.option("--seed", default=0, show_default=True, help="Seed of held-out rows, orders of prompts and intervals.")
+@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for the results.")
+@click.option("--card", is_flag=True, help="Say in MODEL/README.md what was found.")
+@output_option
+@click.pass_context
+def safeguards(
+    context: click.Context, /, model: Path, settings: SafeguardSettings, seed: int, out: Path, card: bool,
+    output: Output,
+) -> None:  # fmt: skip
+    """Attack what keeps MODEL from harm, in all ways that are known here: what did it take to break, at what cost?
+
+    Searches for the fine-tuning attack that needs fewest steps, beside the base, random weights and a domain that was
+    never learned where these are given, and removes refusal without training. OUT receives attacks.jsonl, from which a
+    second call continues, and one report.
+
+    Exits with 1 if a finding fails.
+    """
+    from netweight.attacks.finetuning.folder import attack_folders
+    from netweight.attacks.refusal.folder import attack_refusal
+
+    progress = QUIET if output.as_json else Progress()
+    plan, section = attack_folders(settings, model, folder=out, seed=seed, progress=progress)
+    sections = [section]
+    if settings.refused:
+        sections.append(attack_refusal(settings, model, seed=seed, progress=progress))
+    verdicts = [each.conclusion for each in sections]
+    report = new_report(f"Safeguards of {model.name}", " ".join(verdicts), seed=seed, files=settings.files)
+    for each in sections:
+        report.add(each)
+    if card:
+        from netweight.plugins.model_card import add_evidence
+
+        report.write(out)
+        output.line(f"Card: {add_evidence(model, out)}")
+    end_attack(
+        context, output, report, [finding for each in sections for finding in each.findings], out=out,
+        verdicts=verdicts, result={"recovered": plan.recovered, "verdicts": verdicts},
+    )  # fmt: skip
+
+
 @click.group()
 def attack() -> None:
     """Attack a model or an update, to see what it gives away."""
@@ -143,6 +187,7 @@ def attack() -> None:
 attack.add_command(embedding)
 attack.add_command(finetune)
 attack.add_command(refusal)
+attack.add_command(safeguards)
 
 
 @attack.command("gradient-inversion")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +37,7 @@ from netweight.hf.lm_eval import check_lm_eval, measure_tasks, task_findings
 from netweight.hf.load_language_model import check_finite, check_folder, context_of, load_causal_lm
 from netweight.job import Job
 from netweight.registry import Attack, Target
-from netweight.report.finding import Section
+from netweight.report.finding import Finding, Section
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +99,30 @@ def attack_folders(
         found = sweep(plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress)
         stability = _stability(settings, plan, seed)
     section = resistance_section(found, plan.config, seed=seed, stability=stability, title=title)
-    return plan, with_searches(section, plan.searched)
+    return plan, with_searches(_with_costs(section, plan), plan.searched)
+
+
+def _with_costs(section: Section, plan: SweepPlan) -> Section:
+    """Add what the best attacks computed: six operations for each weight and token of a step."""
+    subject = make_subject(plan.subjects[0].factory, plan.subjects[0].arguments)
+    train = subject.domain("harmful").train
+    step = 6.0 * sum(each.numel() for each in subject.model.parameters()) * sum(map(len, train)) / len(train)
+    step *= max(attack.batch_size for attack in plan.attacks)
+    costs = []
+    for each in plan.subjects:
+        steps = next(
+            (one for one in section.findings if one.name == f"steps to recover, best attack, {each.name}"), None
+        )
+        if steps is not None and isinstance(steps.value, float) and math.isfinite(steps.value):
+            spent = plan.searched[each.name].steps * step if each.name in plan.searched else None
+            costs.append(
+                Finding(
+                    f"operations of the best attack, {each.name}", steps.value * step, n=steps.n, unit="FLOP",
+                    better="higher", seeds=steps.seeds,
+                    detail={"how": "6 × weights × tokens", "operations of the search for it": spent},
+                )
+            )  # fmt: skip
+    return replace(section, findings=[*section.findings, *costs])
 
 
 def _check(model: Path | None, settings: FolderAttack) -> None:

@@ -193,7 +193,6 @@ def capped(settings: Iterable[AttackSettings], available: int) -> list[AttackSet
     return list(dict.fromkeys(one.replace(samples=min(one.samples, available)) for one in settings))
 
 
-@final
 class FolderAttack(Settings):
     """How model folders are attacked, and what is asked of the defended ones."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, final
+from typing import Annotated
 
 from pydantic import DirectoryPath, Field
 
@@ -14,7 +14,6 @@ from netweight.settings import Cli, Settings
 PHRASES = ("i cannot", "i can't", "i can not", "i won't", "i'm sorry", "i am sorry", "sorry,", "i'm unable", "as an ai")
 
 
-@final
 class RefusalSettings(Settings):
     """How refusal is removed from a model folder, and what is asked of it."""
 
