@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #if defined(__AVX512VBMI2__) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 #include "difference.h"
@@ -437,11 +438,16 @@ void recall_any(const u8* numbers, size_t count, const u16* palette, size_t size
   (size <= 64 ? recall_from<1> : size <= 128 ? recall_from<2> : recall_from<4>)(numbers, count, palette, out);
 }
 
+bool has_vaes() {  // which clang's __builtin_cpu_supports does not know
+  unsigned a, b, c = 0, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && c >> 9 & 1;
+}
+
 }  // namespace
 
 const Kernels* avx512_kernels() {
   static const bool usable = avx2_kernels() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                             __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("vaes");
+                             __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2") && has_vaes();
   if (!usable) return nullptr;
   static const Kernels set = {"avx512", decode_rows, encode_rows, decode_wide, join4, join8,
                               split4, split8, check, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add};

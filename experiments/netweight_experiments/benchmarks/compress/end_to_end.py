@@ -1,0 +1,152 @@
+"""Measures folders end to end: compression by one and two threads and by zipnn's API; files of many small tensors.
+
+    python -m netweight_experiments.benchmarks.compress.end_to_end
+
+Contenders take turns, round by round. A folder of bf16 numbers drawn from N(0, 0.02) in two files is compressed: by
+`netweight.compress_folder`, which syncs what it writes, checks included, and by zipnn's API, tensor by tensor, into
+files that are synced at the end. Then all tensors of a plain file of many small ones are read by `open_store` and by
+safetensors, and what the compressed file has beyond its tensors' blobs is counted.
+
+Threads are compared by wall time, the others by processor time, too; only a quiet machine says anything of threads.
+"""
+
+import importlib
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import netweight
+from netweight.codec import active_path
+from netweight.core.environment import describe
+from netweight.core.files import sync
+from netweight.core.seeds import torch_generator
+from netweight_experiments.benchmarks.script import load, now, options_of, script, write
+
+
+def make_folder(folder, megabytes, generator):
+    """A folder of two files of 16 tensors each."""
+    folder.mkdir()
+    side = round((megabytes * 1e6 / 32 / 2) ** 0.5)
+    for part in range(2):
+        weights = {f"{part}.{i}": (torch.randn(side, side, generator=generator) * 0.02).bfloat16() for i in range(16)}
+        save_file(weights, folder / f"model-{part}.safetensors")
+    (folder / "config.json").write_text('{"model_type": "none"}')
+
+
+def by_netweight(folder, target, threads):
+    """Bytes that a folder takes, compressed."""
+    netweight.compress_folder(folder, target, threads=threads, overwrite=True)
+    return sum(path.stat().st_size for path in target.rglob("*.safetensors"))
+
+
+def by_zipnn(folder, target):
+    """The same by zipnn's API."""
+    target.mkdir(exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        zipnn = importlib.import_module("zipnn").ZipNN(bytearray_dtype="bfloat16", threads=1)
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file, (target / path.name).open("wb") as out:
+            for name in file.keys():
+                raw = bytearray(file.get_tensor(name).view(torch.uint8).numpy().tobytes())
+                total += out.write(zipnn.compress(raw))
+        sync(target / path.name)
+    return total
+
+
+def read_by_netweight(path):
+    with netweight.open_store(path) as store:
+        return [store.get(name) for name in store.names()]
+
+
+def read_by_safetensors(path):
+    with safe_open(path, "pt") as file:
+        return [file.get_tensor(name) for name in file.keys()]
+
+
+def timed(work, rounds):
+    """Wall and processor seconds of every round, and what the work returned; the contenders take turns."""
+    seconds = {name: {"wall": [], "cpu": []} for name in work}
+    results = {}
+    for _ in range(rounds):
+        for name, function in work.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            results[name] = function()
+            seconds[name]["cpu"].append(time.process_time() - cpu)
+            seconds[name]["wall"].append(time.perf_counter() - wall)
+    return seconds, results
+
+
+def ratio(seconds, slow, fast, clock):
+    """The median of how many times as fast, round by round; and the rounds."""
+    each = [a / b for a, b in zip(seconds[slow][clock], seconds[fast][clock], strict=True)]
+    return {"median": round(statistics.median(each), 3), "rounds": [round(value, 3) for value in each]}
+
+
+def end_to_end(place, megabytes, rounds, generator):
+    folder = place / "model"
+    make_folder(folder, megabytes, generator)
+    names = ("one thread", "two threads", "zipnn")
+    work = {
+        names[0]: lambda: by_netweight(folder, place / "one", 1),
+        names[1]: lambda: by_netweight(folder, place / "two", 2),
+        names[2]: lambda: by_zipnn(folder, place / "zipnn"),
+    }
+    seconds, sizes = timed(work, rounds)
+    return {
+        "bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        "compressed_bytes": sizes,
+        "two threads against one, wall": ratio(seconds, names[0], names[1], "wall"),
+        "one thread against zipnn, wall": ratio(seconds, names[2], names[0], "wall"),
+        "one thread against zipnn, processor": ratio(seconds, names[2], names[0], "cpu"),
+        "seconds": seconds,
+    }
+
+
+def many_tensors(place, count, rounds, generator):
+    plain, net = place / "many.safetensors", place / "many-net.safetensors"
+    weights = {f"layers.{i}.weight": (torch.randn(64, 64, generator=generator) * 0.02).bfloat16() for i in range(count)}
+    save_file(weights, plain)
+    work = {"netweight": lambda: read_by_netweight(plain), "safetensors": lambda: read_by_safetensors(plain)}
+    seconds, read = timed(work, rounds)
+    assert all(torch.equal(a, b) for a, b in zip(*read.values(), strict=True))
+    netweight.compress_folder(plain, net)
+    with netweight.open_store(net) as store:
+        blobs = sum(store.info(name).stored_nbytes for name in store.names())
+    return {
+        "tensors": count,
+        "bytes": plain.stat().st_size,
+        "netweight against safetensors, processor": ratio(seconds, "netweight", "safetensors", "cpu"),
+        "beyond the blobs": round(net.stat().st_size / blobs - 1, 5),
+        "seconds": seconds,
+    }
+
+
+def main():
+    parser = script(__doc__, "compress-end-to-end")
+    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--tensors", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    before, generator = load(), torch_generator(given.seed, "benchmark", "end to end")
+    with tempfile.TemporaryDirectory() as place:
+        found = {
+            "folder": end_to_end(Path(place), given.megabytes, given.rounds, generator),
+            "many small tensors": many_tensors(Path(place), given.tensors, given.rounds, generator),
+        }
+    about = {"benchmark": "compress-end-to-end", "created": now(), "options": options_of(given)}
+    about["environment"] = describe({"codec_path": active_path()})
+    write(given.output, {**about, "load": {"before": before, "after": load()}, **found}, show=True)
+
+
+if __name__ == "__main__":
+    main()
