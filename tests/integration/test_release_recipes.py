@@ -62,7 +62,7 @@ def rows(tmp_path, monkeypatch):
 def test_an_immunized_model_is_compressed_and_attacked_as_it_will_be_published(rows):
     small = "grid: quick, seeds: 1, lr: [3e-3], max_steps: 8, check_every: 4, threshold: 0.2, least_resistance: 0}"
     text = replaced(
-        "release-immunized.yaml", attack=("grid: quick, seeds: 5}", small),
+        "release-immunized.yaml", attack=("seeds: 5}", small),
         defense=("defense: repnoise", "defense: repnoise, lr: 3e-3"),
     )  # fmt: skip
     result = call("release.yaml", text, "--subject", "model", "--output", "out")
@@ -77,7 +77,7 @@ def test_an_immunized_model_is_compressed_and_attacked_as_it_will_be_published(r
     for expected in ("### Immunized", "| defense | repnoise |", "### Compressed, bit for bit", "resistance, defended"):
         assert expected in card
     # The same attack on the folder before compression finds the same.
-    text = replaced("attack-finetune.yaml", attack=("grid: quick, seeds: 5}", small), base=("BASE", "model"))
+    text = replaced("attack-finetune.yaml", attack=("seeds: 5}", small), base=("BASE", "model"))
     (alone,) = call("attack.yaml", text, "--subject", immunized["path"], "--output", "alone")["steps"]
     values = [[found["value"] for found in each["findings"]["finetune"]] for each in (attacked, alone)]
     assert values[0] == values[1]

@@ -44,8 +44,8 @@ def immunize(model: Path, destination: Path, settings: ImmunizeSettings, card: b
     if done.not_analyzed:
         output.line(f"The depth of the defense is not shown: {done.not_analyzed}")
     output.line(f"Report: {done.report}")
-    attack = f"netweight attack finetune {destination} --base {model} --harmful {settings.pairs} --out attacks"
-    output.line(f"See how long it holds: {attack}")
+    attack = f"netweight attack finetune {destination} --base {model} --trained-on {settings.pairs} --out attacks"
+    output.line(f"See how long it holds, under rows that it was not trained on: {attack} --harmful ROWS")
     output.result({
         "model": str(destination),
         "record": str(destination / RECORD),
