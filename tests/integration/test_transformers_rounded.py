@@ -109,6 +109,12 @@ def test_training_is_refused_and_adapters_are_not(case):
     model = kind.from_pretrained(net)
     with pytest.raises(LossyWrite):
         netweight.LayerwiseOptimizer(model, torch.optim.SGD, lr=0.1)
+    norms = [p.clone() for p in model.parameters() if p.dim() == 1]
+    model(IDS, labels=IDS).loss.backward()
+    with pytest.raises(LossyWrite, match=r"\.weight and \d+ more cannot be trained"):  # so does any `Trainer`
+        torch.optim.AdamW(model.parameters()).step()
+    assert all(map(torch.equal, norms, [p for p in model.parameters() if p.dim() == 1]))
+    model.zero_grad()
     peft = pytest.importorskip("peft", reason="peft is not installed")
     transposed = model.config.model_type == "gpt2"
     layers = ["c_attn"] if transposed else ["q_proj", "v_proj"]

@@ -1,8 +1,8 @@
 """What memory loading a model takes: a program that prints it as JSON, in bytes, and a function that runs it.
 
 Usage: loading_memory.py transformers|diffusers PLACE, a Llama or a UNet in PLACE/net, compressed, and in PLACE/dense,
-which is compressed while loading. `peak` is the private memory at its highest above that before, sampled; `mapped` is
-what is left in memory of the folder's mapped files.
+which is compressed while loading. `peak` is the private memory at its highest above that before, sampled, and
+`saving` the same of `save_pretrained` afterwards; `mapped` is what is left in memory of the folder's mapped files.
 """
 
 import gc
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -74,22 +75,26 @@ def library(name, folder):
     return diffusers.UNet2DConditionModel
 
 
-def load(kind, folder, **settings):
+def peak_of(run):
+    """What `run` returns, and the private memory at its highest above that before."""
     gc.collect()
     private, found, stop = resident("RssAnon"), [], threading.Event()
     watcher = threading.Thread(target=watch, args=(found, stop))
     watcher.start()
-    model = kind.from_pretrained(folder, dtype=torch.bfloat16, **settings)
+    result = run()
     stop.set()
     watcher.join()
+    return result, max(found) - private
+
+
+def load(kind, folder, **settings):
+    model, peak = peak_of(lambda: kind.from_pretrained(folder, dtype=torch.bfloat16, **settings))
     gc.collect()
-    about = {
-        "dense": 2 * sum(p.numel() for p in model.parameters()),
-        "held": netweight.memory_footprint(model),
-        "peak": max(found) - private,
-        "mapped": mapped_of(folder),
-    }
-    print(json.dumps(about), flush=True)
+    held, mapped = netweight.memory_footprint(model), mapped_of(folder)
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(folder)) as saved:
+        _, saving = peak_of(lambda: model.save_pretrained(f"{saved}/again"))
+    dense = 2 * sum(p.numel() for p in model.parameters())
+    print(json.dumps({"dense": dense, "held": held, "peak": peak, "mapped": mapped, "saving": saving}), flush=True)
 
 
 def main(name, place):

@@ -20,6 +20,7 @@ from netweight.codec.api import encode_raw as encode_raw
 from netweight.codec.api import fill as fill
 from netweight.codec.api import header_size as header_size
 from netweight.codec.api import is_lossy as is_lossy
+from netweight.codec.api import pieces as pieces
 from netweight.codec.api import pooled as pooled
 from netweight.codec.api import trim_pool as trim_pool
 from netweight.codec.lossy import ROUNDABLE as ROUNDABLE

@@ -5,7 +5,7 @@ The queue at the end decodes on a thread of the codec's own, for callers that kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
@@ -495,6 +495,28 @@ def fill(out: torch.Tensor, blob: Blob, first: int = 0, last: int | None = None,
         else:
             best.decode_to_address(source, out.data_ptr(), out.nbytes, threads, False, "auto", None, first, last)
     return out
+
+
+def pieces(blob: Blob, *, threads: int = 1) -> Iterator[memoryview]:
+    """A tensor's bytes, a chunk per thread at a time, for callers who need not hold them all."""
+    source = bytes_of(blob)
+    with _A_BLOB:
+        if lossy.recognizes(source):
+            header = lossy.read_header(source)
+            numbers, step = header.count, threads << 18
+
+            def decoded(first: int, last: int) -> Bytes:
+                return lossy.decode_numbers(header, first, last, threads, "auto")
+
+        else:
+            _, _, _, _, chunk_log2, _, _, numbers, *_ = best.read_header(source)
+            step = threads << chunk_log2
+
+            def decoded(first: int, last: int) -> Bytes:
+                return best.decode_numbers(source, first, last, threads, False, "auto")
+
+        for first in range(0, numbers, step):
+            yield decoded(first, min(first + step, numbers)).data
 
 
 def pooled(numbers: int, dtype: torch.dtype) -> torch.Tensor:

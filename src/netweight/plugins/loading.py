@@ -196,11 +196,10 @@ class Weights:
         self._scratch = None
         self._differences.clear()
         seen: set[int] = set()
-        for module in model.modules():
+        for path, module in model.named_modules():
             for attribute, parameter in module._parameters.items():
                 if isinstance(parameter, CompressedTensor):
-                    compressed: Any = parameter
-                    place(module, attribute, compressed)
+                    place(module, attribute, parameter, f"{path}.{attribute}")
                 elif parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     if parameter.device.type == "cpu":

@@ -25,6 +25,8 @@ speed           Both contenders in one process, one after another in every round
                 with its cache, prompt included.
 small layers    Microseconds of a Linear of 64 x 64 and of one token's embedding (32,000 x 512) without gradients, and
                 what compression adds to them.
+saving          RssAnon while `save_pretrained` writes the model as a compressed folder, less what it was before, in a
+                fresh process that has saved a tiny model. The target is the largest weight and a tenth.
 
 All with one torch thread, unless two are named. "decode ahead" lets a second thread, the codec's own, decode the next
 layers: the dense model has no use for that thread, a model with two torch threads has.
@@ -38,6 +40,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import nullcontext
 
@@ -52,7 +55,7 @@ from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
 from netweight_experiments.benchmarks.script import load, script, today, write
 
 MODULE = "netweight_experiments.benchmarks.compress.models"
-PARTS = ("memory", "training", "inference", "small")
+PARTS = ("memory", "training", "inference", "small", "saving")
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
 WAYS = ("plain", "checkpointed", "layerwise", "compressed", "activations")
 COMPRESSED = ("compressed", "activations")
@@ -117,6 +120,9 @@ def make_training(variant, arguments):
 
 def one_peak(variant, arguments):
     """In a process of its own: print the two peaks."""
+    if variant == "saving":
+        print(json.dumps(saving_memory(arguments)))
+        return
     from transformers import LlamaForCausalLM  # noqa: F401  imports count as what was there before
 
     torch.zeros(8, 8).bfloat16() @ torch.zeros(8, 8).bfloat16()
@@ -133,18 +139,20 @@ def one_peak(variant, arguments):
     print(json.dumps({"counted": ledger.peak.nbytes, "sampled": memory.highest - before, "loss": loss}))
 
 
+def in_own_process(variant, arguments):
+    command = [sys.executable, "-m", MODULE, "--one-peak", variant]
+    for name in ("layers", "batch", "length"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if answer.returncode:
+        raise SystemExit(answer.stderr)
+    print(variant, answer.stdout, file=sys.stderr, flush=True)
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
 def peaks(arguments):
-    found = {}
-    for variant in VARIANTS:
-        command = [sys.executable, "-m", MODULE, "--one-peak", variant]
-        for name in ("layers", "batch", "length"):
-            command += [f"--{name}", str(getattr(arguments, name))]
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-        answer = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if answer.returncode:
-            raise SystemExit(answer.stderr)
-        found[variant] = json.loads(answer.stdout.splitlines()[-1])
-        print(variant, found[variant], file=sys.stderr, flush=True)
+    found = {variant: in_own_process(variant, arguments) for variant in VARIANTS}
     for optimizer in OPTIMIZERS:
         if len({found[f"{way} {optimizer}"]["loss"] for way in WAYS}) > 1:
             raise SystemExit(f"With {optimizer} a compressed model computed another loss than the dense one.")
@@ -264,6 +272,24 @@ def generation_speed(dense, compressed, shape, new, target, rounds):
     }
 
 
+def saving_memory(arguments):
+    """What saving takes above the model, the first time and again."""
+    model, _ = make_model(arguments, compressed=True)
+    tiny, _ = make_model(argparse.Namespace(layers=1), compressed=True)
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    with tempfile.TemporaryDirectory() as place:
+        tiny.save_pretrained(f"{place}/tiny")
+        peaks_above = []
+        for name in ("first", "again"):
+            gc.collect()
+            netweight.codec.trim_pool()
+            before = private_bytes()
+            with PrivateMemory() as memory:
+                model.save_pretrained(f"{place}/{name}")
+            peaks_above.append(memory.highest - before)
+    return {"largest": largest, "peak": peaks_above, "peak / largest": at_most(max(peaks_above) / largest, 1.1)}
+
+
 def repeated(layer, given):
     return lambda: [layer(given) for _ in range(2000)]
 
@@ -304,7 +330,7 @@ def options():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", nargs="+", type=prompt_and_new, default=[(8, 8), (192, 64)], metavar="PROMPT+NEW")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--one-peak", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--one-peak", choices=(*VARIANTS, "saving"), help=argparse.SUPPRESS)
     return parser
 
 
@@ -330,6 +356,7 @@ def measure(arguments, *, show=True):
         result = json.loads(arguments.output.read_text()) | result
     measures = {"memory": lambda: peaks(arguments), "training": lambda: training_speed(arguments)}
     measures |= {"inference": lambda: inference_speed(arguments), "small": lambda: small_layers(arguments)}
+    measures["saving"] = lambda: in_own_process("saving", arguments)
     for part in arguments.parts:
         result[part] = measures[part]() | {"load_average": load()}
     if "memory" in result and "training" in result:

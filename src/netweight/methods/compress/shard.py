@@ -74,10 +74,9 @@ def compress_shard(
                     else:
                         blob = blobs(span.name)
                     lossy = codec.is_lossy(blob)
-                    if lossy or blobs is not None:
-                        content = codec.decode_raw(blob, threads=threads).data
                     rounding = codec.info(blob) if lossy else None
-                    tally.update(content)
+                    for piece in codec.pieces(blob, threads=threads) if lossy or blobs is not None else [content]:
+                        tally.update(piece)
                     size = writer.add_blob(span.name, blob)
                     del blob
                 else:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -53,16 +55,33 @@ def refuse_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
         if local_part(parameter) is not parameter:
             shards.append(name)
     if rounded:
-        others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
-        raise LossyWrite(
-            f"{rounded[0]}{others} cannot be trained: each step would round the weight again.",
-            cure="Call requires_grad_(False) on them and train adapters, or compress_ the model without mantissa_bits.",
-        )
+        raise _not_trained(rounded)
     if shards:  # FSDP reduces and cuts their gradients after the backward pass of a whole group of layers
         raise LayerwiseConflict(
             f"{shards[0]} is sharded, and its gradient is reduced by FSDP, not in a hook.",
             cure="Use an ordinary torch optimizer: each process steps its own shards.",
         )
+
+
+@cache
+def refuse_rounded_steps() -> None:
+    """From now on refuse any optimizer's step on rounded weights as a whole, before it has written the first weight."""
+    register_optimizer_step_pre_hook(_refuse_rounded_step)
+
+
+def _refuse_rounded_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    rounded = [p for p in stepped if isinstance(p, CompressedTensor) and p.grad is not None and p.stored.lossy]
+    if rounded:
+        raise _not_trained([p.stored.name or f"A weight of shape {p.stored.shape}" for p in rounded])
+
+
+def _not_trained(rounded: list[str]) -> LossyWrite:
+    others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+    return LossyWrite(
+        f"{rounded[0]}{others} cannot be trained: each step would round the weight again. Nothing was updated.",
+        cure="Call requires_grad_(False) on them and train adapters, or compress_ the model without mantissa_bits.",
+    )
 
 
 def refuse_unreduced_gradients(reduce: Callable[[torch.Tensor], None] | None) -> None:

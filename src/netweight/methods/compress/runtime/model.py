@@ -18,6 +18,7 @@ from netweight.codec.lossy import LOSSLESS_BITS
 from netweight.core.names import Select
 from netweight.errors import AlreadyCompressed, Unsupported, UsageError
 from netweight.methods.compress.runtime.fsdp import dense_shard, local_part
+from netweight.methods.compress.runtime.incompatible import refuse_rounded_steps
 from netweight.methods.compress.runtime.storage import CompressedStorage
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.store.writer import Level
@@ -138,7 +139,7 @@ def compress_(
             continue
         parameter = nn.Parameter(CompressedTensor(stored), requires_grad=dense.requires_grad)
         for at in weight.places:
-            place(at.module, at.attribute, parameter)
+            place(at.module, at.attribute, parameter, at.name)
         names += its_names
         fixed += its_names * stored.fixed
         if stored.lossy:
@@ -470,8 +471,11 @@ def _chosen(model: nn.Module, patterns: Patterns) -> tuple[set[str], set[str]]:
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
-def place(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
+def place(module: nn.Module, attribute: str, parameter: Any, name: str) -> None:
     """Give a module a parameter that is compressed, and let its conversions (`to`, `half`, ...) keep hooks on it."""
+    parameter.stored.name = parameter.stored.name or name
+    if parameter.stored.lossy:
+        refuse_rounded_steps()
     module._parameters[attribute] = parameter
     module.__dict__["_apply"] = _Apply(module)
 

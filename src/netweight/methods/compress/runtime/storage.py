@@ -40,6 +40,7 @@ class CompressedStorage:
     # by layout, in their last bits, too.
     stride: tuple[int, ...] | None = None
     fixed: bool = False  # whether the payload is in the fixed-length form
+    name: str | None = None  # of the weight in its model, for errors
 
     @classmethod
     def of(
@@ -83,7 +84,7 @@ class CompressedStorage:
         # New values that have no fixed-length form bring the weight back to the codec's for good.
         if self.lossy:
             raise LossyWrite(
-                f"A weight of shape {self.shape} is kept rounded, so that nothing can be written into it.",
+                f"{self.name or 'A weight'} of shape {self.shape} is kept rounded: nothing can be written into it.",
                 cure="decompress_ the layer first; or train what is added to it, such as adapters.",
             )
         if self.fixed:
