@@ -189,13 +189,20 @@ def test_any_trainer_resumes_evaluates_and_loads_the_best(tmp_path, kind, make):
         assert make is mixtral or all(torch.equal(weights[name], found[name]) for name in weights)
 
 
-def test_two_processes_train_the_dense_bits_resume_and_load_the_best(tmp_path):
-    program = Path(__file__).parents[1] / "support" / "trainer_in_processes.py"
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("trainer_in_processes", {"trained": True, "resumed": True, "saved": ["model.net.safetensors"]}),
+        ("trainer_sharded", {"losses": True, "weights": True, "compressed": True}),
+    ],
+    ids=["DDP, resumed, with the best model", "FSDP2"],
+)
+def test_two_processes_train_the_dense_bits(tmp_path, program, expected):
+    file = Path(__file__).parents[1] / "support" / f"{program}.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run([*command, str(program), str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, str(file), str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found == {"trained": True, "resumed": True, "saved": ["model.net.safetensors"]}
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 @pytest.mark.parametrize("adapters", [False, True])
