@@ -131,6 +131,24 @@ def test_the_base_is_found_beside_the_folder_and_by_the_variable(place, tmp_path
     shutil.rmtree(place / "beside")
 
 
+def test_the_base_is_found_in_the_cache_of_the_hub(place, tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    kept = tmp_path / "hub" / "models--someone--base"
+    snapshot = kept / "snapshots" / ("0" * 40)
+    shutil.copytree(place / "base", snapshot)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0" * 40)
+    netweight.compress_folder(place / "one", tmp_path / "net", base=snapshot)
+    with open_store(tmp_path / "net") as store:
+        assert torch.equal(store.get("a"), tensors_of(place / "one")["a"])
+    netweight.decompress_folder(tmp_path / "net", tmp_path / "back")
+    assert content(tmp_path / "back") == content(place / "one")
+    shutil.rmtree(kept)
+    with pytest.raises(UsageError, match="someone/base"):
+        netweight.decompress_folder(tmp_path / "net", tmp_path / "again")
+
+
 @pytest.mark.parametrize(
     "work",
     [

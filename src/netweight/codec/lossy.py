@@ -326,7 +326,7 @@ def decode_numbers(
     codec, normalizers = codec_for(path), normalizers_of(header, first, last, path)
     nbytes = (last - first) * header.rounding.element.number_bytes
     if out is None:
-        refuse_inflated(nbytes, memoryview(header.words).nbytes)
+        refuse_inflated(nbytes, header.words.nbytes)
         out = codec.pooled_array(nbytes)
     codec.decode_words(
         header.words, normalizers, *header.rounding.arguments, first, last, out.ctypes.data, nbytes, threads, path
