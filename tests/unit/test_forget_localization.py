@@ -303,52 +303,7 @@ def test_every_row_has_a_prompt_and_neurons_of_its_own():
         with torch.no_grad(), deactivated(model.denoiser, Units({name: sorted(part) for name, part in trial.items()})):
             alone = model.predict(noise[row : row + 1], torch.tensor(1), texts[of_text[row]]).noise
         assert torch.allclose(together[row], alone[0], atol=1e-6)
-
-
-def test_rows_share_what_is_the_same_in_the_first_parts():
-    pytest.importorskip("diffusers", reason="diffusers is not installed")
-    import small_pipelines
-
-    from netweight.hf.load_pipeline import text_to_image
-
-    model = text_to_image(small_pipelines.stable_diffusion())
-    layers = value_layers(model.denoiser)
-    first, second, middle = layers
-    texts, noise = [model.embed([prompt]) for prompt in ("a red square", "a circle")], model.initial_noise([0, 1])
-    trials = [{first: {0}, middle: {index}} for index in range(3)] + [{second: {4}}, {second: {4}}, {first: {0}}]
-    sources, of_text = [0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1]
-    trials.append(trials[0])
-    first_block, second_block = model.denoiser.down_blocks
-    parts = [first_block.resnets[0].conv1, first_block.attentions[0].proj_in, second_block.resnets[0].conv1]
-    parts += [second_block.attentions[0].proj_in, model.denoiser.mid_block.resnets[0].conv1]
-    counts = [[] for _ in parts]
-    hooks = [
-        part.register_forward_pre_hook(lambda module, inputs, place=place: counts[place].append(len(inputs[0])))
-        for place, part in enumerate(parts)
-    ]
-    masks = RowMasks(model.denoiser, layers)
-    prompts = [masks.read(text) for text in texts]
-    rows = [MaskedRow(prompts[text], *trial) for text, *trial in zip(of_text, trials, sources, strict=True)]
-    with torch.no_grad():
-        for _ in range(2):
-            with masks.blocking(rows) as text:
-                together = model.predict(noise[sources], torch.tensor(900), text).noise
-        with masks.blocking([MaskedRow(prompts[0], trials[3], 1)]) as text:
-            model.predict(noise[1:], torch.tensor(900), text)
-    # Two noises of one prompt and one of the other; with and without the first layer's neuron; remembered.
-    assert counts == [[3], [5], [5], [5], [5]]
-    for hook in hooks:
-        hook.remove()
-    for row, trial in enumerate(trials):
-        units = Units({name: sorted(part) for name, part in trial.items()})
-        with torch.no_grad(), deactivated(model.denoiser, units):
-            start = noise[sources[row] : sources[row] + 1]
-            alone = model.predict(start, torch.tensor(900), texts[of_text[row]]).noise
-        assert torch.allclose(together[row], alone[0], atol=1e-5)
     assert all("forward" not in vars(module) for module in model.denoiser.modules())
-
-
-# ---- many prompts ----
 
 
 def test_prompts_are_remembered_one_by_one_and_none_is_dropped(usual, tmp_path):

@@ -213,9 +213,9 @@ def returned(back):
 
 
 def interval(values):
-    """Mean and t-interval over trainings, as text."""
-    if len(values) < 2:
-        return f"{values[0]:.2g}"
+    """Mean and t-interval over trainings, as text; of fewer than three each one."""
+    if len(values) < 3:
+        return ", ".join(f"{value:.2g}" for value in values)
     found = t_interval(values)
     low, high = found.ci95
     return f"{found.estimate:.2g} ({low:.2g} to {high:.2g})"
@@ -270,7 +270,7 @@ def attacks_table(results):
 
 
 def grid(training, job, path):
-    """Write a picture: each planted image beside what the models generate, and what attacks on distillation found."""
+    """Write a picture: each planted image beside what each model generates from one seed."""
     models = {method: made(training.folder_name, method, job)[1] for method in METHODS}
     rows = []
     for each in training.verbatim:
