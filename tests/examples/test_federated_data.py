@@ -1,4 +1,4 @@
-"""What docs/federated-data.md shows is run, on few pictures where it loads many."""
+"""What docs/miniatures.md, "Images for federated learning" shows is run, on few pictures where it loads many."""
 
 import re
 from pathlib import Path
@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "federated-data.md"
+PAGE = Path(__file__).parents[2] / "docs" / "miniatures.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
 
 
 def examples(containing):
-    found = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if containing in code]
+    part = PAGE.read_text().split("\n## Images for federated learning\n")[1].split("\n## ")[0]
+    found = [code for code in re.findall(r"```python\n(.*?)```", part, re.S) if containing in code]
     assert found, containing
     return found
 

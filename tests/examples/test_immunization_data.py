@@ -1,4 +1,4 @@
-"""What docs/immunization-data.md shows is run, on a small tokenizer and on harmless stand-ins for the public files."""
+"""What docs/miniatures.md shows of pairs and ciphers is run, on harmless stand-ins for the public files."""
 
 import json
 import re
@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="tokenizers come with the llm extra")
 from netweight.data.tokenizer import train_bpe
 from netweight.toys.language import cipher_world
 
-PAGE = Path(__file__).parents[2] / "docs" / "immunization-data.md"
+PAGE = Path(__file__).parents[2] / "docs" / "miniatures.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
 
 

@@ -18,61 +18,47 @@ from netweight_experiments.benchmarks.script import RESULTS
 PAGE = Path("docs") / "performance.md"
 
 QUIET = 0.5
+SHOWN = f"{MINILM} as BF16, warm, one thread"
 GPUS = """
-## GPUs
-
-Nothing here was run on a GPU. What netweight's kernels should reach there by arithmetic:
-[models-on-gpus.md](models-on-gpus.md). Which form of weights belongs to which batch size on which memory:
-[formats-on-gpus.md](formats-on-gpus.md). `make bench-gpu` measures both.
+Nothing here ran on a GPU; [gpus.md](gpus.md) has the arithmetic, and `make bench-gpu` measures.
 """
 BUSY = """
-**Other programs were running** (load average {load:.1f} before the start), so the speeds are lower and less certain
-than on a quiet machine, those with two threads most of all. Sizes are exact.
+**Other programs were running** (load average {load:.1f} before the start): speeds are lower and less certain than on an
+idle machine, most of all with two threads. Sizes are exact.
 """
 VERDICTS = {True: "met", False: "missed", None: ""}
 HEAD = """<!-- Made by `make bench` from benchmarks/results/{name}; do not edit by hand. -->
 # Performance of the codec
 
-`netweight benchmark codec` measures netweight's codec and its peers in one process, `make bench` also writes this page.
-The figures below were measured on {date} ({rounds} rounds) on {machine}.
-All samples are in [benchmarks/results/{name}](../benchmarks/results/{name}).
+Measured by `netweight benchmark codec` on {date}: {rounds} rounds on {machine}. All samples are in
+[benchmarks/results/{name}](../benchmarks/results/{name}); `netweight benchmark codec` prints all tables.
 {warning}
 ## Targets
 
-The targets were set for a core with AVX-512 (VBMI2), before the code was written. A target that is missed stays here.
+Set for a core with AVX-512 (VBMI2) before the code was written.
 
 """
 
 LIMITS = """
-What memcpy reached in the same rounds bounds what a decoder can reach, since it writes as many bytes. Where a target
-is met in cache and missed from memory, it is the machine's memory that sets the pace, and on a shared machine also what
-its other tenants do with it:
+A decoder writes as many bytes as memcpy, whose speed in the same rounds is the limit. Where a target is met in
+cache and missed from memory, memory bandwidth is the bottleneck:
 
 """
 
 HOW = """
-## How it is measured
+## Method
 
-- **Data**: all 22.7 million trained weights of all-MiniLM-L6-v2, as published (F32) and rounded to BF16, F16 and F8
-  (e4m3 of 16 times the weights); 33.6 million weights drawn from N(0, 0.02²) as BF16; and one million of these, which
-  stay in a core's cache. Whole models come from memory, whose speed no code changes: the rows of memcpy tell it.
-  netweight compresses tensor by tensor, as it does in files, small tensors included; peers get all tensors joined,
-  which favors them.
-- **Rounds**: in every round every contender is measured once, in an order drawn anew. A speed is the median over the
-  rounds, a ratio of speeds the median of the ratios within rounds, with its 95 % bootstrap interval.
-- **Clock**: with one thread the CPU time of the process, all its threads included, since other programs on the machine
-  disturb it least; with two threads the time that passes. GB/s are 10⁹ plain bytes per second.
-- **Warm**: netweight, blosc2 and memcpy write into memory that is there; for peers that allocate what they return the
-  C library is told to keep freed memory. In every round a contender that takes less than a second runs once untimed,
-  since some machines make the first touch of memory that rested for a second several times as slow as the next; then it
-  runs for about 20 ms, and the median of these runs is the round's sample.
-- **New outputs**: every decoded tensor is new memory from the system, and all are kept until the last is there, as when
-  a model is loaded; zipnn returns new memory always. “Pooled” is the same with netweight's pool of freed outputs, its
-  normal mode. The C library's memory management is as every program has it.
-- **Fairness**: zipnn changes its input in place, so it gets a fresh copy for each run, made outside the clock, and as
-  many threads as the others. zstd and lz4 work on blocks of 1 MiB. “zstd -1, planes” splits numbers into byte planes,
-  with the sign moved to the end, in numpy, as one does by hand. blosc2 uses its bitshuffle filter.
-- Every contender's output is compared with the input bit by bit before anything is timed.
+- **Data**: the 22.7 million weights of all-MiniLM-L6-v2, as published (F32) and rounded to BF16, F16 and F8 (e4m3 of 16
+  times the weights); 33.6 million weights from N(0, 0.02²) as BF16; and one million of these, which fit into a core's
+  cache. netweight compresses tensor by tensor; peers get all tensors joined, which favors them.
+- **Rounds**: each round measures every contender once, in random order. Speeds are medians over rounds, ratios medians
+  of the ratios within rounds, with 95 % bootstrap intervals.
+- **Clock**: CPU time of the process with one thread, wall time with two. GB/s are 10⁹ plain bytes per second.
+- **Warm**: output memory exists already; a contender that takes less than a second runs once untimed, then for about
+  20 ms. **Fresh outputs**: each decoded tensor is new memory, and all are kept, as when a model is loaded.
+- **Peers**: zipnn changes its input in place and gets a fresh copy outside the clock. zstd and lz4 work on blocks of
+  1 MiB; "zstd -1, planes" splits numbers into byte planes in numpy first; blosc2 uses bitshuffle.
+- Every contender's output is compared with the input bit by bit before timing.
 """
 
 
@@ -85,11 +71,11 @@ def page(result: Result, name: str) -> str:
     warning = BUSY.format(load=load) if load > QUIET else ""
     text = HEAD.format(name=name, date=result.created[:10], rounds=result.repeats, machine=machine, warning=warning)
     text += table(("what", "target", "measured", "95 % interval", ""), target_table(result))
-    text += limits(result) + HOW
-    text += "\n## All measurements\n"
+    text += limits(result)
     for part in speed_tables(result):
-        text += f"\n### {part.title}\n\n{table(part.headers, part.lines)}"
-    return text + memory_part() + foot(result)
+        if part.title == SHOWN:
+            text += f"\n## {part.title}\n\n{table(part.headers, part.lines)}"
+    return text + memory_part() + HOW + foot(result)
 
 
 def limits(result: Result) -> str:
@@ -126,9 +112,9 @@ def memory_part() -> str:
     return f"""
 ## Whole folders
 
-Measured on {found["date"]} by `benchmarks.compress.memory` of netweight_experiments, with {found["threads"]}
-thread(s) on a model of {total:.0f} MB whose largest tensor has {largest:.0f} MB; all values are in
-[benchmarks/results/{results[-1].name}](../benchmarks/results/{results[-1].name}).
+Measured on {found["date"]} by `netweight_experiments.benchmarks.compress.memory`: a model of {total:.0f} MB, largest
+tensor {largest:.0f} MB, {found["threads"]} thread(s)
+([results](../benchmarks/results/{results[-1].name})).
 
 {table(("what", "target", "measured", ""), rows)}"""
 
@@ -143,7 +129,7 @@ def foot(result: Result) -> str:
     lines += [f"- Left out: {text}." for text in result.left_out]
     if not result.warm_heap:
         lines.append(
-            "- The C library could not be told to keep freed memory: peers that allocate are slower than they need."
+            "- The C library could not be set to keep freed memory: peers that allocate are slower than necessary."
         )
     return GPUS + "\n## Conditions\n\n" + "\n".join(lines) + "\n"
 

@@ -25,7 +25,7 @@ from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 LENGTH = 8  # bytes of the length at a payload's start
 # Of the numbers per chunk, for weights that are encoded on a device: a warp for every 16,384 of them keeps a GPU busy
-# with single matrices, at 0.25 % more bytes (docs/models-on-gpus.md).
+# with single matrices, at 0.25 % more bytes (docs/gpus.md).
 CHUNK_LOG2 = 15
 _LOOK_EVERY = 16  # decodings between two looks at the status
 _DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
