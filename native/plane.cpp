@@ -422,10 +422,13 @@ u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level leve
     return out + shape.unit;
   }
   if (nesting <= 0 || count < 32) return encode_dense(shape, in, count, level, shape.inner, kernels, scratch, out);
-  const Probe found = probe(in, count, shape.unit);
+  const bool dense_tail = shape.kind == PlaneKind::tail && !shape.inner && count >= kSmallest;
+  Probe found{};
+  if (!dense_tail) found = probe(in, count, shape.unit);
   const bool skewed = shape.inner || shape.kind != PlaneKind::floating || found.often() || found.few(shape.unit);
   u8* end = encode_dense(shape, in, count, level, skewed, kernels, scratch, out);
-  if (!skewed) return end;
+  if (!skewed || (dense_tail && *out == static_cast<u8>(Mode::raw))) return end;  // the usual tail is noise
+  if (dense_tail) found = probe(in, count, shape.unit);
   if (shape.unit == 1 && (!found.often() || shape.split_off)) return end;
   const Room trial(2 * count * static_cast<size_t>(shape.unit) + 8192 * static_cast<size_t>(nesting + 1));
   const u8* trial_end = encode_skewed(shape, found, in, count, level, kernels, scratch, trial.get(), nesting);

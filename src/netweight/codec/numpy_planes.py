@@ -185,6 +185,8 @@ def write_plane(plane: Plane, data: Bytes, level: int, nesting: int) -> bytes:
     floats = plane.fractions is not None
     skewed = plane.inner or not floats or probe.often or probe.few(plane.width)
     dense = _dense(plane, elements, level, skewed)
+    if plane.tail and not plane.inner and len(elements) >= SMALLEST and dense[0] == RAW:
+        return dense  # the usual tail is noise
     trial = _skewed(plane, probe, elements, level, nesting) if skewed else None
     return dense if trial is None or 200 * len(trial) > 199 * len(dense) else trial
 
