@@ -121,7 +121,7 @@ def test_an_edit_is_exported_at_its_rank_and_loaded_by_diffusers(place, beard, o
 
 def test_samples_are_points_with_an_audit(place, opened, tmp_path):
     for number, (sampler, more) in enumerate(
-        [("gaussian", []), ("kernel", ["--bandwidth", 0.5]), ("mixture", ["--clusters", 2]),
+        [("pairs", []), ("gaussian", []), ("kernel", ["--bandwidth", 0.5]), ("mixture", ["--clusters", 2]),
          ("conditional", ["--labels", place / "labels.csv", "--given", "beard=1"])]
     ):  # fmt: skip
         found = run(

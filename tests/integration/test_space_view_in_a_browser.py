@@ -1,11 +1,14 @@
 """The page about a weight space in headless Chromium: sliders, map, names from anywhere, phone, dark and light."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from browser import DARK, console, look, needs_chromium
 from views_under_test import NAMES, view
 
+from netweight.methods.space.points import read_points
+from netweight.methods.space.view.content import SliderSpace
 from netweight.methods.space.view.page import write_view
 
 pytestmark = needs_chromium
@@ -173,3 +176,59 @@ def test_without_its_script_every_picture_is_there(page):
     assert seen["films"] == [[24, 16, True], [24, 16, True], [24, 16, True]]
     assert seen["broken"] == 0
     assert seen["page"] <= 360
+
+
+TOGETHER = """
+  while (document.documentElement.dataset.ready !== "yes") await new Promise(next => setTimeout(next, 20));
+  const one = selector => document.querySelector(selector);
+  const sliders = [...document.querySelectorAll("input[type=range]")], whole = one(".whole");
+  const pixel = () => [...whole.getContext("2d").getImageData(3, 3, 1, 1).data];
+  const move = (slider, value) => {
+    slider.value = value;
+    for (const kind of ["input", "change"]) slider.dispatchEvent(new Event(kind, { bubbles: true }));
+  };
+  const saved = () => decodeURIComponent(one("#save").href.replace("data:application/json,", ""));
+  const look = () => [pixel(), one("#position").textContent, one("#undo").disabled];
+  seen.start = look();
+  const begun = performance.now();
+  move(sliders[0], 2);
+  seen.milliseconds = performance.now() - begun;
+  move(sliders[1], 0);
+  seen.both = look();
+  seen.file = saved();
+  one("#undo").click();
+  seen.one = look();
+  one("#undo").click();
+  seen.none = look();
+  one("#random").click();
+  seen.random = [one("#undo").disabled, pixel()[3]];
+  one("#undo").click();
+  seen.again = look();
+  seen.page = document.documentElement.scrollWidth;
+"""
+
+
+def test_one_large_picture_has_all_sliders_at_once_and_hands_its_point_over(tmp_path):
+    strengths = (-2.0, 0.0, 1.0)
+    walks = [replace(each, strengths=strengths) for each in view().traversals]
+    vectors = {"beard <u>": [1.0, 0.0, 0.25], "component 1": [0.0, 2.0, 0.0]}
+    shown = view(traversals=walks, planes=[], sliders=SliderSpace("of this space", [0.5, 0.0, 1.0], vectors))
+    page = write_view(shown, tmp_path / "faces.html")
+    said, _ = console(page, "--virtual-time-budget=8000")
+    assert said == []
+    for width in (360, 1280):
+        seen = look(page, width, "--virtual-time-budget=8000", actions=TOGETHER)
+        assert seen["start"] == [[100, 10, 0, 255], "All at 0.", True]
+        assert seen["both"] == [
+            [100, 10, 0, 255],
+            "beard <u> +1 σ, component 1 \u22122 σ",
+            False,
+        ]  # +10 and −10 of green
+        assert seen["one"] == [[100, 20, 0, 255], "beard <u> +1 σ", False]
+        assert seen["none"] == seen["again"] == seen["start"]
+        assert seen["random"] == [False, 255]
+        assert seen["page"] <= width
+        (tmp_path / "point.json").write_text(seen["file"])
+        points = read_points(tmp_path / "point.json")
+        assert (points.names, points.space) == (("page",), "of this space")
+        assert points.scores.tolist() == [[1.5, -4.0, 1.25]]

@@ -216,7 +216,7 @@ CASES = {
     "space export, kohya": f"{SPACE} export person-01 exported-kohya --layout kohya --rank 1",
     "space merge": "space merge loras/person-00.safetensors loras/person-01.safetensors exported-peft --weight 0.5 "
     "--weight -2 --layout peft",
-    "space sample": f"{SPACE} sample --count 4 --out gaussian.json",
+    "space sample": f"{SPACE} sample --count 4 --sampler gaussian --out gaussian.json",
     "space sample, kernel": f"{SPACE} sample --count 4 --sampler kernel --bandwidth 0.5 --out kernel.json",
     "space sample, mixture": f"{SPACE} sample --count 4 --sampler mixture --clusters 2 --out mixture.json",
     "space sample, conditional": f"{SPACE} sample --count 4 --sampler conditional --labels labels.csv --given beard=1 "

@@ -16,7 +16,15 @@ _DEFAULTS = {
     f"/json/plan/steps/0/settings/{name}": "the defense's own default is shown, not null"
     for name in ("lr", "epochs", "batch_size", "seed", "save_every", "clip")
 }
-MEANT: dict[str, dict[str, str]] = {"plan of immunize": _DEFAULTS, "plan of release-immunized": _DEFAULTS}
+_SAMPLER = {
+    f"/json/plan/steps/1/settings/{name}": "sums of two models are the default sampler"
+    for name in ("sampler", "factor")
+}
+MEANT: dict[str, dict[str, str]] = {
+    "plan of immunize": _DEFAULTS,
+    "plan of release-immunized": _DEFAULTS,
+    "plan of space": _SAMPLER,
+}
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,13 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.points import nearest, nearest_distances, row_of
 from netweight.methods.space.report import neighbor_findings, spread_findings
-from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler
+from netweight.methods.space.sampling import (
+    ConditionalSampler,
+    GaussianSampler,
+    KernelSampler,
+    MixtureSampler,
+    PairSampler,
+)
 
 few = settings(max_examples=20, deadline=None)
 
@@ -33,6 +39,7 @@ def samplers():
     scores, labels, _ = known_scores(300)
     return scores, {
         "gaussian": GaussianSampler.fit(scores),
+        "pairs": PairSampler.fit(scores, factor=1.0),
         "kernel": KernelSampler.fit(scores, bandwidth=0.4),
         "mixture": MixtureSampler.fit(scores, clusters=2),
         "conditional": ConditionalSampler.fit(scores, labels),
@@ -60,6 +67,20 @@ def test_gaussian_is_the_papers(factor, seed):
     drawn, plain = (GaussianSampler.fit(scores, factor=f).draw(4, seed=seed).double() for f in (factor, 1.0))
     mean = scores.double().mean(0)
     assert torch.allclose(drawn - mean, factor * (plain - mean), atol=1e-5)
+
+
+def test_pairs_are_sums_of_two_different_models_about_the_mean():
+    scores, _, _ = known_scores(40)
+    centered = scores.double() - scores.double().mean(0)
+    sums = (centered[:, None] + centered[None]) / 2**0.5
+    points = PairSampler.fit(scores, factor=1.5).draw(60, seed=4).double() - scores.double().mean(0)
+    apart = torch.cdist(points, 1.5 * sums.flatten(0, 1)).view(60, 40, 40)
+    for number in range(60):
+        first, second = divmod(int(apart[number].argmin()), 40)
+        assert apart[number, first, second] < 1e-4
+        assert first != second
+    with pytest.raises(UsageError, match="multiplied with 0"):
+        PairSampler.fit(scores, factor=0)
 
 
 def test_kernels_go_from_training_models_to_the_gaussian():

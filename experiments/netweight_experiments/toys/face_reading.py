@@ -35,7 +35,10 @@ def train_reader(
     """Train the network into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.process_time()
-    network = _fitted(steps, seed, world, progress)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "reader"))
+        network = FaceReader(world)
+    fit(network, steps, seed, world, progress)
     write_weights(network, folder / WEIGHTS)
     record = {
         "seed": seed,
@@ -49,28 +52,25 @@ def train_reader(
     return record
 
 
-def _fitted(steps: int, seed: int, world: DrawnWorld, progress: Progress) -> FaceReader:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "reader"))
-        network = FaceReader(world)
+def fit(network: nn.Module, steps: int, seed: int, world: DrawnWorld, progress: Progress) -> None:
+    """Train a network that says attributes, nuisances and grounds of pictures, shape `(n, 3, 16, 16)`."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps, pct_start=0.1)
     for step in progress.track(range(steps), f"reader of {world.name}s", unit="steps"):
-        pictures, measured, grounds = _pictures(_BATCH, seed, world, first=step * _BATCH)
+        drawn, measured, grounds = pictures(_BATCH, seed, world, first=step * _BATCH)
         # Generated pictures are never as clean as drawn ones.
         level = 0.05 * torch.rand(_BATCH, 1, 1, 1, generator=torch_generator(seed, "level", step))
-        noise = torch.randn(pictures.shape, generator=torch_generator(seed, "noise", step))
-        said = network(pictures + level * noise)
+        noise = torch.randn(drawn.shape, generator=torch_generator(seed, "noise", step))
+        said = network(drawn + level * noise)
         error = nn.functional.mse_loss(said[:, : measured.shape[1]], measured)
         loss = error + 0.1 * nn.functional.cross_entropy(said[:, measured.shape[1] :], grounds)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
-    return network
 
 
-def _pictures(count: int, seed: int, world: DrawnWorld, *, first: int) -> tuple[Tensor, Tensor, Tensor]:
+def pictures(count: int, seed: int, world: DrawnWorld, *, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pictures of as many subjects, what is to be read off them, and their grounds."""
     generator = torch_generator(seed, "pictures", first)
     subjects, changes = world.crowd(count, generator), world.changes(count, generator)
@@ -80,8 +80,8 @@ def _pictures(count: int, seed: int, world: DrawnWorld, *, first: int) -> tuple[
 
 def _held_out(folder: Path, seed: int, world: DrawnWorld) -> dict[str, Any]:
     """How the network, as it was written, reads subjects whom it never saw."""
-    pictures, measured, grounds = _pictures(_HELD_OUT, seed, world, first=_STRANGERS)
-    found = read_faces(pictures, folder=folder, world=world)
+    drawn, measured, grounds = pictures(_HELD_OUT, seed, world, first=_STRANGERS)
+    found = read_faces(drawn, folder=folder, world=world)
     explained = r_squared(measured, torch.cat([found.attributes, found.nuisances], 1)).tolist()
     return {
         "n": _HELD_OUT,

@@ -192,8 +192,8 @@ def main():
     for count in (options.counts or usual).split(","):
         rows.append(measure(options.work, int(count)) | {"load": load()})
         print(rows[-1], flush=True)
-    values = {"work": options.work_to_do, "rows": rows, "when": now(), "options": options_of(options)}
-    write(options.output, values | {"environment": describe()}, show=not options.output)
+        values = {"work": options.work_to_do, "rows": rows, "when": now(), "options": options_of(options)}
+        write(options.output, values | {"environment": describe()})  # after each, as the last may take long
 
 
 if __name__ == "__main__":

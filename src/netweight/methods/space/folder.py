@@ -22,7 +22,14 @@ from netweight.methods.space.inversion import InversionTarget, InversionTask, in
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.merging import merge
 from netweight.methods.space.points import Points, read_direction, read_points, scores_digest
-from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler, Sampler
+from netweight.methods.space.sampling import (
+    ConditionalSampler,
+    GaussianSampler,
+    KernelSampler,
+    MixtureSampler,
+    PairSampler,
+    Sampler,
+)
 from netweight.methods.space.settings import (
     ConvertSettings,
     ExportSettings,
@@ -263,7 +270,8 @@ def draw(space: WeightSpace, how: SampleSettings) -> Points:
         elif how.sampler == "mixture":
             sampler = MixtureSampler.fit(space.scores, clusters=how.clusters, seed=how.seed)
         else:
-            sampler = GaussianSampler.fit(space.scores, factor=how.factor)
+            kind = PairSampler if how.sampler == "pairs" else GaussianSampler
+            sampler = kind.fit(space.scores, **({} if how.factor is None else {"factor": how.factor}))
         scores = sampler.draw(how.count, seed=how.seed)
     return Points(names, scores, scores_digest(space.scores), origin)
 

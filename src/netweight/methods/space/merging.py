@@ -48,22 +48,22 @@ def merge(adapters: Sequence[Adapter], how: MergeSettings) -> Iterator[tuple[str
 
 def _weights(names: Sequence[str], count: int, how: MergeSettings) -> dict[str, list[float]]:
     """The adapters' weights by module."""
-    weights = dict.fromkeys(names, _as_many(list(how.weights) or [1.0], count, "--weight"))
+    weights = dict.fromkeys(names, _as_many(list(how.weights) or [1.0] * count, count, "--weight"))
     for pattern, written in how.blocks:
         try:
             values = [float(value) for value in written.split(",")]
         except ValueError as error:
             raise UsageError(f"Weights {written!r} of {pattern!r} are no numbers.", cure="Write 1,0.5.") from error
-        weights |= dict.fromkeys(Select(pattern).keys(list(names)), _as_many(values, count, "--block"))
+        weights |= dict.fromkeys(
+            Select(pattern).keys(list(names)),
+            _as_many(values * count if len(values) == 1 else values, count, "--block"),
+        )
     return weights
 
 
 def _as_many(values: list[float], count: int, option: str) -> list[float]:
-    values = values * count if len(values) == 1 else values
     if len(values) != count:
-        raise UsageError(
-            f"{count} adapters have {len(values)} weights ({option}).", cure="Give one for all, or one for each."
-        )
+        raise UsageError(f"{count} adapters have {len(values)} weights ({option}).", cure="Give one for each.")
     return values
 
 

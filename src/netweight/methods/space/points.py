@@ -20,7 +20,7 @@ from netweight.store.checkpoint import read_record, write_record
 DirectionKind: TypeAlias = Literal["encoder", "decoder", "difference", "reference"]
 Measure: TypeAlias = Literal["cosine", "distance"]
 
-_VERSION = 1  # of the files
+POINTS_VERSION = 1  # of the files
 _AT_ONCE = 1024  # points whose distances are computed at a time
 
 
@@ -158,7 +158,7 @@ def write_points(points: Points, path: str | Path, *, overwrite: bool = False) -
     """Write points, whole or not at all."""
     scores = points.scores.float().tolist()
     values = {**vars(points), "names": list(points.names), "scores": scores, "origin": dict(points.origin)}
-    write_record(path, {"points": values}, version=_VERSION, overwrite=overwrite)
+    write_record(path, {"points": values}, version=POINTS_VERSION, overwrite=overwrite)
 
 
 def read_points(path: str | Path) -> Points:
@@ -169,18 +169,18 @@ def read_points(path: str | Path) -> Points:
         scores = torch.tensor(found["scores"], dtype=torch.float32)
         return Points(tuple(found["names"]), scores, found["space"], found["origin"])
 
-    return read_record(path, made, version=_VERSION, of="points of a space")
+    return read_record(path, made, version=POINTS_VERSION, of="points of a space")
 
 
 def write_direction(direction: Direction, path: str | Path, *, overwrite: bool = False) -> None:
     """Write a direction, whole or not at all; errors as for `write_points`."""
-    write_record(path, {"direction": direction.to_json()}, version=_VERSION, overwrite=overwrite)
+    write_record(path, {"direction": direction.to_json()}, version=POINTS_VERSION, overwrite=overwrite)
 
 
 def read_direction(path: str | Path) -> Direction:
     """Read a direction; errors as for `read_points`."""
     return read_record(
-        path, lambda values: Direction.from_json(values["direction"]), version=_VERSION, of="a direction"
+        path, lambda values: Direction.from_json(values["direction"]), version=POINTS_VERSION, of="a direction"
     )  # fmt: skip
 
 

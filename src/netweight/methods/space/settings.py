@@ -82,11 +82,14 @@ class SampleSettings(Settings):
     """How points are drawn."""
 
     count: int = Field(default=1, ge=1, description="How many points.")
-    sampler: Literal["gaussian", "kernel", "mixture", "conditional"] = Field(
-        default="gaussian",
-        description="Independent per component, around models, of clusters, or conditional on labels, which it needs.",
+    sampler: Literal["pairs", "gaussian", "kernel", "mixture", "conditional"] = Field(
+        default="pairs",
+        description="Sums of two models, independent per component, around models, of clusters, or conditional on "
+        "labels, which it needs.",
     )
-    factor: float = Field(default=1.0, gt=0, description="Factor of the gaussian's standard deviations.")
+    factor: float | None = Field(
+        default=None, gt=0, description="Factor of the deviations of pairs, else 1.2, and of the gaussian, else 1."
+    )
     bandwidth: float | None = Field(
         default=None, ge=0, le=1, description="Bandwidth of the kernel, and of conditional's rest; else the likeliest."
     )

@@ -16,11 +16,19 @@ from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
 from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.labels import Labels
-from netweight.methods.space.points import Direction
-from netweight.methods.space.sampling import KernelSampler, Sampler
+from netweight.methods.space.points import Direction, scores_digest
+from netweight.methods.space.sampling import PairSampler, Sampler
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.content import AdapterMap, DirectionPlane, Neighbors, Samples, Traversal, View
+from netweight.methods.space.view.content import (
+    AdapterMap,
+    DirectionPlane,
+    Neighbors,
+    Samples,
+    SliderSpace,
+    Traversal,
+    View,
+)
 from netweight.nn.text_to_image import TextToImage
 
 if TYPE_CHECKING:
@@ -82,7 +90,7 @@ def build_view(
     shown = _thinned(len(space.names), settings.adapters)
     walks = [_walk(center, step, settings.strengths) for step in steps]
     planes = [_plane(center, pair, settings.grid) for pair in chosen]
-    sampler = sampler or KernelSampler.fit(space.scores)
+    sampler = sampler or PairSampler.fit(space.scores)
     drawn = sampler.draw(settings.samples, seed=settings.seed) if settings.samples else space.scores[:0]
     total = sum(len(points) for points in (*walks, *planes, drawn)) * len(settings.seeds) + len(shown)
     with progress.task("Generating", total, unit="images") as task:
@@ -104,6 +112,9 @@ def build_view(
         reader="" if reader is None else reader.name,
         facts={**_facts(model, space, name, settings), **(facts or {})},
         command=command,
+        sliders=SliderSpace(
+            scores_digest(space.scores), center.tolist(), {step.name: step.vector.tolist() for step in steps}
+        ),
     )
 
 
@@ -235,8 +246,7 @@ def _samples_of(
     """Put drawn models beside the models on the map that are nearest to them."""
     # `drawn`: points, shape `(n, k)`
     # `images`: shape `(n, noises, height, width, 3)`
-    width = f" of bandwidth {sampler.bandwidth:.2f}" if isinstance(sampler, KernelSampler) else ""
-    note = f"A {type(sampler).__name__}{width} drew them."
+    note = f"A {type(sampler).__name__} drew them."
     return Samples(images, _nearest(space, drawn, shown, neighbors), _coordinates(space, drawn), note)
 
 

@@ -136,6 +136,16 @@ class Samples:
 
 
 @final
+@dataclass(frozen=True)
+class SliderSpace:
+    """The sliders' own space: what makes a point of their positions."""
+
+    digest: str  # of the space's scores, as points have it
+    start: Sequence[float]  # scores where all sliders are at 0, shape `(k,)`
+    vectors: Mapping[str, Sequence[float]]  # slider → scores of one standard deviation along it
+
+
+@final
 @dataclass(frozen=True, eq=False)
 class View:
     """A page about a space."""
@@ -150,6 +160,7 @@ class View:
     # Name → what was shown and how: model, collection, prompt, seeds, versions.
     facts: Mapping[str, str] = field(default_factory=dict)
     command: str | None = None  # the command line that made the page
+    sliders: SliderSpace | None = None  # for points of all sliders together, which the page then hands over
 
     def __post_init__(self) -> None:
         if not self.traversals:

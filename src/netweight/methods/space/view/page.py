@@ -15,7 +15,16 @@ from markupsafe import Markup
 
 from netweight.core.files import whole_file
 from netweight.errors import UsageError
-from netweight.methods.space.view.content import AdapterMap, DirectionPlane, Neighbors, Samples, Traversal, View
+from netweight.methods.space.points import POINTS_VERSION
+from netweight.methods.space.view.content import (
+    AdapterMap,
+    DirectionPlane,
+    Neighbors,
+    Samples,
+    SliderSpace,
+    Traversal,
+    View,
+)
 from netweight.metrics.images import png_bytes
 from netweight.report.page import page_template
 from netweight.report.report import MAX_BYTES
@@ -61,6 +70,7 @@ def render_view(view: View) -> str:
         "samples": None if view.samples is None else _sample_data(view.samples),
         "size": [height, width],
         "gap": _gap(width),
+        "together": None if view.sliders is None else _together(view.sliders),
     }
     return page_template(_HERE, "template.html").render(
         view=view,
@@ -74,6 +84,15 @@ def render_view(view: View) -> str:
         data=data,
         smooth=max(height, width) >= _SMALL,
     )
+
+
+def _together(sliders: SliderSpace) -> dict[str, Any]:
+    """A file of one point but for its scores, and what makes these."""
+    return {
+        "record": {"version": POINTS_VERSION, "points": {"names": ["page"], "space": sliders.digest}},
+        "start": _rounded(np.array([sliders.start]), 7)[0],
+        "vectors": {name: _rounded(np.array([vector]), 7)[0] for name, vector in sliders.vectors.items()},
+    }
 
 
 def _groups(traversals: Sequence[Traversal]) -> list[dict[str, Any]]:

@@ -64,7 +64,53 @@
     film.addEventListener("pointerdown", point);
     film.addEventListener("pointermove", event => { if (event.buttons & 1) point(event); });
     show();
-    return () => { sliders.forEach(slider => { slider.value = slider.dataset.start; }); show(); };
+    const set = values => { sliders.forEach((slider, place) => { slider.value = values[place]; }); show(); };
+    return { name: names[0], sheet, sliders, strengths, set, starts: sliders.map(slider => +slider.dataset.start) };
+  }
+
+  // ---- all sliders at once: what each changes in its own pictures, added up ----
+
+  function together(stages) {
+    const canvas = document.querySelector(".whole"), context = canvas.getContext("2d"), past = [];
+    const room = make("canvas", { width, height }).getContext("2d", { willReadFrequently: true });
+    const pixels = (sheet, column) => {
+      room.drawImage(sheet, column * width, 0, width, height, 0, 0, width, height);
+      return room.getImageData(0, 0, width, height).data;
+    };
+    const film = stages.map(({ sheet, strengths }) => strengths[0].map((_, column) => pixels(sheet, column)));
+    const state = () => stages.map(({ sliders }) => +sliders[0].value);
+    let last = state();
+
+    function draw() {
+      const image = context.createImageData(width, height), now = state();
+      const first = film[0][stages[0].starts[0]];
+      const moved = stages.map((each, i) => [film[i][now[i]], film[i][each.starts[0]]]).filter(([to, from]) => to !== from);
+      for (let i = 0; i < first.length; i++)
+        image.data[i] = i % 4 === 3 ? 255 : moved.reduce((sum, [to, from]) => sum + to[i] - from[i], first[i]);
+      context.putImageData(image, 0, 0);
+      const steps = stages.map(({ name, strengths }, i) => [name, strengths[0][now[i]]]).filter(([, strength]) => strength);
+      const { record, start, vectors } = data.together;
+      const scores = start.map((value, k) => steps.reduce((sum, [name, strength]) => sum + strength * vectors[name][k], value));
+      const file = { ...record, points: { ...record.points, scores: [scores], origin: { page: Object.fromEntries(steps) } } };
+      byId("save").href = `data:application/json,${encodeURIComponent(JSON.stringify(file))}`;
+      byId("position").textContent = steps.map(([name, strength]) => `${name} ${sigma(strength)}`).join(", ") || "All at 0.";
+      byId("undo").disabled = !past.length;
+    }
+
+    const remember = () => { past.push(last); last = state(); draw(); };
+    const move = values => { stages.forEach((each, i) => each.set([values[i]])); };
+    stages.forEach(({ sliders, sheet }) => {
+      sliders[0].addEventListener("input", draw);
+      sliders[0].addEventListener("change", remember);
+      sheet.parentElement.addEventListener("pointerup", remember);
+    });
+    byId("random").addEventListener("click", () => {
+      move(stages.map(({ strengths }) => Math.floor(Math.random() * strengths[0].length)));
+      remember();
+    });
+    byId("undo").addEventListener("click", () => { last = past.pop(); move(last); draw(); });
+    byId("reset").addEventListener("click", remember);
+    draw();
   }
 
   // ---- colors and shapes of labels ----
@@ -315,8 +361,9 @@
 
   document.documentElement.classList.add("scripted");
   Promise.all([...document.images].map(image => image.decode())).then(() => {
-    const resets = [...document.querySelectorAll(".stage")].map(stage);
-    byId("reset").addEventListener("click", () => resets.forEach(reset => reset()));
+    const stages = [...document.querySelectorAll(".stage")].map(stage);
+    byId("reset").addEventListener("click", () => stages.forEach(each => each.set(each.starts)));
+    if (data.together) together(stages.filter(each => each.sliders.length === 1));
     if (data.map) adapterMap();
     document.documentElement.dataset.ready = "yes";
   });
