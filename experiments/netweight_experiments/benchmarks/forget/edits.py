@@ -250,7 +250,8 @@ def table(results):
                 ", ".join(f"more than {SEARCH_STEPS}" if each is None else str(each) for each in steps), f"{best:.2f}",
             ]  # fmt: skip
         lines.append("| " + " | ".join([*cells, *["–"] * (8 - len(cells))]) + " |")
-    return "\n".join([*lines, "", *attacks_table(results)])
+    attacks = attacks_table(results)
+    return "\n".join([*lines, "", *attacks] if len(attacks) > 2 else lines)
 
 
 def attacks_table(results):
