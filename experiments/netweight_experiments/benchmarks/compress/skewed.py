@@ -188,11 +188,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="rows whose names contain one of these")
     given = parser.parse_args()
     torch.set_num_threads(1)
     before = script.load()
-    rows = {name: measure(tensor, given.rounds) for name, tensor in (*kinds(given.seed), *dense(given.seed))}
-    rows |= {name: against(pairs, given.rounds) for name, pairs in fine_tuned(given.steps)}
+
+    def wanted(name: str) -> bool:
+        return any(text in name for text in given.only)
+
+    alone = [*kinds(given.seed), *dense(given.seed)]
+    rows = {name: measure(tensor, given.rounds) for name, tensor in alone if wanted(name)}
+    if wanted("MiniLM"):
+        rows |= {name: against(pairs, given.rounds) for name, pairs in fine_tuned(given.steps)}
     environment = describe({"codec_path": codec.active_path()})
     result = {"created": script.now(), "options": script.options_of(given), "environment": environment, "rows": rows}
     script.write(given.output, {**result, "load": {"before": before, "after": script.load()}})
