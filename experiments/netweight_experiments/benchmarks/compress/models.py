@@ -232,11 +232,11 @@ def inference_speed(arguments):
     for prompt, new in arguments.tokens:
         for batch, target in ((1, 0.9), (8, 0.95), (32, 0.95)):
             name = f"batch {batch}, {new} tokens after {prompt}"
-            found[name] = generation_speed(dense, compressed, (batch, prompt), new, target, arguments.rounds)
+            found[name] = generation_speed(dense, compressed, (batch, prompt), new, target, arguments)
     return found
 
 
-def generation_speed(dense, compressed, shape, new, target, rounds):
+def generation_speed(dense, compressed, shape, new, target, arguments):
     ids = torch.randint(0, 4096, shape, generator=torch.Generator().manual_seed(2))
     options = {
         "max_new_tokens": new,
@@ -256,15 +256,19 @@ def generation_speed(dense, compressed, shape, new, target, rounds):
         "dense": lambda: dense.generate(ids, **options),
         "compressed": lambda: compressed.generate(ids, **options),
     }
-    times = compare(cases, rounds)
-    ahead_times = compare({"dense": cases["dense"], "ahead": ahead}, rounds, time.perf_counter)
-    torch.set_num_threads(2)
-    on_two = compare(cases, rounds, time.perf_counter)
-    torch.set_num_threads(1)
-    return {
+    times = compare(cases, arguments.rounds)
+    found = {
         "seconds": times,
         "dense, tokens per second": round(shape[0] * new / statistics.median(times["dense"]), 2),
         "compressed": ratio(times, "compressed", "dense", target),
+    }
+    if arguments.one_core:
+        return found
+    ahead_times = compare({"dense": cases["dense"], "ahead": ahead}, arguments.rounds, time.perf_counter)
+    torch.set_num_threads(2)
+    on_two = compare(cases, arguments.rounds, time.perf_counter)
+    torch.set_num_threads(1)
+    return found | {
         "seconds, decode ahead": ahead_times,
         "compressed, decode ahead": ratio(ahead_times, "ahead", "dense"),
         "seconds, two torch threads": on_two,
@@ -330,6 +334,7 @@ def options():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", nargs="+", type=prompt_and_new, default=[(8, 8), (192, 64)], metavar="PROMPT+NEW")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--one-core", action="store_true", help="leave out what needs a second core")
     parser.add_argument("--one-peak", choices=(*VARIANTS, "saving"), help=argparse.SUPPRESS)
     return parser
 
