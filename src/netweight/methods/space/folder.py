@@ -270,8 +270,9 @@ def draw(space: WeightSpace, how: SampleSettings) -> Points:
         elif how.sampler == "mixture":
             sampler = MixtureSampler.fit(space.scores, clusters=how.clusters, seed=how.seed)
         else:
-            kind = PairSampler if how.sampler == "pairs" else GaussianSampler
-            sampler = kind.fit(space.scores, **({} if how.factor is None else {"factor": how.factor}))
+            factor = {} if how.factor is None else {"factor": how.factor}
+            pairs = how.sampler == "pairs"
+            sampler = PairSampler.fit(space.scores, **factor) if pairs else GaussianSampler.fit(space.scores, **factor)
         scores = sampler.draw(how.count, seed=how.seed)
     return Points(names, scores, scores_digest(space.scores), origin)
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -245,8 +245,9 @@ def load_converted(plan: AdapterPlan) -> Truncation:
     """Read the adapter that was planned, and what became of it where it is no plain LoRA."""
     factors: dict[str, LowRank] = {}
     lost = 0.0
-    weights = None if plan.conversion is None or plan.conversion.weights is None else plan.conversion.weights
-    with nullcontext() if weights is None else BaseWeights(weights) as base:
+    weights = None if plan.conversion is None else plan.conversion.weights
+    with ExitStack() as stack:
+        base = None if weights is None else stack.enter_context(BaseWeights(weights))
         for file in dict.fromkeys(part.file for part in plan.parts.values()):
             with open_store(file) as store:
                 for name, part in plan.parts.items():
