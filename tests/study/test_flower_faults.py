@@ -137,24 +137,3 @@ def test_a_secure_sum_goes_on_without_a_client_that_fails(deployment):
     (done,) = history(folder)
     assert "out of memory" in done["refused"]["1"]
     assert sorted(done["after"]) == ["0", "2"]
-
-
-def test_twenty_nodes_lose_nothing_by_two_that_are_slow(tmp_path):
-    """Two take a minute longer than the others: the round waits for them."""
-    deployment, folder = Deployment(tmp_path, nodes=20), tmp_path / "federation"
-    try:
-        deployment.start_server()
-        for node in range(20):
-            deployment.register(node)
-            deployment.start_node(node)
-        wait(lambda: len(deployment.online()) == 20, 400, "twenty nodes", every=5.0)
-        config = {**CONFIG, "clients": 20, "rounds": 1, "folder": str(folder), "timeout": 500.0, "fault": "slow 3 7"}
-        run = deployment.run(faulty_example(tmp_path), **config, signs=str(tmp_path))
-        assert deployment.finish(run, seconds=900) == "finished:completed", deployment.log("server")[-3000:]
-    finally:
-        deployment.stop()
-    (done,) = history(folder)
-    assert done["refused"] == {}
-    assert len(done["after"]) == 20
-    assert done["attempts"] == 1
-    assert done["seconds"] > 60

@@ -236,7 +236,7 @@ class Simulation(Processes):
 
 
 def faulty_example(folder):
-    """A copy of the example whose clients do in round 1 what `fault` says, such as "hang 1" or "slow 3 7"."""
+    """A copy of the example whose clients do in round 1 what `fault` says, such as "hang 1" or "raise 2"."""
     copy = folder / "faulty"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "digits" / "client_app.py").rename(copy / "digits" / "sound_client_app.py")
@@ -288,8 +288,6 @@ def train(message, context):
         if fault == "hang":
             (Path(context.run_config["signs"]) / "hangs").touch()
             time.sleep(900)
-        elif fault == "slow":
-            time.sleep(60)
         elif masked is None or masked["stage"] == "collect_masked_vectors":
             raise RuntimeError("out of memory")
     return sound(message, context)
