@@ -12,7 +12,7 @@ from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
 from netweight.attacks.finetuning.attack import Training, run_attack
 from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
-from netweight.attacks.finetuning.search import finals, neighbors, of_length, search, search_all, starting_points
+from netweight.attacks.finetuning.search import finals, first_attacks, neighbors, of_length, search_all, search_one
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
 from netweight.attacks.finetuning.sweep import SubjectName, make_subject
@@ -39,9 +39,9 @@ def marked_subject():
 
 def test_a_search_beats_what_it_began_with_and_finds_the_same_again(tmp_path):
     name = SubjectName("one", PLACE, {"weight_scale": 0.2})
-    start = [of_length(one, None) for one in starting_points(rates=(1e-3,), samples=60, batch_size=20, check_every=2)]
+    start = [of_length(one, None) for one in first_attacks(rates=(1e-3,), samples=60, batch_size=20, check_every=2)]
     how = {"most": 36, "held": HELD, "folder": tmp_path, "engine": in_process}
-    found = search(name, start, Goal(0.9), **how)
+    found = search_one(name, start, Goal(0.9), **how)
     of_start = [run.result.steps or 36 for run in found.tried if of_length(run.result.settings, None) in start]
     assert found.soonest is not None
     assert found.soonest < min(of_start)
@@ -51,13 +51,13 @@ def test_a_search_beats_what_it_began_with_and_finds_the_same_again(tmp_path):
     assert max(longest) <= 36
     assert found.steps == sum(longest)
     ledger = (tmp_path / "attacks.jsonl").read_bytes()
-    assert search(name, start, Goal(0.9), **how) == found
+    assert search_one(name, start, Goal(0.9), **how) == found
     assert (tmp_path / "attacks.jsonl").read_bytes() == ledger
 
 
 def test_searches_of_defended_models_go_on_for_five_times_the_bases_steps(tmp_path):
     names = [SubjectName("base", PLACE), SubjectName("defended", PLACE, {"weight_scale": 0.02})]
-    start = starting_points(rates=(1e-2,), samples=60, batch_size=20, check_every=2)[:2]
+    start = first_attacks(rates=(1e-2,), samples=60, batch_size=20, check_every=2)[:2]
     found = search_all(names, start, Goal(0.9), most=40, held=HELD, folder=tmp_path, engine=in_process)
     assert found["base"].most == 40
     assert found["defended"].most == 5 * found["base"].soonest

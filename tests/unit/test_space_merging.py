@@ -26,7 +26,7 @@ def test_ties_is_that_of_peft_on_the_changes(density):
     adapters = [random_adapter(seed, dtype=torch.float64) for seed in range(3)]
     weights = (1.0, 0.5, 2.0)
     how = MergeSettings(method="ties", weights=weights, density=density)
-    for name, change in merging.merge(adapters, how):
+    for name, change in merging.merged(adapters, how):
         expected = merge_utils.ties(dense(adapters, name), torch.tensor(weights, dtype=torch.float64), density)
         torch.testing.assert_close(change.dense().double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -44,13 +44,13 @@ def test_dare_drops_at_random_and_keeps_the_mean(method, monkeypatch):
     trimmed = merging._trimmed
     monkeypatch.setattr(merging, "_trimmed", remember)
     how = MergeSettings(method=method, weights=(1.0, 0.5), density=0.7, seed=3)
-    for name, change in merging.merge(adapters, how):
+    for name, change in merging.merged(adapters, how):
         for whole, part in zip(dense(adapters, name), kept[-2:], strict=True):
             assert set((part / whole).flatten().mul(0.7).round(decimals=9).tolist()) <= {0.0, 1.0}
         theirs = merge_utils.dare_linear if method == "dare" else merge_utils.dare_ties
         expected = theirs(kept[-2:], weights, 1.0) if method == "dare" else merge_utils.ties(kept[-2:], weights, 1.0)
         torch.testing.assert_close(change.dense().double(), expected, rtol=1e-5, atol=1e-6)
-    draws = [dict(merging.merge(adapters, how.replace(seed=seed)))[TO_Q].dense() for seed in range(400)]
+    draws = [dict(merging.merged(adapters, how.replace(seed=seed)))[TO_Q].dense() for seed in range(400)]
     if method == "dare":
         summed = sum(weight * change for weight, change in zip(weights, dense(adapters, TO_Q), strict=True))
         torch.testing.assert_close(torch.stack(draws).mean(0).double(), summed, rtol=0, atol=0.35)
@@ -60,7 +60,7 @@ def test_dare_drops_at_random_and_keeps_the_mean(method, monkeypatch):
 def test_weights_by_block_and_modules_that_one_lacks(tmp_path):
     whole, part = random_adapter(0), Adapter({TO_Q: random_adapter(1).factors[TO_Q]})
     how = MergeSettings(weights=(2.0, 3.0), blocks=(("unet.mid_block.**", "0.5"), ("unet.down_blocks.**", "0,7")))
-    found = dict(merging.merge([whole, part], how))
+    found = dict(merging.merged([whole, part], how))
     torch.testing.assert_close(
         found[TO_Q].dense(), 0.5 * whole.factors[TO_Q].dense() + 0.5 * part.factors[TO_Q].dense()
     )
@@ -73,7 +73,7 @@ def test_weights_by_block_and_modules_that_one_lacks(tmp_path):
         ({"blocks": (("nowhere.**", "1"),)}, NameNotFound, "matches none"),
     ):
         with pytest.raises(error, match=words):
-            dict(merging.merge([whole, part], MergeSettings(**bad)))
+            dict(merging.merged([whole, part], MergeSettings(**bad)))
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "peft", "kohya"])
@@ -90,7 +90,7 @@ def test_a_merged_file_is_of_the_highest_rank_and_says_its_error(tmp_path, layou
     assert found.ranks[1] <= 3
     lost = whole = 0.0
     changes = read_adapter(found.path).factors
-    for name, change in merging.merge(adapters, how):
+    for name, change in merging.merged(adapters, how):
         lost += float((change.dense() - changes[name].dense()).double().square().sum())
         whole += float(change.dense().double().square().sum())
     assert found.relative_error == pytest.approx((lost / whole) ** 0.5, rel=1e-4)

@@ -345,7 +345,7 @@ def similar(adapter: Path, bank: Path, count: int, output: Output) -> None:
     found = find_similar(adapter, bank, count, _progress(output))
     rows = [(each.name, f"{each.cosine:.4f}", f"{each.shared_cosine:.4f}", f"{each.shared:.1%}") for each in found]
     output.table(("adapter", "cosine", "in shared modules", "of FILE in these"), rows)
-    output.result([vars(each) for each in found])
+    output.result({"similar": [vars(each) for each in found]})
 
 
 def _cells(found: Exported) -> tuple[str, str, str]:

@@ -147,7 +147,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
             module._buffers[attribute] = value
         elif isinstance(value, CompressedTensor):
             parameter: Any = value.requires_grad_(old.requires_grad)
-            place(module, attribute, parameter)
+            place(module, attribute, parameter, param_name)
         else:
             module._parameters[attribute] = nn.Parameter(value, requires_grad=old.requires_grad)
 

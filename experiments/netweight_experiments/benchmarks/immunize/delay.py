@@ -22,7 +22,7 @@ from pathlib import Path
 
 from netweight.attacks.finetuning.report import ResistanceConfig, resistance_findings
 from netweight.attacks.finetuning.resistance import best_attack, by_attack
-from netweight.attacks.finetuning.search import finals, of_length, search_all, starting_points
+from netweight.attacks.finetuning.search import finals, first_attacks, of_length, search_all
 from netweight.attacks.finetuning.settings import grid
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject, sweep
@@ -84,7 +84,7 @@ def searches(options, names, goal, how):
     """Attacks that searches found on every subject but random weights, and what the searches cost."""
     searched = search_all(
         [replace(one, name=named(one)) for one in names if one.name != CONTROLS[0]],
-        starting_points(**HOW), goal, most=MOST[options.world], held=frozenset({"batch_size", "check_every"}), **how,
+        first_attacks(**HOW), goal, most=MOST[options.world], held=frozenset({"batch_size", "check_every"}), **how,
     )  # fmt: skip
     cost = {
         name: {"steps of the best attack": one.soonest, "best": [each.label for each in one.best[:3]],
@@ -147,7 +147,7 @@ def measured(options):
     calibrated = None
     threshold = task_threshold = 0.9
     if options.world != "ciphers":
-        plain = [of_length(one, MOST[options.world]) for one in starting_points(**HOW) if one.optimizer == "adam"]
+        plain = [of_length(one, MOST[options.world]) for one in first_attacks(**HOW) if one.optimizer == "adam"]
         calibrated, of_task = (calibrate(undefended(options), attacks, **how) for attacks in (plain, benign))
         threshold, task_threshold = calibrated.threshold, of_task.threshold
     names = subjects_of(options, world, task_threshold)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 from torch import nn
 
 from netweight import AdapterBank, WeightSpace

@@ -20,7 +20,7 @@ from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
 from netweight.errors import MissingExtra, NetweightError, Unsupported
 from netweight.hf.quantizers import nf4
-from netweight.methods.compress.runtime.storage import CompressedStorage, decode_payload
+from netweight.methods.compress.runtime.storage import CompressedStorage
 from netweight.report.plots import lines
 from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns
 from netweight_experiments.tables.neuzip.training import GIB, SEED
@@ -139,11 +139,11 @@ def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
     """The ways that run here, and why the others do not."""
 
     def boxed(precision: codec.Precision | None) -> Callable[[torch.Tensor], Any]:
-        return lambda weight: CompressedStorage.of(weight, precision=precision).payload
+        return lambda weight: CompressedStorage.of(weight, precision=precision)
 
     ways = [
-        _Way("netweight, lossless", boxed(None), decode_payload, _bytes),
-        _Way("netweight, 3 bits", boxed(codec.Precision(3, 512)), decode_payload, _bytes, exact=False),
+        _Way("netweight, lossless", boxed(None), CompressedStorage.dense, _payload),
+        _Way("netweight, 3 bits", boxed(codec.Precision(3, 512)), CompressedStorage.dense, _payload, exact=False),
         _Way(
             "netweight, fixed length",
             lambda weight: (encode_fixed(weight), weight.shape),
@@ -162,6 +162,10 @@ def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
         except (Unsupported, MissingExtra) as error:
             missing[name] = error.reason.removesuffix(".")
     return ways, missing
+
+
+def _payload(kept: CompressedStorage) -> int:
+    return kept.payload.nbytes
 
 
 def _bytes(kept: torch.Tensor) -> int:

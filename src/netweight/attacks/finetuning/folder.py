@@ -19,7 +19,7 @@ import torch
 
 from netweight.attacks.finetuning.report import ResistanceConfig, Stability, resistance_section, with_searches
 from netweight.attacks.finetuning.resistance import measure_kept, stability_findings
-from netweight.attacks.finetuning.search import Found, finals, of_length, search_all, starting_points
+from netweight.attacks.finetuning.search import Found, finals, first_attacks, of_length, search_all
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
 from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject, sweep
@@ -244,7 +244,7 @@ def _start(settings: FolderAttack, subject: Subject) -> list[AttackSettings]:
     """What a search begins with, as far as a subject has the rows for it."""
     samples = min(len(subject.domain("harmful").train), settings.samples or 1 << 30)
     fixed = {**_SEARCH, "benign_share": 0.5 if subject.benign else 0.0, **settings.fixed, "samples": samples}
-    return starting_points(rates=fixed.pop("lr", None), **{**fixed, "max_steps": None})
+    return first_attacks(rates=fixed.pop("lr", None), **{**fixed, "max_steps": None})
 
 
 def _is_plain(attack: AttackSettings) -> bool:

@@ -56,7 +56,7 @@ class Found:
         return sum(run.result.last_step for run in self.tried)
 
 
-def starting_points(*, seed: int = 0, rates: Sequence[float] | None = None, **fixed: Any) -> list[AttackSettings]:
+def first_attacks(*, seed: int = 0, rates: Sequence[float] | None = None, **fixed: Any) -> list[AttackSettings]:
     """Return what a search begins with: optimizers at rates a factor of 3 apart, and factors in place of weights."""
     common = {"schedule": "constant", "warmup": 0.0, "seed": seed, **fixed}
     made = [
@@ -105,7 +105,7 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
         yield from ({"of_other": share} for share in (0.0, 0.5, -0.5))
 
 
-def search(
+def search_one(
     subject: SubjectName,
     start: Sequence[AttackSettings],
     goal: Goal,
@@ -203,7 +203,7 @@ def search_all(
     found: dict[str, Found] = {}
     known = list(start)
     for subject in subjects:
-        found[subject.name] = search(subject, known, goal, most=most, **how)
+        found[subject.name] = search_one(subject, known, goal, most=most, **how)
         if len(found) == 1:
             first = found[subject.name]
             known = list(dict.fromkeys([*first.best[:_FINALISTS], *start]))

@@ -20,7 +20,7 @@ from netweight.methods.space.fitting.basis import Sketch
 from netweight.methods.space.fitting.gram import inner_products, norms_of, stacks_of
 from netweight.methods.space.inversion import InversionTarget, InversionTask, invert_targets
 from netweight.methods.space.labels import read_labels
-from netweight.methods.space.merging import merge
+from netweight.methods.space.merging import merged
 from netweight.methods.space.points import Points, read_direction, read_points, scores_digest
 from netweight.methods.space.sampling import (
     ConditionalSampler,
@@ -227,7 +227,7 @@ def merge_files(adapters: Sequence[Path], path: Path, how: MergeSettings, *, ove
     rank = how.rank
     if how.method != "linear" and rank is None and how.energy == 1:
         rank = max(change.rank for one in opened for change in one.factors.values())
-    return export_adapter(merge(opened, how), path, rank=rank, overwrite=overwrite, **_told(plans, how))
+    return export_adapter(merged(opened, how), path, rank=rank, overwrite=overwrite, **_told(plans, how))
 
 
 def convert_file(adapter: Path, path: Path, how: ConvertSettings, *, overwrite: bool) -> Exported:

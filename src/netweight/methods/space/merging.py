@@ -16,7 +16,7 @@ from netweight.methods.space.settings import MergeSettings
 from netweight.nn.lora import Adapter, LowRank, side_by_side
 
 
-def merge(adapters: Sequence[Adapter], how: MergeSettings) -> Iterator[tuple[str, LowRank]]:
+def merged(adapters: Sequence[Adapter], how: MergeSettings) -> Iterator[tuple[str, LowRank]]:
     """Merge adapters, module by module.
 
     Args:

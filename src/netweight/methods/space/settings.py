@@ -29,7 +29,8 @@ class FitSettings(Settings):
         default="delta", description="Changes, up factors over a shared down factor, or raw numbers."
     )
     strengths: Literal["kept", "normalized"] = Field(
-        default="kept", description="Of changes: as they are, or all at their median, as hub adapters differ tenfold."
+        default="kept",
+        description="Changes as they are, or all scaled to their median norm, as hub adapters differ tenfold.",
     )
     standardize: bool = Field(
         default=True, description="Divide the numbers of factors by their standard deviations first."

@@ -56,7 +56,7 @@ class Structure:
     kernel: tuple[int, ...]  # sides of a kernel; empty for a linear layer
 
 
-def kind_of(roles: Mapping[str, str]) -> str:
+def kind_of(roles: Mapping[str, object]) -> str:
     """The kind of adapter that a module's tensors are, without its magnitudes."""
     if "down" in roles and "up" in roles:
         return "lora"
@@ -98,7 +98,7 @@ def _product(
         rows, *rest = shapes[whole]
         return Structure(None, (rows, math.prod(rest)), tuple(rest[1:]))
     left, right = shapes[a], shapes[b]
-    if core in shapes:
+    if core is not None and core in shapes:
         ranks, sides = shapes[core][:2], shapes[core][2:]
         if (left[0], right[0]) != ranks:
             raise ValueError(f"{core} of {shapes[core]}")
