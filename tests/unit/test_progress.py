@@ -29,11 +29,15 @@ def test_elsewhere_lines_are_rare_and_plain():
     assert stream.getvalue() == ""
     with Progress(stream=stream, every=0).task("packing", 2_000_000) as task:
         task.update(1_000_000)
-    assert stream.getvalue().startswith("packing: 1.00MB of 2.00MB, ")
+    assert stream.getvalue() == "packing: 1.00MB of 2.00MB, about 00:00 left\n"
     stream.truncate(0)
     with Progress("plain", stream=stream, every=0).task("reading", unit="files") as task:
         task.update(1500)
-    assert "reading: 1,500 files, " in stream.getvalue()
+    assert "reading: 1,500 files in 00:00" in stream.getvalue()
+    stream.truncate(0)
+    with Progress("plain", stream=stream, every=0).task("attacking", 2000, unit="updates") as task:
+        task.update(1500)
+    assert "attacking: 1,500 of 2,000 updates, about 00:00 left" in stream.getvalue()
 
 
 def test_quiet_is_silent_and_counts(capsys):

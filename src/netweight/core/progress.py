@@ -57,8 +57,12 @@ class Task:
 
     def _line(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
-        of = f" of {_amount(self.total, self.unit)}" if self.total else ""
-        return f"{self.description}: {_amount(self.done, self.unit)}{of}, {_amount(self.done / seconds, self.unit)}/s"
+        if not self.total:
+            return f"{self.description}: {_amount(self.done, self.unit)} in {tqdm.format_interval(seconds)}"
+        done = _amount(self.done, self.unit) if self.unit == "B" else f"{self.done:,}"
+        line = f"{self.description}: {done} of {_amount(self.total, self.unit)}"
+        left = seconds / self.done * (self.total - self.done) if self.done else 0
+        return f"{line}, about {tqdm.format_interval(left)} left" if left > 0 else line
 
     def __enter__(self) -> Self:
         """Start the task."""

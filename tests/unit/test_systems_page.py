@@ -1,4 +1,4 @@
-"""The README's table of systems: every one that the papers' tables compare is in it."""
+"""The table of the papers' systems: every one that the papers' tables compare is in it."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 
 from netweight_experiments.tables.published import published
 
-README = Path(__file__).parents[2] / "README.md"
-pytestmark = pytest.mark.skipif(not README.is_file(), reason="README.md is not here: outside a source tree")
+PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
+pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
 
 # Tables whose rows are systems; in the first of weights2weights' a row is an attribute and a system.
 OF_SYSTEMS = (
@@ -25,6 +25,6 @@ def systems():
 
 @pytest.mark.parametrize("system", sorted(set(systems())))
 def test_every_system_has_a_row(system):
-    section = README.read_text().split("## The papers' systems")[1].split("## State")[0]
+    section = PAGE.read_text().split("## The papers' systems")[1].split("\n## ")[0]
     words = set(re.findall(r"[\w^-]+", section.lower()))
     assert set(re.findall(r"[\w^-]+", system.lower())) <= words
