@@ -34,8 +34,9 @@ def render(document: Any) -> str:
     ]
     template = page_template("netweight.report", "template.html")
     return template.render(
-        report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment)
-    )
+        report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment),
+        overview=[chapter for chapter in chapters if chapter["picture"]],
+    )  # fmt: skip
 
 
 @cache
@@ -63,7 +64,15 @@ def _chapter(chapter: Chapter, number: int, sections: list[dict[str, Any]]) -> d
         "sign": sign,
         "paragraphs": _paragraphs(chapter.intro),
         "sections": sections,
+        "picture": next((_again(figure) for section in sections for figure in section["figures"]), None),
     }
+
+
+def _again(figure: dict[str, Any]) -> dict[str, Any]:
+    """A figure that stands on the page twice: the ids of the second are its own."""
+    if figure["markup"] is None:
+        return figure
+    return figure | {"markup": Markup(re.sub(r'(\bid="|url\(#|href="#|labelledby=")', r"\1again-", figure["markup"]))}
 
 
 def _paragraphs(text: str) -> list[str]:
