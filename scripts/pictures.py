@@ -13,9 +13,9 @@ STYLE = ROOT / "src" / "netweight" / "report" / "page_style.css"
 PICTURES = {
     "federate": ("federate", "reconstructs"),
     "forget": ("forget: pictures", "found"),
-    "immunize": ("immunize", ""),
-    "space": ("space: hundreds", ""),
-    "compress": ("compress", ""),
+    "immunize": ("immunize", "median recovery"),
+    "space": ("space: hundreds", "points"),
+    "compress": ("compress: the same", "histograms"),
 }
 
 
