@@ -1,4 +1,4 @@
-"""Take the README's pictures out of the tour's report: `python scripts/pictures.py [out/tour]` writes docs/pictures/."""
+"""Writes the README's pictures from the tour's report: `python scripts/pictures.py [out/tour]` to docs/pictures/."""
 
 import base64
 import re
