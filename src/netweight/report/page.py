@@ -34,9 +34,8 @@ def render(document: Any) -> str:
     ]
     template = page_template("netweight.report", "template.html")
     return template.render(
-        report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment),
-        overview=[chapter for chapter in chapters if chapter["picture"]],
-    )  # fmt: skip
+        report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment)
+    )
 
 
 @cache
@@ -64,7 +63,8 @@ def _chapter(chapter: Chapter, number: int, sections: list[dict[str, Any]]) -> d
         "sign": sign,
         "paragraphs": _paragraphs(chapter.intro),
         "sections": sections,
-        "picture": next((_again(figure) for section in sections for figure in section["figures"]), None),
+        # The last one is of the attack on what came out.
+        "picture": next((_again(figure) for section in sections[::-1] for figure in section["figures"][::-1]), None),
     }
 
 
