@@ -202,7 +202,7 @@ def test_the_papers_scale_takes_a_model_folder_and_a_judge(own_model, tmp_path, 
     assert any("a_judge:short" in sentence for sentence in judged.measured.differs)
     withheld = at_paper_scale("repnoise-table5", "*two*")
     assert {"Base, two", "RepNoise, two"} <= {row for row, _ in measured(withheld)}
-    with pytest.raises(UsageError, match="MODULE:FUNCTION"):
+    with pytest.raises(UsageError, match="MODULE:NAME"):
         at_paper_scale("repnoise-table16", None, judge="a_judge:none")
     with pytest.raises(UsageError, match="--model"):
         run_table("repnoise-table18", scale="paper", out=tmp_path)

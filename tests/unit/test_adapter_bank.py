@@ -244,7 +244,7 @@ def spoil(source, kind):
         return UsageError, "holds the same adapter as '6'"
     if kind == "truncated":
         bad.write_bytes((source / "6.safetensors").read_bytes()[:-1])
-        return CorruptBlob, "damaged"
+        return CorruptBlob, "cut short"
     if kind == "other shape":
         good[TO_Q] = LowRank(torch.ones(1, 7), torch.ones(6, 1))
     if kind == "other modules":

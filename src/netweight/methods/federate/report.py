@@ -353,7 +353,7 @@ def _words(inexact: bool, hidden: bool, unclear: bool | None, unseen: bool | Non
     if unclear and unseen is False:
         seen = "; images leak a little"
     if unread is not None:
-        seen = "; no text comes out" if unread else "; its text can be read"
+        seen += "; no text comes out" if unread else "; its text can be read"
     known = not (inexact and hidden) or unclear is False or unread is False
     return "broken" if known else "partly" if unclear and unseen is False else "told", f"{text}{seen}."
 
