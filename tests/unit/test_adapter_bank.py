@@ -554,5 +554,5 @@ def test_a_full_disk_is_no_bad_adapter(folder, tmp_path, monkeypatch):
 def test_progress_is_shown(folder, tmp_path, capsys):
     AdapterBank.ingest(folder, tmp_path / "bank", progress=Progress("plain", every=0.0))
     shown = capsys.readouterr().err
-    assert "Checking adapters: 9 adapters of 9" in shown
-    assert "Adding adapters: 9 adapters of 9" in shown
+    assert "Checking adapters: 9 of 9 adapters" in shown
+    assert "Adding adapters: 9 of 9 adapters" in shown
