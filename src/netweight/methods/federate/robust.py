@@ -53,7 +53,8 @@ def screen(
             f"Each client is sent something else, so that {settings.aggregator} has nothing to compare.",
             cure="Use the aggregator mean or clipped-mean.",
         )
-    lengths = [_length(sent[one.client], one) for one in updates]
+    norms: dict[int, float] = {}
+    lengths = [_length(sent[one.client], one, norms) for one in updates]
     suspects: dict[int, list[str]] = {one.client: [] for one in updates}
     clipped = settings.aggregator == "clipped-mean"
     usual, most = median(lengths), median(one.n for one in updates) * settings.most_examples
@@ -82,15 +83,20 @@ def screen(
     return Screened(tuple(joined), {client: "; ".join(whys) for client, whys in suspects.items() if whys})
 
 
-def _length(sent: Tensors, update: Update) -> float:
+def _length(sent: Tensors, update: Update, norms: dict[int, float]) -> float:
     """Return the norm of an update's change; for a low-rank matrix an upper bound that needs no dense one."""
+    # `norms` remembers those of tensors that were sent, by identity: they are large, and mostly the same for all.
     squares = 0.0
     for name, value in update.tensors.items():
         base = sent[name]
         if isinstance(value, LowRank):
             gram = (value.left.T @ value.left).double() * (value.right.T @ value.right).double()
             own = max(float(gram.sum()), 0.0) ** 0.5
-            squares += (own + abs(value.scale - 1) * float(base.norm())) ** 2 if value.scale != 1 else own**2
+            if value.scale != 1:
+                if id(base) not in norms:
+                    norms[id(base)] = float(base.norm())
+                own += abs(value.scale - 1) * norms[id(base)]
+            squares += own**2
         elif base.is_floating_point():
             squares += float((value - base).double().square().sum())
     return math.sqrt(squares)
