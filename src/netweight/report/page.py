@@ -72,7 +72,9 @@ def _again(figure: dict[str, Any]) -> dict[str, Any]:
     """A figure that stands on the page twice: the ids of the second are its own."""
     if figure["markup"] is None:
         return figure
-    return figure | {"markup": Markup(re.sub(r'(\bid="|url\(#|href="#|labelledby=")', r"\1again-", figure["markup"]))}
+    return figure | {
+        "markup": Markup(re.sub(r'(\bid="|url\(#|href="#|labelledby=")', r"\1again-", figure["part"].data))
+    }
 
 
 def _paragraphs(text: str) -> list[str]:
