@@ -369,7 +369,7 @@ NB_MODULE(_native, m) {
       [](nb::handle bytes) {
         Buffer in(bytes, false);
         nb::gil_scoped_release release;
-        return usable_kernels().front()->check(in.data(), in.size());
+        return check_of(*usable_kernels().front(), in.data(), in.size());
       },
       nb::arg("bytes"));
   m.def("pooled_array", &pooled_array, nb::arg("size"));

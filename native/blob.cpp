@@ -15,6 +15,24 @@
 
 namespace netweight {
 
+ChunkCheck::ChunkCheck(const Kernels& kernels, const u8* from) : kernels_(kernels), from_(from), at_(from) {
+  for (u32 i = 0; i < 64; i++) states_[i] = 0x03020100 + 0x04040404 * i;
+}
+
+u64 ChunkCheck::finish(const u8* end) {
+  up_to(end);
+  u8 last[256] = {};
+  std::memcpy(last, at_, static_cast<size_t>(end - at_));
+  if (at_ != end) kernels_.aes_rounds(states_, last, 1);
+  const u64 size = static_cast<u64>(end - from_), zero[2] = {};
+  u32 folded[4] = {static_cast<u32>(size), static_cast<u32>(size >> 32), 0, 0};
+  for (int k = 0; k < 16; k++) aes_round(folded, reinterpret_cast<const u8*>(states_ + 4 * k));
+  for (int k = 0; k < 3; k++) aes_round(folded, reinterpret_cast<const u8*>(zero));
+  return folded[0] | static_cast<u64>(folded[1]) << 32;
+}
+
+u64 check_of(const Kernels& kernels, const u8* in, size_t size) { return ChunkCheck(kernels, in).finish(in + size); }
+
 // What a thread needs to encode or decode. Kept from call to call, because its pages cost more to touch again than to hold.
 struct Worker {
   Scratch scratch;
@@ -60,16 +78,22 @@ void parallel_for(size_t items, int threads, Work work) {
 
 EncodedChunk encode_with(Scratch& scratch, std::span<const u8> numbers, const Dtype& dtype, const Encoding& how, const Kernels& kernels, u8* out) {
   EncodedChunk found{0, 0, 0, false};
-  if (how.version > 1) found.check = kernels.check(numbers.data(), numbers.size());
-  if (how.base) found.base_check = kernels.check(how.base, numbers.size());
+  if (how.version > 1) found.check = check_of(kernels, numbers.data(), numbers.size());
+  if (how.base) found.base_check = check_of(kernels, how.base, numbers.size());
   const ChunkStyle style{&dtype, how.version > 1, how.base != nullptr};
   const u8* end = encode_chunk(style, numbers.data(), how.base, numbers.size() / dtype.unit_bytes, how.level, kernels, scratch, out, found.new_modes);
   found.size = static_cast<size_t>(end - out);
   return found;
 }
 
-void compare(const BlobHeader& h, size_t chunk, const Kernels& kernels, const u8* numbers, size_t count) {
-  if (h.version == 1 || kernels.check(numbers, count * h.dtype->unit_bytes) == h.checks[chunk]) return;
+// Decodes a chunk and compares it with its check, if it has one.
+void decode_checked(Reader in, const u8* readable_end, const BlobHeader& h, size_t chunk, const u8* base, bool compare, const Kernels& kernels,
+                    Scratch& scratch, u8* out) {
+  const size_t count = h.numbers_in_chunk(chunk);
+  compare &= h.version > 1;
+  ChunkCheck check(kernels, out);
+  decode_chunk({h.dtype, h.new_modes, h.has_base}, in, readable_end, base, count, kernels, scratch, out, compare ? &check : nullptr);
+  if (!compare || check.finish(out + count * h.dtype->unit_bytes) == h.checks[chunk]) return;
   throw CorruptError(std::string("the decoded bytes do not have the digest that was stored with them") + (h.has_base ? ", or the base is another tensor" : ""));
 }
 
@@ -321,10 +345,8 @@ EncodedChunk encode_one(std::span<const u8> numbers, const Dtype& dtype, const E
 
 void decode_one(std::span<const u8> chunk, const BlobHeader& h, size_t number, const u8* base, bool check, const Kernels& kernels, u8* out) {
   BorrowedWorkers workers(1);
-  const size_t count = h.numbers_in_chunk(number);
   const u8* end = chunk.data() + chunk.size();
-  decode_chunk({h.dtype, h.new_modes, h.has_base}, Reader{chunk.data(), end}, end, base, count, kernels, workers[0].scratch, out);
-  if (check) compare(h, number, kernels, out, count);
+  decode_checked(Reader{chunk.data(), end}, end, h, number, base, check, kernels, workers[0].scratch, out);
 }
 
 RangeDecoder::RangeDecoder(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const u8* base, bool check, const Kernels& kernels,
@@ -369,11 +391,9 @@ void RangeDecoder::decode_item(size_t chunk, Worker& worker) const {
 }
 
 void RangeDecoder::decode_to(size_t chunk, Worker& worker, u8* out) const {
-  const size_t count = header_.numbers_in_chunk(chunk);
   const Reader in{blob_.data() + header_.chunk_start[chunk], blob_.data() + header_.chunk_start[chunk + 1]};
   const u8* base = base_ ? base_ + (static_cast<u64>(chunk) << header_.chunk_log2) * header_.dtype->unit_bytes : nullptr;
-  decode_chunk({header_.dtype, header_.new_modes, header_.has_base}, in, blob_.data() + blob_.size(), base, count, kernels_, worker.scratch, out);
-  if (check_) compare(header_, chunk, kernels_, out, count);
+  decode_checked(in, blob_.data() + blob_.size(), header_, chunk, base, check_, kernels_, worker.scratch, out);
 }
 
 void RangeDecoder::decode_words_item(size_t chunk, Worker& worker) const {

@@ -83,12 +83,13 @@ u8* encode_planes(const Dtype& d, const u8* in, size_t count, Level level, const
   return out;
 }
 
-void decode_planes(const Dtype& d, Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out, int nesting) {
+void decode_planes(const Dtype& d, Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out, int nesting,
+                   ChunkCheck* check) {
   const int tails = plane_count(d) - 1;
-  if (tails == 0) return decode_plane(in, readable_end, head_bytes(d), count, kernels, out, nesting);
+  if (tails == 0) return decode_plane(in, readable_end, head_bytes(d), count, kernels, out, nesting, check);
   u8* head = scratch.planes(count * d.unit_bytes);
   decode_plane(in, readable_end, 2, count, kernels, head, nesting);
-  const u8* tail[6];
+  const u8* tail[6] = {};
   for (int t = 0; t < tails; t++) {
     tail[t] = raw_plane(in, 1, count);  // the usual case: used where it lies
     if (tail[t]) continue;
@@ -96,7 +97,14 @@ void decode_planes(const Dtype& d, Reader& in, const u8* readable_end, size_t co
     decode_plane(in, readable_end, 1, count, kernels, to, nesting);
     tail[t] = to;
   }
-  (d.unit_bytes == 4 ? kernels.join4 : kernels.join8)(head, tail, count, out);
+  const size_t slab = kSlab / d.unit_bytes;
+  for (size_t start = 0; start < count; start += slab) {
+    const size_t some = std::min(slab, count - start);
+    (d.unit_bytes == 4 ? kernels.join4 : kernels.join8)(head + 2 * start, tail, some, out);
+    for (const u8*& t : tail) t += slab;
+    out += some * d.unit_bytes;
+    if (check) check->up_to(out);
+  }
 }
 
 // ---- chunks ----------------------------------------------------------------------------------------------------------
@@ -129,9 +137,9 @@ u8* encode_body(const Dtype& d, const u8* in, size_t count, Level level, const K
   return keep_smaller(trial.get(), trial_end, out, end, new_modes);
 }
 
-void decode_body(const Dtype& d, Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
+void decode_body(const Dtype& d, Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out, ChunkCheck* check) {
   if (d.unit_bytes < 4 || in.at == in.end || *in.at != static_cast<u8>(Transform::sparse))
-    return decode_planes(d, in, readable_end, count, kernels, scratch, out, kMaxNesting);
+    return decode_planes(d, in, readable_end, count, kernels, scratch, out, kMaxNesting, check);
   in.at++;
   decode_sparse(in, readable_end, d.unit_bytes, count, kernels, out, kMaxNesting,
                 [&](size_t left, u8* rest) { decode_planes(d, in, readable_end, left, kernels, scratch, rest, kMaxNesting - 1); });
@@ -169,21 +177,27 @@ u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t c
 }
 
 void decode_chunk(const ChunkStyle& style, Reader in, const u8* readable_end, const u8* base, size_t count, const Kernels& kernels, Scratch& scratch,
-                  u8* out) {
+                  u8* out, ChunkCheck* check) {
   const Dtype& d = *style.dtype;
   const u8 first = in.at == in.end ? 0 : *in.at;
   if (!style.new_modes) {
-    decode_planes(d, in, readable_end, count, kernels, scratch, out, kVersion1);
+    decode_planes(d, in, readable_end, count, kernels, scratch, out, kVersion1, check);
   } else if (first == static_cast<u8>(Transform::delta) && d.unit_bytes > 1) {
     in.at++;
-    decode_body(d, in, readable_end, count, kernels, scratch, out);
+    decode_body(d, in, readable_end, count, kernels, scratch, out, nullptr);
     (d.unit_bytes == 2 ? add_deltas<u16> : d.unit_bytes == 4 ? add_deltas<u32> : add_deltas<u64>)(out, count);
   } else if (first == static_cast<u8>(Transform::difference) && style.has_base) {
     in.at++;
     decode_planes(unsigned_of(d), in, readable_end, count, kernels, scratch, out, kMaxNesting);
-    kernels.add(base, count, d.unit_bytes, d.exponent_bits != 0, out);
+    const size_t slab = kSlab / d.unit_bytes;
+    for (size_t start = 0; start < count; start += slab) {
+      u8* to = out + start * d.unit_bytes;
+      const size_t some = std::min(slab, count - start);
+      kernels.add(base + start * d.unit_bytes, some, d.unit_bytes, d.exponent_bits != 0, to);
+      if (check) check->up_to(to + some * d.unit_bytes);
+    }
   } else {
-    decode_body(d, in, readable_end, count, kernels, scratch, out);
+    decode_body(d, in, readable_end, count, kernels, scratch, out, check);
   }
   if (in.at != in.end) throw CorruptError("a chunk holds more bytes than its planes");
 }

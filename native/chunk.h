@@ -19,13 +19,14 @@ inline size_t chunk_bound(const Dtype& d, size_t count) { return count * d.unit_
 u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out,
                  bool& new_modes);
 
-// Decodes all of `in`; readable_end bounds what may be read beyond it.
+// Decodes all of `in`; readable_end bounds what may be read beyond it. `check` may take in what is there for good; nullptr for none.
 void decode_chunk(const ChunkStyle& style, Reader in, const u8* readable_end, const u8* base, size_t count, const Kernels& kernels, Scratch& scratch,
-                  u8* out);
+                  u8* out, ChunkCheck* check);
 
 // The planes of a chunk without transform. Inner ones belong to skewed data.
 u8* encode_planes(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, int nesting, bool inner,
                   bool* new_modes = nullptr);
-void decode_planes(const Dtype& d, Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out, int nesting);
+void decode_planes(const Dtype& d, Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out, int nesting,
+                   ChunkCheck* check = nullptr);
 
 }  // namespace netweight

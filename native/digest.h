@@ -82,21 +82,5 @@ inline void aes_rounds(u32* states, const u8* in, size_t blocks) {
 }
 #endif
 
-inline u64 check(const u8* in, size_t size) {
-  alignas(64) u32 states[64];
-  u8 last[256] = {};
-  for (u32 i = 0; i < 64; i++) states[i] = 0x03020100 + 0x04040404 * i;
-  aes_rounds(states, in, size / 256);
-  if (size % 256) {
-    std::memcpy(last, in + size / 256 * 256, size % 256);
-    aes_rounds(states, last, 1);
-  }
-  const u64 zero[2] = {};
-  u32 folded[4] = {static_cast<u32>(size), static_cast<u32>(static_cast<u64>(size) >> 32), 0, 0};
-  for (int k = 0; k < 16; k++) aes_round(folded, reinterpret_cast<const u8*>(states + 4 * k));
-  for (int k = 0; k < 3; k++) aes_round(folded, reinterpret_cast<const u8*>(zero));
-  return folded[0] | static_cast<u64>(folded[1]) << 32;
-}
-
 }  // namespace
 }  // namespace netweight

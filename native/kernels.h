@@ -135,8 +135,8 @@ using TakeApart = void (*)(const u8* in, size_t count, u8* head, u8* const* tail
 using Subtract = void (*)(const u8* in, const u8* base, size_t count, int unit, bool floats, u8* steps);
 using Add = void (*)(const u8* base, size_t count, int unit, bool floats, u8* steps);
 
-// The check of a chunk, of its bytes; see digest.h.
-using Check = u64 (*)(const u8* in, size_t size);
+// A round of AES of all sixteen states for each 256 bytes; see digest.h.
+using AesRounds = void (*)(u32* states, const u8* in, size_t blocks);
 
 // Elements of which bit i % 4 of nibble i / 4 says whether it is the next of `rest`, behind which 64 bytes may be read, or `value`.
 using Spread = void (*)(const u8* nibbles, const u8* rest, size_t count, int unit, const u8* value, u8* out);
@@ -173,7 +173,7 @@ struct Kernels {
   DecodeWide decode_wide;
   Join join4, join8;
   TakeApart split4, split8;
-  Check check;
+  AesRounds aes_rounds;
   DecodeWords decode_words;
   RoundWeights round_weights;
   Spread spread;
@@ -181,6 +181,28 @@ struct Kernels {
   Subtract subtract;
   Add add;
 };
+
+// The check of a chunk's bytes, taken in as they come, while they are in the nearest cache.
+class ChunkCheck {
+ public:
+  ChunkCheck(const Kernels& kernels, const u8* from);
+  void up_to(const u8* end) {
+    const size_t blocks = static_cast<size_t>(end - at_) / 256;
+    kernels_.aes_rounds(states_, at_, blocks);
+    at_ += 256 * blocks;
+  }
+  u64 finish(const u8* end);
+
+ private:
+  const Kernels& kernels_;
+  const u8 *from_, *at_;
+  alignas(64) u32 states_[64];
+};
+
+u64 check_of(const Kernels& kernels, const u8* in, size_t size);
+
+// How much of a chunk is decoded before it is taken into the check: less than the nearest cache holds.
+inline constexpr size_t kSlab = 1 << 14;
 
 const Kernels& portable_kernels();
 const Kernels* avx2_kernels();    // nullptr when this build or this processor has none

@@ -450,7 +450,7 @@ const Kernels* avx512_kernels() {
                              __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2") && has_vaes();
   if (!usable) return nullptr;
   static const Kernels set = {"avx512", decode_rows, encode_rows, decode_wide, join4, join8,
-                              split4, split8, check, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add};
+                              split4, split8, aes_rounds, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add};
   return &set;
 }
 

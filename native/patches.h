@@ -29,26 +29,34 @@ struct RareList {
   void read(Reader& in, int symbol_bits);
 };
 
-// Applies `words` 16-bit words of patches to decoded elements. element_at(position) gives the index of an element in the
-// chunk, or npos beyond its end.
-template <typename ElementAt>
-void apply_patches(const u8* words, size_t count, const RareList& rare, const Split& split, void* out, ElementAt element_at) {
-  const u32 mask = split.symbol_mask();
+// 16-bit words of patches that wait for their elements.
+struct PatchWords {
+  const u8* at;
+  const u8* end;
   size_t next = 0;  // position that a gap of one would reach
-  for (size_t i = 0; i < count; i++) {
-    u32 word = words[2 * i] | words[2 * i + 1] << 8, code = word >> 12;
-    next += (word & 0xfff) + 1;
+};
+
+// Applies the patches of positions below `before` to decoded elements. element_at(position) gives the index of an element in
+// the chunk, or npos beyond its end.
+template <typename ElementAt>
+void apply_patches(PatchWords& words, size_t before, const RareList& rare, const Split& split, void* out, ElementAt element_at) {
+  const u32 mask = split.symbol_mask();
+  for (; words.at != words.end; words.at += 2) {
+    const u32 word = words.at[0] | words.at[1] << 8, code = word >> 12;
+    if (words.next + (word & 0xfff) >= before) return;
+    words.next += (word & 0xfff) + 1;
     if (code == kPatchSkip) continue;
     u32 symbol;
     if (code == kPatchLiteral) {
-      if (++i == count) throw CorruptError("a patch lacks its symbol");
-      symbol = words[2 * i] | words[2 * i + 1] << 8;
+      words.at += 2;
+      if (words.at == words.end) throw CorruptError("a patch lacks its symbol");
+      symbol = words.at[0] | words.at[1] << 8;
       if (symbol >> split.symbol_bits()) throw CorruptError("a patch holds a symbol that cannot be");
     } else {
       if (code >= static_cast<u32>(rare.count)) throw CorruptError("a patch names a rare symbol that is not listed");
       symbol = rare.symbol[code];
     }
-    size_t at = element_at(next - 1);
+    size_t at = element_at(words.next - 1);
     if (at == npos) throw CorruptError("a patch lies outside its chunk");
     if (split.unit == 1) {
       u8& v = static_cast<u8*>(out)[at];

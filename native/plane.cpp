@@ -224,7 +224,7 @@ Split read_split(Reader& in, int unit) {
   return split;
 }
 
-void decode_rans(Reader& in, const u8* readable_end, int unit, size_t count, bool steep, const Kernels& kernels, u8* out) {
+void decode_rans(Reader& in, const u8* readable_end, int unit, size_t count, bool steep, const Kernels& kernels, u8* out, ChunkCheck* check) {
   RansBlock b{};
   b.split = read_split(in, unit);
   b.streams = in.byte("a plane's header");
@@ -259,20 +259,33 @@ void decode_rans(Reader& in, const u8* readable_end, int unit, size_t count, boo
   }
   b.readable_end = readable_end;
 
-  const size_t end = rows_before_last_two(b.rows);
-  size_t row = kernels.decode_rows(b, lanes, 0, end, out);
-  if (row != npos && row < end) row = portable_kernels().decode_rows(b, lanes, row, end, out);
-  if (row == npos || !decode_last_rows(b, lanes, out)) throw CorruptError("an entropy-coded stream does not end where it should");
-
   RareList rare;
   rare.read(in, b.split.symbol_bits());
+  PatchWords patches[kMaxStreams];
   for (int g = 0; g < b.streams; g++) {
-    const u8* patches = in.take(2 * size_t{words[g]}, "patches");
-    apply_patches(patches, words[g], rare, b.split, out, [&](size_t position) {
-      size_t at = (position / 64 * streams + static_cast<size_t>(g)) * 64 + static_cast<size_t>(lane_position(static_cast<int>(position % 64), unit));
-      return at < count ? at : npos;
-    });
+    const u8* from = in.take(2 * size_t{words[g]}, "patches");
+    patches[g] = {from, in.at};
   }
+  const auto patch_rows = [&](size_t end) {
+    for (size_t g = 0; g < streams; g++)
+      apply_patches(patches[g], end, rare, b.split, out, [&](size_t position) {
+        size_t at = (position / 64 * streams + g) * 64 + static_cast<size_t>(lane_position(static_cast<int>(position % 64), unit));
+        return at < count ? at : npos;
+      });
+  };
+  const size_t end = rows_before_last_two(b.rows), row_bytes = 64 * streams * static_cast<size_t>(unit), slab = check ? kSlab / row_bytes : end;
+  size_t row = 0;
+  while (row < end) {
+    const size_t stop = std::min(end, row + slab);
+    row = kernels.decode_rows(b, lanes, row, stop, out);
+    if (row != npos && row < stop) row = portable_kernels().decode_rows(b, lanes, row, stop, out);
+    if (row == npos) break;
+    if (!check) continue;
+    patch_rows(64 * row);
+    check->up_to(out + row * row_bytes);
+  }
+  if (row == npos || !decode_last_rows(b, lanes, out)) throw CorruptError("an entropy-coded stream does not end where it should");
+  patch_rows(npos);
 }
 
 // ---- packed: blocks of 64 bytes that share their number of low zero bits ---------------------------------------------
@@ -439,7 +452,7 @@ u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level leve
   return out + size;
 }
 
-void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out, int nesting) {
+void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out, int nesting, ChunkCheck* check) {
   const size_t bytes = count * static_cast<size_t>(unit);
   const Mode mode = static_cast<Mode>(in.byte("a plane"));
   if (mode >= Mode::steep && mode <= Mode::halves) {
@@ -455,7 +468,7 @@ void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, co
       decode_packed(in, count, out);
       return;
     case Mode::rans:
-    case Mode::steep: decode_rans(in, readable_end, unit, count, mode == Mode::steep, kernels, out); return;
+    case Mode::steep: decode_rans(in, readable_end, unit, count, mode == Mode::steep, kernels, out, check); return;
     case Mode::wide_rans: decode_wide(in, readable_end, unit, count, kernels, out); return;
     case Mode::sparse:
       decode_sparse(in, readable_end, unit, count, kernels, out, nesting,

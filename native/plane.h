@@ -55,8 +55,9 @@ inline constexpr int kMaxNesting = 8, kVersion1 = -1;
 // Writes `count` numbers at `in` to `out`; returns the end of what was written.
 u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, int nesting);
 
-// Reads one plane. readable_end bounds what may be read beyond `in` (it may lie past in.end, never before it).
-void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out, int nesting);
+// Reads one plane. readable_end bounds what may be read beyond `in` (it may lie past in.end, never before it). `check` may take
+// in what is there for good.
+void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out, int nesting, ChunkCheck* check = nullptr);
 
 // If the next plane is stored raw, skips it and returns where its bytes are; otherwise nullptr and nothing is read.
 const u8* raw_plane(Reader& in, int unit, size_t count);

@@ -221,7 +221,8 @@ void decode_wide(Reader& in, const u8* readable_end, int unit, size_t count, con
   RareList rare;
   rare.read(in, split.symbol_bits());
   const u8* patches = in.take(2 * words, "patches");
-  apply_patches(patches, words, rare, split, out, [&](size_t position) { return position < count ? position : npos; });
+  PatchWords waiting{patches, in.at};
+  apply_patches(waiting, npos, rare, split, out, [&](size_t position) { return position < count ? position : npos; });
 }
 
 }  // namespace netweight
