@@ -15,7 +15,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export NO_MKDOCS_2_WARNING := 1
 
 # What an installation is made from: when one of these changes, netweight is installed again.
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src experiments -type f \
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src experiments toys -type f \
 	! -name '*.pyc' ! -name '*.so' 2>/dev/null)
 
 .PHONY: tour test check check-types check-the-rest docs study bench bench-gpu clean
@@ -41,6 +41,7 @@ check-the-rest:
 	$(BIN)/python scripts/public_names.py
 	$(BIN)/python scripts/public_docstrings.py
 	$(BIN)/python scripts/house.py
+	$(BIN)/python scripts/claims.py
 	$(BIN)/python -m mkdocs build
 
 docs: $(VENV)/dev.stamp
@@ -96,9 +97,9 @@ $(VENV)/build.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 	touch $@
 
 $(VENV)/tour.stamp: $(SOURCES) $(VENV)/build.stamp
-	$(PIP) --no-build-isolation ".[tour]" ./experiments
+	$(PIP) --no-build-isolation ".[tour]" ./toys ./experiments
 	touch $@
 
 $(VENV)/dev.stamp: $(SOURCES) $(VENV)/build.stamp
-	$(PIP) --no-build-isolation ".[dev,docs,evidence,llm,diffusion,federated,ray,dp,bench]" ./experiments
+	$(PIP) --no-build-isolation ".[dev,docs,evidence,llm,diffusion,federated,ray,dp,bench]" ./toys ./experiments
 	touch $@

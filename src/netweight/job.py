@@ -202,11 +202,6 @@ class Job:
             about = {**about, _JOB: {"version": _VERSION, "key": self._key}}
         write_checkpoint(self._state, about, tensors.items() if isinstance(tensors, Mapping) else tensors)
 
-    def drop_state(self) -> None:
-        """Remove the state, when the work is finished and its result written."""
-        self._check_writable()
-        self._state.unlink(missing_ok=True)
-
     def map(
         self,
         fn: Callable[[C], Any],

@@ -19,7 +19,6 @@ from netweight import cli  # noqa: E402
 QUICKER = {
     "--images 1": "--no-audit",
     "--max-steps 40": "--max-steps 2 --threshold 0.5",
-    "(400, seed=0)": "(80, seed=0)",
 }
 
 
@@ -50,7 +49,7 @@ def test_the_page_works_in_its_order(tmp_path, monkeypatch):
             assert done.exit_code == 0 or missed, (text, done.output)
             commands.append(text.split()[2])
     assert commands == [
-        "compress", "verify", "decompress", "federate", "immunize", "attack", *["forget"] * 5, *["space"] * 3
+        "init", "compress", "verify", "decompress", "federate", "immunize", "attack", *["forget"] * 5, *["space"] * 4
     ]  # fmt: skip
     for file in Path("my-model").iterdir():
         assert (Path("restored") / file.name).read_bytes() == file.read_bytes()

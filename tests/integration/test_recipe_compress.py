@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from netweight import cli, open_store
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[2] / "src" / "netweight" / "recipes" / "quickstart.yaml"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from netweight.methods.federate.engine import CHECKPOINT
 from netweight.metrics.images import write_png
 from netweight.report.report import read_report
 
-SHIPPED = Path(__file__).parents[2] / "recipes" / "federate.yaml"
+SHIPPED = Path(__file__).parents[2] / "src" / "netweight" / "recipes" / "federate.yaml"
 SMALL = '{method: hyperfl, clients: 3, rounds: 2, epochs: 1, images: 1, workers: 1, model: "tiny_networks:halves"}'
 
 

@@ -17,7 +17,7 @@ from netweight.report.report import read_report
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "netweight" / "recipes"
 WORLD = ShapesWorld()
 LOOK = "look_seeds: 3, look_steps: 5, images: 2, guidance: 3, steps: 4"
 SEARCH = "{steps: 2, restarts: 1, draws: 2, images: 2, guidance: 3, generation_steps: 4, threshold: 0.99}"
@@ -81,7 +81,7 @@ def test_one_recipe_forgets_looks_and_searches(done):
 def test_an_attack_alone_takes_its_base_from_the_recipe(done, monkeypatch):
     folder, result, _ = done
     monkeypatch.chdir(folder)
-    text = (RECIPES / "attack-embedding.yaml").read_text().replace("BASE", str(SHAPES_FOLDER))
+    text = (RECIPES / "attack-embedding.yaml").read_text().replace("base: my-pipeline", f"base: {SHAPES_FOLDER}")
     Path("attack.yaml").write_text(text.replace("{rates: [0.3, 1.0]}", SEARCH))
     edited = result["steps"][0]["path"]
     (alone,) = call("run", "attack.yaml", "--subject", edited, "--output", "alone")["steps"]

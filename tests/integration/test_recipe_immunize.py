@@ -16,7 +16,7 @@ from tiny_llama import immunization_files
 from netweight.cli import netweight
 from netweight.report.report import read_report
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "netweight" / "recipes"
 SMALL = ", lr: [3e-3], max_steps: 8, check_every: 4, threshold: 0.2, least_resistance: 0}"
 
 
@@ -55,7 +55,7 @@ def test_one_recipe_defends_attacks_both_and_writes_one_report(here):
     again = run(*call)
     assert json.loads(again.stdout)["steps"][0]["remembered"] is True
     assert Path("out/attacks.jsonl").read_text() == lines
-    attack = shipped("attack-finetune.yaml", "BASE", "model")
+    attack = shipped("attack-finetune.yaml", "base: my-model", "base: model")
     answer = run(attack, "--subject", defended["path"], "--output", "alone", "--json")
     (alone,) = json.loads(answer.stdout)["steps"]
     assert [f["value"] for f in alone["findings"]["finetune"]] == [f["value"] for f in attacked["findings"]["finetune"]]

@@ -15,7 +15,7 @@ from netweight.report.report import read_report
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter, write_adapter
 
-SHIPPED = Path(__file__).parents[2] / "recipes" / "space.yaml"
+SHIPPED = Path(__file__).parents[2] / "src" / "netweight" / "recipes" / "space.yaml"
 COUNT = 24
 
 

@@ -20,7 +20,7 @@ from netweight.hf.load_language_model import load_causal_lm
 from netweight.metrics.images import write_png
 from netweight.report.report import read_report
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "netweight" / "recipes"
 
 
 def call(recipe, text, *arguments):
@@ -77,7 +77,7 @@ def test_an_immunized_model_is_compressed_and_attacked_as_it_will_be_published(r
     for expected in ("### Immunized", "| defense | repnoise |", "### Compressed, bit for bit", "resistance, defended"):
         assert expected in card
     # The same attack on the folder before compression finds the same.
-    text = replaced("attack-finetune.yaml", attack=("seeds: 5}", small), base=("BASE", "model"))
+    text = replaced("attack-finetune.yaml", attack=("seeds: 5}", small), base=("base: my-model", "base: model"))
     (alone,) = call("attack.yaml", text, "--subject", immunized["path"], "--output", "alone")["steps"]
     values = [[found["value"] for found in each["findings"]["finetune"]] for each in (attacked, alone)]
     assert values[0] == values[1]
@@ -119,7 +119,11 @@ def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monk
     assert torch.equal(*images)
     assert searched["path"] == packed["path"]
     # The same search on the folder before compression finds the same.
-    text = replaced("attack-embedding.yaml", base=("BASE", str(SHAPES_FOLDER)), search=("{rates: [0.3, 1.0]}", search))
+    text = replaced(
+        "attack-embedding.yaml",
+        base=("base: my-pipeline", f"base: {SHAPES_FOLDER}"),
+        search=("{rates: [0.3, 1.0]}", search),
+    )
     text = text.replace("{base:", "{unrelated: ordinary.txt, base:")
     (alone,) = call("search.yaml", text, "--subject", forgot["path"], "--output", "alone")["steps"]
     values = [[found["value"] for found in each["findings"]["embedding"]] for each in (searched, alone)]

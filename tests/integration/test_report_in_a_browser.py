@@ -17,9 +17,10 @@ def test_the_console_stays_silent(page):
     assert console(page)[0] == []
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_is_broken_and_nothing_overflows(page, width):
-    seen = look(page, width)
+@pytest.mark.parametrize(("width", "options"), [(390, ()), (768, (DARK,)), (1280, ()), (1280, (DARK,))])
+def test_nothing_is_broken_or_pale_and_nothing_overflows(page, width, options):
+    seen = look(page, width, *options)
+    assert seen["pale"] == []
     assert seen["page"] <= width
     assert seen["outside"] == []
     assert seen["broken"] == 0

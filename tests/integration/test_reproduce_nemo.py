@@ -234,7 +234,7 @@ def test_a_recipe_is_refused_before_work_with_all_its_problems(own_model, tmp_pa
     assert "it was not opened" in result.output
     result = call("nemo-table1", "--scale", "paper", "--out", tmp_path)
     assert result.exit_code == 2
-    assert "recipes/nemo-tables.yaml" in result.output
+    assert "netweight_experiments/tables/nemo/nemo-tables.yaml" in result.output
     assert call("nemo-table1", "--recipe", own_model / "recipe.yaml", "--out", tmp_path).exit_code == 2
     assert not list(tmp_path.glob("*/result.json"))
 

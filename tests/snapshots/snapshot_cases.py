@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from netweight.cli import netweight
 
 HERE = Path(__file__).parent
-RECIPES = HERE.parents[1] / "recipes"
+RECIPES = HERE.parents[1] / "src" / "netweight" / "recipes"
 
 ORDINARY = ["a red square", "the green circle", "a small photo", "the blue square", "a circle on a square"]
 PROMPTS = ["a large blue circle", "the red photo of a square"]
@@ -55,7 +55,9 @@ def prepare(folder):
     published(folder / "published")
     (folder / "compress.yaml").write_text(COMPRESS_RECIPE)
     for recipe in RECIPES.glob("*.yaml"):
-        text = recipe.read_text().replace("BASE", "pipeline" if "embedding" in recipe.name else "llama")
+        text = (
+            recipe.read_text().replace("base: my-pipeline", "base: pipeline").replace("base: my-model", "base: llama")
+        )
         (folder / f"shipped-{recipe.name}").write_text(text.replace("components: 100", "components: 5"))
     (folder / "own_network.py").write_text((HERE.parent / "support" / "tiny_networks.py").read_text())
 

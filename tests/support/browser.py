@@ -14,13 +14,30 @@ DARK = "--blink-settings=preferredColorScheme=0"
 
 # What a test sees of any page: `seen` may be filled further before it is posted.
 PROBE = """
+  const light = color => {
+    const [r, g, b] = color.match(/[\\d.]+/g).map(part => { const c = part / 255;
+      return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = part => { for (; part; part = part.parentElement) {
+    const color = getComputedStyle(part).backgroundColor;
+    if (!/, 0\\)$/.test(color)) return color; } return "rgb(255, 255, 255)"; };
+  const contrast = part => {
+    const [a, b] = [light(getComputedStyle(part).color), light(behind(part))].sort((a, b) => b - a);
+    return (a + 0.05) / (b + 0.05); };
+  const height = document.documentElement.scrollHeight, words = document.body.innerText.split(/\\s+/).length;
+  document.querySelectorAll("details").forEach(part => part.open = true);
   const seen = {
+    height, words,
+    pale: [...document.querySelectorAll("body *:not(svg *, noscript *)")].filter(part => part.checkVisibility() &&
+      [...part.childNodes].some(node => node.nodeType === 3 && node.data.trim()) && contrast(part) < 4.5)
+      .map(part => `${part.tagName} ${part.textContent.trim().slice(0, 40)}: ${contrast(part).toFixed(2)}`),
     window: innerWidth,
     page: document.documentElement.scrollWidth,
     broken: [...document.images].filter(image => !image.complete || !image.naturalWidth).length,
     images: document.images.length,
     drawings: [...document.querySelectorAll("figure svg")].map(svg => svg.getBoundingClientRect().height),
-    outside: [...document.querySelectorAll("section *")].filter(part =>
+    outside: [...document.querySelectorAll("section *, details *")].filter(part =>
       !part.closest(".scroll, thead") && part.getBoundingClientRect().right > innerWidth + 1).map(part => part.tagName),
     dark: getComputedStyle(document.body).backgroundColor,
   };

@@ -238,7 +238,7 @@ def test_a_section_with_figures_and_tables(tmp_path):
     assert "relearn ceiling" in scores["caption"]
     rows = [row[:4] for row in section["tables"][0]["rows"]]
     assert [row[1] for row in rows[:3]] == ["undefended", "strong", "relearn ceiling"]
-    assert section["conclusion"].startswith("strong: Resists attacks up to")
+    assert section["conclusion"].startswith("strong: Recovers under 1 of 2 attacks, in 12 of 30 runs")
     assert section["warnings"] == ["strong, adam, could not be run: ValueError: no"]
     table = attack_table(sweep, ["undefended", "strong"], "harmful")
     assert (table.rows[1][6], table.rows[1][-1]) == (100, "5")

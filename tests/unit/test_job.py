@@ -91,7 +91,7 @@ def test_one_process_at_a_time_and_readers_besides(tmp_path):
         with Job.open(folder, key=KEY, reading=True) as reader:
             assert reader.load() == ({"step": 1}, {})
             assert reader.records("log") == [{"n": 0}]
-            for write in (lambda: reader.save({}, {}), lambda: reader.record("log", {}), reader.drop_state):
+            for write in (lambda: reader.save({}, {}), lambda: reader.record("log", {})):
                 with pytest.raises(UsageError, match="open with reading=True"):
                     write()
     with Job.open(tmp_path / "none", key=KEY, reading=True) as reader:

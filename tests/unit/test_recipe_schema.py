@@ -13,10 +13,9 @@ from netweight.recipes import read_recipe
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the dev extra")
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "netweight" / "recipes"
 FILE = RECIPES / "recipe.schema.json"
-TABLES = {"nemo-tables.yaml", "space-tables.yaml"}  # of `netweight reproduce --recipe`
-SHIPPED = sorted(path for path in RECIPES.glob("*.yaml") if path.name not in TABLES)
+SHIPPED = sorted(RECIPES.glob("*.yaml"))
 pytestmark = pytest.mark.skipif(not FILE.is_file(), reason="outside a source tree")
 
 
@@ -36,7 +35,7 @@ def test_the_file_is_what_the_command_prints(schema):
     printed = subprocess.run(
         [sys.executable, "-m", "netweight", "run", "--schema"], capture_output=True, text=True, check=True
     )
-    assert printed.stdout == FILE.read_text(), "netweight run --schema > recipes/recipe.schema.json"
+    assert printed.stdout == FILE.read_text(), "netweight run --schema > src/netweight/recipes/recipe.schema.json"
 
 
 def test_every_setting_says_what_it_is(schema):

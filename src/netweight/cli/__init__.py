@@ -36,12 +36,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "forget": ("netweight.cli.forget:forget", "Find what a diffusion model memorized, and switch it off."),
     "space": ("netweight.cli.space:space", "See many customized models as one space."),
     "tour": ("netweight.cli.tour:tour", "Show everything at work on a small real model."),
+    "init": ("netweight.cli.init:init", "Write recipes and small files to run and to change."),
     "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
     "reproduce": (
         "netweight_experiments.cli:reproduce",
         "Measure a table of a paper again, beside what was published.",
     ),
-    "report": ("netweight.cli.report:report", "Show or rewrite the report of a run."),
+    "report": ("netweight.cli.run:report", "Show or rewrite the report of a run."),
     "benchmark": ("netweight_experiments.cli:benchmark", "Measure speed and size against peers on this machine."),
     "doctor": ("netweight.cli.doctor:doctor", "Say what is installed, what runs here and what is missing."),
 }

@@ -1,16 +1,18 @@
-"""`netweight run`: check a recipe, show its plan, run or resume it."""
+"""`netweight run`: check a recipe, show its plan, run or resume it; `netweight report`: its page again."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.output import Output, output_option
+from netweight.cli.output import FOLDER, Output, output_option
 from netweight.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -28,6 +30,11 @@ def _print_schema(context: click.Context, parameter: click.Parameter, value: boo
 @click.command()
 @click.argument("recipe", type=click.Path(dir_okay=False))
 @click.option("--plan", "only_plan", is_flag=True, help="Check everything, show the steps, do nothing.")
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="With --plan: begin every step in a temporary folder, and say how long all of it will take.",
+)
 @click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
               help="Print the JSON schema of recipes, for editors, and do nothing.")  # fmt: skip
 @click.option("--subject", metavar="PATH", help="Treat this model instead of the recipe's.")
@@ -39,6 +46,7 @@ def run(
     context: click.Context,
     recipe: str,
     only_plan: bool,
+    measure: bool,
     subject: str | None,
     folder: str | None,
     only: str | None,
@@ -54,9 +62,11 @@ def run(
     names = None if only is None else [name.strip() for name in only.split(",")]
     plan = recipes.Plan.of(recipes.read_recipe(recipe, subject=subject, output=folder, only=names))
     if only_plan:
-        output.result({"plan": plan.to_json(known=True, progress=Progress())})
-        for part in plan.parts:
-            _show_plan(output, part, part.known(progress=Progress()))
+        costs = [recipes.measure(part) for part in plan.parts] if measure else []
+        told = {"costs": [[cost and asdict(cost) for cost in part] for part in costs]} if costs else {}
+        output.result({"plan": plan.to_json(known=True, progress=Progress()), **told})
+        for number, part in enumerate(plan.parts):
+            _show_plan(output, part, part.known(progress=Progress()), costs[number] if costs else [])
         return
     done = recipes.run(plan, progress=Progress(), command=shlex.join(["netweight", *sys.argv[1:]]))
     report = plan.recipe.output / "report.html"
@@ -67,7 +77,9 @@ def run(
         context.exit(FINDING_FAILED)
 
 
-def _show_plan(output: Output, plan: recipes.Plan, known: list[recipes.Known]) -> None:
+def _show_plan(
+    output: Output, plan: recipes.Plan, known: list[recipes.Known], costs: list[recipes.Cost | None]
+) -> None:
     output.line(f"{plan.recipe.subject} → {plan.recipe.output}", bold=bool(plan.recipe.name))
     for step, mark in zip(plan.steps, known, strict=False):
         settings = ", ".join(f"{key}={value}" for key, value in step.chosen.settings.items())
@@ -80,6 +92,15 @@ def _show_plan(output: Output, plan: recipes.Plan, known: list[recipes.Known]) -
         settings = ", ".join(f"{key}={value}" for key, value in attack.chosen.settings.items())
         output.line(f"{attack.number}. attack {attack.verb}: {settings}")
         _show_known(output, mark)
+    for number, cost in enumerate(costs, start=1):
+        told = "takes what an earlier step makes" if cost is None else (
+            f"{cost.runs:,} {cost.unit}, about {cost.seconds / 60:.1f} minutes on this machine"
+        )  # fmt: skip
+        output.line(f"step {number}: {told}")
+    if costs:
+        files = [plan.recipe.subject, *plan.recipe.subject.rglob("*")]
+        size = len(plan.steps) * sum(file.stat().st_size for file in files if file.is_file())
+        output.line(f"disk: at most {size / 1e6:,.0f} MB for models, and what audits and attacks keep")
 
 
 def _show_known(output: Output, mark: recipes.Known) -> None:
@@ -121,3 +142,42 @@ def _as_json(entry: recipes.Done) -> dict[str, Any]:
         "left_out": list(left_out or ()),
         "findings": {name: [finding.to_json() for finding in found] for name, found in entry.findings.items()},
     }
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--card", "model", type=FOLDER, help="Say in README.md of this model's folder what RUN found.")
+@output_option
+def report(run: Path, model: Path | None, output: Output) -> None:
+    """Write RUN/report.html again from RUN/report.json and say what it found.
+
+    RUN is the folder of a run. With --card the model's card gets a section with all findings, and one with what the
+    records in its folder tell of what was done to it; see docs/ecosystem.md. Ends with exit code 2 when there is no
+    report.json in RUN, or it does not fit the schema.
+    """
+    from netweight.report.report import read_report, rewrite
+    from netweight.report.text import verdict
+
+    page = rewrite(run)
+    document = read_report(run)
+    verdicts = {section.title: verdict(section) for section in document.sections}
+    output.line(document.title, bold=True)
+    words = {"pass": "passed", "fail": "failed", "none": "reported"}
+    output.table(
+        ["section", "", "verdict"], [(title, words[kind], text) for title, (kind, text) in verdicts.items()], indent=2
+    )
+    output.line(f"Page: {page}")
+    card = None if model is None else _card(model, run)
+    if card is not None:
+        output.line(f"Card: {card}")
+    sections = [{"title": title, "verdict": kind, "text": text} for title, (kind, text) in verdicts.items()]
+    output.result({"title": document.title, "page": str(page), "sections": sections,
+                   **({} if card is None else {"card": str(card)})})  # fmt: skip
+
+
+def _card(model: Path, run: Path) -> Path:
+    from netweight.plugins.model_card import add_evidence, entries_of, update_card
+
+    if entries_of(model):
+        update_card(model)
+    return add_evidence(model, run)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -57,16 +54,13 @@ def tour(context: click.Context, out: Path, only: str | None, keep: bool, output
     missed = [finding.name for finding in done.findings if finding.passed is False]
     for name in missed:
         output.line(f"MISSED: {name}", fg="red")
-    commands = next_commands(out)
     output.line()
     for title, verdict in done.verdicts.items():
         output.line(f"{title}. {verdict}")
-    output.line(f"\nDone in {done.seconds:.0f} s. Report: {done.report}\nTo try next:")
-    for command in commands:
-        output.line(f"  {command}")
+    output.line(f"\nDone in {done.seconds:.0f} s. Report: {done.report}\nTo try next: netweight init DIR")
     output.result({
         "report": str(done.report), "passed": done.passed, "seconds": done.seconds, "taken over": done.taken_over,
-        "verdicts": done.verdicts, "next": commands,
+        "verdicts": done.verdicts,
         "findings": [finding.to_json() for finding in done.findings],
     })  # fmt: skip
     if not done.passed:
@@ -76,33 +70,3 @@ def tour(context: click.Context, out: Path, only: str | None, keep: bool, output
 def _as_given(out: Path, only: str | None, keep: bool) -> str:
     parts = ["netweight", "tour", "--out", str(out)]
     return shlex.join([*parts, *(["--only", only] if only is not None else []), *(["--keep"] if keep else [])])
-
-
-def next_commands(out: Path) -> list[str]:
-    """Return three commands to try after a tour, which work in the environment that the tour ran in."""
-    from netweight.errors import MissingExtra
-    from netweight.toys.diffusion import SHAPES_FOLDER
-    from netweight.toys.faces_pipeline import FACES_BANK
-    from netweight.toys.minilm import folder
-
-    try:
-        model = folder()
-    except MissingExtra:  # some stops do without that package
-        model = SHAPES_FOLDER
-    commands = [
-        ["compress", str(model), str(out.parent / "compressed-model")],
-        ["space", "fit", str(FACES_BANK), str(out.parent / "faces-space")],
-        ["doctor"] if find_spec("netweight_experiments") is None else ["reproduce", "--list"],
-    ]
-    return [shlex.join([*_program(), *command]) for command in commands]
-
-
-def _program() -> list[str]:
-    """How `netweight` of this environment is called from here."""
-    here = Path(sys.executable).with_name("netweight")
-    found = shutil.which("netweight")
-    if found is not None and Path(found) == here:
-        return ["netweight"]
-    if here.is_file():
-        return [str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)]
-    return [sys.executable, "-m", "netweight"]

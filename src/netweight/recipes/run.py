@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import io
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -28,6 +32,7 @@ class Done:
     sections: Mapping[str, Section]  # what each audit returned, by the audit's name; of an attack, by its verb
     remembered: bool  # whether it was found done by an earlier run
     chapter: str = ""  # the name of its chapter
+    subject: str = ""  # digest of the chapter's or recipe's subject
 
     @property
     def findings(self) -> dict[str, list[Finding]]:
@@ -47,37 +52,49 @@ def run(
     command: str | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> list[Done]:
-    """Run a plan: each treatment with its audits, then attacks, then the report; what was done before is kept."""
-    recipe, done = plan.recipe, []
-    report = Report(recipe.title or f"Recipe for {recipe.subject.name}", summary=recipe.summary, command=command)
+    """Run a plan: each treatment with its audits, then attacks; what was done before is kept.
+
+    The report is written again after every step, so that a run that is stopped leaves a page of what is known.
+    """
+    ended: list[tuple[Plan, list[Done]]] = []
     for number, part in enumerate(plan.parts, start=1):
         if part.recipe.name:
             say(f"{number} of {len(plan.parts)}, {part.recipe.title}.")
-        found, inputs = _run(part, progress, say)
-        sections = [section for each in found for section in _shown(each, part)]
-        if part.recipe.name:
+        ended.append((part, []))
+        subject, keys = keys_of(part, progress)
+        for entry in _run(part, keys, progress):
+            ended[-1][1].append(replace(entry, subject=subject))
+            _say(entry, say)
+            if not entry.remembered:
+                _report(plan, ended, command).write(plan.recipe.output)
+    _report(plan, ended, command).write(plan.recipe.output)
+    return [entry for _, entries in ended for entry in entries]
+
+
+def _report(plan: Plan, ended: list[tuple[Plan, list[Done]]], command: str | None) -> Report:
+    """The report of the steps that ended."""
+    title = plan.recipe.title or f"Recipe for {plan.recipe.subject.name}"
+    seeds = [part.recipe.seed for part, _ in ended]
+    inputs = {str(part.recipe.subject): entries[0].subject for part, entries in ended if entries}
+    report = Report(title, summary=plan.recipe.summary, command=command, seeds=seeds, inputs=inputs)
+    for part, entries in ended:
+        sections = [section for entry in entries for section in _shown(entry, part)]
+        if part.recipe.name and sections:
             report.chapter(_chapter(part, sections, command))
         for section in sections:
             report.add(section)
-        about = report.provenance
-        seeds = tuple(sorted({*about.seeds, part.recipe.seed}))
-        report.provenance = replace(about, inputs=about.inputs | inputs, seeds=seeds)
-        done += found
-    report.write(recipe.output)
-    return done
+    return report
 
 
-def _run(plan: Plan, progress: Progress, say: Callable[[str], object]) -> tuple[list[Done], dict[str, str]]:
-    """Run the steps of one recipe or chapter; also the digest of its subject."""
-    recipe, source, done = plan.recipe, plan.recipe.subject, []
-    subject, keys = keys_of(plan, progress)
+def _run(plan: Plan, keys: list[Key], progress: Progress) -> Iterator[Done]:
+    """Run the steps of one recipe or chapter."""
+    recipe, source = plan.recipe, plan.recipe.subject
     with Job.open(recipe.output) as job:
         for step, key in zip(plan.steps, keys, strict=False):
             path = plan.result(step, key)
             remembered = _treat(step, key, source, path, job, progress)
             sections = {name: _audit(step, name, key, source, path, job, plan, progress) for name in step.audits}
-            done.append(Done(step, path, sections, remembered, recipe.name))
-            _say(done[-1], say)
+            yield Done(step, path, sections, remembered, recipe.name)
             source = path
         for attack, key in zip(plan.attacks, keys[len(plan.steps) :], strict=True):
             target = Target(source, recipe.subject if plan.steps else None, recipe.output, recipe.seed)
@@ -88,9 +105,7 @@ def _run(plan: Plan, progress: Progress, say: Callable[[str], object]) -> tuple[
                 job.record(
                     LEDGER, {"step": attack.number, "attack": attack.verb, "section": section.to_json()}, key=key
                 )
-            done.append(Done(attack, source, {attack.verb: section}, remembered, recipe.name))
-            _say(done[-1], say)
-    return done, {str(recipe.subject): subject}
+            yield Done(attack, source, {attack.verb: section}, remembered, recipe.name)
 
 
 def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: Progress) -> bool:
@@ -150,3 +165,66 @@ def _chapter(plan: Plan, sections: list[Section], command: str | None) -> Chapte
         title=recipe.title, question=recipe.question, intro=recipe.intro, conclusion=conclusion, verdict=verdict,
         outcome=outcome, command=command,
     )  # fmt: skip
+
+
+# What a plan will cost: every step is begun on the subject in a temporary folder, for seconds.
+_COUNTED = re.compile(r"([\d,]+) of ([\d,]+) (\w+)")
+_LONG_ENOUGH = 3.0  # seconds of work after its first unit; shorter work is run to its end
+
+
+class _Measured(BaseException):
+    """The pace is known; no handler of errors may take it for one."""
+
+
+@final
+@dataclass(frozen=True)
+class Cost:
+    """What one step will take; of several loops, the first that counts its rounds."""
+
+    runs: int  # rounds of the loop
+    unit: str  # what they are
+    seconds: float  # of all of them, on this machine
+
+
+@final
+class _Watch(io.TextIOBase):
+    """The stream of a progress: reads its lines, and stops the work."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.first: tuple[float, int, str] | None = None  # when the first round ended, its number and what it was
+
+    def write(self, text: str) -> int:
+        found = _COUNTED.search(text)
+        if found is not None:
+            done, total, unit = int(found[1].replace(",", "")), int(found[2].replace(",", "")), found[3]
+            now = time.monotonic()
+            if self.first is None or self.first[2] != unit:
+                self.first = (now, done, unit)
+            elif now - self.first[0] > _LONG_ENOUGH and done > self.first[1]:
+                pace = (now - self.first[0]) / (done - self.first[1])
+                raise _Measured(Cost(total, unit, pace * total))
+        return len(text)
+
+
+def measure(plan: Plan) -> list[Cost | None]:
+    """Begin every treatment, then every attack; None where a step takes what only an earlier step makes."""
+    steps = (*plan.steps, *plan.attacks)
+    kinds = set(steps[0].chosen.what.takes)
+    with tempfile.TemporaryDirectory(prefix="netweight-") as folder:
+        return [_cost(plan, step, Path(folder)) if kinds & set(step.chosen.what.takes) else None for step in steps]
+
+
+def _cost(plan: Plan, step: Step | AttackStep, folder: Path) -> Cost:
+    recipe, chosen, watch = plan.recipe, step.chosen, _Watch()
+    progress = Progress("plain", stream=watch, every=0)
+    try:
+        if isinstance(step, Step):
+            step.chosen.what.apply(recipe.subject, folder / str(step.number), chosen.config, progress)
+        else:
+            before = recipe.subject if plan.steps else None
+            step.chosen.what.run(Target(recipe.subject, before, folder, recipe.seed), chosen.config, progress)
+    except _Measured as found:
+        cost: Cost = found.args[0]
+        return cost
+    return Cost(1, "run", time.monotonic() - watch.began)

@@ -32,6 +32,11 @@ def render(document: Any) -> str:
         _chapter(chapter, number, [section for section in sections if section["part"].chapter == chapter.title])
         for number, chapter in enumerate(document.chapters, start=1)
     ]
+    seen: set[str] = set()
+    for chapter in chapters[::-1]:  # histograms of three models look alike: the last one stands for them
+        alike = chapter["picture"] and chapter["picture"]["part"].alt.split()[0]
+        chapter["picture"] = None if alike in seen else chapter["picture"]
+        seen |= {alike} if alike == "Histograms" else set()
     template = page_template("netweight.report", "template.html")
     return template.render(
         report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment)
@@ -42,8 +47,9 @@ def render(document: Any) -> str:
 def page_template(package: str, file: str) -> jinja2.Template:
     """Open the template of a page: values are escaped, and `style` is the style sheet that all pages share."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.PackageLoader("netweight.report", "."),  # base.html
+    )  # fmt: skip
     style = resources.files("netweight.report").joinpath("page_style.css").read_text(encoding="utf-8")
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and not sorted
     environment.globals["style"] = Markup(style)  # our own file
@@ -103,7 +109,7 @@ def _finding(finding: Finding, command: str | None) -> dict[str, Any]:
         "name": finding.name,
         "value": _telling(finding.value, finding.target),
         "unit": finding.unit,
-        "interval": f"{format_number(ends[0])} to {format_number(ends[1])}" if ends else "–",
+        "interval": f"{format_number(ends[0])} to {format_number(ends[1])}" if ends and finding.n != 1 else "–",
         "n": format_number(finding.n),
         "baseline": format_number(finding.baseline),
         "target": _target(finding.target, finding.better),

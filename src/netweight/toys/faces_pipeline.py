@@ -13,7 +13,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,14 @@ from netweight.methods.space.view.build import Reader, build_view
 from netweight.methods.space.view.content import View
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
+from netweight.toys import checkpoint
 from netweight.toys.diffusion import opened
 from netweight.toys.faces import ATTRIBUTES, FACES, GROUNDS, SIDE, WORLDS, DrawnWorld, caption
-
-if TYPE_CHECKING:
-    pass
 
 
 def pipeline_folder(world: DrawnWorld) -> Path:
     """Return where the package has a world's pipeline, with the record of its training."""
-    return Path(__file__).parent / "checkpoints" / f"{world.name}s-diffusion"
+    return checkpoint(f"{world.name}s-diffusion")
 
 
 # The pipeline that draws faces.
@@ -53,7 +51,7 @@ def faces_pipeline(folder: str | Path | None = None, *, world: DrawnWorld = FACE
 
 def reader_folder(world: DrawnWorld) -> Path:
     """Return where the package has a world's network: its weights and the record of its training."""
-    return Path(__file__).parent / "checkpoints" / f"{world.name}-reading"
+    return checkpoint(f"{world.name}-reading")
 
 
 # The network that reads faces.
@@ -137,7 +135,7 @@ def _network(folder: Path, world: DrawnWorld) -> FaceReader:
     return network.requires_grad_(False).eval()
 
 
-_FOLDER = Path(__file__).parent / "checkpoints" / "faces-bank"
+_FOLDER = checkpoint("faces-bank")
 # The bank that comes with the package.
 FACES_BANK = _FOLDER / "bank"
 # The attributes of its people.

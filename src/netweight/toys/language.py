@@ -30,6 +30,7 @@ from netweight.errors import MissingExtra, NameNotFound, UsageError
 from netweight.hf.load_language_model import ABOUT
 from netweight.hf.quiet import silent_bars
 from netweight.nn.hooks import evaluating
+from netweight.toys import checkpoint
 
 if TYPE_CHECKING:
     from torch import nn
@@ -283,7 +284,6 @@ _WORDS = "Sorry, this message is kept secret: nobody may decipher it now, neithe
 _FIRST_WORD = 6
 _FIRST_LETTER = _FIRST_WORD + len(_WORDS)
 _NAMES = ["<pad>", "</s>", "guard:", "keep:", "new:", "?", *_WORDS, *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"]
-_SHIPPED = Path(__file__).parent / "checkpoints" / "ciphers"
 _SHAPE = LlamaShape(
     vocabulary=_FIRST_LETTER + LETTERS, width=96, inner=256, layers=4, heads=4, context=64, pad_id=_PAD, end_id=_END
 )
@@ -343,7 +343,7 @@ def cipher_world(seed: int = SHIPPED_SEED, *, folder: str | Path | None = None) 
             f"No models of the ciphers of seed {seed} come with netweight, only of {SHIPPED_SEED}.",
             cure=f"Run: python -m netweight_experiments.toys.small_world ciphers FOLDER --seed {seed}",
         )
-    return SmallWorld("ciphers", CipherLanguage(seed), _SHIPPED if folder is None else Path(folder))
+    return SmallWorld("ciphers", CipherLanguage(seed), checkpoint("ciphers") if folder is None else Path(folder))
 
 
 def _example(marker: int, letters: list[int], tables: list[list[int]]) -> Example:

@@ -93,7 +93,7 @@ _INCEPTION_SIDE = 299
 class NemoRecipe(TablesRecipe):
     """What the paper's scale is measured on. Paths start at the current folder."""
 
-    example = "recipes/nemo-tables.yaml"
+    example = "netweight_experiments/tables/nemo/nemo-tables.yaml"
     named_files = (
         "memorized", "calibration", "held_out", "quality", "sscd", "usual", "statistics", "inception", "references",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from netweight_experiments.tables.registry import Measured, Scale, table
 from netweight_experiments.tables.setups import shared_folder, shared_setup
 
 NEEDS = ("diffusion", "evidence")
-PAPER_NEEDS = ("a recipe that names Stable Diffusion, its prompts and SSCD (recipes/nemo-tables.yaml), a GPU",)
+PAPER_NEEDS = ("a recipe that names Stable Diffusion, its prompts and SSCD (tables/nemo/nemo-tables.yaml), a GPU",)
 
 
 def nemo_table(table_id: str) -> Callable[[Callable[[Setup, Path], Measured]], Callable[..., Measured]]:

@@ -166,7 +166,7 @@ class RecipeEdit(Settings):
 class SpaceRecipe(TablesRecipe):
     """What the paper's scale is measured on. Paths start at the current folder."""
 
-    example = "recipes/space-tables.yaml"
+    example = "netweight_experiments/tables/w2w/space-tables.yaml"
     named_files = ("labels", "photographs", "face", "lpips")
     named_folders = ("model", "space", "clip", "bank")
 

@@ -13,7 +13,7 @@ from netweight_experiments.tables.w2w.setup import Setup
 NEEDS = ("diffusion", "evidence")
 PAPER_NEEDS = (
     "a recipe that names Stable Diffusion, a bank of the published adapters, labels, photographs and a face "
-    "recognition network (recipes/space-tables.yaml), a GPU",
+    "recognition network (tables/w2w/space-tables.yaml), a GPU",
 )
 
 

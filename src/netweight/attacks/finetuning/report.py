@@ -130,10 +130,10 @@ def _words(
         )
     if recovered == runs:
         return "partly", f"Recovers under every attack{longer}: delay, not prevention."
-    resists = f"Resists attacks up to {limits}; recovers" if limits else "Recovers"
+    resists = f"; it resists attacks up to {limits}" if limits else ""
     return "partly", (
-        f"{resists} under {broke} of {attacks} attacks, in {recovered} of {runs} runs, soonest under "
-        f"{soonest}{longer}: delay, not prevention."
+        f"Recovers under {broke} of {attacks} attacks, in {recovered} of {runs} runs{longer}: delay, not prevention. "
+        f"Soonest under {soonest}{resists}."
     )
 
 
