@@ -1,9 +1,8 @@
-"""Fits that are killed and go on, and fits by several processes: torch.distributed, local processes, Ray."""
+"""Fits that are killed and go on, and fits by several processes."""
 
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +11,10 @@ import numpy
 import pytest
 import streamed_rows
 import torch
-from spaces_under_test import bank_of, sharing_adapters
 
 from netweight.core.engines import in_process, local_processes
 from netweight.errors import CorruptBlob, NetweightError, UsageError
 from netweight.methods.space.fitting.streaming import MatrixShard, fit_shards, fit_streaming
-from netweight.methods.space.space import WeightSpace
 from netweight.nn import matrix
 from netweight.nn.matrix import MatrixFile
 
@@ -51,7 +48,7 @@ def test_a_killed_fit_goes_on(file, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "_BYTES", matrix._BYTES)
     folder = tmp_path / "kept"
     for blocks in (11, 20):  # of 7 in each of 5 passes, and the first row
-        command = [sys.executable, PROGRAM, "fit", str(file), str(folder), str(blocks)]
+        command = [sys.executable, PROGRAM, str(file), str(folder), str(blocks)]
         killed = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     found, read = streamed_rows.fit(file, folder, -1)
@@ -61,45 +58,10 @@ def test_a_killed_fit_goes_on(file, whole, tmp_path, monkeypatch):
         fit_streaming(MatrixFile(file), 4, folder=folder, digest="these", **streamed_rows.SETTINGS)
     with pytest.raises(UsageError, match="holds a fit with other settings"):
         fit_streaming(MatrixFile(file), 5, folder=folder, digest="those", **streamed_rows.SETTINGS)
-    kept = folder / "worker-0" / "state.safetensors"
+    kept = folder / "state.safetensors"
     kept.write_bytes(kept.read_bytes()[:-100])
     with pytest.raises(CorruptBlob, match="to begin anew"):
         fit_streaming(MatrixFile(file), 5, folder=folder, digest="these", **streamed_rows.SETTINGS)
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
-def test_two_processes_find_what_one_finds(file, whole, tmp_path):
-    environment = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    processes = []
-    for rank in ("0", "1"):
-        with open(tmp_path / f"log-{rank}", "w") as log:
-            command = [sys.executable, PROGRAM, "distributed", str(file), str(tmp_path)]
-            own = {**environment, "RANK": rank}
-            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0], "\n".join((tmp_path / f"log-{rank}").read_text() for rank in "01")
-    parts = [torch.load(tmp_path / f"alone-{rank}.pt", weights_only=True) for rank in "01"]
-    assert torch.equal(parts[0]["components"], parts[1]["components"])
-    torch.testing.assert_close(parts[0]["components"], whole.basis.components, rtol=1e-3, atol=1e-4)
-    scores = torch.cat([part["scores"] for part in parts])
-    torch.testing.assert_close(scores, whole.scores, rtol=1e-3, atol=1e-3)
-    bank = bank_of(sharing_adapters(30))
-    for how in ({"representation": "delta"}, {"representation": "factors", "solver": "streaming"}):
-        alone = WeightSpace.fit(bank, components=3, **how)
-        for rank in "01":
-            found = torch.load(tmp_path / f"space-{how['representation']}-{rank}.pt", weights_only=True)
-            torch.testing.assert_close(found, alone.scores, rtol=1e-3, atol=1e-3)
 
 
 def shards_of(file):

@@ -91,6 +91,18 @@ def test_a_direction_is_found_and_its_held_out_score_told(beard, opened):
     assert direction.deviation == pytest.approx(found["deviation"])
 
 
+def test_a_direction_is_corrected_by_what_it_changes_in_images(place, beard, opened, tmp_path):
+    arguments = on(place, "direction", "--labels", place / "labels.csv", "--column", "beard", "--corrected",
+                   "--out", tmp_path / "corrected.json")  # fmt: skip
+    assert "--reader" in error(*arguments)["cure"]
+    found = run(*arguments, "--pipeline", place / "pipeline", "--reader", "image_readers:COLORS", "--steps", 2,
+                "--rounds", 1)  # fmt: skip
+    assert found["kind"] == "corrected"
+    corrected, plain = read_direction(tmp_path / "corrected.json"), read_direction(beard[0])
+    corrected.check(opened.scores)
+    assert abs(corrected.cosine(plain)) < 0.999
+
+
 def test_an_edit_is_exported_at_its_rank_and_loaded_by_diffusers(place, beard, opened, tmp_path):
     name = opened.names[4]
     run(*on(place, "edit", name, "--move", beard[0], 2.5, "--out", tmp_path / "edited.json"))
@@ -121,7 +133,7 @@ def test_an_edit_is_exported_at_its_rank_and_loaded_by_diffusers(place, beard, o
 
 def test_samples_are_points_with_an_audit(place, opened, tmp_path):
     for number, (sampler, more) in enumerate(
-        [("pairs", []), ("gaussian", []), ("kernel", ["--bandwidth", 0.5]), ("mixture", ["--clusters", 2]),
+        [("pairs", []), ("gaussian", []), ("kernel", ["--bandwidth", 0.5]),
          ("conditional", ["--labels", place / "labels.csv", "--given", "beard=1"])]
     ):  # fmt: skip
         found = run(

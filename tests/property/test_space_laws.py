@@ -41,8 +41,8 @@ def test_the_gauge_changes_nothing(seed, count, components):
 
 
 REPRESENTATIONS = [
-    ("delta", {}), ("delta", {"solver": "streaming", "sketch": 4}), ("shared-down", {}), ("factors", {}),
-    ("shared-down", {"solver": "streaming"}), ("factors", {"solver": "streaming", "standardize": False}),
+    ("delta", {}), ("delta", {"solver": "streaming", "sketch": 4}), ("factors", {}),
+    ("factors", {"solver": "streaming", "standardize": False}),
 ]  # fmt: skip
 
 
@@ -67,18 +67,3 @@ def test_scores_and_points_fit_each_other(representation, how, seed):
         torch.testing.assert_close(flat(space.changes(point)), row, rtol=1e-4, atol=1e-4)
         if representation != "factors":  # whose rows are not what the changes are linear in, but its own factors
             torch.testing.assert_close(space.project(adapter), point, rtol=1e-3, atol=5e-3)
-
-
-@few
-@given(seed=seeds)
-def test_shared_down_factors_give_the_space_of_changes(seed):
-    adapters = sharing_adapters(11, seed=seed)
-    bank = bank_of(adapters)
-    one = WeightSpace.fit(bank, components=3)
-    other = WeightSpace.fit(bank, components=3, representation="shared-down")
-    torch.testing.assert_close(other.deviations, one.deviations, rtol=1e-4, atol=0)
-    torch.testing.assert_close(aligned(other.scores, one.scores), one.scores, rtol=1e-2, atol=1e-2)
-    signs = (other.scores * one.scores).sum(dim=0).sign()
-    point = one.scores[2]
-    torch.testing.assert_close(flat(other.changes(point * signs)), flat(one.changes(point)), rtol=1e-2, atol=1e-2)
-    assert all(change.rank == 2 for change in other.adapter(point).factors.values())

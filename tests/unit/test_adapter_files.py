@@ -173,6 +173,16 @@ def test_names_of_kohya(tmp_path, name, module):
     assert found.factors[module].scale == 0.5
 
 
+def test_ranks_differ_inside_a_file_and_an_alpha_that_is_missing_is_the_rank(tmp_path):
+    to_q, to_k = (f"lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_{part}" for part in ("to_q", "to_k"))
+    tensors = pair(f"{to_q}.lora_down.weight", f"{to_q}.lora_up.weight") | {f"{to_k}.alpha": torch.tensor(6.0)}
+    tensors |= pair(f"{to_k}.lora_down.weight", f"{to_k}.lora_up.weight", rank=3)
+    found = read_adapter(file_of(tmp_path, tensors)).factors
+    assert {(name.rpartition(".")[2], one.rank, one.scale) for name, one in found.items()} == {
+        ("to_q", 2, 1.0), ("to_k", 3, 2.0),
+    }  # fmt: skip
+
+
 def test_names_of_kohya_agree_with_diffusers_own_reading():
     conversion = pytest.importorskip("diffusers.loaders.lora_conversion_utils", reason="diffusers is not installed")
     from netweight.store.lora_formats.names import _STRUCTURES, KohyaNames

@@ -11,17 +11,15 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import direction_of, fit_direction
 from netweight.methods.space.edits import (
     EditCurve,
-    agreement,
-    alignment,
-    calibrated,
+    corrected,
     curve_findings,
     edit_curve,
     identity,
     perceptual_distance,
 )
-from netweight.methods.space.report import entanglement
+from netweight.methods.space.settings import CorrectionSettings
 from netweight.metrics.copies import CenteredPixels
-from netweight.report.audit import audits_of, run_audits
+from netweight_experiments.tables.w2w.components import entanglement, entanglement_findings
 
 NAMES = ["red", "green", "blue"]
 
@@ -60,16 +58,12 @@ def test_a_curve_tells_effect_and_cost():
 
 
 def test_findings_of_a_curve_have_targets_and_say_what_was_not_reached():
-    keeps = dict([agreement(lambda images: (images[:, 1].mean((1, 2)) > 0.45).long(), "prompt")])
-    made, _ = curve([1.0, 0.1, 0.0, 0.0, 0.0], (2.0, 4.0, 8.0), unit="raw", compare=keeps)
-    effect, cost, kept = curve_findings(made, kept="prompt kept")
+    made, _ = curve([1.0, 0.1, 0.0, 0.0, 0.0], (2.0, 4.0, 8.0), unit="raw")
+    effect, cost = curve_findings(made)
     assert effect.passed
     assert effect.value == pytest.approx(0.8, abs=0.01)
     assert cost.passed
     assert cost.value == pytest.approx(0.03, abs=1e-4)
-    assert kept.target == 0.99
-    assert 0.5 < kept.value < 0.99
-    assert kept.passed is False
     weak, _ = curve([1.0, 0.0, 0.0, 0.0, 0.0], (1.0,), unit="raw")
     effect, cost = curve_findings(weak)
     assert effect.passed is False
@@ -101,34 +95,35 @@ def test_curves_that_cannot_be_are_refused():
         )
 
 
-def test_calibration_takes_back_what_an_edit_changed_besides():
+def test_a_correction_takes_back_what_an_edit_changed_besides():
     generator = torch.Generator().manual_seed(2)
     training = torch.randn(60, 5, generator=generator)
     mixing = torch.eye(3) + 0.3 * torch.randn(3, 3, generator=generator)
 
-    def bent(scores):
+    def bent(scores, seeds=(0, 1)):
         """Attributes are mixed and bent, so that no direction of the scores is that of one attribute."""
         seen = scores[:, :3] @ mixing
-        return painted(torch.cat([seen + 0.05 * seen.square(), scores[:, 3:]], 1))
+        return painted(torch.cat([seen + 0.05 * seen.square(), scores[:, 3:]], 1))[:, : len(seeds)]
 
     directions = [
         direction_of(training, torch.eye(5)[place], name=name, kind="encoder") for place, name in enumerate(NAMES)
     ]
-    ranges = [1.0, 1.0, 0.5]
-    found = calibrated(bent, seen, training[:20], training, directions, "red", ranges=ranges, strength=1.0)
+    ranges, how = [1.0, 1.0, 0.5], CorrectionSettings(strength=1.0, effect=0.1)
+    found = corrected(bent, seen, training[:20], training, directions, "red", how, ranges=ranges)
     curves = [
         edit_curve(bent, seen, training[20:40], each, names=NAMES, ranges=ranges, strengths=[0.5, 1.0])
         for each in (directions[0], found)
     ]
-    plain, corrected = (float(each.costs[2].mean() / each.effects[2].mean()) for each in curves)
-    assert corrected < 0.4 * plain
+    plain, better = (float(each.costs[2].mean() / each.effects[2].mean()) for each in curves)
+    assert better < 0.4 * plain
+    assert found.kind == "corrected"
     assert found.length == pytest.approx(1)
     with pytest.raises(NameNotFound, match="'pink'"):
-        calibrated(bent, seen, training[:9], training, directions, "pink", ranges=ranges)
+        corrected(bent, seen, training[:9], training, directions, "pink", how, ranges=ranges)
     with pytest.raises(UsageError, match="correct nothing"):
-        calibrated(bent, seen, training[:9], training, directions[:1], "red", ranges=[1.0])
+        corrected(bent, seen, training[:9], training, directions[:1], "red", how, ranges=[1.0])
     with pytest.raises(UsageError, match="2 attributes"):
-        calibrated(bent, seen, training[:9], training, directions[:2], "red", ranges=[1.0, 1.0])
+        corrected(bent, seen, training[:9], training, directions[:2], "red", how, ranges=[1.0, 1.0])
 
 
 def test_comparisons_say_what_they_are():
@@ -144,9 +139,6 @@ def test_comparisons_say_what_they_are():
     assert torch.allclose(distance(images, images), torch.zeros(4).double(), atol=1e-9)
     assert (distance(images, others) > 0.5).all()
     assert perceptual_distance(lambda x: [x])[0] == "LPIPS"
-    name, score = alignment(lambda x: x.mean((1, 2, 3)), "brightness (stand-in for CLIP)")
-    assert "stand-in" in name
-    assert torch.equal(score(images, others), images.mean((1, 2, 3)))
 
 
 def test_entanglement_falls_with_models_and_counts_true_overlap():
@@ -159,7 +151,7 @@ def test_entanglement_falls_with_models_and_counts_true_overlap():
     directions = [fit_direction(scores, labels, name, kind="difference") for name in ("beard", "width", "hue")]
     cosines = [abs(directions[a].cosine(directions[b])) for a, b in ((0, 1), (0, 2), (1, 2))]
     assert every.mean == pytest.approx(np.mean(cosines))
-    findings = audits.entangled(audits.EntanglementSubject([few, many, every], 3), None, seed=0, progress=QUIET)
+    findings = entanglement_findings([few, many, every], attributes=3)
     assert [finding.value for finding in findings] == [few.mean, many.mean, every.mean]
     assert findings[2].baseline == few.mean
     again = entanglement(scores, labels, ["beard", "width"], [50], repeats=2, fidelity="reference")
@@ -170,44 +162,11 @@ def test_entanglement_falls_with_models_and_counts_true_overlap():
         entanglement(scores, labels, ["beard", "width"], [500])
 
 
-def test_every_audit_that_is_named_is_written():
-    assert set(audits_of("space")) >= {"directions", "edits", "samples", "inversion", "entanglement"}
-
-
-def test_directions_and_samples_are_audited_by_name():
+def test_directions_are_audited():
     scores, labels, _ = known_scores(200)
     directions = [fit_direction(scores, labels, name) for name in ("beard", "width")]
-    found = run_audits("space", directions, None, seed=0, only=["directions"])["directions"].findings
+    found = audits.direction_findings(directions, None, seed=0, progress=QUIET)
     assert [each.name for each in found[:2]] == ["held-out AUC of beard", "held-out R² of width"]
     assert found[2].value == pytest.approx(abs(directions[0].cosine(directions[1])))
     with pytest.raises(UsageError, match="no held-out score"):
         audits.direction_findings([fit_direction(scores, labels, "hue", folds=0)], None, seed=0, progress=QUIET)
-    subject = audits.SampleSubject(scores[:50], scores, scores[:50, :2], scores[:, :2], ["a", "b"])
-    found = audits.sample_findings(subject, None, seed=0, progress=QUIET)
-    assert next(each for each in found if "copy" in each.name).value == 1
-
-
-def test_inversion_is_held_against_adapters():
-    noise = torch.Generator().manual_seed(0)
-    truth = torch.randn(300, 2, generator=noise)
-    readings = {
-        "inversion": truth + torch.randn(300, 2, generator=noise),
-        "adapter of many images": truth + 0.5 * torch.randn(300, 2, generator=noise),
-    }
-    subject = audits.InversionSubject(truth, readings, ["a", "b"])
-    found = {each.name: each for each in audits.inversion_findings(subject, None, seed=0, progress=QUIET)}
-    ours, against = (found[f"R² of attributes, {way}"].value for way in readings)
-    expected = 1 - (readings["inversion"] - truth).square().sum(0) / (truth - truth.mean(0)).square().sum(0)
-    assert ours == pytest.approx(float(expected.mean()), rel=1e-4)
-    share = found["R² of inversion as a share of that of adapter of many images"]
-    assert share.value == pytest.approx(ours / against)
-    assert share.passed is False
-    with pytest.raises(UsageError, match="no readings of 'magic'"):
-        audits.inversion_findings(
-            audits.InversionSubject(truth, readings, ["a", "b"], "magic"), None, seed=0, progress=QUIET
-        )
-    hopeless = {**readings, "adapter of many images": 9 * torch.randn(300, 2, generator=noise)}
-    found = audits.inversion_findings(
-        audits.InversionSubject(truth, hopeless, ["a", "b"]), None, seed=0, progress=QUIET
-    )
-    assert found[-1].value is None

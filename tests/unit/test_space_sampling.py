@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_spaces import known_scores
-from sklearn.mixture import GaussianMixture
 
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import fit_direction
@@ -16,7 +15,6 @@ from netweight.methods.space.sampling import (
     ConditionalSampler,
     GaussianSampler,
     KernelSampler,
-    MixtureSampler,
     PairSampler,
 )
 
@@ -41,7 +39,6 @@ def samplers():
         "gaussian": GaussianSampler.fit(scores),
         "pairs": PairSampler.fit(scores, factor=1.0),
         "kernel": KernelSampler.fit(scores, bandwidth=0.4),
-        "mixture": MixtureSampler.fit(scores, clusters=2),
         "conditional": ConditionalSampler.fit(scores, labels),
     }
 
@@ -98,22 +95,6 @@ def test_kernels_go_from_training_models_to_the_gaussian():
 def test_the_bandwidth_of_gaussian_models_is_large():
     noise = torch.randn(200, 60, generator=torch.Generator().manual_seed(0))
     assert KernelSampler.fit(noise).bandwidth > 0.9
-
-
-def test_a_mixture_finds_clusters_as_scikit_learn_does():
-    scores = two_clusters()
-    ours = MixtureSampler.fit(scores)
-    assert len(ours.shares) == 2
-    theirs = GaussianMixture(2, covariance_type="diag", random_state=0).fit(scores.numpy())
-    order, their_order = ours.means[:, 0].argsort(), np.argsort(theirs.means_[:, 0])
-    assert np.allclose(ours.means[order], theirs.means_[their_order], atol=1e-3)
-    assert np.allclose(ours.shares[order], theirs.weights_[their_order], atol=1e-3)
-    assert ours.log_likelihood(scores).mean() == pytest.approx(theirs.score(scores.numpy()), abs=0.1)
-    assert (ours.draw(500, seed=0)[:, 0].abs() < 1).double().mean() < 0.03
-    one = MixtureSampler.fit(torch.randn(200, 4, generator=torch.Generator().manual_seed(0)))
-    assert len(one.shares) == 1
-    with pytest.raises(UsageError, match="5 finite models per cluster"):
-        MixtureSampler.fit(scores[:20], clusters=5)
 
 
 def test_conditions_are_kept_and_other_attributes_follow():

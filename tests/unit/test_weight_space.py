@@ -88,7 +88,7 @@ def saved_and_opened(space, folder, bank):
 
 
 @pytest.mark.parametrize("how", [
-    {"solver": "streaming", "sketch": 5}, {"representation": "shared-down"}, {"representation": "factors"},
+    {"solver": "streaming", "sketch": 5}, {"representation": "factors"},
     {"representation": "factors", "standardize": False, "solver": "streaming"},
 ])  # fmt: skip
 def test_every_representation_is_saved_and_opened(how, tmp_path):
@@ -251,12 +251,8 @@ def test_what_cannot_be_fitted_is_named():
     for how in ({"components": 0}, {"representation": "B"}, {"solver": "svd"}, {"sketch": 0}, {"passes": 0}):
         with pytest.raises(UsageError, match=next(iter(how))):
             WeightSpace.fit(bank_of(adapters), **how)
-    for representation in ("factors", "shared-down"):
-        with pytest.raises(UsageError, match=r"'person-1' has rank 2 in unet.mid.to_q, others 1"):
-            WeightSpace.fit(bank_of(adapters), components=2, representation=representation)
-    unlike = random_adapters(6, ranks=(2,))
-    with pytest.raises(UsageError, match="'person-1' does not share the down factor"):
-        WeightSpace.fit(bank_of(unlike), components=2, representation="shared-down")
+    with pytest.raises(UsageError, match=r"'person-1' has rank 2 in unet.mid.to_q, others 1"):
+        WeightSpace.fit(bank_of(adapters), components=2, representation="factors")
     bad = bank_of(adapters)
     bad.stack(6, 7).up["unet.up.to_q"][0, 2, 0] = float("nan")
     for how in ({}, {"solver": "streaming"}):

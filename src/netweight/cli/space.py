@@ -24,6 +24,7 @@ from netweight.methods.space.settings import (
     FolderInversion,
     FolderView,
     MergeSettings,
+    PredictSettings,
     RenderSettings,
     SampleSettings,
 )
@@ -109,23 +110,14 @@ def direction(
 ) -> None:
     """Find the direction of an attribute and say how well it tells held-out models apart."""
     from netweight.core.files import refuse_existing
-    from netweight.methods.space.directions import bootstrap_cosine, fit_direction
-    from netweight.methods.space.labels import read_labels
+    from netweight.methods.space.folder import find_direction
     from netweight.methods.space.points import write_direction
 
     refuse_existing(out, overwrite=overwrite)
     space, column = _opened(folder, bank), settings.column
-    labels = read_labels(
-        settings.labels, space.names, columns=[column, *settings.confounders], key=settings.name_column
-    )
-    how: Any = {"kind": settings.kind, "confounders": settings.confounders, "seed": settings.seed}
-    found = fit_direction(space.scores, labels, column, fidelity=settings.fidelity, folds=settings.folds, **how)
-    findings = list(found.findings)
-    if settings.resamples:
-        findings.append(bootstrap_cosine(space.scores, labels, column, resamples=settings.resamples, **how))
+    found, findings, known = find_direction(space, settings, _progress(output))
     write_direction(found, out, overwrite=overwrite)
-    known = int(labels[column].known.sum())
-    output.line(f"{column}, {labels[column].kind}, known of {known} of {len(space.names)} models: {out}")
+    output.line(f"{column}, {found.kind}, known of {known} of {len(space.names)} models: {out}")
     output.findings(findings, indent=2)
     output.line(f"One standard deviation of the models is {found.deviation:.4g}, the farthest {found.reach:.4g}.")
     output.result({
@@ -328,6 +320,26 @@ def convert(adapter: Path, destination: Path, settings: ConvertSettings, overwri
 
 
 space.add_command(convert, "resize")
+
+
+@space.command()
+@click.argument("bank", type=FOLDER)
+@click.argument("adapters", metavar="[FILE...]", nargs=-1, type=click.Path(path_type=Path, exists=True))
+@options(PredictSettings)
+@output_option
+def predict(bank: Path, adapters: tuple[Path, ...], settings: PredictSettings, output: Output) -> None:
+    """Read attributes off weights alone: of adapters in BANK that have no label, and of each FILE.
+
+    A network that no basis of the factors changes and a linear probe of the changes are fitted to the labels. Both
+    held-out scores are told; what is predicted is what the better one of an attribute says.
+    """
+    from netweight.methods.space.folder import predict_files
+
+    found = predict_files(bank, adapters, settings, _progress(output))
+    output.findings(found.findings)
+    rows = [(name, *(f"{values[column]:.3g}" for column in settings.columns)) for name, values in found.values.items()]
+    output.table(("adapter", *settings.columns), rows)
+    output.result({"findings": [each.to_json() for each in found.findings], "predicted": dict(found.values)})
 
 
 @space.command()

@@ -197,9 +197,8 @@ class PipelineModel:
         without, with_text = self._kind(torch.cat([latents] * 2), timestep, Text.joined([empty, text])).chunk(2)
         return without + guidance * (with_text - without)
 
-    @torch.no_grad()
     def to_images(self, latents: Tensor) -> Tensor:
-        """Return images of clean latents, shape `(n, 3, height, width)`, within 0 and 1, on the CPU."""
+        """Return images of clean latents, shape `(n, 3, height, width)`, within 0 and 1, on the CPU; gradients flow."""
         latents = latents / self.pipeline.vae.config.scaling_factor + self._shift
         with self._decoder() as vae:
             images: Tensor = vae.decode(latents.to(vae.dtype), return_dict=False)[0]

@@ -69,15 +69,6 @@ def begin(pilot: Tensor) -> Iteration:
     return Iteration(0, False, {"pilot": pilot})
 
 
-def blank(plan: IterationPlan, stage: int) -> Sums:
-    """Zeros of the shapes that a stage works with."""
-    if stage == 0:
-        return {"pilot": torch.zeros(plan.length)}
-    scale = {"deviation": torch.zeros(plan.length)} if plan.standardize else {}
-    basis, total = torch.zeros(plan.width, plan.length), torch.zeros((), dtype=torch.float64)
-    return {"mean": torch.zeros(plan.length), **scale, "basis": basis, "total": total}
-
-
 def empty(plan: IterationPlan, iteration: Iteration, rows: int) -> Sums:
     """Zeros that a pass over a number of rows adds to."""
     if iteration.stage == 0:

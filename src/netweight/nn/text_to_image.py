@@ -115,7 +115,22 @@ class OpenTextToImage(TextToImage, Protocol):
         """Return words that are one token each, and their embeddings, shape `(words, width)`."""
 
     def to_images(self, latents: Tensor) -> Tensor:
-        """Return images of clean latents, shape `(n, 3, height, width)`, within 0 and 1, on the CPU."""
+        """Return images of clean latents, shape `(n, 3, height, width)`, within 0 and 1, on the CPU; gradients flow."""
+
+
+def denoised(model: TextToImage, latents: Tensor, times: Tensor, text: Text, guidance: float) -> Tensor:
+    """Denoise latents, from the first of some timesteps on, without noise in between (DDIM); gradients flow."""
+    # `text`: one prompt for each
+    empty = model.embed([""]).rows([0] * len(latents)) if guidance > 1 else None
+    for place, timestep in enumerate(times):
+        found = model.predict(latents, timestep, text)
+        if empty is not None:
+            other = model.predict(latents, timestep, empty)
+            found = Prediction(torch.lerp(other.noise, found.noise, guidance),
+                               torch.lerp(other.sample, found.sample, guidance))  # fmt: skip
+        last = place + 1 == len(times)
+        latents = found.sample if last else model.add_noise(found.sample, found.noise, times[place + 1])
+    return latents
 
 
 def generated(

@@ -167,7 +167,7 @@ def exported(folder, count):
     """Export a point, alone in its process; returns JSON."""
     torch.set_num_threads(1)
     bank = AdapterBank.open(Path(folder) / "large")
-    weights = torch.randn(count, 8, generator=torch.Generator().manual_seed(1)) / count**0.5
+    weights = torch.randn(count, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) / count**0.5
     basis = CombinationBasis(bank, weights, torch.zeros(8), 1.0, None)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     row = measured(

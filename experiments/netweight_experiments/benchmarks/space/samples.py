@@ -25,7 +25,7 @@ from netweight.core.progress import Progress
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.labels import read_labels
-from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, PairSampler
+from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, PairSampler
 from netweight.toys.faces import FACES, GROUNDS, caption
 from netweight.toys.faces_pipeline import FACES_BANK, faces_pipeline
 from netweight_experiments.benchmarks.script import now, options_of, script, write
@@ -83,9 +83,7 @@ def measured(folder, network, count, progress):
     scores = space.scores
     samplers = {
         "pairs": PairSampler.fit(scores),
-        "pairs, factor 1": PairSampler.fit(scores, factor=1.0),
         "gaussian": GaussianSampler.fit(scores),
-        "kernel": KernelSampler.fit(scores),
         "conditional, emphasis 1.5": ConditionalSampler.fit(scores, labels, emphasis=1.5),
     }
     models, apart = read(scores[unseen]).std(0), torch.cdist(scores, scores).fill_diagonal_(math.inf).min(1).values

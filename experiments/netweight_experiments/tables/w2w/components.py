@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
 from netweight.core.seeds import torch_generator
+from netweight.errors import UsageError
+from netweight.methods.space.directions import fit_direction, middle
 from netweight.methods.space.edits import Move, edit
-from netweight.methods.space.report import Entanglement, entanglement, entanglement_findings
+from netweight.methods.space.labels import LabelColumn, Labels
+from netweight.methods.space.settings import FittedKind
 from netweight.metrics.intervals import bootstrap
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import histogram, image_grid, lines
@@ -28,6 +32,7 @@ from netweight_experiments.tables.w2w.table import space_table
 
 _SIZES = (20, 50, 100, 200, 500, 1_000, 10_000, 64_974)
 _SMALLEST = 20
+_TRIES = 20  # draws for one subsample that has both classes of every attribute
 _KINDS = {"differences of means": "corrected", "the paper's directions": "reference"}
 _SEED = 0
 _NO_NUMBERS = "The paper shows curves; their numbers are not at hand, so nothing is laid beside these."
@@ -328,3 +333,93 @@ def _pictures(images: Tensor) -> Figure:
         caption="The mean model moved along components, in standard deviations of the adapters; the same noise.",
         pixels=64,
     )
+
+
+@final
+@dataclass(frozen=True)
+class Entanglement:
+    """Directions found from subsamples of one size."""
+
+    models: int  # size of a subsample
+    each: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over subsamples."""
+        return sum(self.each) / len(self.each)
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """The middle 95 % of the subsamples."""
+        return middle(self.each)
+
+
+def entanglement(
+    scores: Tensor,
+    labels: Labels,
+    columns: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    repeats: int = 20,
+    kind: FittedKind = "difference",
+    fidelity: Literal["corrected", "reference"] = "corrected",
+    seed: int = 0,
+) -> list[Entanglement]:
+    """Cosines between directions that are found from subsamples of the models, by their sizes."""
+    # The axes stay those of all models: this shows how many models directions need, not axes.
+    # Source: weights2weights, figure 8: mean absolute cosine between pairs of directions.
+    if len(columns) < 2 or not sizes or max(sizes) > len(scores) or min(sizes) < 4 or repeats < 1:
+        raise UsageError(
+            f"{len(columns)} attributes in subsamples of {list(sizes)} of {len(scores)} models cannot be compared.",
+            cure="Give two attributes or more, and sizes from 4 to the number of models.",
+        )
+    found = []
+    for size in sizes:
+        draws = [_drawn(labels, columns, size, seed, number) for number in range(repeats if size < len(scores) else 1)]
+        found.append(Entanglement(size, tuple(_mean_cosine(scores, labels, columns, d, kind, fidelity) for d in draws)))
+    return found
+
+
+def entanglement_findings(found: Sequence[Entanglement], *, attributes: int, seed: int = 0) -> list[Finding]:
+    """One finding per number of models, the smallest number as their baseline."""
+    return [
+        Finding(f"mean |cos| between directions, {each.models} models", each.mean,
+                ci95=each.middle if len(each.each) > 1 else None, n=len(each.each), better="lower",
+                baseline=found[0].mean, seeds=(seed,),
+                detail={"attributes": attributes, "subsamples": len(each.each)})
+        for each in found
+    ]  # fmt: skip
+
+
+def _drawn(labels: Labels, columns: Sequence[str], size: int, seed: int, number: int) -> Tensor:
+    """A subsample with at least two models of each class of every attribute."""
+    generator = torch_generator(seed, "subsample", size, number)
+    for _ in range(_TRIES):
+        rows = torch.randperm(len(labels.names), generator=generator)[:size]
+        parts = [LabelColumn(name, labels[name].values[rows]) for name in columns]
+        if all(len(part.levels) > 1 and _counts(part) >= 2 for part in parts):
+            return rows
+    raise UsageError(f"Subsamples of {size} models lack a class of an attribute.", cure="Take larger ones.")
+
+
+def _counts(column: LabelColumn) -> int:
+    if column.kind == "continuous":
+        return int(column.known.sum())
+    return min(int((column.values == level).sum()) for level in column.levels)
+
+
+def _mean_cosine(
+    scores: Tensor,
+    labels: Labels,
+    columns: Sequence[str],
+    rows: Tensor,
+    kind: FittedKind,
+    fidelity: Literal["corrected", "reference"],
+) -> float:
+    part = Labels(
+        tuple(labels.names[row] for row in rows.tolist()),
+        {name: LabelColumn(name, labels[name].values[rows]) for name in columns},
+    )
+    directions = [fit_direction(scores[rows], part, name, kind=kind, fidelity=fidelity, folds=0) for name in columns]
+    cosines = [abs(one.cosine(other)) for one, other in itertools.combinations(directions, 2)]
+    return sum(cosines) / len(cosines)

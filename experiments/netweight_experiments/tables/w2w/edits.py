@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal, TypeAlias, final
@@ -11,9 +12,10 @@ from typing import Any, Literal, TypeAlias, final
 from torch import Tensor
 
 from netweight.methods.space.directions import fit_direction
-from netweight.methods.space.edits import Move, calibrated, edit, identity
-from netweight.methods.space.inversion import generate_images
+from netweight.methods.space.edits import Move, corrected, edit, identity
+from netweight.methods.space.inversion import generate_differentiably, generate_images
 from netweight.methods.space.points import Direction
+from netweight.methods.space.settings import CorrectionSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.metrics.intervals import bootstrap
 from netweight.report.finding import Figure, Finding
@@ -180,9 +182,18 @@ def _corrected(setup: Setup, wanted: Wanted, direction: Direction, others: Seque
         if name != wanted.column:
             held = tuple(other for other in setup.attributes if other != name)
             found[name] = direction_of(setup, replace(wanted, column=name, confounders=held))
-    return calibrated(
-        lambda points: painted(setup, points), setup.read, setup.space.scores[list(others)], setup.part()[0],
-        [found[name] for name in setup.attributes], wanted.column, ranges=[2.0] * len(setup.attributes),
+    generate = partial(
+        generate_differentiably,
+        setup.model,
+        setup.space,
+        prompts=setup.prompts,
+        guidance=setup.guidance,
+        steps=min(setup.steps, 10),
+    )
+    return corrected(
+        generate, setup.read, setup.space.scores[list(others)], setup.part()[0],
+        [found[name] for name in setup.attributes], wanted.column, CorrectionSettings(),
+        ranges=[2.0] * len(setup.attributes),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from netweight.attacks.embedding_search.settings import SearchSettings, Start
 from netweight.core.seeds import torch_generator
 from netweight.errors import Unsupported, UsageError
 from netweight.nn.batching import Batches
-from netweight.nn.text_to_image import OpenTextToImage, Prediction, Text, TextToImage
+from netweight.nn.text_to_image import OpenTextToImage, Text, TextToImage, denoised
 
 _RANK = 4  # of LoRA
 _WORDS = 8  # that are typed
@@ -158,7 +158,6 @@ class FromPicture(Walk):
     def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches) -> Tensor:
         model, latents = self._opened, self._latents.repeat(len(seeds), 1, 1, 1)
         times, text = model.timesteps(self._settings.generation_steps), self.text(rows)
-        empty = model.embed([""]).rows([0] * len(rows))
         if self._inverted:
             before = torch.zeros_like(times[0])
             for timestep in times.flip(0):
@@ -167,17 +166,7 @@ class FromPicture(Walk):
         else:
             times = times[-max(1, round(_LEVEL * len(times))) :]
             latents = model.add_noise(latents, model.initial_noise(seeds), times[0])
-        for place, timestep in enumerate(times):
-            asked, nothing = (model.predict(latents, timestep, each) for each in (text, empty))
-            found = _guided(asked, nothing, self._settings.guidance)
-            last = place + 1 == len(times)
-            latents = found.sample if last else model.add_noise(found.sample, found.noise, times[place + 1])
-        return model.to_images(latents)
-
-
-def _guided(asked: Prediction, nothing: Prediction, guidance: float) -> Prediction:
-    scale = max(1.0, guidance)
-    return Prediction(torch.lerp(nothing.noise, asked.noise, scale), torch.lerp(nothing.sample, asked.sample, scale))
+        return model.to_images(denoised(model, latents, times, text, self._settings.guidance))
 
 
 @final

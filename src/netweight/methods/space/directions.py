@@ -6,9 +6,9 @@ both penalties are blind to such a rotation, and chosen by leaving out one model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -250,31 +250,37 @@ def _apart(task: _Task, vector: Tensor) -> Tensor:
 
 def _held_out(task: _Task, kind: DirectionKind, folds: int, seed: int) -> Finding:
     """How well the direction predicts models that it has not seen, over folds of about equal classes."""
-    predicted: list[tuple[Tensor, Tensor, float]] = []
-    for number in range(folds):
-        inside = _fold_of(task, folds, seed) == number
-        there, here = task.part((~inside).nonzero()[:, 0]), task.part(inside.nonzero()[:, 0])
-        solution = _solved(there, kind)
-        predicted.append((_read(there, here.scores, solution), here.values, float(there.values.mean())))
-    if task.binary:
-        interval = area_under_roc([(said.numpy(), truth.numpy() > 0) for said, truth, _ in predicted])
+    said, among = torch.empty_like(task.values), folds_of(task.column, task.values, task.binary, folds, seed)
+    for fold in range(folds):
+        inside = among == fold
+        there, here = task.part((~inside).nonzero()[:, 0]), inside.nonzero()[:, 0]
+        said[here] = _read(there, task.scores[here], _solved(there, kind))
+    detail = {"kind": kind, "folds": folds, "confounders": [each.name for each in task.others]}
+    return held_out_score(task.column, task.values, said, among, binary=task.binary, seed=seed, detail=detail)
+
+
+def held_out_score(
+    what: str, values: Tensor, said: Tensor, among: Tensor, *, binary: bool, seed: int, detail: Mapping[str, Any]
+) -> Finding:
+    """AUC or R² of what fits to all other folds said of each fold's models; all of shape `(n,)`."""
+    parts = [among == fold for fold in range(int(among.max()) + 1)]
+    if binary:
+        interval = area_under_roc([(said[part].numpy(), values[part].numpy() > 0) for part in parts])
     else:
-        baseline = torch.cat([torch.full_like(truth, mean) for _, truth, mean in predicted])
-        said, truth = torch.cat([each[0] for each in predicted]), torch.cat([each[1] for each in predicted])
-        interval = explained_variance(said.numpy(), truth.numpy(), baseline.numpy())
+        baseline = sum(part * values[~part].mean() for part in parts)
+        interval = explained_variance(said.numpy(), values.numpy(), torch.as_tensor(baseline).numpy())
     return Finding(
-        f"held-out {'AUC' if task.binary else 'R²'} of {task.column}", interval.estimate, ci95=interval.ci95,
-        n=interval.n, better="higher", baseline=0.5 if task.binary else 0.0, seeds=(seed,),
-        detail={"kind": kind, "folds": folds, "confounders": [each.name for each in task.others]},
+        f"held-out {'AUC' if binary else 'R²'} of {what}", interval.estimate, ci95=interval.ci95, n=interval.n,
+        better="higher", baseline=0.5 if binary else 0.0, seeds=(seed,), detail=dict(detail),
     )  # fmt: skip
 
 
-def _fold_of(task: _Task, folds: int, seed: int) -> Tensor:
+def folds_of(what: str, values: Tensor, binary: bool, folds: int, seed: int) -> Tensor:
     """The fold of each model: classes, or levels of a continuous attribute, are spread evenly."""
-    generator = torch_generator(seed, "folds", task.column)
-    shuffled = torch.randperm(len(task.values), generator=generator)
-    order = shuffled[task.values[shuffled].argsort(stable=True)]
-    if not task.binary:  # neighbors in rank go to different folds, in an order drawn for each group
+    generator = torch_generator(seed, "folds", what)
+    shuffled = torch.randperm(len(values), generator=generator)
+    order = shuffled[values[shuffled].argsort(stable=True)]
+    if not binary:  # neighbors in rank go to different folds, in an order drawn for each group
         draws = torch.rand(-(-len(order) // folds), folds, generator=generator).argsort(1).flatten()[: len(order)]
         return torch.empty_like(order).scatter_(0, order, draws)
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) % folds)

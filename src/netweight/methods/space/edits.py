@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, final
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space.directions import direction_of, middle
+from netweight.methods.space.directions import PENALTIES, direction_of, middle
 from netweight.methods.space.points import Direction
-from netweight.methods.space.settings import Unit
+from netweight.methods.space.settings import CorrectionSettings, Unit
 from netweight.metrics.images import lpips, ssim
 from netweight.report.finding import Finding
 
@@ -39,7 +39,6 @@ Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 EFFECT_TARGET = 0.6  # least effect, as a share of the attribute's range, at no more than `COST_TARGET`
 COST_TARGET = 0.05  # most mean change of the other attributes, as a share of their ranges
-KEPT_TARGET = 0.99  # least share of images that keep their prompt
 
 _RESAMPLES = 500
 
@@ -119,7 +118,6 @@ class EditCurve:
     unit: Unit  # what strengths count
     effects: Tensor  # change of the target, as a share of its range, in the direction of the edit; shape `(s, b)`
     costs: Tensor  # mean change of the other attributes, up or down, as shares of their ranges; shape `(s, b)`
-    compared: Mapping[str, Tensor] = field(default_factory=dict)  # name → mean over a point's images, shape `(s, b)`
     label: str = ""  # what reports call the edit
 
     def effect_at(self, cost: float, chosen: Tensor | None = None) -> float:
@@ -132,10 +130,6 @@ class EditCurve:
         effects, costs = self._means(chosen)
         found, reached = _crossing(effects, costs, effect)
         return found if reached else None
-
-    def compared_at(self, name: str, cost: float) -> float:
-        """A comparison's mean at the strength where the mean cost first reaches a limit."""
-        return _crossing(self._means(None)[1], self.compared[name].mean(1), cost)[0]
 
     def _means(self, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = slice(None) if chosen is None else chosen
@@ -153,7 +147,6 @@ def edit_curve(
     strengths: Sequence[float],
     target: str | None = None,
     unit: Unit = "reach",
-    compare: Mapping[str, Compare] | None = None,
     label: str = "",
     progress: Progress = QUIET,
 ) -> EditCurve:
@@ -167,30 +160,26 @@ def edit_curve(
     if len(places) < 2 or any(sign * b <= sign * a for a, b in itertools.pairwise(places)):
         raise UsageError(f"The strengths {list(strengths)} do not grow from 0.", cure="Give such as 0.25, 0.5, 1.")
     scale = torch.tensor(ranges, dtype=torch.float64)
-    originals, before = _seen(generate, read, scores, len(names))
+    before = _seen(generate, read, scores, len(names))
     index, others = list(names).index(target), [name for name in names if name != target]
     rest = [list(names).index(name) for name in others]
     effects, costs = [], []
-    compared: dict[str, list[Tensor]] = {name: [] for name in compare or {}}
     with progress.task(f"edit {target}", len(places), unit="strengths") as task:
         for strength in places:
             moved = edit(scores, [Move(direction, strength, unit)]) if strength else scores
-            images, after = _seen(generate, read, moved, len(names)) if strength else (originals, before)
+            after = _seen(generate, read, moved, len(names)) if strength else before
             change = (after - before) / scale
             effects.append(sign * change[:, index])
             costs.append(change[:, rest].abs().mean(1) if rest else torch.zeros(len(scores), dtype=torch.float64))
-            for name, function in (compare or {}).items():
-                pairs = function(images.flatten(0, 1), originals.flatten(0, 1)).double().cpu()
-                compared[name].append(pairs.reshape(images.shape[:2]).mean(1))
             task.update()
     return EditCurve(
         target, torch.tensor(places, dtype=torch.float64), unit, torch.stack(effects), torch.stack(costs),
-        {name: torch.stack(values) for name, values in compared.items()}, label or direction.kind,
+        label or direction.kind,
     )  # fmt: skip
 
 
-def curve_findings(curve: EditCurve, *, seed: int = 0, kept: str | None = None) -> list[Finding]:
-    """The effect at the same cost, the cost of the same effect, and what is left of the images there."""
+def curve_findings(curve: EditCurve, *, seed: int = 0) -> list[Finding]:
+    """The effect at the same cost, and the cost of the same effect."""
     count = curve.effects.shape[1]
     generator = torch_generator(seed, "points", curve.target)
     draws = [torch.randint(count, (count,), generator=generator) for _ in range(_RESAMPLES)]
@@ -200,13 +189,12 @@ def curve_findings(curve: EditCurve, *, seed: int = 0, kept: str | None = None) 
         "strengths": curve.strengths.tolist(),
         "effects": curve.effects.mean(1).tolist(),
         "costs": curve.costs.mean(1).tolist(),
-        **{name: values.mean(1).tolist() for name, values in curve.compared.items()},
     }
     costs = [each for drawn in draws if (each := curve.cost_of(EFFECT_TARGET, drawn)) is not None]
     cost = curve.cost_of(EFFECT_TARGET)
     title = f"{curve.target} by {curve.label}"
     never = {} if cost is not None else {"reason": f"the effect reaches {float(curve.effects.mean(1).max()):.2f}"}
-    found = [
+    return [
         Finding(f"effect of {title} at a cost of {COST_TARGET}", curve.effect_at(COST_TARGET),
                 ci95=middle([curve.effect_at(COST_TARGET, drawn) for drawn in draws]), n=count, better="higher",
                 target=EFFECT_TARGET, seeds=(seed,), detail=about),
@@ -214,15 +202,10 @@ def curve_findings(curve: EditCurve, *, seed: int = 0, kept: str | None = None) 
                 ci95=middle(costs) if cost is not None and len(costs) > 0.95 * _RESAMPLES else None, n=count,
                 better="lower", target=COST_TARGET, seeds=(seed,), detail={"kind": curve.label, **never}),
     ]  # fmt: skip
-    for name in curve.compared:
-        wanted = {"better": "higher", "target": KEPT_TARGET} if name == kept else {}
-        value = curve.compared_at(name, COST_TARGET)
-        found.append(Finding(f"{name}, {title} at that cost", value, n=count, **wanted))  # type: ignore[arg-type]
-    return found
 
 
-def _seen(generate: Generate, read: Read, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Images of points, and attributes, the mean over each point's images, shape `(b, a)`."""
+def _seen(generate: Generate, read: Read, scores: Tensor, width: int) -> Tensor:
+    """Attributes of points, the mean over each point's images, shape `(b, a)`."""
     with torch.no_grad():
         images = generate(scores)
         said = read(images.flatten(0, 1)).double().cpu()
@@ -232,7 +215,7 @@ def _seen(generate: Generate, read: Read, scores: Tensor, width: int) -> tuple[T
             f"{width} attributes.",
             cure="Generate (b, m, 3, height, width), and read one row of attributes per image.",
         )
-    return images, said.reshape(*images.shape[:2], width).mean(1)
+    return said.reshape(*images.shape[:2], width).mean(1)
 
 
 def _crossing(rising: Tensor, values: Tensor, limit: float) -> tuple[float, bool]:
@@ -245,57 +228,112 @@ def _crossing(rising: Tensor, values: Tensor, limit: float) -> tuple[float, bool
     return float(values[-1]), False
 
 
-def calibrated(
-    generate: Generate,
+def corrected(
+    generate: Callable[[Tensor, Sequence[int]], Tensor],
     read: Read,
     points: Tensor,
     training: Tensor,
     directions: Sequence[Direction],
     target: str,
+    how: CorrectionSettings,
     *,
     ranges: Sequence[float],
-    strength: float = 2.0,
-    unit: Unit = "reach",
-    rounds: int = 2,
+    seed: int = 0,
     progress: Progress = QUIET,
 ) -> Direction:
-    """Correct a direction by the others, until its edit leaves other attributes where they were on average."""
-    # `read` gives attributes in the order of `directions`. `points`: some dozen to try edits on; audit the result on
-    # others. `training`: scores of the training models.
+    """Correct a direction so that its edit changes other attributes of images less, person by person.
+
+    In each round the edit is linearized at many points, each with noises of its own, and the step is moved by ridge
+    regression to where these points' other attributes stay and the target reaches its goal on average. The penalty is
+    the one that other points, with other noises, ask for.
+
+    Args:
+        generate: From points `(b, k)` and seeds to images `(b, seeds, 3, height, width)`; differentiable.
+        read: Measures the attributes of `directions`, in their order; differentiable.
+        points: Points to try edits on, shape `(n, k)`. Audit the result on others, with another reader.
+        training: Scores of the training models, shape `(m, k)`.
+        directions: One of each attribute.
+        target: The attribute that is edited.
+        how: Rounds and sizes.
+        ranges: How far each attribute reaches.
+        seed: Of noises.
+        progress: Where to show it.
+
+    Raises:
+        NameNotFound: There is no direction of the target.
+        UsageError: There is one direction alone, or ranges are missing.
+    """
     names = [each.name for each in directions]
     if target not in names:
         raise NameNotFound(f"There is no direction {target!r} among {names}.", cure="Name one of them.")
-    if len(directions) < 2 or len(ranges) != len(directions) or rounds < 1:
+    if len(directions) < 2 or len(ranges) != len(directions):
         raise UsageError(
-            f"{len(directions)} directions, {len(ranges)} ranges and {rounds} rounds correct nothing.",
-            cure="Give a direction and a range for every attribute that is read, and at least one round.",
+            f"{len(directions)} directions and {len(ranges)} ranges correct nothing.",
+            cure="Give a direction and a range for every attribute that is read.",
         )
-    index = names.index(target)
-    others = [place for place in range(len(names)) if place != index]
-    scale = torch.tensor(ranges, dtype=torch.float64)
-    steps = torch.stack([directions[place].step(1.0) for place in others])
-    with progress.task(f"calibrate {target}", len(others) + rounds + 1, unit="trials") as task:
-        before = _means(generate, read, points, scale)
-        task.update()
-
-        def change(step: Tensor) -> Tensor:
-            moved = (points.double() + step.to(points.device)).to(points.dtype)
-            found = (_means(generate, read, moved, scale) - before)[others]
-            task.update()
-            return found
-
-        responses = torch.stack([change(step) for step in steps])
-        edit = directions[index].step(strength, unit)
-        for _ in range(rounds):
-            taken_back = torch.linalg.lstsq(responses.T, change(edit)[:, None], driver="gelsd").solution[:, 0]
-            edit = edit - taken_back @ steps
-    kind = directions[index].kind
-    return direction_of(training, edit, name=target, kind="encoder" if kind == "reference" else kind)
+    index, scale = names.index(target), torch.tensor(ranges)
+    deviations, draw = training.double().std(0), torch_generator(seed, "correction", target)
+    step = directions[index].step(how.strength, "reach")
+    with progress.task(f"correct {target}", how.rounds * len(points), unit="points") as task:
+        for _ in range(how.rounds):
+            groups = []
+            for group in torch.split(points[torch.randperm(len(points), generator=draw)].double(), how.points):
+                seeds = torch.randint(1 << 31, (how.noises,), generator=draw).tolist()
+                change, slopes = _linearized(generate, read, group, step, seeds, scale)
+                groups.append((change, slopes * deviations))
+                task.update(len(group))
+            step = step + deviations * _least_besides(groups, index, how.effect)
+    return direction_of(training, step, name=target, kind="corrected")
 
 
-def _means(generate: Generate, read: Read, points: Tensor, scale: Tensor) -> Tensor:
-    """Mean attributes of the points' images, as shares of their ranges."""
-    return _seen(generate, read, points, len(scale))[1].mean(0) / scale
+def _linearized(
+    generate: Callable[[Tensor, Sequence[int]], Tensor], read: Read, points: Tensor, step: Tensor, seeds: Sequence[int],
+    scale: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What a step changes of attributes, shape `(n, a)`, and the slopes of that by scores, shape `(n, a, k)`; fp64."""
+    with torch.no_grad():
+        before = _attributes(generate, read, points, seeds, len(scale))
+    moved = (points + step).requires_grad_()
+    change = (_attributes(generate, read, moved, seeds, len(scale)) - before) / scale
+    slopes = [torch.autograd.grad(one.sum(), moved, retain_graph=True)[0] for one in change.T]
+    return change.detach().double(), torch.stack(slopes, 1)
+
+
+def _least_besides(groups: Sequence[tuple[Tensor, Tensor]], index: int, goal: float) -> Tensor:
+    """What to add to a step, in deviations: by ridge regression, of the penalty that groups left out ask for."""
+
+    def solved(chosen: Sequence[tuple[Tensor, Tensor]], share: float) -> Tensor:
+        change, slopes = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+        others = [place for place in range(change.shape[1]) if place != index]
+        rows, wanted = slopes[:, others].flatten(0, 1), -change[:, others].flatten()
+        mean, lacking = slopes[:, index].mean(0), goal - change[:, index].mean()
+        weight = float(len(rows))  # the goal counts as much as all that is to stay
+        energy = rows.square().sum() / rows.shape[1]
+        moments = rows.T @ rows + weight * torch.outer(mean, mean) + share * energy * torch.eye(rows.shape[1]).double()
+        found: Tensor = torch.linalg.solve(moments, rows.T @ wanted + weight * lacking * mean)
+        return found
+
+    def left_out(share: float) -> float:
+        total = 0.0
+        for place, (change, slopes) in enumerate(groups):
+            after = change + slopes @ solved([*groups[:place], *groups[place + 1 :]], share)
+            after[:, index] = 0
+            total += float(after.abs().sum())
+        return total
+
+    return solved(groups, min(PENALTIES, key=left_out) if len(groups) > 1 else 1.0)
+
+
+def _attributes(
+    generate: Callable[[Tensor, Sequence[int]], Tensor], read: Read, points: Tensor, seeds: Sequence[int], width: int
+) -> Tensor:
+    """Attributes of points, the mean over images of these noises, shape `(b, width)`."""
+    images = generate(points.float(), seeds)
+    said = read(images.flatten(0, 1)).float()
+    if said.shape != (len(points) * len(seeds), width):
+        raise UsageError(f"Readings of shape {tuple(said.shape)} are not of {width} attributes.",
+                         cure="Read one row of attributes per image.")  # fmt: skip
+    return said.view(len(points), len(seeds), width).mean(1)
 
 
 def identity(embed: Descriptor) -> tuple[str, Compare]:
@@ -315,13 +353,3 @@ def perceptual_distance(
     if backbone is None:
         return "1 − SSIM (stand-in for LPIPS)", lambda edited, originals: 1 - ssim(edited, originals)
     return "LPIPS", lambda edited, originals: lpips(edited, originals, backbone=backbone, heads=heads)
-
-
-def agreement(read: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
-    """Whether a classifier of images, such as of the prompt's words, gives both the same class: 1 or 0."""
-    return f"{name} kept", lambda edited, originals: (read(edited) == read(originals)).double()
-
-
-def alignment(score: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
-    """How well edited images follow the words of the edit: `lambda images: clip.alignment(images, prompts)`."""
-    return name, lambda edited, originals: score(edited)

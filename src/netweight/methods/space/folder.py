@@ -5,43 +5,48 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 
 from netweight.core.engines import Engine
+from netweight.core.lazy import import_named
 from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
 from netweight.errors import NameNotFound, NetweightError, UsageError
-from netweight.methods.space.directions import fit_direction
+from netweight.methods.space.directions import bootstrap_cosine, fit_direction
 from netweight.methods.space.edits import Move, edit
 from netweight.methods.space.fitting.basis import Sketch
 from netweight.methods.space.fitting.gram import inner_products, norms_of, stacks_of
 from netweight.methods.space.inversion import InversionTarget, InversionTask, invert_targets
-from netweight.methods.space.labels import read_labels
+from netweight.methods.space.labels import Labels, read_labels
 from netweight.methods.space.merging import merged
-from netweight.methods.space.points import Points, read_direction, read_points, scores_digest
+from netweight.methods.space.points import Direction, Points, read_direction, read_points, scores_digest
+from netweight.methods.space.predict import Predicted, predict
 from netweight.methods.space.sampling import (
     ConditionalSampler,
     GaussianSampler,
     KernelSampler,
-    MixtureSampler,
     PairSampler,
     Sampler,
 )
 from netweight.methods.space.settings import (
     ConvertSettings,
+    DirectionSettings,
     ExportSettings,
     FolderFit,
     FolderInversion,
     FolderView,
     MergeSettings,
+    PredictSettings,
     RenderSettings,
     SampleSettings,
 )
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter, AdapterStack
+from netweight.report.finding import Finding
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.ingest import find_adapters
 from netweight.store.bank.shard import joined, rows_of_adapter
@@ -66,6 +71,55 @@ _POINT = "a model of the space, a file of points (FILE.json, or FILE.json:NAME),
 EXPORTED = "netweight-space.json"  # beside an exported adapter: of which space and point it is
 _VERSION = 1
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def find_direction(
+    space: WeightSpace, how: DirectionSettings, progress: Progress
+) -> tuple[Direction, list[Finding], int]:
+    """The direction of an attribute, how well it tells held-out models apart, and of how many it is known."""
+    columns = None if how.corrected else [how.column, *how.confounders]
+    labels = read_labels(how.labels, space.names, columns=columns, key=how.name_column)
+    given: Any = {"kind": how.kind, "confounders": how.confounders, "seed": how.seed}
+    found = fit_direction(space.scores, labels, how.column, fidelity=how.fidelity, folds=how.folds, **given)
+    findings = list(found.findings)
+    if how.resamples:
+        findings.append(bootstrap_cosine(space.scores, labels, how.column, resamples=how.resamples, **given))
+    known = int(labels[how.column].known.sum())
+    return (_corrected(space, labels, how, progress) if how.corrected else found), findings, known
+
+
+def _corrected(space: WeightSpace, labels: Labels, how: DirectionSettings, progress: Progress) -> Direction:
+    """A direction that images correct, by all attributes that are both read and labeled."""
+    from netweight.hf.load_pipeline import load_text_to_image
+    from netweight.methods.space.edits import corrected
+    from netweight.methods.space.inversion import generate_differentiably
+
+    read = import_named(str(how.reader), "The reader").read
+    model = load_text_to_image(how.pipeline, dtype=torch.float32, device=how.device)
+    generate = partial(
+        generate_differentiably, model, space, prompts=how.prompts, guidance=how.guidance, steps=how.steps
+    )
+    names = [name for name in read(generate(space.scores[:1], [0]).flatten(0, 1)) if name in labels.columns]
+    columns = [labels[name] for name in names]
+    fitted = [
+        fit_direction(space.scores, labels, name, confounders=[one for one in names if one != name], folds=0)
+        for name in names
+    ]
+    target = labels[how.column].values
+    little = space.scores[target.nan_to_num(torch.inf) <= target.nanmean()]
+    return corrected(
+        generate, lambda images: torch.stack([read(images)[name] for name in names], 1), little, space.scores, fitted,
+        how.column, how, ranges=[max(one.levels) - min(one.levels) for one in columns], seed=how.seed,
+        progress=progress,
+    )  # fmt: skip
+
+
+def predict_files(bank: Path, adapters: Sequence[Path], how: PredictSettings, progress: Progress) -> Predicted:
+    """Read attributes off the weights of a bank's adapters and of others; see `predict`."""
+    opened = AdapterBank.open(bank)
+    labels = read_labels(how.labels, opened.names, columns=how.columns, key=how.name_column)
+    others = {path.stem: read_adapter(path) for path in adapters}
+    return predict(opened, labels, how.columns, others, folds=how.folds, seed=how.seed, progress=progress)
 
 
 def fit_folder(
@@ -267,8 +321,6 @@ def draw(space: WeightSpace, how: SampleSettings) -> Points:
     else:
         if how.sampler == "kernel":
             sampler = KernelSampler.fit(space.scores, bandwidth=how.bandwidth)
-        elif how.sampler == "mixture":
-            sampler = MixtureSampler.fit(space.scores, clusters=how.clusters, seed=how.seed)
         else:
             factor = {} if how.factor is None else {"factor": how.factor}
             pairs = how.sampler == "pairs"

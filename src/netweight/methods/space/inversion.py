@@ -31,7 +31,7 @@ from netweight.methods.space.edits import Delay
 from netweight.methods.space.points import Points, scores_digest
 from netweight.methods.space.settings import InversionSettings
 from netweight.nn.apply_lora import applied
-from netweight.nn.text_to_image import Prediction, TextToImage
+from netweight.nn.text_to_image import OpenTextToImage, Prediction, TextToImage, denoised
 
 _DENOISERS = ("unet", "transformer")  # parts of a pipeline that are one
 
@@ -384,6 +384,27 @@ def generate_images(
             images = model.generate(repeated, list(seeds) * count, guidance=guidance, steps=steps)
         found.append(images.reshape(count, len(seeds), *images.shape[1:]))
     return torch.cat(found)
+
+
+def generate_differentiably(
+    model: OpenTextToImage,
+    space: Space,
+    scores: Tensor,
+    seeds: Sequence[int],
+    *,
+    prompts: Sequence[str],
+    guidance: float,
+    steps: int,
+) -> Tensor:
+    """As `generate_images`, without noise between steps, and gradients flow from images to scores."""
+    groups = torch.arange(len(scores), device=_device(model)).repeat_interleave(len(seeds))
+    texts = [prompts[number % len(prompts)] for number in range(len(seeds))]
+    text = model.embed(texts).rows(list(range(len(seeds))) * len(scores))
+    changes = of_denoiser(space.changes(scores.to(_device(model))), model.denoiser)
+    with applied(model.denoiser, changes, groups), weights_fixed(model.denoiser):
+        latents = model.initial_noise(seeds).repeat(len(scores), 1, 1, 1)
+        images = model.to_images(denoised(model, latents, model.timesteps(steps), text, guidance))
+    return images.reshape(len(scores), len(seeds), *images.shape[1:])
 
 
 @contextmanager

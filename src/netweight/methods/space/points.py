@@ -17,7 +17,7 @@ from netweight.methods.space.settings import Unit
 from netweight.report.finding import Finding
 from netweight.store.checkpoint import read_record, write_record
 
-DirectionKind: TypeAlias = Literal["encoder", "decoder", "difference", "reference"]
+DirectionKind: TypeAlias = Literal["encoder", "decoder", "difference", "corrected", "reference"]
 Measure: TypeAlias = Literal["cosine", "distance"]
 
 POINTS_VERSION = 1  # of the files

@@ -89,4 +89,4 @@ def _in_our_order(layout: Published) -> tuple[Tensor, RowLayout]:
     ranks = {name: one.rank for name, one in modules.items()}
     scales = {name: one.scale for name, one in modules.items()}
     shapes = {name: one.shape for name, one in modules.items()}
-    return order, RowLayout("factors", shapes, ranks, scales, {})
+    return order, RowLayout(shapes, ranks, scales)

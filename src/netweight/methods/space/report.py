@@ -1,4 +1,4 @@
-"""Audits of a space: of its fit, of directions, edits, samples and inversions, and of adapters written.
+"""Audits of a space: of its fit, of directions, of points that were drawn, and of adapters written.
 
 The treatments `space-fit`, `space-sample`, `space-edit` and `space-export` are what recipes run; their audits look at
 weights. The last three also name `images`, which no recipe runs: what points look like is read from pictures by readers
@@ -7,41 +7,31 @@ that users bring, so reports show it as left out.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from netweight.core.progress import Progress
-from netweight.core.seeds import numpy_generator, torch_generator
+from netweight.core.seeds import numpy_generator
 from netweight.errors import UsageError
-from netweight.methods.space.directions import fit_direction, middle
-from netweight.methods.space.edits import EditCurve, curve_findings
 from netweight.methods.space.fitting.fit import Accuracy
-from netweight.methods.space.labels import LabelColumn, Labels
 from netweight.methods.space.points import Direction, distances, nearest_distances
-from netweight.methods.space.settings import FittedKind
-from netweight.metrics.prediction import explained_variance
 from netweight.nn.lora import Adapter, combined
-from netweight.report.audit import Audit, declare_audits
+from netweight.report.audit import Audit
 from netweight.report.finding import Finding, Section
 
-# The treatments of recipes, and that of images.
+# The treatments of recipes.
 FIT, SAMPLE, EDIT, EXPORT = "space-fit", "space-sample", "space-edit", "space-export"
-TREATMENT = "space"
-DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT = "directions", "edits", "samples", "inversion", "entanglement"
 
 LEAST_AUDITED = 5  # fewest points whose distances to models are reported
 EXACT = 1e-4  # largest relative error of an adapter that was written at its own rank: that of fp32
-INVERSION_TARGET = 0.9  # least R² of inversion from one image, as a share of that of an adapter trained on many
 SPREAD_TARGET = 0.9  # least standard deviation of samples' attributes, as a share of that of the training models
 
 _RESAMPLES = 500
 _NEIGHBORHOOD = 3  # as in the paper of precision and recall
-_TRIES = 20  # draws for one subsample that has both classes of every attribute
 
 
 @final
@@ -102,40 +92,6 @@ def _error(point: Adapter, written: Adapter) -> float:
     return combined([point, written], [1.0, -1.0]).norm() / (point.norm() or 1.0)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class SampleSubject:
-    """Points that were drawn, beside the training models."""
-
-    samples: Tensor  # scores of the samples, shape `(b, k)`
-    training: Tensor  # shape `(n, k)`
-    sample_attributes: Tensor  # read from the samples' images, shape `(b, a)`
-    # Read from the training models' images, in the same way, shape `(n, a)`; n may be smaller than in `training`.
-    training_attributes: Tensor
-    names: Sequence[str]
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class InversionSubject:
-    """Attributes of people, true ones and read from images that were made in several ways."""
-
-    truth: Tensor  # shape `(b, a)`
-    readings: Mapping[str, Tensor]  # way → attributes read, mean over fresh images of each person, shape `(b, a)`
-    names: Sequence[str]
-    ours: str = "inversion"  # the way that is audited
-    against: str = "adapter of many images"  # the way it is held against, such as an adapter trained on many images
-
-
-@final
-@dataclass(frozen=True)
-class EntanglementSubject:
-    """Result of `entanglement`, and the number of attributes."""
-
-    found: Sequence[Entanglement]  # one per number of models
-    attributes: int  # how many attributes' directions were compared
-
-
 def direction_findings(subject: Sequence[Direction], config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return how well each direction tells held-out models apart, and the cosines between directions."""
     bare = [each.name for each in subject if not each.findings]
@@ -152,56 +108,6 @@ def direction_findings(subject: Sequence[Direction], config: object, *, seed: in
         found.append(Finding("largest |cos| between directions", abs(pairs[largest]), n=len(pairs), better="lower",
                              detail={"pair": largest, "cosines": pairs}))  # fmt: skip
     return found
-
-
-def edit_findings(subject: Sequence[EditCurve], config: str | None, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return effect against cost of each edit."""
-    return [finding for curve in subject for finding in curve_findings(curve, seed=seed, kept=config)]
-
-
-def sample_findings(subject: SampleSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how far samples' attributes spread, and whether samples lie where training models lie without copying."""
-    return [
-        *spread_findings(subject.sample_attributes, subject.training_attributes, subject.names, seed=seed),
-        *neighbor_findings(subject.samples, subject.training),
-    ]
-
-
-def inversion_findings(subject: InversionSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how much of people's attributes each way of making them gets right, and ours against another."""
-    # R² of attributes does not punish copying the one image that was inverted: compare how much images differ, too.
-    missing = [name for name in (subject.ours, subject.against) if name not in subject.readings]
-    if missing:
-        raise UsageError(f"There are no readings of {missing[0]!r}.", cure=f"There are {sorted(subject.readings)}.")
-    found, mean = [], {}
-    for way, said in subject.readings.items():
-        if said.shape != subject.truth.shape or said.shape[1] != len(subject.names):
-            raise UsageError(
-                f"The readings of {way!r} have shape {tuple(said.shape)}, not {tuple(subject.truth.shape)}."
-            )
-        each = _explained(said, subject.truth)
-        mean[way] = sum(each) / len(each)
-        found.append(Finding(f"R² of attributes, {way}", mean[way], n=len(said), better="higher",
-                             detail=dict(zip(subject.names, each, strict=True))))  # fmt: skip
-    other = mean[subject.against]
-    share = mean[subject.ours] / other if other > 0 else None
-    why = {} if share is not None else {"reason": f"the R² of {subject.against} is {other:.2f}"}
-    found.append(Finding(f"R² of {subject.ours} as a share of that of {subject.against}", share, n=len(subject.truth),
-                         better="higher", target=INVERSION_TARGET, detail=why))  # fmt: skip
-    return found
-
-
-def entangled(subject: EntanglementSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how far directions point the same way, by the number of models."""
-    return entanglement_findings(subject.found, attributes=subject.attributes, seed=seed)
-
-
-def _explained(said: Tensor, truth: Tensor) -> list[float]:
-    pairs = zip(said.double().cpu().T, truth.double().cpu().T, strict=True)
-    return [
-        explained_variance(ours.numpy(), theirs.numpy(), theirs.mean().expand(len(theirs)).numpy()).estimate
-        for ours, theirs in pairs
-    ]
 
 
 def spread_findings(
@@ -279,107 +185,7 @@ def _checked(samples: Tensor, training: Tensor, names: Sequence[str] | None) -> 
     return ours, theirs
 
 
-@final
-@dataclass(frozen=True)
-class Entanglement:
-    """Directions found from subsamples of one size."""
-
-    models: int  # size of a subsample
-    each: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        """Mean over subsamples."""
-        return sum(self.each) / len(self.each)
-
-    @property
-    def middle(self) -> tuple[float, float]:
-        """The middle 95 % of the subsamples."""
-        return middle(self.each)
-
-
-def entanglement(
-    scores: Tensor,
-    labels: Labels,
-    columns: Sequence[str],
-    sizes: Sequence[int],
-    *,
-    repeats: int = 20,
-    kind: FittedKind = "difference",
-    fidelity: Literal["corrected", "reference"] = "corrected",
-    seed: int = 0,
-) -> list[Entanglement]:
-    """Cosines between directions that are found from subsamples of the models, by their sizes."""
-    # The axes stay those of all models: this shows how many models directions need, not axes.
-    # Source: weights2weights, figure 8: mean absolute cosine between pairs of directions.
-    if len(columns) < 2 or not sizes or max(sizes) > len(scores) or min(sizes) < 4 or repeats < 1:
-        raise UsageError(
-            f"{len(columns)} attributes in subsamples of {list(sizes)} of {len(scores)} models cannot be compared.",
-            cure="Give two attributes or more, and sizes from 4 to the number of models.",
-        )
-    found = []
-    for size in sizes:
-        draws = [_drawn(labels, columns, size, seed, number) for number in range(repeats if size < len(scores) else 1)]
-        found.append(Entanglement(size, tuple(_mean_cosine(scores, labels, columns, d, kind, fidelity) for d in draws)))
-    return found
-
-
-def entanglement_findings(found: Sequence[Entanglement], *, attributes: int, seed: int = 0) -> list[Finding]:
-    """One finding per number of models, the smallest number as their baseline."""
-    return [
-        Finding(f"mean |cos| between directions, {each.models} models", each.mean,
-                ci95=each.middle if len(each.each) > 1 else None, n=len(each.each), better="lower",
-                baseline=found[0].mean, seeds=(seed,),
-                detail={"attributes": attributes, "subsamples": len(each.each)})
-        for each in found
-    ]  # fmt: skip
-
-
-def _drawn(labels: Labels, columns: Sequence[str], size: int, seed: int, number: int) -> Tensor:
-    """A subsample with at least two models of each class of every attribute."""
-    generator = torch_generator(seed, "subsample", size, number)
-    for _ in range(_TRIES):
-        rows = torch.randperm(len(labels.names), generator=generator)[:size]
-        parts = [LabelColumn(name, labels[name].values[rows]) for name in columns]
-        if all(len(part.levels) > 1 and _counts(part) >= 2 for part in parts):
-            return rows
-    raise UsageError(f"Subsamples of {size} models lack a class of an attribute.", cure="Take larger ones.")
-
-
-def _counts(column: LabelColumn) -> int:
-    if column.kind == "continuous":
-        return int(column.known.sum())
-    return min(int((column.values == level).sum()) for level in column.levels)
-
-
-def _mean_cosine(
-    scores: Tensor,
-    labels: Labels,
-    columns: Sequence[str],
-    rows: Tensor,
-    kind: FittedKind,
-    fidelity: Literal["corrected", "reference"],
-) -> float:
-    part = Labels(
-        tuple(labels.names[row] for row in rows.tolist()),
-        {name: LabelColumn(name, labels[name].values[rows]) for name in columns},
-    )
-    directions = [fit_direction(scores[rows], part, name, kind=kind, fidelity=fidelity, folds=0) for name in columns]
-    cosines = [abs(one.cosine(other)) for one, other in itertools.combinations(directions, 2)]
-    return sum(cosines) / len(cosines)
-
-
 fitted_space = _audit("Fit", "How much of the adapters' variance does the space hold?", _fit_findings)
 drawn_points = _audit("Neighbors", "Do drawn points lie where models lie, and is none a copy?", _point_findings)
 moved_points = _audit("Directions", "How well do directions tell held-out models apart?", direction_findings)
 written_adapters = _audit("Files", "Are the adapters that were written the points that were meant?", _written_findings)
-declare_audits(
-    TREATMENT,
-    {
-        DIRECTIONS: moved_points,
-        EDITS: _audit("Edits", "What does an edit change, and what else?", edit_findings),
-        SAMPLES: _audit("Samples", "Are samples new, and as different as training models?", sample_findings),
-        INVERSION: _audit("Inversion", "How much of a person does one image give?", inversion_findings),
-        ENTANGLEMENT: _audit("Entanglement", "How many models do directions need?", entangled),
-    },
-)

@@ -1,4 +1,4 @@
-"""Samplers of new points: pairs of models, Gaussian, kernel, mixture of Gaussians, and conditional on attributes.
+"""Samplers of new points: pairs of models, Gaussian, kernel, and conditional on attributes.
 
 A draw of a seed begins with the same points whatever the count.
 """
@@ -20,9 +20,6 @@ from netweight.methods.space.labels import Labels
 
 _BANDWIDTHS = tuple(0.05 * number for number in range(1, 20))
 _MOST_COMPARED = 2048  # models whose likelihood is computed, so that the choice takes seconds
-_CLUSTERS = (1, 2, 3, 4, 6, 8)  # numbers that are tried
-_ROUNDS = 60  # of expectation and maximization
-_PRIOR = 1.0  # one model's worth of the whole variance in each cluster, against clusters that collapse
 
 
 class Sampler(Protocol):
@@ -109,51 +106,6 @@ class KernelSampler:
         kept = (1 - self.bandwidth**2) ** 0.5
         points: Tensor = mean + kept * (self.scores[chosen] - mean) + self.bandwidth * deviations * noise
         return points.float()
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class MixtureSampler:
-    """Clusters, each an independent Gaussian per component."""
-
-    shares: Tensor  # shape `(c,)`, of sum 1
-    means: Tensor  # shape `(c, k)`
-    deviations: Tensor  # shape `(c, k)`
-
-    @classmethod
-    def fit(cls, scores: Tensor, *, clusters: int | None = None, seed: int = 0) -> MixtureSampler:
-        """Fit by expectation and maximization."""
-        scores = scores.detach().double().cpu()
-        most = len(scores) // 5
-        if len(scores) < 10 or (clusters is not None and not 1 <= clusters <= most) or not scores.isfinite().all():
-            raise UsageError(
-                f"{clusters or 'No'} clusters can be fitted to {len(scores)} models, or these hold NaN.",
-                cure="Give at least 5 finite models per cluster, and 10 in all.",
-            )
-        return _fitted(scores, clusters or _likeliest_clusters(scores, most, seed), seed)
-
-    def draw(self, count: int, *, seed: int) -> Tensor:
-        """See `Sampler`."""
-        points = []
-        for number in range(_positive(count)):
-            generator = torch_generator(seed, "sample", number)
-            cluster = int(torch.multinomial(self.shares, 1, generator=generator))
-            noise = torch.randn(self.means.shape[1], generator=generator, dtype=torch.float64)
-            points.append(self.means[cluster] + self.deviations[cluster] * noise)
-        return torch.stack(points).float()
-
-    def log_likelihood(self, points: Tensor) -> Tensor:
-        """Logarithm of the density at points `(b, k)`, shape `(b,)`, fp64; components of no spread aside."""
-        return self._parts(points.detach().double().cpu()).logsumexp(1)
-
-    def _parts(self, points: Tensor) -> Tensor:
-        spread = (self.deviations > 0).all(0)
-        points, means = points[:, spread], self.means[:, spread]
-        inverse = self.deviations[:, spread].square().reciprocal()
-        apart = points.square() @ inverse.T - 2 * points @ (means * inverse).T + (means.square() * inverse).sum(1)
-        volume = inverse.log().sum(1) - int(spread.sum()) * math.log(2 * math.pi)
-        parts: Tensor = self.shares.log() + 0.5 * (volume - apart)
-        return parts
 
 
 @final
@@ -274,59 +226,3 @@ def _likeliest_bandwidth(scores: Tensor) -> float:
         return float(log.logsumexp(1).mean()) - some.shape[1] * math.log(bandwidth)
 
     return max((*_BANDWIDTHS, 1.0), key=likelihood)
-
-
-def _likeliest_clusters(scores: Tensor, most: int, seed: int) -> int:
-    """The number of clusters before which more made held-out models likelier."""
-    best, likelihood = 1, -math.inf
-    for clusters in (each for each in _CLUSTERS if each <= most):
-        now = _held_out(scores, clusters, seed)
-        if now <= likelihood:
-            break
-        best, likelihood = clusters, now
-    return best
-
-
-def _held_out(scores: Tensor, clusters: int, seed: int) -> float:
-    order = torch.randperm(len(scores), generator=torch_generator(seed, "folds"))
-    total = 0.0
-    for fold in range(5):
-        inside = order[fold::5]
-        outside = torch.ones(len(scores), dtype=torch.bool)
-        outside[inside] = False
-        total += float(_fitted(scores[outside], clusters, seed).log_likelihood(scores[inside]).sum())
-    return total
-
-
-def _fitted(scores: Tensor, clusters: int, seed: int) -> MixtureSampler:
-    belonging = _start(scores, clusters, seed)
-    last = -math.inf
-    for _ in range(_ROUNDS):
-        model = _maximized(scores, belonging)
-        parts = model._parts(scores)
-        whole = parts.logsumexp(1)
-        belonging, now = (parts - whole[:, None]).exp(), float(whole.mean())
-        if now - last < 1e-5 * (1 + abs(now)):
-            break
-        last = now
-    return model
-
-
-def _start(scores: Tensor, clusters: int, seed: int) -> Tensor:
-    """Each model belongs to the nearest of some models that lie far apart (k-means++)."""
-    generator = torch_generator(seed, "start", clusters)
-    centers = scores[torch.randint(len(scores), (1,), generator=generator)]
-    while len(centers) < clusters:
-        apart = torch.cdist(scores, centers).min(1).values.square()
-        chosen = torch.multinomial(apart + 1e-300, 1, generator=generator)
-        centers = torch.cat([centers, scores[chosen]])
-    return torch.nn.functional.one_hot(torch.cdist(scores, centers).argmin(1), clusters).double()
-
-
-def _maximized(scores: Tensor, belonging: Tensor) -> MixtureSampler:
-    counts = belonging.sum(0)
-    means = belonging.T @ scores / counts[:, None].clamp_min(1e-12)
-    squares = belonging.T @ scores.square() / counts[:, None].clamp_min(1e-12) - means.square()
-    whole = scores.var(0, correction=0)
-    variances = (counts[:, None] * squares.clamp_min(0) + _PRIOR * whole) / (counts[:, None] + _PRIOR)
-    return MixtureSampler((counts + 1e-9) / (counts + 1e-9).sum(), means, variances.sqrt())

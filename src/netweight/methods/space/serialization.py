@@ -71,7 +71,9 @@ def read_space(folder: Path, bank: Bank | None) -> dict[str, Any]:
     shapes = {name: (rows, columns) for name, (rows, columns) in values["shapes"].items()}
     basis: SpaceBasis
     if "layout" in values["basis"]:
-        basis = RowBasis(_layout(values["basis"]["layout"], shapes, numbers), _components(numbers, values["basis"]))
+        about = values["basis"]["layout"]
+        layout = RowLayout({name: shapes[name] for name in sorted(shapes)}, about["ranks"], about["scales"])
+        basis = RowBasis(layout, _components(numbers, values["basis"]))
     else:
         basis = _combinations(folder, values, numbers, bank)
     return {
@@ -104,9 +106,8 @@ def _of_basis(basis: SpaceBasis) -> tuple[dict[str, Tensor], dict[str, Any]]:
             **products, "total": rows.total, "side": sketch.side, "seed": sketch.seed,
         }  # fmt: skip
     layout = basis.layout
-    downs = {f"shared|{name}": down for name, down in layout.downs.items()}
-    about = {"kind": layout.kind, "ranks": dict(layout.ranks), "scales": dict(layout.scales)}
-    return {**_of_rows(basis.basis), **downs}, {"total": basis.basis.total, "layout": about}
+    about = {"ranks": dict(layout.ranks), "scales": dict(layout.scales)}
+    return _of_rows(basis.basis), {"total": basis.basis.total, "layout": about}
 
 
 def _of_rows(basis: Basis) -> dict[str, Tensor]:
@@ -118,13 +119,6 @@ def _components(numbers: _Tensors, about: Mapping[str, Any]) -> Basis:
     return Basis(
         numbers["mean"], numbers.get("deviation"), numbers["components"], numbers["variances"], about["total"]
     )  # fmt: skip
-
-
-def _layout(about: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], numbers: _Tensors) -> RowLayout:
-    downs = {name.removeprefix("shared|"): value for name, value in numbers.items() if name.startswith("shared|")}
-    return RowLayout(
-        about["kind"], {name: shapes[name] for name in sorted(shapes)}, about["ranks"], about["scales"], downs
-    )
 
 
 def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Tensors, bank: Bank | None) -> CombinationBasis:

@@ -11,8 +11,8 @@ from pydantic import AliasChoices, DirectoryPath, Field, FilePath
 from netweight.errors import UsageError
 from netweight.settings import Cli, Settings
 
-# What an adapter is a point of: its change ΔW; the up factors over one common down; or the raw numbers of both.
-Representation: TypeAlias = Literal["delta", "shared-down", "factors"]
+# What an adapter is a point of: its change ΔW, or the raw numbers of its factors.
+Representation: TypeAlias = Literal["delta", "factors"]
 FittedKind: TypeAlias = Literal["encoder", "decoder", "difference"]
 Unit: TypeAlias = Literal["deviations", "reach", "raw"]
 
@@ -25,9 +25,7 @@ class FitSettings(Settings):
     components: int | None = Field(
         default=None, ge=1, description="How many; else as many as there are, at most 1,000."
     )
-    representation: Representation = Field(
-        default="delta", description="Changes, up factors over a shared down factor, or raw numbers."
-    )
+    representation: Representation = Field(default="delta", description="Changes, or raw numbers of the factors.")
     strengths: Literal["kept", "normalized"] = Field(
         default="kept",
         description="Changes as they are, or all scaled to their median norm, as hub adapters differ tenfold.",
@@ -56,7 +54,21 @@ class FolderFit(FitSettings):
     )
 
 
-class DirectionSettings(Settings):
+class CorrectionSettings(Settings):
+    """How a direction is corrected by what edits along it change in images."""
+
+    strength: Annotated[float, Cli(own=False)] = Field(
+        default=2.0, gt=0, description="Where a correction starts, in distances of the farthest model."
+    )
+    effect: Annotated[float, Cli(own=False)] = Field(
+        default=0.65, gt=0, description="Effect that is sought on average, as a share of the attribute's range."
+    )
+    rounds: int = Field(default=3, ge=1, description="Rounds of a correction.")
+    points: Annotated[int, Cli(own=False)] = Field(default=12, ge=1, description="Models that are edited at a time.")
+    noises: Annotated[int, Cli(own=False)] = Field(default=1, ge=1, description="Noises of each time, of no other.")
+
+
+class DirectionSettings(CorrectionSettings):
     """How the direction of an attribute is found from labels."""
 
     labels: FilePath = Field(description="Attributes of models: .csv, .tsv, .json or .jsonl with one row per model.")
@@ -76,26 +88,50 @@ class DirectionSettings(Settings):
     resamples: int = Field(
         default=0, ge=0, description="Also refit to so many resamples of the models, to see how stable it is."
     )
-    seed: int = Field(default=0, description="Seed of folds and resamples.")
+    corrected: bool = Field(
+        default=False, description="Correct it by what its edits change in images, which --reader reads."
+    )
+    pipeline: DirectoryPath | None = Field(default=None, description="The base model, a pipeline, for --corrected.")
+    reader: str | None = Field(
+        default=None, description='What measures labeled attributes in images, "module:name" of a `Reader`.'
+    )
+    prompts: Annotated[tuple[str, ...], Cli(name="--prompt")] = Field(
+        default=("",), description="Of these images, in turn for noises."
+    )
+    guidance: float = Field(default=1.0, description="Scale of classifier-free guidance.")
+    steps: int = Field(default=10, ge=1, description="Steps of the scheduler; gradients go through all of them.")
+    device: str = Field(default="cpu", description="Where the pipeline generates.")
+    seed: int = Field(default=0, description="Seed of folds, resamples and corrections.")
+
+    def check(self) -> None:
+        """A correction has a pipeline and a reader, and is of an encoder."""
+        if self.corrected and not (self.pipeline and self.reader and self.kind == "encoder"):
+            raise UsageError("A correction generates images and reads them.", cure="Give --pipeline and --reader.")
+
+
+class PredictSettings(Settings):
+    """How attributes are read off adapters' weights."""
+
+    labels: FilePath = Field(description="Attributes of adapters: .csv, .tsv, .json or .jsonl with one row each.")
+    columns: Annotated[tuple[str, ...], Cli(name="--column")] = Field(min_length=1, description="What is read.")
+    name_column: str = Field(default="name", description=_NAME_COLUMN)
+    folds: int = Field(default=5, ge=2, description="Folds of the held-out scores.")
+    seed: int = Field(default=0, description="Seed of folds and networks.")
 
 
 class SampleSettings(Settings):
     """How points are drawn."""
 
     count: int = Field(default=1, ge=1, description="How many points.")
-    sampler: Literal["pairs", "gaussian", "kernel", "mixture", "conditional"] = Field(
+    sampler: Literal["pairs", "gaussian", "kernel", "conditional"] = Field(
         default="pairs",
-        description="Sums of two models, independent per component, around models, of clusters, or conditional on "
-        "labels, which it needs.",
+        description="Sums of two models, independent per component, around models, or conditional on labels.",
     )
     factor: float | None = Field(
         default=None, gt=0, description="Factor of the deviations of pairs, else 1.2, and of the gaussian, else 1."
     )
     bandwidth: float | None = Field(
         default=None, ge=0, le=1, description="Bandwidth of the kernel, and of conditional's rest; else the likeliest."
-    )
-    clusters: int | None = Field(
-        default=None, ge=1, description="Clusters of the mixture; else as many as held-out models ask for."
     )
     labels: FilePath | None = Field(default=None, description="Attributes of models, for conditional.")
     name_column: str = Field(default="name", description=_NAME_COLUMN)

@@ -28,7 +28,6 @@ from netweight.methods.space.fitting.gram import (
     scaled,
     stacks_of,
 )
-from netweight.methods.space.fitting.streaming import ALONE, Workers
 from netweight.methods.space.points import row_of
 from netweight.methods.space.sampling import GaussianSampler
 from netweight.methods.space.serialization import read_space, write_space
@@ -80,7 +79,6 @@ class WeightSpace:
         components: int | None = None,
         representation: Representation = "delta",
         folder: str | Path | None = None,
-        workers: Workers = ALONE,
         engine: Engine | None = None,
         progress: Progress = QUIET,
         **settings: Any,
@@ -93,10 +91,8 @@ class WeightSpace:
             representation: See `FitSettings`.
             folder: Where to keep what was done, so that the same call goes on after a kill, and so that a bank that
                 has grown is fitted again without the inner products that are known.
-            workers: Who shares the work: `ProcessGroup()` under torch.distributed, in all processes of which this is
-                called; each reads its part of the bank, and all end with the same space.
             engine: Where parts of the work run instead, for a bank on disk and with a folder: `local_processes`, or
-                that of `integrations.ray.ray_cluster`. "shared-down" and "factors" use it only where they stream.
+                that of `integrations.ray.ray_cluster`. "factors" uses it only where it streams.
             progress: Where to show it.
             settings: Further fields of `FitSettings`.
 
@@ -116,7 +112,7 @@ class WeightSpace:
         fitted = bank
         if config.strengths == "normalized" and not isinstance(bank, NormalizedBank):
             fitted, origin["strength"] = normalized(bank, progress)
-        found = fit_bank(fitted, config, Work(None if folder is None else Path(folder), workers, engine, progress))
+        found = fit_bank(fitted, config, Work(None if folder is None else Path(folder), engine, progress))
         deviations = found.variances.sqrt().float()
         return cls(
             tuple(bank.names), len(bank), found.scores, deviations, fingerprints(bank), dict(bank.shapes), found.basis,

@@ -1,6 +1,6 @@
 """What a fitted space is made of: adapters as rows of numbers, and bases that turn scores into changes and back.
 
-`RowBasis` has components of rows (raw factors, or up factors over one common down). `CombinationBasis` has components
+`RowBasis` has components of rows, the numbers of factors. `CombinationBasis` has components
 that are combinations of the bank's adapters, so that ΔW itself is their coordinate system and ranks may differ.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias, final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from netweight.methods.space.fitting.gram import Bank, inner_products, norms_of,
 from netweight.nn.lora import Adapter, AdapterStack, LowRank
 from netweight.nn.pca import Basis
 
-_TOLERANCE = 1e-5  # of what a down factor may have outside of the shared rows, relative to its norm
 _DENSE_BYTES = 1 << 28  # of components that may be kept as matrices, and of changes that are summed at a time
 _KEPT_BYTES = 1 << 25  # of a bank that may be kept in memory to make points
 _Place = tuple[torch.dtype, torch.device]
@@ -72,40 +71,28 @@ class Sketch:
 @final
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """Adapters as rows of the numbers of their factors."""
+    """Adapters as rows of the numbers of their factors: per module down then up, row by row, modules sorted."""
 
-    # "factors": per module down then up, row by row, modules sorted, as the reference; "shared-down": per module the up
-    # factor over an orthonormal basis of the shared down factor's rows, so that inner products of rows are those of the
-    # changes.
-    kind: Literal["factors", "shared-down"]
     shapes: Mapping[str, tuple[int, int]]  # module name → rows and columns of its change
     ranks: Mapping[str, int]  # module name → rank
-    # Module name → what changes are multiplied with; 1 in "shared-down", whose rows hold it.
-    scales: Mapping[str, float]
-    # "shared-down": module name → orthonormal rows, shape `(rank, columns)`, fp32; else empty.
-    downs: Mapping[str, Tensor]
+    scales: Mapping[str, float]  # module name → what changes are multiplied with
 
     @classmethod
-    def of(cls, kind: Literal["factors", "shared-down"], bank: Bank) -> RowLayout:
+    def of(cls, bank: Bank) -> RowLayout:
         """The layout of a bank, from its first adapter."""
         first = stack_of(bank, 0, 1).adapter(0)
         shapes = {name: bank.shapes[name] for name in sorted(bank.shapes)}
-        ranks = {name: first.factors[name].rank for name in shapes}
-        if kind == "factors":
-            return cls(kind, shapes, ranks, {name: first.factors[name].scale for name in shapes}, {})
-        downs = {name: _row_space(name, first.factors[name].down) for name in shapes}
-        return cls(kind, shapes, ranks, dict.fromkeys(shapes, 1.0), downs)
+        factors = {name: first.factors[name] for name in shapes}
+        return cls(
+            shapes,
+            {name: one.rank for name, one in factors.items()},
+            {name: one.scale for name, one in factors.items()},
+        )
 
     @property
     def length(self) -> int:
         """Numbers in a row."""
-        return sum(self._sizes(name)[0] + self._sizes(name)[1] for name in self.shapes)
-
-    def _sizes(self, name: str) -> tuple[int, int]:
-        """Numbers of a module's down and up factor in a row."""
-        rows, columns = self.shapes[name]
-        rank = self.ranks[name]
-        return (0 if self.downs else rank * columns), rows * rank
+        return sum(self.ranks[name] * sum(shape) for name, shape in self.shapes.items())
 
     def rows(self, stack: AdapterStack, names: Sequence[str] = ()) -> Tensor:
         """Adapters as rows, shape `(n, length)`, fp32; `names` are for messages."""
@@ -122,40 +109,19 @@ class RowLayout:
                 )
             down, up = stack.down[name][:, : self.ranks[name]], stack.up[name][:, :, : self.ranks[name]]
             scale = stack.scale[name] / self.scales[name]
-            if self.downs:
-                up = self._over_shared(name, down, up, names)
-            else:
-                parts.append(down.float().flatten(1))
             scaled = up.float() if (scale == 1).all() else (up * scale[:, None, None]).float()
-            parts.append(scaled.flatten(1))
+            parts += [down.float().flatten(1), scaled.flatten(1)]
         return torch.cat(parts, dim=1)
-
-    def _over_shared(self, name: str, down: Tensor, up: Tensor, names: Sequence[str]) -> Tensor:
-        """The factor u with u @ shared rows = up @ down."""
-        shared, down = self.downs[name].double(), down.double()
-        turn = down @ shared.T
-        outside = (down - turn @ shared).flatten(1).norm(dim=1)
-        bad = (outside > _TOLERANCE * down.flatten(1).norm(dim=1)).nonzero()
-        if len(bad):
-            raise UsageError(
-                f"The adapter {names[int(bad[0])]!r} does not share the down factor of {name} with {names[0]!r}.",
-                cure='Use representation="delta", or train with frozen down factors from one seed.',
-            )
-        return up.double() @ turn
 
     def factors(self, row: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Down and up factors, shapes `(…, rank, columns)` and `(…, rows, rank)`, of rows; views, differentiable."""
         found, place = {}, 0
         for name, (rows, columns) in self.shapes.items():
-            of_down, of_up = self._sizes(name)
             rank = self.ranks[name]
-            if self.downs:
-                down = self.downs[name].to(row)
-            else:
-                down = row[..., place : place + of_down].reshape(*row.shape[:-1], rank, columns)
-            up = row[..., place + of_down : place + of_down + of_up].reshape(*row.shape[:-1], rows, rank)
-            found[name] = down, up
-            place += of_down + of_up
+            part = row[..., place : place + rank * (rows + columns)]
+            down, up = torch.split(part, [rank * columns, rows * rank], dim=-1)
+            found[name] = down.unflatten(-1, (rank, columns)), up.unflatten(-1, (rows, rank))
+            place += rank * (rows + columns)
         return found
 
     def changes(self, row: Tensor) -> dict[str, Tensor]:
@@ -166,16 +132,6 @@ class RowLayout:
         """The adapter of a row, shape `(length,)`."""
         found = self.factors(row).items()
         return Adapter({name: LowRank(down.clone(), up.clone(), self.scales[name]) for name, (down, up) in found})
-
-
-def _row_space(name: str, down: Tensor) -> Tensor:
-    """Orthonormal rows with the span of a down factor's."""
-    basis = torch.linalg.qr(down.double().T)
-    diagonal = basis.R.diagonal().abs()
-    if len(down) > down.shape[1] or not (diagonal > 1e-9 * diagonal.max()).all():
-        raise UsageError(f"The down factor of {name} has dependent rows.", cure='Use representation="delta".')
-    rows: Tensor = basis.Q.T.float().contiguous()
-    return rows
 
 
 @final
@@ -218,12 +174,6 @@ class RowBasis:
     def factors(self, scores: Tensor) -> Iterator[tuple[str, LowRank]]:
         """What a point, shape `(k,)`, changes, module by module."""
         yield from self.layout.adapter(self.basis.point(scores.float())).factors.items()
-
-
-def _full(change: Tensor) -> LowRank:
-    """A matrix as a product with the identity, on its smaller side."""
-    rows, columns = change.shape
-    return LowRank(torch.eye(columns), change) if columns <= rows else LowRank(change, torch.eye(rows))
 
 
 @final
@@ -288,7 +238,9 @@ class CombinationBasis:
             ups = (one.ups * found[one.owner]).float()
             yield (
                 name,
-                LowRank(one.downs, ups) if len(one.owner) <= min(self.bank.shapes[name]) else _full(ups @ one.downs),
+                LowRank(one.downs, ups)
+                if len(one.owner) <= min(self.bank.shapes[name])
+                else LowRank.of(ups @ one.downs),
             )
 
     def _summed(self, found: Tensor) -> Iterator[tuple[str, LowRank]]:
@@ -304,7 +256,7 @@ class CombinationBasis:
                     weights = (found[start : start + len(stack)] * stack.scale[name]).float()
                     ups = stack.up[name].float() * weights[:, None, None]
                     total.addmm_(ups.transpose(0, 1).flatten(1), stack.down[name].float().flatten(0, 1))
-            yield from ((name, _full(sums[name])) for name in list(sums))
+            yield from ((name, LowRank.of(sums[name])) for name in list(sums))
 
     @property
     def dense(self) -> bool:

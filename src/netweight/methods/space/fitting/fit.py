@@ -24,14 +24,14 @@ from netweight.methods.space.fitting.gram import (
     make_block_row,
     stack_of,
 )
-from netweight.methods.space.fitting.streaming import Workers, fit_matrix, fit_shards, fit_streaming
+from netweight.methods.space.fitting.streaming import fit_matrix, fit_shards, fit_streaming
 from netweight.methods.space.settings import FitSettings
 from netweight.nn.lora import AdapterStack
 from netweight.nn.pca import MOST_DUAL, BasisFit, Halves, fit_gram, halves_of, orthonormality
 from netweight.store.bank.bank import AdapterBank
 
 # How the adapters of a shard are written as rows.
-_RowKind = Literal["sketch", "factors", "shared-down"]
+_RowKind = Literal["sketch", "factors"]
 
 
 @final
@@ -83,18 +83,12 @@ class Work:
     """How a fit is carried out; it does not change what is found."""
 
     folder: Path | None  # where to keep what was done, to continue after a kill; None for nowhere
-    workers: Workers  # who else takes part
     engine: Engine | None  # where tasks run, for a bank on disk and with a folder; None for in this process
     progress: Progress
 
     def __post_init__(self) -> None:
         if self.engine is not None and self.folder is None:
             raise UsageError("Work that is shared with other processes needs a folder.", cure="Name one, or --work.")
-
-    def share(self, count: int) -> tuple[int, int]:
-        """This worker's range of adapters."""
-        number, among = self.workers.number, self.workers.count
-        return count * number // among, count * (number + 1) // among
 
 
 @final
@@ -120,7 +114,7 @@ def _fit_products(bank: Bank, config: FitSettings, work: Work) -> Fitted:
     """Exactly, from the inner products of all pairs."""
     if work.engine is not None and work.folder is not None:
         _make_block_rows(bank, work.folder, work.engine, work.progress)
-    gram, precision = gram_of(bank, folder=work.folder, workers=work.workers, progress=work.progress)
+    gram, precision = gram_of(bank, folder=work.folder, progress=work.progress)
     halves = None
     if config.halves:
         halves = halves_of(gram, config.components, precision=precision, seed=config.seed)
@@ -134,53 +128,42 @@ def _fit_products(bank: Bank, config: FitSettings, work: Work) -> Fitted:
 def _fit_sketch(bank: Bank, config: FitSettings, work: Work) -> Fitted:
     """By streaming over sketches of the changes."""
     sketch = Sketch(dict(bank.shapes), config.sketch, config.seed)
-    fit, scores = _streamed(bank, sketch, "sketch", config, work)
-    weights = scores.double() / (fit.basis.variances * (len(bank) - 1))
+    fit = _streamed(bank, sketch, "sketch", config, work)
+    weights = fit.scores.double() / (fit.basis.variances * (len(bank) - 1))
     basis = CombinationBasis(bank, weights, weights.new_zeros(weights.shape[1]), 0.0, (fit.basis, sketch))
     error = sketch_error(bank, sketch, weights.shape[1])
     return Fitted(
-        basis, scores, fit.basis.variances, Accuracy("streaming", fit.captured, None, fit.passes, sketch=error)
+        basis, fit.scores, fit.basis.variances, Accuracy("streaming", fit.captured, None, fit.passes, sketch=error)
     )
 
 
 def _fit_rows(bank: Bank, config: FitSettings, work: Work, dual: bool) -> Fitted:
     """By the numbers of the factors, exactly or by streaming."""
-    assert config.representation != "delta"
-    layout = RowLayout.of(config.representation, bank)
-    standardize = config.standardize and config.representation == "factors"
+    layout, standardize = RowLayout.of(bank), config.standardize
     if dual:
         fit = fit_matrix(
             BankRows(bank, layout, 0, len(bank)), config.components, standardize=standardize, solver="dual",
             halves=config.halves, progress=work.progress,
         )  # fmt: skip
-        scores = fit.scores
     else:
-        fit, scores = _streamed(bank, layout, config.representation, config, work, standardize=standardize)
+        fit = _streamed(bank, layout, "factors", config, work, standardize=standardize)
     accuracy = Accuracy(fit.solver, fit.captured, orthonormality(fit.basis.components), fit.passes, fit.halves)
-    return Fitted(RowBasis(layout, fit.basis), scores, fit.basis.variances, accuracy)
+    return Fitted(RowBasis(layout, fit.basis), fit.scores, fit.basis.variances, accuracy)
 
 
 def _streamed(
     bank: Bank, writer: RowLayout | Sketch, kind: _RowKind, config: FitSettings, work: Work, standardize: bool = False
-) -> tuple[BasisFit, Tensor]:
-    """The streaming fit, and the scores of all adapters."""
+) -> BasisFit:
+    """The streaming fit."""
     how: dict[str, Any] = {
         "standardize": standardize, "most": config.passes, "tolerance": config.tolerance, "seed": config.seed,
         "progress": work.progress, "folder": work.folder,
     }  # fmt: skip
     if work.engine is not None:
         shards = _bank_shards(bank, kind, side=config.sketch, seed=config.seed)
-        fit = fit_shards(shards, config.components, engine=work.engine, **how)
-        return fit, fit.scores
-    start, stop = work.share(len(bank))
+        return fit_shards(shards, config.components, engine=work.engine, **how)
     digest = f"{bank.digest} {kind} {config.sketch}"
-    fit = fit_streaming(
-        BankRows(bank, writer, start, stop), config.components, workers=work.workers, digest=digest, **how
-    )
-    scores = fit.scores.new_zeros(len(bank), fit.scores.shape[1])
-    scores[start:stop] = fit.scores
-    work.workers.add([scores])
-    return fit, scores
+    return fit_streaming(BankRows(bank, writer, 0, len(bank)), config.components, digest=digest, **how)
 
 
 def sketch_error(bank: Bank, sketch: Sketch, components: int, *, most: int = 512) -> SketchError:
@@ -219,7 +202,7 @@ class BankShard:
             raise UsageError(f"The bank {self.path} has changed since the fit began.", cure="Begin in another folder.")
         if self.kind == "sketch":
             return BankRows(bank, Sketch(dict(bank.shapes), self.side, self.seed), self.start, self.stop)
-        return BankRows(bank, RowLayout.of(self.kind, bank), self.start, self.stop)
+        return BankRows(bank, RowLayout.of(bank), self.start, self.stop)
 
 
 def _bank_shards(bank: Bank, kind: _RowKind, *, side: int, seed: int) -> list[BankShard]:

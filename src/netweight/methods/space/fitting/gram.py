@@ -18,7 +18,7 @@ from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space.fitting.streaming import ALONE, Workers, read_tensors
+from netweight.methods.space.fitting.streaming import read_tensors
 from netweight.nn.lora import AdapterStack
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import write_checkpoint
@@ -216,29 +216,24 @@ def same_fingerprints(found: Tensor, known: Tensor) -> bool:
     return torch.allclose(found, known, rtol=0, atol=1e-7 * float(known.abs().max()))
 
 
-def gram_of(
-    bank: Bank, *, folder: Path | None = None, workers: Workers = ALONE, progress: Progress = QUIET
-) -> tuple[Tensor, float]:
+def gram_of(bank: Bank, *, folder: Path | None = None, progress: Progress = QUIET) -> tuple[Tensor, float]:
     """Inner products of all pairs, shape `(n, n)`, fp64, and the relative rounding error of the products."""
     # Reads each block of adapters once for every block after it; memory holds the matrix and two blocks.
     # `folder` keeps block rows; those of a bank that has grown since are used again: its names must begin with the
     # same ones, and adapters are compared by fingerprint.
     count, block = len(bank), _block(bank)
     gram = torch.zeros(count, count, dtype=torch.float64)
-    precision = torch.zeros((), dtype=torch.float64)
+    precision = 0.0
     known = None if folder is None else fingerprints(bank)
     with progress.task("Inner products", count * (count + 1) // 2, unit="pairs") as task:
-        for number, start in enumerate(block_rows(bank)):
-            if number % workers.count != workers.number:
-                continue
+        for start in block_rows(bank):
             later = stack_of(bank, start, min(start + block, count))
             rows = _block_row(bank, later, start, folder, known)
             gram[start : start + len(later), : start + len(later)] = rows
             gram[:start, start : start + len(later)] = rows[:, :start].T
             precision += torch.finfo(_precision(later)).eps * len(later) / count
             task.update(len(later) * start + len(later) * (len(later) + 1) // 2)
-    workers.add([gram, precision])
-    return gram, float(precision)
+    return gram, precision
 
 
 def block_rows(bank: Bank) -> list[int]:

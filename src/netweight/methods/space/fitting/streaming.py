@@ -1,6 +1,5 @@
-"""Principal components of more rows than a Gram matrix has room for, over any number of workers.
+"""Principal components of more rows than a Gram matrix has room for, in this process or as tasks of an engine.
 
-Workers are processes of `torch.distributed` (`fit_streaming`), or tasks of an engine, one per shard (`fit_shards`).
 What was added up is kept in a job, so a fit continues where it was killed. `fit_matrix` chooses between exact and
 streaming.
 """
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
 
 from netweight.core.digest import of_file
 from netweight.core.engines import Engine, local_processes
@@ -30,7 +28,6 @@ from netweight.nn.subspace_iteration import (
     IterationPlan,
     Sums,
     begin,
-    blank,
     empty,
     finish,
     pass_over,
@@ -39,37 +36,6 @@ from netweight.nn.subspace_iteration import (
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 _STATE = "state.safetensors"
-
-
-class Workers:
-    """Who shares the rows of a fit: this process alone, unless a subclass adds others."""
-
-    number = 0  # of this worker
-    count = 1
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all workers, which call this with the same shapes."""
-
-
-@final
-class ProcessGroup(Workers):
-    """The processes of `torch.distributed`, which must be initialized; gloo or NCCL."""
-
-    def __init__(self) -> None:
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            raise UsageError(
-                "torch.distributed is not initialized.", cure="Start with torchrun and call init_process_group."
-            )
-        self.number = torch.distributed.get_rank()
-        self.count = torch.distributed.get_world_size()
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each over all processes."""
-        for tensor in tensors:
-            torch.distributed.all_reduce(tensor)
-
-
-ALONE = Workers()
 
 
 def fit_matrix(
@@ -105,7 +71,6 @@ def fit_streaming(
     most: int = 6,
     tolerance: float = 2e-3,
     seed: int = 0,
-    workers: Workers = ALONE,
     folder: str | Path | None = None,
     digest: str = "",
     save_every: float = 60.0,
@@ -117,24 +82,20 @@ def fit_streaming(
     # Source: Halko, Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4, on centered rows and started from a sample.
     # `most`: passes of iteration at most, besides one for the mean and one for the scores
     # `folder`, `digest`: where to keep what was added up, every `save_every` seconds, and which rows these are
-    first, total = _place(rows, workers)
-    plan = _planned(components, total, rows.shape[1], standardize, most, tolerance, seed)
+    plan = _planned(components, *rows.shape, standardize, most, tolerance, seed)
     with ExitStack() as stack:
         job = None
         if folder is not None:
             key = {"plan": plan, "rows": digest}
-            job = stack.enter_context(Job.open(Path(folder) / f"worker-{workers.number}", key=key, of="a fit"))
-        mine, sums, row = _continued(job)
-        iteration = _agreed(plan, mine, rows, workers)
-        if mine is None or mine.stage != iteration.stage:
-            sums, row = None, 0
+            job = stack.enter_context(Job.open(folder, key=key, of="a fit"))
+        known, sums, row = _continued(job)
+        iteration = begin(rows.rows(0, 1)[0]) if known is None else known
         while True:
             found = empty(plan, iteration, rows.shape[0]) if sums is None else sums
             keep = None if job is None else _Keeper(job, iteration, found, save_every)
             if keep is not None and sums is None:
                 keep.save(0)
-            pass_over(rows, plan, iteration, first=first, sums=found, start=row, keep=keep, progress=progress)
-            workers.add([value for name, value in found.items() if name != "own"])
+            pass_over(rows, plan, iteration, first=0, sums=found, start=row, keep=keep, progress=progress)
             if iteration.last:
                 return result(plan, iteration, found)
             iteration, sums, row = finish(plan, iteration, found), None, 0
@@ -184,35 +145,6 @@ def _planned(
         raise UsageError(f"{count} row has no principal components.", cure="Fit 2 or more; hundreds to be of use.")
     wanted = min(1000, count - 1, length) if components is None else components
     return IterationPlan(count, length, wanted, standardize, most, tolerance, seed)
-
-
-def _place(rows: MatrixRows, workers: Workers) -> tuple[int, int]:
-    """The number of a worker's first row, and that of all rows."""
-    counts = torch.zeros(workers.count, dtype=torch.float64)
-    counts[workers.number] = rows.shape[0]
-    workers.add([counts])
-    return int(counts[: workers.number].sum()), int(counts.sum())
-
-
-def _agreed(plan: IterationPlan, mine: Iteration | None, rows: MatrixRows, workers: Workers) -> Iteration:
-    """Where all workers continue: a kill may have come after some had saved the next stage and others had not."""
-    stages = torch.zeros(workers.count)
-    stages[workers.number] = -1 if mine is None else mine.stage
-    workers.add([stages])
-    if stages.max() < 0:
-        pilot = rows.rows(0, 1)[0] / workers.count
-        workers.add([pilot])
-        return begin(pilot)
-    if mine is not None and (stages == mine.stage).all():
-        return mine
-    leader = int(stages.argmax())
-    stage, about = int(stages[leader]), torch.zeros(plan.most + 1, dtype=torch.float64)
-    fixed = blank(plan, stage)
-    if mine is not None and workers.number == leader:
-        fixed = {name: mine.fixed[name] for name in fixed}
-        about[0], about[1 : 1 + len(mine.captured)] = mine.last, torch.tensor(mine.captured, dtype=torch.float64)
-    workers.add([*fixed.values(), about])
-    return Iteration(stage, bool(about[0]), fixed, tuple(about[1 : max(stage, 1)].tolist()))
 
 
 class Shard(Protocol):

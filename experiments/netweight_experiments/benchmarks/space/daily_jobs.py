@@ -1,0 +1,199 @@
+"""Extracting, resizing and merging adapters beside other tools on the same files: error and processor time, as JSON.
+
+    python -m netweight_experiments.benchmarks.space.daily_jobs --work FOLDER [--rounds 5]
+
+A Llama of eight layers with random weights, and one with differences that fall off as trained ones do. The error is
+that of the change, ‖ΔW − BA‖ / ‖ΔW‖ over all linear layers, from files read back by safetensors alone. Time is that of
+the work without imports, median over rounds, in turn. LyCORIS and mergekit are left out, and said to be, where they are
+not installed.
+"""
+
+import importlib
+import json
+import logging
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from netweight.core.environment import describe
+from netweight.methods.space.folder import convert_file, merge_files
+from netweight.methods.space.settings import ConvertSettings, MergeSettings
+from netweight.store.lora_formats.files import differences, export_adapter
+from netweight_experiments.benchmarks.script import load, now, options_of, script, write
+
+WIDTH, LAYERS, RANK, SMALL = 512, 8, 16, 4
+
+
+def models(folder):
+    """A model and two that were changed, as folders."""
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(
+        vocab_size=256, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=8
+    ))  # fmt: skip
+    base.save_pretrained(folder / "base")
+    clean = {name: value.clone() for name, value in base.state_dict().items()}
+    for number in (1, 2):
+        for name, value in base.named_parameters():
+            if value.ndim == 2 and "layers" in name:
+                left, right = (torch.linalg.qr(torch.randn(side, 64)).Q for side in value.shape)
+                value.data = clean[name] + left @ torch.diag(torch.arange(1, 65.0) ** -1) @ right.T
+        base.save_pretrained(folder / f"tuned-{number}")
+
+
+def changes(folder, number=1):
+    """The differences themselves."""
+    one, two = (load_file(folder / name / "model.safetensors") for name in ("base", f"tuned-{number}"))
+    return {name.removesuffix(".weight"): two[name] - one[name] for name in one if "proj" in name}
+
+
+def adapter(path, scale=None):
+    """Changes of a file of peft's layout, by safetensors and its settings alone."""
+    found, config = (
+        load_file(path / "adapter_model.safetensors"),
+        json.loads((path / "adapter_config.json").read_text()),
+    )
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    dense = {}
+    for name in (name for name in found if "lora_A" in name):
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+
+        def told(patterns, usual, module=module):
+            return next((value for key, value in patterns.items() if module.endswith(key.strip("^$"))), usual)
+
+        alpha = told(alphas, config["lora_alpha"]) / told(ranks, config["r"])
+        dense[module] = alpha * found[name.replace("lora_A", "lora_B")].float() @ found[name].float()
+    return dense
+
+
+def error(found, wanted):
+    """‖found − wanted‖ / ‖wanted‖; what is missing counts whole."""
+    lost = sum(
+        float((found.get(name, torch.zeros(())) - value).double().square().sum()) for name, value in wanted.items()
+    )
+    return (lost / sum(float(value.double().square().sum()) for value in wanted.values())) ** 0.5
+
+
+def extract_ours(work):
+    export_adapter(differences(work / "base", work / "tuned-1"), work / "ours-1", rank=RANK, overwrite=True,
+                   base=str(work / "base"))  # fmt: skip
+    return lambda: adapter(work / "ours-1")
+
+
+def extract_mergekit(work):
+    command = importlib.import_module("mergekit.scripts.extract_lora").main
+    shutil.rmtree(work / "mergekit", ignore_errors=True)
+    done = CliRunner().invoke(
+        command, ["--model", str(work / "tuned-1"), "--base-model", str(work / "base"), "--out-path",
+                  str(work / "mergekit"), "--max-rank", str(RANK), "--skip-undecomposable"],
+    )  # fmt: skip
+    if done.exit_code:
+        raise done.exception or RuntimeError(done.output)
+    return lambda: adapter(work / "mergekit")
+
+
+def extract_lycoris(work):
+    extract = importlib.import_module("lycoris.utils").extract_linear
+    found = {name: extract(change, "fixed", RANK)[0] for name, change in changes(work).items()}
+    save_file({f"{name}.{part}": value.contiguous() for name, pair in found.items()
+               for part, value in zip("AB", pair[:2], strict=True)}, work / "lycoris.safetensors")  # fmt: skip
+    return lambda: {name: pair[1] @ pair[0] for name, pair in found.items()}
+
+
+def resize_ours(work):
+    convert_file(work / "ours-1", work / "ours-small", ConvertSettings(rank=SMALL), overwrite=True)
+    return lambda: adapter(work / "ours-small")
+
+
+def resize_dense(work):
+    """What sd-scripts' resize_lora does, written anew: a full decomposition of every change."""
+    found = {}
+    for name, change in adapter(work / "ours-1").items():
+        left, sizes, right = torch.linalg.svd(change, full_matrices=False)
+        found[name] = ((left[:, :SMALL] * sizes[:SMALL]).contiguous(), right[:SMALL].contiguous())
+    save_file({f"{name}.{part}": value for name, pair in found.items() for part, value in zip("BA", pair, strict=True)},
+              work / "resized.safetensors")  # fmt: skip
+    return lambda: {name: up @ down for name, (up, down) in found.items()}
+
+
+def merge_ours(work, method="linear", rank=RANK):
+    how = MergeSettings(method=method, weights=(0.7, 0.5), rank=rank, density=0.5)
+    merge_files([work / "ours-1", work / "ours-2"], work / f"merged-{method}", how, overwrite=True)
+    return lambda: adapter(work / f"merged-{method}")
+
+
+def merge_peft(work, method="svd"):
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(work / "base"), work / "ours-1", "one")
+    model.load_adapter(work / "ours-2", "two")
+    more = {"density": 0.5} if method == "ties_svd" else {}
+    model.add_weighted_adapter(["one", "two"], [0.7, 0.5], "both", combination_type=method, svd_rank=RANK, **more)
+    model.save_pretrained(work / f"peft-{method}", selected_adapters=["both"])
+    return lambda: adapter(work / f"peft-{method}" / "both")
+
+
+def ties(work):
+    """TIES of both changes by peft's own functions on dense matrices: what a file of rank `RANK` is to be near."""
+    from peft.utils.merge_utils import ties as of_peft
+
+    one, two = (adapter(work / f"ours-{number}") for number in (1, 2))
+    return {name: of_peft([one[name], two[name]], torch.tensor([0.7, 0.5]), 0.5) for name in one}
+
+
+def main():
+    parser = script(__doc__, whole=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    work = options.work
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "tuned-2").exists():
+        models(work)
+    export_adapter(differences(work / "base", work / "tuned-2"), work / "ours-2", rank=RANK, overwrite=True,
+                   base=str(work / "base"))  # fmt: skip
+    extract_ours(work)
+    one, two = (adapter(work / f"ours-{number}") for number in (1, 2))
+    both = {name: 0.7 * one[name] + 0.5 * two[name] for name in one}
+    jobs = {
+        f"extract, rank {RANK}": (changes(work), {"netweight": extract_ours, "mergekit": extract_mergekit,
+                                                  "LyCORIS": extract_lycoris}),
+        f"resize, rank {RANK} to {SMALL}": (one, {"netweight": resize_ours, "full decomposition": resize_dense}),
+        f"weighted sum, rank {RANK}": (both, {"netweight": merge_ours, "peft, svd": merge_peft}),
+        f"TIES, rank {RANK}": (ties(work), {"netweight": lambda at: merge_ours(at, "ties"),
+                                            "peft, ties_svd": lambda at: merge_peft(at, "ties_svd")}),
+    }  # fmt: skip
+    rows, missing = [], {}
+    for job, (wanted, tools) in jobs.items():
+        times = {tool: [] for tool in tools}
+        errors = {}
+        for _ in range(options.rounds):
+            for tool, function in tools.items():
+                if tool in missing:
+                    continue
+                try:
+                    began = time.process_time()
+                    read = function(work)
+                    times[tool].append(time.process_time() - began)
+                    errors[tool] = error(read(), wanted)
+                except ImportError as fault:
+                    missing[tool] = str(fault)
+        for tool in errors:
+            rows.append({"job": job, "tool": tool, "error": errors[tool], "seconds": statistics.median(times[tool]),
+                         "rounds": len(times[tool])})  # fmt: skip
+            print(rows[-1], flush=True)
+    write(options.output, {"what": __doc__, "when": now(), "options": options_of(options), "rows": rows,
+                           "missing": missing, "load": load(), "python": sys.version,
+                           "environment": describe()})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Edits of two attributes, on people, noises and by a reader that nothing was fitted, calibrated or chosen with.
+
+    python -m netweight_experiments.benchmarks.space.edits BANK BANK BANK --work FOLDER [--seeds 0 1 2]
+
+A BANK is a folder of `python -m netweight_experiments.toys.face_bank`. In every bank and for every seed, 96 people are
+set aside. Directions are fitted to the labels of the others, and corrected on those of these who have little of the
+attribute, by the package's reader and random noises. Measured is the effect where the other seven attributes have
+changed by .05 of their range, on people set aside who have little of the attribute, four noises of their own, by
+another network that was trained from another seed. What a run found is kept in FOLDER. Settings were chosen on the bank
+in the package with a seed that is not among these.
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from scipy import stats  # type: ignore[import-untyped]
+
+from netweight import AdapterBank, WeightSpace
+from netweight.core.environment import describe
+from netweight.core.progress import Progress
+from netweight.hf.load_pipeline import text_to_image
+from netweight.methods.space.directions import fit_direction
+from netweight.methods.space.edits import COST_TARGET, corrected, edit_curve
+from netweight.methods.space.inversion import generate_differentiably, generate_images
+from netweight.methods.space.labels import LabelColumn, Labels, read_labels
+from netweight.methods.space.settings import CorrectionSettings
+from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
+from netweight.toys.faces_pipeline import faces_pipeline, read_faces
+from netweight_experiments.benchmarks.script import now, options_of, script, write
+from netweight_experiments.benchmarks.space.samples import reader
+
+EDITED, STEPS, EVALUATED, MOST = ("beard", "width"), 15, 96, 20
+STRENGTHS = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0]
+RANGES = [2.0] * len(ATTRIBUTES)  # every attribute reaches from -1 to 1
+CAPTIONS = [caption(ground) for ground in GROUNDS][:4]
+
+
+def people(folder, seed):
+    """A bank's space, labels, the people set aside, and the others."""
+    space = WeightSpace.fit(AdapterBank.open(folder / "bank"), halves=False)
+    labels = read_labels(folder / "labels.csv", space.names)
+    order = torch.randperm(len(space.names), generator=torch.Generator().manual_seed(1000 + seed)).tolist()
+    return space, labels, order[:EVALUATED], order[EVALUATED:]
+
+
+def of_rows(labels, rows):
+    columns = {name: LabelColumn(name, labels[name].values[rows]) for name in ATTRIBUTES}
+    return Labels(tuple(labels.names[row] for row in rows), columns)
+
+
+def directions(model, space, labels, others, name, seed, settings, progress):
+    """The encoder of an attribute, and the corrected one; nothing here knows of the people set aside."""
+    scores, part = space.scores[others], of_rows(labels, others)
+    fitted = [
+        fit_direction(scores, part, each, confounders=[one for one in ATTRIBUTES if one != each], folds=0)
+        for each in ATTRIBUTES
+    ]
+    little = scores[part[name].values < 0]
+
+    def generate(points, seeds):
+        return generate_differentiably(model, space, points, seeds, prompts=CAPTIONS, guidance=1.0, steps=10)
+
+    found = corrected(
+        generate, lambda images: read_faces(images).attributes, little, scores, fitted, name, settings, ranges=RANGES,
+        seed=seed, progress=progress,
+    )  # fmt: skip
+    return {"encoder": fitted[ATTRIBUTES.index(name)], "corrected": found}
+
+
+def measured(model, space, labels, aside, name, found, network, seed):
+    """Effect and costs of each direction on people set aside."""
+    little = [row for row in aside if labels[name].values[row] < 0][:MOST]
+    noises = torch.randint(1 << 31, (4,), generator=torch.Generator().manual_seed(7_000_000 + seed)).tolist()
+
+    def generate(points):
+        return generate_images(model, space, points, CAPTIONS, noises, guidance=1.0, steps=STEPS)
+
+    for kind, direction in found.items():
+        curve = edit_curve(
+            generate, lambda images: network(images)[:, : len(ATTRIBUTES)], space.scores[little], direction,
+            names=ATTRIBUTES, ranges=RANGES, strengths=STRENGTHS, label=kind,
+        )  # fmt: skip
+        yield {"kind": kind, "people": len(little), "effect": curve.effect_at(COST_TARGET),
+               "effects": curve.effects.mean(1).tolist(), "costs": curve.costs.mean(1).tolist()}  # fmt: skip
+
+
+def interval(values):
+    """Mean with its t-interval."""
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return {"mean": statistics.mean(values), "ci95": [statistics.mean(values) - half, statistics.mean(values) + half]}
+
+
+def summary(rows):
+    """By attribute and kind, over runs and over banks' means."""
+    found = {}
+    for name in dict.fromkeys(row["attribute"] for row in rows):
+        for kind in dict.fromkeys(row["kind"] for row in rows):
+            chosen = [row for row in rows if (row["attribute"], row["kind"]) == (name, kind)]
+            banks = [
+                statistics.mean(row["effect"] for row in chosen if row["bank"] == bank)
+                for bank in dict.fromkeys(row["bank"] for row in chosen)
+            ]
+            if len(chosen) > 1 and len(banks) > 1:
+                found[f"{name}, {kind}"] = {
+                    "runs": interval([row["effect"] for row in chosen]) | {"n": len(chosen)},
+                    "banks": interval(banks) | {"n": len(banks)},
+                }
+    return found
+
+
+def main():
+    parser = script(__doc__, whole=True)
+    parser.add_argument("banks", nargs="+", type=Path)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--reader-steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    network, explained = reader(options.work, options.reader_steps)
+    model, progress, settings = text_to_image(faces_pipeline()), Progress(), CorrectionSettings(rounds=options.rounds)
+    kept = options.work / "edits.jsonl"
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
+    for seed in options.seeds:
+        for folder in options.banks:
+            space, labels, aside, others = people(folder, seed)
+            for name in EDITED:
+                at = {"bank": folder.name, "seed": seed, "attribute": name}
+                if any(at.items() <= row.items() for row in rows):
+                    continue
+                found = directions(model, space, labels, others, name, seed, settings, progress)
+                new = [at | row for row in measured(model, space, labels, aside, name, found, network, seed)]
+                with kept.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in new)
+                rows += new
+                print(*(f"{at} {row['kind']}: {row['effect']:.3f}" for row in new), sep="\n", flush=True)
+    found = summary(rows)
+    for name, each in found.items():
+        print(name, json.dumps(each))
+    write(options.output, {
+        "what": "effect of an edit where other attributes changed by .05, by people, noises and a reader set aside",
+        "when": now(), "options": options_of(options), "settings": settings.to_json(),
+        "reader": {"r_squared": explained}, "summary": found, "rows": rows, "environment": describe(),
+    })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
