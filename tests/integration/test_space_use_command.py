@@ -94,7 +94,7 @@ def test_a_direction_is_found_and_its_held_out_score_told(beard, opened):
 def test_a_direction_is_corrected_by_what_it_changes_in_images(place, beard, opened, tmp_path):
     arguments = on(place, "direction", "--labels", place / "labels.csv", "--column", "beard", "--corrected",
                    "--out", tmp_path / "corrected.json")  # fmt: skip
-    assert "--reader" in error(*arguments)["cure"]
+    assert "reads them" in error(*arguments)["message"]
     found = run(*arguments, "--pipeline", place / "pipeline", "--reader", "image_readers:COLORS", "--steps", 2,
                 "--rounds", 1)  # fmt: skip
     assert found["kind"] == "corrected"

@@ -220,7 +220,7 @@ CASES = {
     "--weight -2 --layout peft",
     "space sample": f"{SPACE} sample --count 4 --sampler gaussian --out gaussian.json",
     "space sample, kernel": f"{SPACE} sample --count 4 --sampler kernel --bandwidth 0.5 --out kernel.json",
-    "space predict": "space predict bank loras/person-00.safetensors --labels labels.csv --column beard --folds 2",
+    "space predict": "space predict bank --labels labels.csv --column beard --folds 2",
     "space sample, conditional": f"{SPACE} sample --count 4 --sampler conditional --labels labels.csv --given beard=1 "
     "--out conditional.json",
     "space invert": f"{SPACE} invert 0.png --pipeline pipeline --prompt photo --steps 2 --out inverted.json",

@@ -99,7 +99,8 @@ def predict(
     stacks = stacks_of(bank, len(bank), description="Reading adapters", progress=progress)
     rows = torch.cat([sketch.rows(stack) for _, stack in stacks])
     others = [_row(adapter, sketch) for adapter in adapters.values()]
-    among, said = folds_of("predict", wanted[:, 0].nan_to_num(), binary[0], folds, seed), torch.zeros(2, *wanted.shape)
+    among = folds_of("predict", wanted[:, 0].nan_to_num(), binary[0], folds, seed)
+    said = torch.zeros(2, *wanted.shape, dtype=torch.float64)
     with progress.task("Reading weights", folds + 1, unit="fits") as task:
         for fold in range(folds):
             inside = among == fold
