@@ -23,7 +23,7 @@ from netweight.nn.lora import AdapterStack
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import write_checkpoint
 
-_READ = 256  # adapters that are read at a time
+_READ, _READ_BYTES = 256, 1 << 25  # adapters that are read at a time at most, and bytes of them where they are large
 _ROWS = 2048  # of the products that are held at a time, n × rank of them
 _BYTES = 1 << 28  # of adapters in a block of the Gram matrix; memory holds two
 
@@ -127,9 +127,10 @@ def stacks_of(
     modules: Collection[str] | None = None,
 ) -> Iterator[tuple[int, AdapterStack]]:
     """Read the adapters from number `first` up to `count` in blocks, each with the number of its first."""
+    step = max(1, min(_READ, _READ_BYTES * len(bank) // max(bank.nbytes, 1)))
     with progress.task(description, count - first, unit="adapters") as task:
-        for start in range(first, count, _READ):
-            stack = stack_of(bank, start, min(start + _READ, count), modules)
+        for start in range(first, count, step):
+            stack = stack_of(bank, start, min(start + step, count), modules)
             yield start, stack
             task.update(len(stack))
 
