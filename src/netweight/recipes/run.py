@@ -187,10 +187,11 @@ class Cost:
 
 
 @final
-class _Watch(io.TextIOBase):
+class _Watch(io.StringIO):
     """The stream of a progress: reads its lines, and stops the work."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.began = time.monotonic()
         self.first: tuple[float, int, str] | None = None  # when the first round ended, its number and what it was
 
@@ -209,7 +210,7 @@ class _Watch(io.TextIOBase):
 
 def measure(plan: Plan) -> list[Cost | None]:
     """Begin every treatment, then every attack; None where a step takes what only an earlier step makes."""
-    steps = (*plan.steps, *plan.attacks)
+    steps: tuple[Step | AttackStep, ...] = (*plan.steps, *plan.attacks)
     kinds = set(steps[0].chosen.what.takes)
     with tempfile.TemporaryDirectory(prefix="netweight-") as folder:
         return [_cost(plan, step, Path(folder)) if kinds & set(step.chosen.what.takes) else None for step in steps]
