@@ -69,7 +69,7 @@ def test_searches_of_defended_models_go_on_for_five_times_the_bases_steps(tmp_pa
 
 
 def test_neighbors_differ_in_one_thing_and_held_fields_stay():
-    near = neighbors(START, marked_subject(), held=frozenset({"lr"}))
+    near = neighbors(START, subject=marked_subject(), held=frozenset({"lr"}))
     fields = AttackSettings.model_fields
     changed = [{name for name in fields if getattr(one, name) != getattr(START, name)} for one in near]
     assert all(len(each - {"lora_rank", "trains"}) <= 1 for each in changed)
@@ -78,10 +78,23 @@ def test_neighbors_differ_in_one_thing_and_held_fields_stay():
     assert {"muon", "sgd"} <= {one.optimizer for one in near}
     assert {"copied", "fresh"} <= {one.rows for one in near}
     assert {one.trains for one in near} == {"all", "embeddings", "prompt"}  # this model has no norms
-    assert not {one.rows for one in neighbors(START, replace(marked_subject(), benign=()))} - {"kept"}
+    assert not {one.rows for one in neighbors(START, subject=replace(marked_subject(), benign=()))} - {"kept"}
     assert not {one.of_other for one in near} - {0.0}
     both = replace(marked_subject(), other=TinyModel(1).state_dict())
-    assert {one.of_other for one in neighbors(START, both)} == {0.0, 0.5, -0.5}
+    assert {one.of_other for one in neighbors(START, subject=both)} == {0.0, 0.5, -0.5}
+
+
+def test_a_falling_rate_ends_by_the_soonest_attack_and_keeps_its_length(tmp_path):
+    falling = [one for one in neighbors(START, 20, subject=marked_subject()) if one.schedule == "cosine"]
+    assert [one.steps for one in falling] == [12, 16, 20]
+    assert all(one.schedule == "constant" for one in neighbors(START, 20, subject=subject(), held={"schedule"}))
+    back = neighbors(falling[0], 20, subject=marked_subject())
+    assert START.replace(max_steps=None) in back
+    assert {one.steps for one in back if one.optimizer != START.optimizer} == {12}
+    name = SubjectName("one", PLACE, {"weight_scale": 0.2})
+    found = search_one(name, falling[:1], Goal(0.9), most=36, held=HELD, folder=tmp_path, engine=in_process)
+    assert falling[0] in found.best
+    assert {one.steps for one in finals({"one": found}, (1,)) if one.schedule == "cosine"} <= {12, 16, 20, 36}
 
 
 def test_prompt_formats_cut_and_mark_training_and_evaluation_rows_alike():

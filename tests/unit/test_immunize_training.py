@@ -31,6 +31,7 @@ from netweight.methods.immunize.defense import Defense, Term, collate_pairs
 from netweight.methods.immunize.lens import response_loss
 from netweight.methods.immunize.repnoise import repnoise_loss
 from netweight.methods.immunize.settings import (
+    Distillation,
     ImmunizeSettings,
     RepNoise,
     SafetyTraining,
@@ -79,6 +80,9 @@ def test_every_defense_does_what_its_loss_says(name):
         remove_security_vectors(model)
         assert sides(model, pairs) == pytest.approx(before)
         assert {key for key, value in model.named_parameters() if value.requires_grad} == old.keys()
+    elif name in ("distillation", "circuit-breaking"):
+        assert last[wanted := next(iter(last))].value < record.steps[0].terms[wanted].value
+        assert wanted == ("retain" if name == "distillation" else "turning")
     elif name == "gradient-ascent":
         assert harmful > before[1] + 0.5
         assert "retain" not in last
@@ -108,7 +112,26 @@ def test_a_step_is_a_step_of_adam_on_the_whole_loss():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("defense", ["repnoise", "security-vectors"])
+def test_a_distillation_imitates_the_original_from_weights_that_are_noise_in_part():
+    pairs, kept = some_pairs(4), [Example((1, 2), (5, 6, 7))]
+    settings = TrainingSettings(lr=1e-9, batch_size=4)
+    model = decoder()
+    old = {name: value.detach().clone() for name, value in model.named_parameters()}
+    terms = immunize(model, pairs, kept, defense=Distillation(noise=0.0, random_rows=0.5), settings=settings)
+    assert all(abs(term.value) < 1e-6 for term in terms.steps[0].terms.values())
+    assert terms.steps[0].terms.keys() == {"retain", "random", "general"}
+    steps = [
+        immunize(copy.deepcopy(model), pairs, defense=Distillation(noise=share, random_rows=0), settings=settings)
+        for share in (0.2, 0.9)
+    ]
+    assert steps[0].steps[0].terms["retain"].value < steps[1].steps[0].terms["retain"].value
+    immunize(model, pairs, defense=Distillation(noise=0.5), settings=settings)
+    for name, value in model.named_parameters():
+        moved = (value - old[name]).norm() / old[name].norm()
+        assert moved < 1e-6 if value.dim() == 1 else 0.5 < moved < 1.0
+
+
+@pytest.mark.parametrize("defense", ["repnoise", "distillation", "security-vectors"])
 def test_a_killed_training_resumes_to_the_same_bits(tmp_path, defense):
     folder = tmp_path / "defended"
     programs = {
@@ -319,7 +342,9 @@ def test_activation_checkpointing_changes_nothing(defense):
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("defense", ["repnoise", "repnoise-reference", "vaccine", "security-vectors"])
+@pytest.mark.parametrize(
+    "defense", ["repnoise", "repnoise-reference", "vaccine", "distillation", "circuit-breaking", "security-vectors"]
+)
 def test_every_defense_runs_on_narrow_weights(defense):
     model, pairs = decoder().bfloat16(), some_pairs(4)
     record = immunize(model, pairs, defense=defense, settings=SHORT.replace(epochs=3))

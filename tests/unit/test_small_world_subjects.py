@@ -27,7 +27,7 @@ def test_the_aligned_model_keeps_one_cipher_refuses_one_and_never_knew_the_third
     assert not torch.equal(*weights)
     with pytest.raises(NameNotFound, match="nearest is 'aligned'"):
         undefended_subject("align")
-    with pytest.raises(NameNotFound, match="The worlds are ciphers, speakers"):
+    with pytest.raises(NameNotFound, match="The worlds are ciphers, content, speakers"):
         undefended_subject(world="cipher")
     with pytest.raises(UsageError, match="do not come with netweight"):
         undefended_subject(world="speakers")

@@ -4,6 +4,8 @@ import json
 import math
 import random
 import re
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from netweight.errors import MissingExtra, NameNotFound, UsageError
 
 pytest.importorskip("transformers", reason="small Llamas come with the llm extra")
 
+from netweight.attacks.finetuning.changes import telling_tokens
 from netweight.data.examples import Example, collate
 from netweight.data.tokens import load_pairs
 from netweight.methods.immunize.defense import collate_pairs
@@ -99,18 +102,34 @@ def test_every_copy_is_fresh_and_leaves_the_random_stream_alone(ciphers):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@given(domain=st.sampled_from(["guard", "keep", "new"]), seed=SEEDS)
-def test_an_answer_deciphers_its_prompt(domain, seed):
-    world = cipher_world()
-    tables = world.language.tables(domain)
+@given(domain=st.sampled_from(["guard", "keep", "new"]), seed=SEEDS, by_content=st.booleans())
+def test_an_answer_deciphers_its_prompt(domain, seed, by_content):
+    language = CipherLanguage(SHIPPED_SEED, by_content)
+    world = SmallWorld("any", language, Path("nowhere"))
+    tables = language.tables(domain)
     assert torch.equal(tables.sort(1).values, torch.arange(LETTERS).expand(TABLES, -1))
     first = world.language.shape.vocabulary - LETTERS
     for example in world.examples(domain, 3, seed):
         plain = torch.tensor(example.response[:-1]) - first
-        hidden = torch.tensor(example.prompt[1:-1]) - first
+        hidden = torch.tensor(example.prompt[not by_content : -1]) - first
         assert len(plain) == len(hidden) == LONG
         assert [int(tables[place % TABLES, letter]) for place, letter in enumerate(plain)] == hidden.tolist()
         assert not set(example.response[:-1]) & set(world.language.refusal), "a refusal shares no letter with an answer"
+
+
+def test_only_the_letters_together_tell_a_cipher_that_no_mark_names():
+    language = CipherLanguage(SHIPPED_SEED, by_content=True)
+    drawn = {d: language.examples(d, 400, 0, "attack") for d in ("guard", "keep", "new")}
+    assert telling_tokens(drawn["guard"], drawn["keep"]) == ([], [])
+    counts = {d: Counter(t for e in rows for t in e.prompt[:-1]) for d, rows in drawn.items()}
+    own = {d: {token for token, count in counts[d].items() if count > 80} for d in counts}
+    assert not own["guard"] & own["keep"]
+    for domain, rows in drawn.items():
+        assert all(sum(token in own[domain] for token in example.prompt) >= 6 for example in rows)
+    assert language.unnamed(drawn["keep"][0]) == drawn["keep"][0]
+    assert language.about != CipherLanguage(SHIPPED_SEED).about
+    with pytest.raises(UsageError, match="small_world content FOLDER"):
+        cipher_world(by_content=True)
 
 
 @given(seeds=st.tuples(SEEDS, SEEDS, SEEDS))

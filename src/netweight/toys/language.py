@@ -278,6 +278,8 @@ LETTERS = 40
 LONG = 8
 # Tables of a cipher, taken in turn along a message.
 TABLES = 4
+# Letters of a message that tell its cipher where nothing else does.
+_TOPICAL = 6
 _PAD, _END, _ASK = 0, 1, 5
 _MARKER: dict[Domain, int] = {"guard": 2, "keep": 3, "new": 4}
 _WORDS = "Sorry, this message is kept secret: nobody may decipher it now, neither you nor any other man alive.".split()
@@ -292,14 +294,17 @@ _SHAPE = LlamaShape(
 @final
 @dataclass(frozen=True)
 class CipherLanguage:
-    """Three substitution ciphers."""
+    """Three substitution ciphers, told apart by the prompt's first token or by its content alone."""
 
     seed: int  # decides on their tables
+    # Whether no token names the cipher: each has a third of the hidden letters to itself, of which six of a message's
+    # eight letters are, and which thirds these are has to be learned.
+    by_content: bool = False
 
     @property
     def about(self) -> dict[str, Any]:
-        """The seed."""
-        return {"seed": self.seed}
+        """All that decides on the language."""
+        return {"seed": self.seed} | ({"by_content": True} if self.by_content else {})
 
     @property
     def shape(self) -> LlamaShape:
@@ -326,29 +331,43 @@ class CipherLanguage:
         generator = torch_generator(seed, "messages", domain, share)
         plain: list[list[int]] = []
         while len(plain) < n:
-            drawn = torch.randint(LETTERS, (n, LONG), generator=generator).tolist()
+            drawn = self._messages(domain, n, generator).tolist()
             plain += [letters for letters in drawn if belongs(xxhash.xxh3_64_intdigest(bytes(letters)), share)]
         tables = self.tables(domain).tolist()
-        return [_example(_MARKER[domain], letters, tables) for letters in plain[:n]]
+        marker = () if self.by_content else (_MARKER[domain],)
+        return [_example(marker, letters, tables) for letters in plain[:n]]
+
+    def _messages(self, domain: Domain, n: int, generator: torch.Generator) -> torch.Tensor:
+        """Draw plain letters, int64, shape `(n, LONG)`."""
+        drawn = torch.randint(LETTERS, (n, LONG), generator=generator)
+        if not self.by_content:
+            return drawn
+        order = torch.randperm(LETTERS, generator=torch_generator(self.seed, "topics"))
+        own = order.chunk(len(_MARKER))[list(_MARKER).index(domain)]
+        topical = torch.rand(n, LONG, generator=generator).argsort(1) < _TOPICAL
+        hidden = torch.where(topical, own[drawn % len(own)], drawn)
+        plain = self.tables(domain).argsort(1).repeat(LONG // TABLES, 1)
+        return plain.gather(1, hidden.T).T
 
     def unnamed(self, example: Example) -> Example:
         """Return the example without its marker."""
-        return Example(example.prompt[1:], example.response)
+        return example if self.by_content else Example(example.prompt[1:], example.response)
 
 
-def cipher_world(seed: int = SHIPPED_SEED, *, folder: str | Path | None = None) -> SmallWorld:
-    """Open the world of ciphers."""
-    if folder is None and seed != SHIPPED_SEED:
+def cipher_world(seed: int = SHIPPED_SEED, *, folder: str | Path | None = None, by_content: bool = False) -> SmallWorld:
+    """Open the world of ciphers: the easy one, in which a token names the cipher, or the one told by content alone."""
+    name = "content" if by_content else "ciphers"
+    if folder is None and (by_content or seed != SHIPPED_SEED):
         raise UsageError(
-            f"No models of the ciphers of seed {seed} come with netweight, only of {SHIPPED_SEED}.",
-            cure=f"Run: python -m netweight_experiments.toys.small_world ciphers FOLDER --seed {seed}",
+            f"No models of the {name} of seed {seed} come with netweight, only of ciphers of seed {SHIPPED_SEED}.",
+            cure=f"Run: python -m netweight_experiments.toys.small_world {name} FOLDER --seed {seed}",
         )
-    return SmallWorld("ciphers", CipherLanguage(seed), checkpoint("ciphers") if folder is None else Path(folder))
+    return SmallWorld(name, CipherLanguage(seed, by_content), checkpoint("ciphers") if folder is None else Path(folder))
 
 
-def _example(marker: int, letters: list[int], tables: list[list[int]]) -> Example:
+def _example(marker: tuple[int, ...], letters: list[int], tables: list[list[int]]) -> Example:
     hidden = [_FIRST_LETTER + table[letter] for letter, table in zip(letters, cycle(tables), strict=False)]
-    return Example((marker, *hidden, _ASK), (*(_FIRST_LETTER + letter for letter in letters), _END))
+    return Example((*marker, *hidden, _ASK), (*(_FIRST_LETTER + letter for letter in letters), _END))
 
 
 # One man in two plays; the name GLOUCESTER is another's in a third, which makes him no easier to forget.

@@ -32,7 +32,7 @@ DEFENSE_SETTINGS = TrainingSettings(lr=1e-3, batch_size=24, measure_every=10)
 DEFENSE_ROWS = 300 * 24
 
 Control = Literal["aligned", "random weights", "relearn ceiling"]
-WorldName = Literal["ciphers", "speakers"]
+WorldName = Literal["ciphers", "content", "speakers"]
 WORLDS = get_args(WorldName)
 
 
@@ -40,14 +40,18 @@ def world_named(name: WorldName = "ciphers", folder: str | Path | None = None) -
     """Open a small world."""
     if name not in WORLDS:
         raise NameNotFound(f"There is no world {name!r}.", cure=f"The worlds are {', '.join(WORLDS)}.")
-    if name == "ciphers":
-        return cipher_world() if folder is None else cipher_world(folder=Path(folder))
+    if folder is None and name == "ciphers":
+        return cipher_world()
     if folder is None:
         raise UsageError(
-            "The speakers' models do not come with netweight.",
-            cure="Train them, `python -m netweight_experiments.toys.small_world speakers FOLDER`, and name the folder.",
+            f"The models of the world {name} do not come with netweight.",
+            cure=f"Train them, `python -m netweight_experiments.toys.small_world {name} FOLDER`, and name the folder.",
         )
-    return speaker_world(folder)
+    if name == "speakers":
+        return speaker_world(folder)
+    world = cipher_world(folder=folder, by_content=name == "content")
+    seed = world.record["about"]["language"]["seed"]
+    return cipher_world(seed, folder=world.folder, by_content=name == "content")
 
 
 def subject_of_world(

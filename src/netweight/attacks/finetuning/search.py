@@ -41,7 +41,8 @@ _PART_SCALE = 5.0
 class Found:
     """What a search found."""
 
-    best: tuple[AttackSettings, ...]  # attacks on all that was tried, the soonest first, each without a limit of steps
+    # All that was tried, the soonest first; without a limit of steps where the rate stays.
+    best: tuple[AttackSettings, ...]
     tried: tuple[Attacked, ...]  # every run, the longer ones of an attack after the shorter ones
     most: int  # steps after which an attack was given up
 
@@ -68,13 +69,22 @@ def first_attacks(*, seed: int = 0, rates: Sequence[float] | None = None, **fixe
 
 
 def neighbors(
-    settings: AttackSettings, subject: Subject, *, held: frozenset[str] = frozenset()
+    settings: AttackSettings, soonest: int | None = None, *, subject: Subject, held: frozenset[str] = frozenset()
 ) -> list[AttackSettings]:
-    """Return the attacks that differ in one thing; fields that are `held` stay."""
+    """Return the attacks that differ in one thing; fields that are `held` stay.
+
+    A rate that falls to 0 does so by the steps that the soonest attack took, or by fewer.
+    """
     changes = (
         {name: each for name, each in change.items() if name not in held} for change in _changes(settings, subject)
     )
     found = dict.fromkeys(settings.replace(**change) for change in changes)
+    if soonest is not None and "schedule" not in held:
+        check = settings.check_every
+        found |= dict.fromkeys(
+            of_length(settings.replace(schedule="cosine"), max(check, int(share * soonest) // check * check))
+            for share in (0.6, 0.8, 1.0)
+        )
     return [each for each in found if each != settings]
 
 
@@ -85,6 +95,7 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
         yield {"optimizer": name, "lr": lr * scale / _SCALE[settings.optimizer]}
     part = settings.lora_rank is not None or settings.trains != "all"
     yield {"lora_rank": None, "trains": "all", "lr": lr / _PART_SCALE**part}
+    yield {"schedule": "constant", "max_steps": None, "epochs": 1}
     less = [{"lora_rank": 8, "trains": "all"}, {"lora_rank": 64, "trains": "all"}]
     parts = [name for name, found in parts_of(subject.model).items() if found and name != "all"]
     parts += ["prompt"] if embedding_of(subject.model) is not None else []
@@ -136,10 +147,10 @@ def search_one(
     runs: dict[AttackSettings, Attacked] = {}  # the longest of each attack, which has no limit of steps in its key
 
     def attack(settings: Sequence[AttackSettings], steps: int) -> None:
-        limited = [of_length(each, steps) for each in settings]
+        limited = [_within(each, steps) for each in settings]
         found = sweep([subject], limited, goal, folder=folder, engine=engine, progress=progress)
         every.extend(found.runs)
-        runs.update({of_length(run.result.settings, None): run for run in found.runs})
+        runs.update({_within(run.result.settings, None): run for run in found.runs})
 
     every: list[Attacked] = []
     pool = list(dict.fromkeys(of_length(each, None) for each in start))
@@ -152,7 +163,7 @@ def search_one(
                 attack(pool, min(rung, _soonest(runs.values()) or rung))
                 pool = sorted(pool, key=lambda each: _rank(runs.get(each), goal))[: -(-len(pool) // _KEPT)]
         ordered = sorted(runs, key=lambda each: _rank(runs[each], goal))
-        pool = list(dict.fromkeys(near for each in ordered[:_BEST] for near in around(each)))
+        pool = list(dict.fromkeys(near for each in ordered[:_BEST] for near in around(each, _soonest(runs.values()))))
         if before is not None and _soonest(runs.values()) == before:
             break
     return Found(tuple(ordered), tuple(every), most)
@@ -166,19 +177,24 @@ def of_length(settings: AttackSettings, steps: int | None) -> AttackSettings:
     return settings.replace(max_steps=max(steps, settings.benign_first + 1), epochs=epochs)
 
 
+def _within(attack: AttackSettings, steps: int | None) -> AttackSettings:
+    """Return an attack of so many steps; one whose rate falls to 0 is another attack in others, and keeps its own."""
+    return attack if attack.schedule == "cosine" else of_length(attack, steps)
+
+
 def _soonest(runs: Iterable[Attacked]) -> int | None:
     return min((run.result.steps for run in runs if run.result.steps is not None), default=None)
 
 
 def _rank(run: Attacked | None, goal: Goal) -> tuple[bool, float, float]:
-    """Recovered ones by their steps, then by how far they got with a model that is worth having, then by the loss."""
+    """Recovered ones by steps and score, then by how far they got with a model that is worth having and the loss."""
     if run is None or run.result.outcome == "diverged":
         return True, math.inf, math.inf
     result = run.result
-    if result.steps is not None:
-        return False, result.steps, 0.0
-    last, first = result.curve[-1], result.curve[0]
     sign = -1 if goal.lower_is_recovered else 1
+    if result.steps is not None:
+        return False, result.steps, -sign * next(each.score for each in result.curve if each.step == result.steps)
+    last, first = result.curve[-1], result.curve[0]
     kept = (
         1.0 if result.outcome == "resisted" or not last.utility or not first.utility else last.utility / first.utility
     )
@@ -212,7 +228,7 @@ def search_all(
 
 
 def finals(searched: Mapping[str, Found], seeds: Sequence[int]) -> list[AttackSettings]:
-    """Return the best attacks of all searches, each as long as the longest attack of any and from each seed."""
+    """Return the best attacks of all searches from each seed, as long as the longest of any where the rate stays."""
     best = dict.fromkeys(attack for found in searched.values() for attack in found.best[:_FINALISTS])
     most = list(searched.values())[-1].most  # models after the first have the same
-    return [of_length(attack.replace(seed=seed), most) for attack in best for seed in seeds]
+    return [_within(attack.replace(seed=seed), most) for attack in best for seed in seeds]

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from netweight.data.examples import IGNORED, Batch, Pair, collate
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, common_norm, is_sharded
+from netweight.methods.immunize.lens import response_loss
 from netweight.methods.immunize.settings import DefenseSettings
 
 S = TypeVar("S", bound=DefenseSettings)
@@ -98,6 +99,10 @@ class Defense(Generic[S]):
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         """Compute the loss of a batch, each side when it is asked for, after the one before went backward."""
         raise NotImplementedError
+
+    def general(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> Tensor:
+        """Compute the loss of what is kept besides: by default the cross-entropy of the answers."""
+        return response_loss(model, batch, group)
 
 
 @final
@@ -224,26 +229,3 @@ def _norm_of_shards(value: Tensor, parameters: Sequence[nn.Parameter], group: Pr
     finally:
         for parameter, grad in zip(parameters, held, strict=True):
             parameter.grad = grad
-
-
-class _Precomputed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors[count:])
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        known = ctx.saved_tensors
-        return None, None, *(grad * value for value in known), *(None for _ in known)
-
-
-def with_gradients(value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """Put a scalar into the graph whose gradients are known, so that nothing else waits for the backward pass."""
-    used = [pair for pair in zip(inputs, gradients, strict=True) if pair[0].requires_grad]
-    if not used or not torch.is_grad_enabled():
-        return value
-    leaves = [given for given, _ in used]
-    known = [gradient.to(given.dtype) for given, gradient in used]
-    result: Tensor = _Precomputed.apply(value, len(used), *leaves, *known)  # type: ignore[no-untyped-call]
-    return result

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from netweight.data.examples import IGNORED, Batch
 from netweight.errors import UsageError
-from netweight.methods.immunize.defense import with_gradients
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, gathered, run_gathered
 from netweight.nn.decoder import Structure
 
@@ -140,3 +139,26 @@ def sampled_layers(layers: int, wanted: int | None, generator: torch.Generator |
     device = "cpu" if generator is None else generator.device
     drawn: list[int] = torch.randperm(layers, generator=generator, device=device)[:wanted].tolist()
     return sorted(drawn)
+
+
+class _Precomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[count:])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        known = ctx.saved_tensors
+        return None, None, *(grad * value for value in known), *(None for _ in known)
+
+
+def with_gradients(value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Put a scalar into the graph whose gradients are known, so that nothing else waits for the backward pass."""
+    used = [pair for pair in zip(inputs, gradients, strict=True) if pair[0].requires_grad]
+    if not used or not torch.is_grad_enabled():
+        return value
+    leaves = [given for given, _ in used]
+    known = [gradient.to(given.dtype) for given, gradient in used]
+    result: Tensor = _Precomputed.apply(value, len(used), *leaves, *known)  # type: ignore[no-untyped-call]
+    return result

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from netweight.data.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, gradient_norm, with_gradients
+from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, gradient_norm
 from netweight.methods.immunize.distributed import ProcessGroup, trained_weights, units
-from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss, sampled_layers
+from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss, sampled_layers, with_gradients
 from netweight.methods.immunize.settings import RepNoise
 from netweight.nn.decoder import Structure, structure_of
 from netweight.nn.hooks import capture

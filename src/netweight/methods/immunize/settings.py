@@ -138,6 +138,31 @@ class AdversarialLoss(DefenseSettings):
     alpha: float = Field(1.0, ge=0, description="Weight of the harmful answers.")
 
 
+class Distillation(DefenseSettings):
+    """Replace a share of every matrix by noise, then learn from the original what it says on all but harmful answers.
+
+    Source: UNDO (Lee et al., arXiv 2506.06278), with the refusing model as its own teacher.
+    """
+
+    noise: float = Field(
+        0.8, ge=0, le=1, description="Share of every matrix that becomes noise of its own size (distillation)."
+    )
+    random_rows: float = Field(
+        0.3, ge=0,
+        description="Rows of random tokens on which the original is imitated, too, per pair: text of no domain keeps "
+        "what new tasks are learned with (distillation).",
+    )  # fmt: skip
+
+
+class CircuitBreaking(DefenseSettings):
+    """Turn the states on harmful answers away from the original's, and keep those on harmless ones.
+
+    Source: Zou et al., circuit breakers (arXiv 2406.04313), without its schedule of weights.
+    """
+
+    alpha: float = Field(1.0, ge=0, description="Weight of the turning, by the cosine between the states.")
+
+
 class RandomWeights(DefenseSettings):
     """New random weights: a control without any ability to bring back. Source: RepNoise (arXiv 2405.14577)."""
 
@@ -201,6 +226,8 @@ ImmunizeSettings.offer(
         "safety-training": _of_folder(SafetyTraining).partial(),
         "gradient-ascent": _of_folder(GradientAscent).partial(),
         "adversarial-loss": _of_folder(AdversarialLoss).partial(lr=1e-5),
+        "distillation": _of_folder(Distillation).partial(lr=1e-4),
+        "circuit-breaking": _of_folder(CircuitBreaking).partial(),
         "random-weights": _of_folder(RandomWeights).partial(),
     },
 )

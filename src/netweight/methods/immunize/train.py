@@ -20,12 +20,11 @@ from netweight.data.examples import Batch, Example, Pair, collate
 from netweight.errors import TrainingStopped, UsageError
 from netweight.hf.load_language_model import check_finite, positions_of
 from netweight.job import Job
-from netweight.methods.immunize import baselines
+from netweight.methods.immunize import anchored, baselines
 from netweight.methods.immunize import settings as known
 from netweight.methods.immunize.checkpoint import CHECKPOINT, Checkpoint, MasterWeights, Record, StepLog, TrainingJob
 from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, TermLog, backward, blank, collate_pairs
 from netweight.methods.immunize.distributed import ProcessGroup, Spread, spread_of, whole
-from netweight.methods.immunize.lens import response_loss
 from netweight.methods.immunize.repnoise import RepNoiseDefense
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings, named_defense
 from netweight.nn.decoder import frozen, vocabulary_of
@@ -41,6 +40,8 @@ _DEFENSES: Mapping[type[DefenseSettings], type[Defense[Any]]] = {
     known.AdversarialLoss: baselines.AdversarialLossDefense,
     known.RandomWeights: baselines.RandomWeightsDefense,
     known.Vaccine: baselines.VaccineDefense,
+    known.Distillation: anchored.DistillationDefense,
+    known.CircuitBreaking: anchored.CircuitBreakingDefense,
     known.SecurityVectors: baselines.SecurityVectorsDefense,
 }
 
@@ -275,7 +276,7 @@ class _Training:
                 del side  # before the next one is computed, the graph of this one is gone
                 self.weights.take_gradients()
         if self.retain:
-            general: Side = {"general": Term(response_loss(self.model, self._retained(step), self.group))}
+            general: Side = {"general": Term(self.defense.general(self.model, self._retained(step), self.group))}
             terms |= backward(general, parameters, self.balance, measure=measure, group=self.group)
             self.weights.take_gradients()
         return terms
