@@ -1,6 +1,7 @@
-"""RepNoise's loss in transformers' Trainer: the same step, what is logged, what is refused."""
+"""Losses of defenses in transformers' Trainer: the same step, what is logged, what is refused."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -8,14 +9,15 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from decoders_under_test import decoder, some_pairs  # noqa: E402
+from repnoise_in_one_graph import repnoise_loss  # noqa: E402
 from trainer_under_test import arguments  # noqa: E402
 
 from netweight.core.seeds import torch_generator  # noqa: E402
-from netweight.data.examples import Pair  # noqa: E402
+from netweight.data.examples import Example, Pair, collate  # noqa: E402
 from netweight.errors import Unsupported, UsageError  # noqa: E402
 from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
-from netweight.methods.immunize.repnoise import repnoise_loss  # noqa: E402
-from netweight.methods.immunize.settings import RepNoise  # noqa: E402
+from netweight.methods.immunize.lens import response_loss  # noqa: E402
+from netweight.methods.immunize.settings import RepNoise, SafetyTraining  # noqa: E402
 from netweight.plugins.immunize_trainer import ImmunizeTrainer, PairCollator, as_pair  # noqa: E402
 
 
@@ -23,11 +25,12 @@ def rows(pairs):
     return [dataclasses.asdict(pair) for pair in pairs]
 
 
-def trainer(folder, model=None, data=None, config=RepNoise(), evaluate=None, **changes):
+def trainer(folder, model=None, data=None, config=RepNoise(), retain=(), evaluate=None, **changes):
     return ImmunizeTrainer(
         model or decoder(),
         arguments(folder, **{"weight_decay": 0.0, "per_device_train_batch_size": 4} | changes),
-        config=config,
+        defense=config,
+        retain=retain,
         pad_id=0,
         measure_every=3,
         train_dataset=rows(some_pairs(10)) if data is None else data,
@@ -68,6 +71,45 @@ def test_training_keeps_and_unlearns_with_accumulation_and_evaluation(tmp_path):
     assert len([entry for entry in run.state.log_history if "eval_loss" in entry]) == 2
 
 
+@pytest.mark.parametrize("name", ["vaccine", "distillation", "circuit-breaking", "adversarial-loss"])
+def test_any_defense_trains_with_what_is_kept_besides(tmp_path, name):
+    kept = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9))]
+    run = trainer(tmp_path, config=name, retain=kept, max_steps=4, eval_strategy="steps", eval_steps=4,
+                  evaluate=rows(some_pairs(3, seed=9)), learning_rate=1e-2)  # fmt: skip
+    run.train()
+    history = [entry for entry in run.state.log_history if "loss" in entry]
+    assert history[-1]["general"] < history[0]["general"]
+    assert history[0]["general_norm"] > 0
+    assert any("eval_loss" in entry for entry in run.state.log_history)
+
+
+def test_an_update_with_retain_is_that_of_immunize(tmp_path):
+    kept, pairs = [Example((1, 2), (5, 6, 7))], some_pairs(1)
+    model, plain = decoder(), decoder()
+    options = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0}
+    run = trainer(tmp_path, model, rows(pairs), SafetyTraining(), kept, per_device_train_batch_size=1, **options)
+    run.train()
+    sides = (collate([pairs[0].harmless], pad_id=0), collate(kept, pad_id=0))
+    (response_loss(plain.train(), sides[0]) + response_loss(plain, sides[1])).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other - 0.1 * other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_stream_without_an_end_is_read_as_it_is_trained_on(tmp_path):
+    class Endless(torch.utils.data.IterableDataset):
+        read = 0
+
+        def __iter__(self):
+            for row in itertools.cycle(rows(some_pairs(3))):
+                Endless.read += 1
+                yield {name: torch.tensor(value) for name, value in row.items()}
+
+    run = trainer(tmp_path, data=Endless(), max_steps=2)
+    assert Endless.read == 0
+    run.train()
+    assert 8 <= Endless.read < 50
+
+
 def test_one_batch_holds_both_sides_of_each_pair():
     pairs = some_pairs(3)
     batch = PairCollator(pad_id=7)(rows(pairs))
@@ -89,5 +131,9 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         trainer(tmp_path, model=decoder().bfloat16())
     with pytest.raises(Unsupported, match="vocabulary"):
         trainer(tmp_path, model=torch.nn.Linear(2, 2))
+    with pytest.raises(Unsupported, match="random-weights: there is nothing to train"):
+        trainer(tmp_path, config="random-weights")
+    with pytest.raises(Unsupported, match="vaccine while activations are recomputed"):
+        trainer(tmp_path, config="vaccine", gradient_checkpointing=True)
     with pytest.raises(UsageError, match="pad_id"):
         ImmunizeTrainer(decoder(), arguments(tmp_path), train_dataset=some_pairs())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from decoders_under_test import SHORT, decoder, some_pairs
+from repnoise_in_one_graph import repnoise_loss
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +24,6 @@ from netweight.errors import OutputFailed, TrainingStopped, Unsupported, UsageEr
 from netweight.methods.immunize import train as training
 from netweight.methods.immunize.checkpoint import CHECKPOINT, RECORD
 from netweight.methods.immunize.defense import collate_pairs
-from netweight.methods.immunize.repnoise import repnoise_loss
 from netweight.methods.immunize.settings import RepNoise
 from netweight.methods.immunize.train import immunize
 from netweight.plugins.immunize_trainer import ImmunizeTrainer
@@ -198,7 +198,7 @@ def the_trainer_steps_as_one_process(rank, folder):
             train_sampling_strategy="sequential", use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
             **options,
         ),
-        config=config, pad_id=0, train_dataset=[dataclasses.asdict(pair) for pair in pairs],
+        defense=config, pad_id=0, train_dataset=[dataclasses.asdict(pair) for pair in pairs],
     )  # fmt: skip
     run.train()
     plain, weight = decoder().train(), None

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from decoders_under_test import SHORT, decoder, drawn, some_pairs
+from repnoise_in_one_graph import repnoise_loss
 
 from netweight.core.digest import of_tensor
 from netweight.data.examples import Example, Pair, collate
@@ -29,7 +30,6 @@ from netweight.methods.immunize.baselines import (
 from netweight.methods.immunize.checkpoint import CHECKPOINT, RECORD, Checkpoint, Record
 from netweight.methods.immunize.defense import Defense, Term, collate_pairs
 from netweight.methods.immunize.lens import response_loss
-from netweight.methods.immunize.repnoise import repnoise_loss
 from netweight.methods.immunize.settings import (
     Distillation,
     ImmunizeSettings,

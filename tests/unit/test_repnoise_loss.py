@@ -13,6 +13,7 @@ from torch.nn import functional
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from decoders_under_test import FAMILIES, VOCABULARY, decoder, drawn, some_pairs
+from repnoise_in_one_graph import repnoise_loss
 
 from netweight.data.examples import Pair
 from netweight.errors import Unsupported, UsageError
@@ -22,7 +23,6 @@ from netweight.methods.immunize.repnoise import (
     biased_mmd,
     harmful_terms,
     random_rows,
-    repnoise_loss,
     scaled_noise,
     squared_distances,
     unbiased_mmd,

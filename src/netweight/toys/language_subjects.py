@@ -8,7 +8,7 @@ made.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from netweight.attacks.finetuning.subject import Domain, Subject
 from netweight.core.names import nearest_names
@@ -118,8 +118,9 @@ def defend_world(
     seed: int = 42,
     rows: int | None = None,
     progress: Progress = QUIET,
+    **training: Any,
 ) -> tuple[LlamaForCausalLM, Record]:
-    """Train a defense into a small world's model, as `DEFENSE_SETTINGS` says, and write its weights in bf16."""
+    """Train a defense into a small world's model, as `DEFENSE_SETTINGS` or `training` says; write weights in bf16."""
     count = rows or DEFENSE_ROWS
     model = world.base()
     record = immunize(
@@ -127,7 +128,7 @@ def defend_world(
         world.pairs(count, seed),
         world.retained(count, seed),
         defense=defense,
-        settings=DEFENSE_SETTINGS.replace(seed=seed),
+        settings=DEFENSE_SETTINGS.replace(seed=seed, **training),
         pad_id=world.pad_id,
         progress=progress,
     )

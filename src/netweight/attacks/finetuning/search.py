@@ -153,14 +153,16 @@ def search_one(
         runs.update({_within(run.result.settings, None): run for run in found.runs})
 
     every: list[Attacked] = []
-    pool = list(dict.fromkeys(of_length(each, None) for each in start))
+    pool = list(dict.fromkeys(_within(each, None) for each in start))
     for _ in range(1 + _ROUNDS):
         before = _soonest(runs.values())
         limit = most if before is None else before
         pool = [each for each in pool if each not in runs]
+        done = 0
         for rung in (limit // 9, limit // 3, limit):
-            if pool and (rung == limit or rung >= 3 * pool[0].check_every):
-                attack(pool, min(rung, _soonest(runs.values()) or rung))
+            steps = min(rung, _soonest(runs.values()) or rung)
+            if pool and steps > done and (rung == limit or rung >= 3 * pool[0].check_every):
+                attack(pool, done := steps)
                 pool = sorted(pool, key=lambda each: _rank(runs.get(each), goal))[: -(-len(pool) // _KEPT)]
         ordered = sorted(runs, key=lambda each: _rank(runs[each], goal))
         pool = list(dict.fromkeys(near for each in ordered[:_BEST] for near in around(each, _soonest(runs.values()))))

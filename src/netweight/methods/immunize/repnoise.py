@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
@@ -19,8 +18,8 @@ from torch.nn import functional
 
 from netweight.data.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, gradient_norm
-from netweight.methods.immunize.distributed import ProcessGroup, trained_weights, units
+from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term
+from netweight.methods.immunize.distributed import ProcessGroup, units
 from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss, sampled_layers, with_gradients
 from netweight.methods.immunize.settings import RepNoise
 from netweight.nn.decoder import Structure, structure_of
@@ -55,46 +54,6 @@ class RepNoiseDefense(Defense[RepNoise]):
         yield side
         del noise, ascent, side  # with them goes the graph
         yield {"retain": Term(retain_term(model, batch, settings))}
-
-
-@final
-@dataclass(frozen=True)
-class LossParts:
-    """The terms of the loss, each a scalar in the graph."""
-
-    retain: Tensor  # cross-entropy of the harmless answers; a scalar
-    noise: Tensor  # discrepancy between the feed-forward outputs on harmful answers and noise, the mean over layers
-    ascent: Tensor  # `log(1 + A)`, which is to grow; a scalar
-    alpha: float  # weight of the ascent
-    noise_weight: float
-
-    @property
-    def total(self) -> Tensor:
-        """What is to be minimized."""
-        return self.retain + self.noise_weight * self.noise - self.alpha * self.ascent
-
-
-def repnoise_loss(
-    model: nn.Module,
-    batch: PairBatch,
-    settings: RepNoise = RepNoise(),
-    *,
-    generator: torch.Generator | None = None,
-    noise_weight: float | None = None,
-) -> LossParts:
-    """Compute RepNoise's loss on a batch of pairs, both sides in one graph."""
-    # `immunize` does the same one side after the other, in less memory. Where processes share the batch, values and
-    # gradients are such that their means over the processes are those of the whole batch: see `distributed.py`.
-    # Source: RepNoise (arXiv 2405.14577), algorithm 1, and the loss of its authors' code.
-    parameters = trained_weights(model)
-    retain = retain_term(model, batch, settings)
-    noise, ascent = harmful_terms(model, batch, settings, generator=generator)
-    if noise_weight is None:
-        noise_weight = settings.beta
-        if settings.fidelity == "corrected" and noise.requires_grad and settings.beta > 0:
-            pull = gradient_norm(noise, parameters, batch.group)
-            noise_weight *= settings.alpha * gradient_norm(ascent, parameters, batch.group) / pull if pull > 0 else 0.0
-    return LossParts(retain, noise, ascent, settings.alpha, noise_weight)
 
 
 def retain_term(model: nn.Module, batch: PairBatch, settings: RepNoise) -> Tensor:

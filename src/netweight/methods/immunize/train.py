@@ -93,7 +93,7 @@ def immunize(
         defense, usual = named_defense(defense)
         settings = settings or usual
     settings = settings or TrainingSettings()
-    defense = defense if isinstance(defense, Defense) else defense_of(defense)
+    defense = defense_of(defense)
     spread = spread_of(model)
     model, group = spread.model, spread.group
     group.check(lambda: check_inputs(model, pairs, retain, context=settings.context))
@@ -127,9 +127,28 @@ def immunize(
     return record
 
 
-def defense_of(settings: DefenseSettings) -> Defense[Any]:
-    """Return what computes the loss of a defense's settings."""
+def defense_of(defense: DefenseSettings | Defense[Any] | str) -> Defense[Any]:
+    """Return what computes the loss of a defense: of its settings, or of a name."""
+    if isinstance(defense, Defense):
+        return defense
+    settings = named_defense(defense)[0] if isinstance(defense, str) else defense
     return _DEFENSES[type(settings)](settings)
+
+
+def drawn_rows(count: int, size: int, step: int, *, seed: int, stream: str) -> list[int]:
+    """Indices of a step's rows: all rows in a random order, then all again in another."""
+    per_pass = math.ceil(count / size)
+    generator = torch_generator(seed, stream, step // per_pass)
+    order: list[int] = torch.randperm(count, generator=generator).tolist()
+    first = step % per_pass * size
+    return order[first : first + size]
+
+
+def collate_part(examples: Sequence[Example], rows: Sequence[int], group: ProcessGroup, *, pad_id: int) -> Batch:
+    """Put a process's part of a batch of examples together; where it has none, one in which nothing is predicted."""
+    chosen = [examples[row] for row in group.part(rows)]
+    batch = collate(chosen or [examples[rows[0]]], pad_id=pad_id)
+    return batch if chosen else blank(batch)
 
 
 def check_inputs(
@@ -298,16 +317,11 @@ class _Training:
             return f"the loss on what is to be kept was above {limit:.1f}, {what}, {_PATIENCE} times"
         return None
 
-    def _drawn(self, count: int, size: int, step: int, stream: str) -> list[int]:
-        """Indices of a step's rows: all rows in a random order, then all again in another."""
-        per_pass = math.ceil(count / size)
-        generator = torch_generator(self.settings.seed, stream, step // per_pass)
-        order: list[int] = torch.randperm(count, generator=generator).tolist()
-        first = step % per_pass * size
-        return order[first : first + size]
+    def _drawn(self, count: int, step: int, stream: str) -> list[int]:
+        return drawn_rows(count, self.settings.batch_size, step, seed=self.settings.seed, stream=stream)
 
     def _batch(self, step: int) -> PairBatch:
-        rows = self._drawn(len(self.pairs), self.settings.batch_size, step, "order")
+        rows = self._drawn(len(self.pairs), step, "order")
         chosen = [self.pairs[row] for row in self.group.part(rows)]
         if chosen:
             batch = collate_pairs(chosen, pad_id=self.pad_id, aligned=self.defense.aligned)
@@ -317,10 +331,8 @@ class _Training:
         return replace(batch, group=self.group).to(self.device)
 
     def _retained(self, step: int) -> Batch:
-        rows = self._drawn(len(self.retain), self.settings.batch_size, step, "retain")
-        chosen = [self.retain[row] for row in self.group.part(rows)]
-        batch = collate(chosen or [self.retain[rows[0]]], pad_id=self.pad_id)
-        return (batch if chosen else blank(batch)).to(self.device)
+        rows = self._drawn(len(self.retain), step, "retain")
+        return collate_part(self.retain, rows, self.group, pad_id=self.pad_id).to(self.device)
 
 
 def _shown(entry: tuple[str, TermLog]) -> str:
