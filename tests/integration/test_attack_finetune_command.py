@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 
 import pytest
@@ -191,6 +192,9 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     assert "no config.json" in refused("--also", f"frozen={tmp_path / 'nothing'}")
     assert "compared with a base" in call(case, tmp_path / "out", "--also", f"b={case / 'base'}", base=False).output
     assert "No row has the category 'poetry'" in refused("--withhold", "poetry")
+    shutil.copytree(case / "base", tmp_path / "chatty")
+    (tmp_path / "chatty" / "immunize.json").write_text('{"settings": {"chat": true}}')
+    assert "Give --chat" in refused("--also", f"chatty={tmp_path / 'chatty'}")
 
 
 def test_rows_with_one_prompt_are_not_parted():

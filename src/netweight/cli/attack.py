@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from netweight.cli.output import FOLDER, OUTPUT_FOLDER, Output, end_attack, new_
 from netweight.core.lazy import import_named
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, UsageError
+from netweight.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,13 +30,26 @@ if TYPE_CHECKING:
     from netweight.attacks.gradient_inversion.client import LocalUpdate
 
 
-@click.command("finetune")
-@click.argument("model", type=FOLDER)
-@options(FolderAttack)
-@click.option("--seed", default=0, show_default=True, help="Seed of the held-out rows and of the intervals.")
-@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for the results.")
-@output_option
-@click.pass_context
+@click.group()
+def attack() -> None:
+    """Attack a model or an update, to see what it gives away."""
+
+
+def _command(
+    name: str, settings: type[Settings], *, seed: str, model: bool = True
+) -> Callable[[Callable[..., None]], click.Command]:
+    """An attack's command: settings, seed, folder for results, form of output and, but for updates, a MODEL folder."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        folder = click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for the results.")
+        seeded = click.option("--seed", default=0, show_default=True, help=seed)
+        function = options(settings)(seeded(folder(output_option(click.pass_context(function)))))
+        return attack.command(name)(click.argument("model", type=FOLDER)(function) if model else function)
+
+    return decorate
+
+
+@_command("finetune", FolderAttack, seed="Seed of the held-out rows and of the intervals.")
 def finetune(
     context: click.Context, /, model: Path, settings: FolderAttack, out: Path, seed: int, output: Output
 ) -> None:
@@ -66,13 +81,7 @@ def finetune(
     )  # fmt: skip
 
 
-@click.command("embedding")
-@click.argument("model", type=FOLDER)
-@options(FolderSearch)
-@click.option("--seed", default=0, show_default=True, help="First seed of the searches, and that of the intervals.")
-@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for the results.")
-@output_option
-@click.pass_context
+@_command("embedding", FolderSearch, seed="First seed of the searches, and that of the intervals.")
 def embedding(
     context: click.Context, /, model: Path, settings: FolderSearch, out: Path, seed: int, output: Output
 ) -> None:
@@ -108,13 +117,7 @@ def embedding(
     )  # fmt: skip
 
 
-@click.command("refusal")
-@click.argument("model", type=FOLDER)
-@options(RefusalSettings)
-@click.option("--seed", default=0, show_default=True, help="Seed of the order of prompts.")
-@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for the report.")
-@output_option
-@click.pass_context
+@_command("refusal", RefusalSettings, seed="Seed of the order of prompts.")
 def refusal(
     context: click.Context, /, model: Path, settings: RefusalSettings, seed: int, out: Path, output: Output
 ) -> None:
@@ -136,14 +139,8 @@ def refusal(
     )  # fmt: skip
 
 
-@click.command("safeguards")
-@click.argument("model", type=FOLDER)
-@options(SafeguardSettings)
-@click.option("--seed", default=0, show_default=True, help="Seed of held-out rows, orders of prompts and intervals.")
-@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for the results.")
+@_command("safeguards", SafeguardSettings, seed="Seed of held-out rows, orders of prompts and intervals.")
 @click.option("--card", is_flag=True, help="Say in MODEL/README.md what was found.")
-@output_option
-@click.pass_context
 def safeguards(
     context: click.Context, /, model: Path, settings: SafeguardSettings, seed: int, out: Path, card: bool,
     output: Output,
@@ -179,23 +176,7 @@ def safeguards(
     )  # fmt: skip
 
 
-@click.group()
-def attack() -> None:
-    """Attack a model or an update, to see what it gives away."""
-
-
-attack.add_command(embedding)
-attack.add_command(finetune)
-attack.add_command(refusal)
-attack.add_command(safeguards)
-
-
-@attack.command("gradient-inversion")
-@options(InversionSettings)
-@click.option("--seed", default=0, show_default=True, help="Seed of the starting points.")
-@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder for the results.")
-@output_option
-@click.pass_context
+@_command("gradient-inversion", InversionSettings, seed="Seed of the starting points.", model=False)
 def gradient_inversion(
     context: click.Context, /, settings: InversionSettings, seed: int, out: Path, output: Output
 ) -> None:

@@ -141,6 +141,14 @@ def _check(model: Path | None, settings: FolderAttack) -> None:
     if settings.base is not None:
         for folder in folders[1:]:
             _check_alike(settings.base, folder)
+    for folder in folders:
+        record = folder / "immunize.json"
+        chat = record.is_file() and json.loads(record.read_text(encoding="utf-8"))["settings"].get("chat", False)
+        if chat and not settings.chat and settings.grid != "adaptive":  # a search tries the chat template by itself
+            raise UsageError(
+                f"The defense of {folder} was trained on the chat template, and the attack has another.",
+                cure="Give --chat, or --grid adaptive.",
+            )
     _check_rows(settings)
 
 

@@ -6,7 +6,7 @@ The defended folder holds, beside the weights, the record of every step and a re
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -84,6 +84,8 @@ def immunize_folder(
         record = immunize(
             network, pairs, kept, defense=defense, settings=training, folder=job, pad_id=pad, progress=progress
         )
+        if settings.chat:  # so that attacks in another format are noticed
+            record = replace(record, settings={**record.settings, "chat": True})
         report = _report(source, destination, settings, record, command, analyzed=before is not None)
         if before is not None:
             changes = weight_changes(load_causal_lm(source)[0], network)  # the model before is opened again
