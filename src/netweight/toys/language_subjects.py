@@ -81,16 +81,9 @@ def subject_of_world(
 
 
 def undefended_subject(
-    model: Control = "aligned",
-    *,
-    world: WorldName = "ciphers",
-    folder: str | None = None,
-    samples: int = 4096,
-    held_out: int = 64,
-    task_threshold: float | None = None,
-    seed: int = 0,
+    model: Control = "aligned", *, world: WorldName = "ciphers", folder: str | None = None, seed: int = 0, **data: Any
 ) -> Subject:
-    """Make an undefended subject or a control of a small world: a factory for sweeps."""
+    """Make an undefended subject or a control of a small world, `data` as of `subject_of_world`: a factory."""
     known = get_args(Control)
     if model not in known:
         raise NameNotFound(
@@ -99,15 +92,7 @@ def undefended_subject(
     opened_world = world_named(world, folder)
     victim = opened_world.random_model(seed) if model == "random weights" else opened_world.base()
     harmful: Literal["guard", "new"] = "new" if model == "relearn ceiling" else "guard"
-    return subject_of_world(
-        opened_world,
-        victim,
-        harmful=harmful,
-        samples=samples,
-        held_out=held_out,
-        task_threshold=task_threshold,
-        seed=seed,
-    )
+    return subject_of_world(opened_world, victim, harmful=harmful, seed=seed, **data)
 
 
 def defend_world(
@@ -136,26 +121,7 @@ def defend_world(
     return opened(world.language.shape, Path(file)), record
 
 
-def defended_subject(
-    file: str,
-    *,
-    world: WorldName = "ciphers",
-    folder: str | None = None,
-    samples: int = 4096,
-    held_out: int = 64,
-    reference_utility: float | None = None,
-    task_threshold: float | None = None,
-    seed: int = 0,
-) -> Subject:
-    """Make a subject of what `defend_world` wrote: a factory for sweeps."""
+def defended_subject(file: str, *, world: WorldName = "ciphers", folder: str | None = None, **data: Any) -> Subject:
+    """Make a subject of what `defend_world` wrote, `data` as of `subject_of_world`: a factory for sweeps."""
     opened_world = world_named(world, folder)
-    victim = opened(opened_world.language.shape, Path(file))
-    return subject_of_world(
-        opened_world,
-        victim,
-        samples=samples,
-        held_out=held_out,
-        reference_utility=reference_utility,
-        task_threshold=task_threshold,
-        seed=seed,
-    )
+    return subject_of_world(opened_world, opened(opened_world.language.shape, Path(file)), **data)
