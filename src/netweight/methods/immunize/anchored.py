@@ -49,11 +49,13 @@ class DistillationDefense(_Anchored[Distillation]):
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        initial = getattr(getattr(model, "config", None), "initializer_range", None)
         with super().prepared(model, seed=seed):
             for name, value in model.named_parameters():
                 if value.requires_grad and value.dim() > 1:
                     drawn = torch.randn(value.shape, generator=torch_generator(seed, name))
-                    value.data.lerp_(drawn.to(value) * value.data.std(), self.settings.noise)
+                    std = value.data.std() if initial is None else initial
+                    value.data.lerp_(drawn.to(value) * std, self.settings.noise)
             yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:

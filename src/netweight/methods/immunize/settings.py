@@ -145,7 +145,7 @@ class Distillation(DefenseSettings):
     """
 
     noise: float = Field(
-        0.8, ge=0, le=1, description="Share of every matrix that becomes noise of its own size (distillation)."
+        0.8, ge=0, le=1, description="Share of every matrix that becomes noise, as of new weights (distillation)."
     )
     random_rows: float = Field(
         0.3, ge=0,
