@@ -71,7 +71,7 @@ def test_training_keeps_and_unlearns_with_accumulation_and_evaluation(tmp_path):
     assert len([entry for entry in run.state.log_history if "eval_loss" in entry]) == 2
 
 
-@pytest.mark.parametrize("name", ["vaccine", "distillation", "circuit-breaking", "adversarial-loss"])
+@pytest.mark.parametrize("name", ["vaccine", "distillation", "adversarial-loss"])
 def test_any_defense_trains_with_what_is_kept_besides(tmp_path, name):
     kept = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9))]
     run = trainer(tmp_path, config=name, retain=kept, max_steps=4, eval_strategy="steps", eval_steps=4,
@@ -134,6 +134,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(Unsupported, match="random-weights: there is nothing to train"):
         trainer(tmp_path, config="random-weights")
     with pytest.raises(Unsupported, match="vaccine while activations are recomputed"):
-        trainer(tmp_path, config="vaccine", gradient_checkpointing=True)
+        trainer(tmp_path, config="vaccine", activation_checkpointing=True)
     with pytest.raises(UsageError, match="pad_id"):
         ImmunizeTrainer(decoder(), arguments(tmp_path), train_dataset=some_pairs())

@@ -80,9 +80,8 @@ def test_every_defense_does_what_its_loss_says(name):
         remove_security_vectors(model)
         assert sides(model, pairs) == pytest.approx(before)
         assert {key for key, value in model.named_parameters() if value.requires_grad} == old.keys()
-    elif name in ("distillation", "circuit-breaking"):
-        assert last[wanted := next(iter(last))].value < record.steps[0].terms[wanted].value
-        assert wanted == ("retain" if name == "distillation" else "turning")
+    elif name == "distillation":
+        assert all(term.value < record.steps[0].terms[key].value for key, term in last.items())
     elif name == "gradient-ascent":
         assert harmful > before[1] + 0.5
         assert "retain" not in last
@@ -342,9 +341,7 @@ def test_activation_checkpointing_changes_nothing(defense):
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "defense", ["repnoise", "repnoise-reference", "vaccine", "distillation", "circuit-breaking", "security-vectors"]
-)
+@pytest.mark.parametrize("defense", ["repnoise", "repnoise-reference", "vaccine", "distillation", "security-vectors"])
 def test_every_defense_runs_on_narrow_weights(defense):
     model, pairs = decoder().bfloat16(), some_pairs(4)
     record = immunize(model, pairs, defense=defense, settings=SHORT.replace(epochs=3))

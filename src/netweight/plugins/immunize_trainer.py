@@ -110,7 +110,7 @@ class ImmunizeTrainer(Trainer):
                 f"{len(narrow)} trained weights, such as {narrow[0]!r}, are narrower than float32.",
                 cure="Load the model in float32 and pass bf16=True, or use immunize, which steps in float32.",
             )
-        recomputes = getattr(args, "gradient_checkpointing", False)
+        recomputes = getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False)
         if not self._defense.trains or (recomputes and isinstance(self._defense, VaccineDefense)):
             why = " while activations are recomputed" if self._defense.trains else ": there is nothing to train"
             raise Unsupported(f"ImmunizeTrainer cannot do {self._defense.name}{why}.", cure="Use immunize.")

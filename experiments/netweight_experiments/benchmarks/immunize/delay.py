@@ -41,8 +41,7 @@ ARMS = {
     "repnoise": "repnoise",
     "repnoise, no noise": RepNoise(beta=0.0),
     "repnoise-reference": "repnoise-reference",
-    **{name: name for name in ("gradient-ascent", "adversarial-loss", "safety-training", "vaccine")},
-    **{name: name for name in ("distillation", "circuit-breaking")},
+    **{name: name for name in ("gradient-ascent", "adversarial-loss", "safety-training", "vaccine", "distillation")},
 }
 # What is not as of other arms: weights that are noise in part take more steps, at a larger rate.
 TRAINED = {"distillation": {"lr": 3e-3, "epochs": 2}}

@@ -154,15 +154,6 @@ class Distillation(DefenseSettings):
     )  # fmt: skip
 
 
-class CircuitBreaking(DefenseSettings):
-    """Turn the states on harmful answers away from the original's, and keep those on harmless ones.
-
-    Source: Zou et al., circuit breakers (arXiv 2406.04313), without its schedule of weights.
-    """
-
-    alpha: float = Field(1.0, ge=0, description="Weight of the turning, by the cosine between the states.")
-
-
 class RandomWeights(DefenseSettings):
     """New random weights: a control without any ability to bring back. Source: RepNoise (arXiv 2405.14577)."""
 
@@ -227,7 +218,6 @@ ImmunizeSettings.offer(
         "gradient-ascent": _of_folder(GradientAscent).partial(),
         "adversarial-loss": _of_folder(AdversarialLoss).partial(lr=1e-5),
         "distillation": _of_folder(Distillation).partial(lr=1e-4),
-        "circuit-breaking": _of_folder(CircuitBreaking).partial(),
         "random-weights": _of_folder(RandomWeights).partial(),
     },
 )

@@ -20,10 +20,11 @@ from netweight.data.examples import Batch, Example, Pair, collate
 from netweight.errors import TrainingStopped, UsageError
 from netweight.hf.load_language_model import check_finite, positions_of
 from netweight.job import Job
-from netweight.methods.immunize import anchored, baselines
+from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
 from netweight.methods.immunize.checkpoint import CHECKPOINT, Checkpoint, MasterWeights, Record, StepLog, TrainingJob
 from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, TermLog, backward, blank, collate_pairs
+from netweight.methods.immunize.distillation import DistillationDefense
 from netweight.methods.immunize.distributed import ProcessGroup, Spread, spread_of, whole
 from netweight.methods.immunize.repnoise import RepNoiseDefense
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings, named_defense
@@ -40,8 +41,7 @@ _DEFENSES: Mapping[type[DefenseSettings], type[Defense[Any]]] = {
     known.AdversarialLoss: baselines.AdversarialLossDefense,
     known.RandomWeights: baselines.RandomWeightsDefense,
     known.Vaccine: baselines.VaccineDefense,
-    known.Distillation: anchored.DistillationDefense,
-    known.CircuitBreaking: anchored.CircuitBreakingDefense,
+    known.Distillation: DistillationDefense,
     known.SecurityVectors: baselines.SecurityVectorsDefense,
 }
 
