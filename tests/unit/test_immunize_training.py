@@ -127,7 +127,7 @@ def test_a_distillation_imitates_the_original_from_weights_that_are_noise_in_par
     immunize(model, pairs, defense=Distillation(noise=0.5), settings=settings)
     for name, value in model.named_parameters():
         moved = (value - old[name]).norm() / old[name].norm()
-        assert moved < 1e-6 if value.dim() == 1 else 0.5 < moved < 1.0
+        assert moved < 1e-6 if value.dim() == 1 else 0.4 < moved < 1.0
 
 
 @pytest.mark.parametrize("defense", ["repnoise", "distillation", "security-vectors"])
