@@ -115,7 +115,7 @@ class ImmunizeTrainer(Trainer):
             why = " while activations are recomputed" if self._defense.trains else ": there is nothing to train"
             raise Unsupported(f"ImmunizeTrainer cannot do {self._defense.name}{why}.", cure="Use immunize.")
         for rows in (train_dataset, kwargs.get("eval_dataset")):
-            if hasattr(rows, "__len__"):
+            if rows is not None and hasattr(rows, "__len__"):
                 check_inputs(model, [as_pair(row) for row in rows], retain)
         kwargs.setdefault("data_collator", PairCollator(pad_id, aligned=self._defense.aligned))
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
@@ -128,7 +128,8 @@ class ImmunizeTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, with the model made ready for the defense."""
-        with self._defense.prepared(self.model, seed=derive(self.args.seed, "prepare")):
+        model: Any = self.model
+        with self._defense.prepared(model, seed=derive(self.args.seed, "prepare")):
             return super().train(*args, **kwargs)
 
     def compute_loss(
