@@ -256,7 +256,7 @@ def corrected(
         target: The attribute that is edited.
         how: Rounds and sizes.
         ranges: How far each attribute reaches.
-        seed: Of noises.
+        seed: Decides on noises.
         progress: Where to show it.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,9 @@ import torch
 
 from netweight.core.engines import Engine
 from netweight.core.lazy import import_named
-from netweight.core.names import nearest_names
+from netweight.core.names import Select, nearest_names
 from netweight.core.progress import Progress
+from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, NetweightError, UsageError
 from netweight.methods.space.directions import bootstrap_cosine, fit_direction
 from netweight.methods.space.edits import Move, edit
@@ -22,7 +23,6 @@ from netweight.methods.space.fitting.basis import Sketch
 from netweight.methods.space.fitting.gram import inner_products, norms_of, stacks_of
 from netweight.methods.space.inversion import InversionTarget, InversionTask, invert_targets
 from netweight.methods.space.labels import Labels, read_labels
-from netweight.methods.space.merging import merged
 from netweight.methods.space.points import Direction, Points, read_direction, read_points, scores_digest
 from netweight.methods.space.predict import Predicted, predict
 from netweight.methods.space.sampling import (
@@ -45,7 +45,7 @@ from netweight.methods.space.settings import (
     SampleSettings,
 )
 from netweight.methods.space.space import WeightSpace
-from netweight.nn.lora import Adapter, AdapterStack
+from netweight.nn.lora import Adapter, AdapterStack, LowRank, side_by_side
 from netweight.report.finding import Finding
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.ingest import find_adapters
@@ -441,3 +441,79 @@ class ExportRecord:
             return cls(ranks=(low, high), **values)
 
         return read_record(Path(folder) / EXPORTED, made, version=_VERSION, of="an exported adapter")
+
+
+# Merges. Source: TIES (arXiv 2306.01708) and DARE (2311.03099), on the changes themselves, not on their factors.
+
+
+def merged(adapters: Sequence[Adapter], how: MergeSettings) -> Iterator[tuple[str, LowRank]]:
+    """Merge adapters, module by module.
+
+    Args:
+        adapters: At least one; a module that some of them lack is not changed by these.
+        how: Method, weights and density.
+
+    Returns:
+        Modules with their changes: exact in factors for a weighted sum, else of full rank.
+
+    Raises:
+        UsageError: There are more or fewer weights than adapters, or a module has two shapes.
+        NameNotFound: A pattern of blocks matches no module.
+    """
+    names = sorted({name for adapter in adapters for name in adapter.factors})
+    weights = _weights(names, len(adapters), how)
+    for name in names:
+        summed = side_by_side(name, adapters, weights[name])
+        if how.method == "linear":
+            yield name, summed
+        else:
+            parts = [
+                (number, one.factors[name].dense(), weights[name][number])
+                for number, one in enumerate(adapters)
+                if name in one.factors
+            ]
+            changes = [_trimmed(change.double(), how, name, number) for number, change, _ in parts]
+            yield name, LowRank.of(_joined(changes, [weight for _, _, weight in parts], how).float())
+
+
+def _weights(names: Sequence[str], count: int, how: MergeSettings) -> dict[str, list[float]]:
+    """The adapters' weights by module."""
+    weights = dict.fromkeys(names, _as_many(list(how.weights) or [1.0] * count, count, "--weight"))
+    for pattern, written in how.blocks:
+        try:
+            values = [float(value) for value in written.split(",")]
+        except ValueError as error:
+            raise UsageError(f"Weights {written!r} of {pattern!r} are no numbers.", cure="Write 1,0.5.") from error
+        weights |= dict.fromkeys(
+            Select(pattern).keys(list(names)),
+            _as_many(values * count if len(values) == 1 else values, count, "--block"),
+        )
+    return weights
+
+
+def _as_many(values: list[float], count: int, option: str) -> list[float]:
+    if len(values) != count:
+        raise UsageError(f"{count} adapters have {len(values)} weights ({option}).", cure="Give one for each.")
+    return values
+
+
+def _trimmed(change: Tensor, how: MergeSettings, name: str, number: int) -> Tensor:
+    """TIES keeps the largest entries; DARE random ones, which it enlarges so that their mean stays."""
+    if how.method == "ties":
+        kept = max(1, int(how.density * change.numel()))
+        flat = torch.zeros(change.numel(), dtype=change.dtype)
+        largest = change.abs().flatten().topk(kept).indices
+        flat[largest] = change.flatten()[largest]
+        return flat.view_as(change)
+    draw = torch_generator(how.seed, "dare", name, number)
+    return change * (torch.rand(change.shape, generator=draw) < how.density) / how.density
+
+
+def _joined(changes: Sequence[Tensor], weights: Sequence[float], how: MergeSettings) -> Tensor:
+    """A weighted sum; with elected signs, each entry is the mean of those that have the sign of their sum."""
+    weighted = torch.stack(list(changes)) * torch.tensor(weights, dtype=torch.float64)[:, None, None]
+    if how.method == "dare":
+        return weighted.sum(0)
+    elected = torch.where(torch.stack(list(changes)).sum(0) >= 0, 1.0, -1.0)
+    agreeing = torch.stack(list(changes)).sign() == elected
+    return (weighted * agreeing).sum(0) / agreeing.sum(0).clamp_min(1)

@@ -80,8 +80,8 @@ def predict(
         labels: What is known of them.
         columns: The attributes.
         adapters: Others, to be read; those of the bank that lack a label are read too.
-        folds: Of the held-out scores, 2 at least.
-        seed: Of folds and networks.
+        folds: Number of folds of the held-out scores, 2 at least.
+        seed: Decides on folds and networks.
         progress: Where to show it.
 
     Raises:

@@ -96,7 +96,7 @@ class DirectionSettings(CorrectionSettings):
         default=None, description='What measures labeled attributes in images, "module:name" of a `Reader`.'
     )
     prompts: Annotated[tuple[str, ...], Cli(name="--prompt")] = Field(
-        default=("",), description="Of these images, in turn for noises."
+        default=("",), description="Prompts of these images, in turn for noises."
     )
     guidance: float = Field(default=1.0, description="Scale of classifier-free guidance.")
     steps: int = Field(default=10, ge=1, description="Steps of the scheduler; gradients go through all of them.")
