@@ -4,12 +4,27 @@ This file holds lazy public names only (PEP 562): `import netweight` loads neith
 is imported from its own module the first time it is used. `docs/reference.md` is made from this table.
 """
 
+import sys
 from typing import Any
 
 from netweight.core.lazy import lazy_names
-from netweight.moved import install
 
-install()
+
+class _FormerNames:
+    """Finds modules under their former names; the table of these is imported when one may be asked for."""
+
+    packages = frozenset({"attacks", "evidence", "generate", "integrations", "methods", "probe", "store", "zoo"})
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any, target: Any = None) -> Any:
+        if not fullname.startswith("netweight.") or fullname.split(".")[1] not in cls.packages:
+            return None
+        from netweight.moved import FINDER
+
+        return FINDER.find_spec(fullname, path, target)
+
+
+sys.meta_path.insert(0, _FormerNames)  # before paths: former packages lead to those of today, and what is in them
 
 _find, _names, __all__ = lazy_names(
     __name__,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -117,7 +116,4 @@ class _Moved(MetaPathFinder, Loader):
             module.__spec__ = self._own.pop(module.__spec__.name, module.__spec__)
 
 
-def install() -> None:
-    """Let former names be imported."""
-    if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Moved())  # before paths, where a package of today may have a module of that name
+FINDER = _Moved()  # asked by `netweight/__init__.py`

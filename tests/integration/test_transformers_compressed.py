@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -387,13 +388,18 @@ def test_folders_that_do_not_fit_are_refused_by_name(tied, tmp_path):
         load(newer)
 
 
-def test_weights_that_only_the_configuration_ties_stay_apart_as_ever(tmp_path):
+def test_weights_that_only_the_configuration_ties_stay_apart_and_are_named(tmp_path, caplog, monkeypatch):
     torch.manual_seed(0)
     llama(False).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
     file = tmp_path / "dense" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
     netweight.compress_folder(tmp_path / "dense", tmp_path / "net")
-    ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f) for f in ("net", "dense"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with caplog.at_level("WARNING"):
+        ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "net")
+    for word in ("model.embed_tokens.weight", "lm_head.weight", "different values", "tie_word_embeddings=False"):
+        assert word in caplog.text
     assert ours.lm_head.weight is not ours.model.embed_tokens.weight
     assert same(ours, theirs)
 

@@ -25,7 +25,7 @@ def modules_after(code):
 def test_import_loads_nothing_but_itself():
     packages, own = modules_after("import netweight; dir(netweight)")
     assert not packages & HEAVY
-    assert own == {"netweight.core", "netweight.core.lazy", "netweight.moved"}
+    assert own == {"netweight.core", "netweight.core.lazy"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])

@@ -380,18 +380,24 @@ def test_what_a_layer_gives_may_be_changed_in_place(change, make):
     assert not differing(*models, lambda p: p.grad)
 
 
-def test_large_weights_are_multiplied_by_tiles_with_the_dense_bits():
+@pytest.mark.parametrize(("rows", "columns"), [(9000, 500), (2100, 1023)])
+def test_products_of_one_row_have_the_dense_bits(monkeypatch, rows, columns):
     torch.manual_seed(0)
-    dense = nn.Linear(512, 9000).bfloat16()
+    dense = nn.Linear(columns, rows, bias=False).bfloat16()
     model = copy.deepcopy(dense)
     netweight.compress_(model)
-    whole = []
+    tiled, by_tiles = [], functional._product_by_tiles
+    monkeypatch.setattr(
+        functional, "_product_by_tiles", lambda x, *stored: tiled.append(len(x)) or by_tiles(x, *stored)
+    )
     with torch.inference_mode():
-        for rows in (1, 3, 16, 1, 3, 16, 17):
-            x = torch.randn(rows, 1, 512).bfloat16()
+        for shape in ((1,), (1, 1), (3, 1)):  # the last by `linear`
+            x = torch.randn(*shape, columns).bfloat16()
             assert same(model(x), dense(x))
-            whole.append(sum(functional._tiles_agree.values()))
-    assert whole[-1] == 3  # of all three numbers of rows; 17 are not tiled
+    assert len(tiled) == (2 if functional._sums_as_linear((rows, columns), torch.get_num_threads()) else 0)
+    tiles = [tile.clone() for tile in functional._tiles(model.weight.stored.blob, (rows, columns))]
+    assert len(tiles) > 2
+    assert torch.equal(torch.cat(tiles), dense.weight)
 
 
 def test_weights_under_a_live_optimizer_stay_compressed():

@@ -408,8 +408,9 @@ def test_resharding_to_fewer_processes_is_refused():
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         four = torch.distributed.init_device_mesh("cpu", (4,))
+        model = fully_shard(pair(stack)[1], mesh=four, reshard_after_forward=2)
         with pytest.raises(Unsupported, match="reshard_after_forward=True or False"):
-            fully_shard(pair(stack)[1], mesh=four, reshard_after_forward=2)
+            model(numbers(torch.float32, 64, 0))
         fully_shard(pair(stack)[1], mesh=four, reshard_after_forward=4)  # as many as there are: the same as True
     finally:
         torch.distributed.destroy_process_group()

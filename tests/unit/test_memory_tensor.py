@@ -13,7 +13,6 @@ from torch import nn
 import netweight
 from netweight import CompressedTensor, codec
 from netweight.errors import DenseOnly, UsageError
-from netweight.methods.compress.runtime import functional
 from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, pack
 
 
@@ -275,16 +274,3 @@ def test_compiled_graphs_are_kept_by_what_they_depend_on():
     assert one != CompressedTensor.of(weights[0].bfloat16())._stable_hash_for_caching()
     assert one != CompressedTensor.of(weights[0][:4])._stable_hash_for_caching()
     assert one != CompressedTensor.of(weights[0])[1:]._stable_hash_for_caching()
-
-
-@pytest.mark.parametrize("mantissa_bits", [7, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tiles_are_the_rows_of_the_weight_one_after_another(monkeypatch, dtype, mantissa_bits):
-    monkeypatch.setattr(functional, "_TILE", 1 << 10)
-    monkeypatch.setattr(functional, "_LEAST_ROWS", 3)
-    weight = torch.randn(300, 70).to(dtype)
-    blob = codec.encode_lossy(weight, mantissa_bits=mantissa_bits, chunk_log2=10)  # rows lie across chunks
-    tiles = [(start, tile.clone()) for start, tile in functional._tiles(memoryview(blob), (300, 70), dtype)]
-    assert len(tiles) > 10 or mantissa_bits < 7
-    assert [start for start, _ in tiles] == [0, *torch.tensor([len(tile) for _, tile in tiles]).cumsum(0)[:-1].tolist()]
-    assert torch.equal(torch.cat([tile for _, tile in tiles]), codec.decode(blob))

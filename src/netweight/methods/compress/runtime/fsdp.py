@@ -1,22 +1,22 @@
 """Compressed weights under FSDP2: every process holds its rows compressed, and a gather moves compressed bytes.
 
-`torch.distributed.fsdp.fully_shard` cuts a weight by rows and calls two functions of the pieces: `before_gather` gives
-what is sent, `after_gather` makes the weight of what was received. All processes must send equally many bytes, and
-torch keeps a buffer of that size. So each weight has a capacity, the same everywhere: the largest piece, found by an
-all-reduce, and some headroom. Pieces bring their lengths with them, so that after a gather every process knows all of
-them: when a changed weight nears its capacity, all processes enlarge it alike before the next gather of it. A piece
-that has outgrown the capacity already is sent in two parts, the second by a gather of its own; nothing is ever cut off.
+`torch.distributed.fsdp.fully_shard` copies rows of a weight into zeros that the weight makes (`zeros`) and calls two
+functions of the pieces: `before_gather` gives what is sent, `after_gather` makes the weight of what was received. All
+processes must send equally many bytes, and torch keeps a buffer of that size. So each weight has a capacity, the same
+everywhere: the largest piece, found by an all-reduce, and some headroom. Pieces bring their lengths with them, so that
+after a gather every process knows all of them: when a changed weight nears its capacity, all processes enlarge it alike
+before the next gather of it. A piece that has outgrown the capacity already is sent in two parts, the second by a
+gather of its own; nothing is ever cut off.
 
-Nothing here asks where a payload is: what is gathered on a GPU is decoded there, and the host reads 16 bytes per
+Nothing here asks where a payload is: what is gathered on a GPU is decoded there, and the host reads 24 bytes per
 process and gather. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -27,8 +27,7 @@ from netweight.methods.compress.runtime.cuda import LENGTH
 from netweight.methods.compress.runtime.functional import decode
 from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, threads_for
 
-_FSDP = "torch.distributed.fsdp._fully_shard"
-# Bytes before a piece's payload: its rows, and nothing, so that the payload is aligned as in memory of its own.
+# Bytes before a piece's payload: its rows, those that it holds, and nothing, so that the payload is aligned.
 _FRONT = 64
 _ALIGN = 64
 
@@ -52,47 +51,26 @@ class _Sent:
     rest: torch.Tensor | None  # what of this process's payload was beyond the capacity
 
 
-_wires: WeakKeyDictionary[CompressedStorage, _Wire] = WeakKeyDictionary()
-
-
 # ---- cutting a weight into shards ------------------------------------------------------------------------------------
 
 
-def is_fsdp(caller: FrameType) -> bool:
-    """Whether FSDP2 is calling: some functions of a tensor do something else for it."""
-    return str(caller.f_globals.get("__name__", "")).startswith(_FSDP)
+def zeros(stored: CompressedStorage, shape: torch.Size, size: Any) -> CompressedStorage | None:
+    """What `weight.new_zeros(size)` gives: compressed if the size is that of a shard, into which FSDP2 copies its rows.
 
-
-def empty_shard(tensor: Any, size: torch.Size) -> Any:
-    """The shard that FSDP2 is about to fill, in place of zeros."""
-    stored = tensor.stored
-    if tuple(size[1:]) != tuple(stored.shape[1:]):
+    Shards of fewer rows than others stay views of these zeros. None where `size` is that of no shard.
+    """
+    if len(size) != len(shape) or sum(one != other for one, other in zip(size, shape, strict=True)) > 1:
+        return None
+    if stored.lossy:
         raise Unsupported(
-            f"A compressed weight of shape {tuple(stored.shape)} can be sharded by rows only, not to {tuple(size)}.",
-            cure="Leave it out of shard_placement_fn, or call netweight.decompress_(model) before fully_shard; "
-            "a model that is sharded in part must be made anew.",
+            f"A weight of shape {tuple(shape)} is kept rounded, and a shard of it would be rounded again.",
+            cure="Shard a model that was compressed without mantissa_bits, or keep it whole in every process: put it "
+            "into ignored_params.",
         )
-    empty = torch.empty((0, *size[1:]), dtype=stored.dtype, device=stored.payload.device)
+    empty = torch.zeros(size, dtype=stored.dtype, device=stored.payload.device)
     fresh = CompressedStorage.of(empty, level=stored.level, chunk_log2=stored.chunk_log2)
-    _wires[fresh] = _wires.get(stored) or _Wire()
-    return type(tensor)(fresh, (), torch.empty(size, dtype=stored.dtype, device="meta"))
-
-
-def shard_rows(tensor: Any, dim: int, start: int, length: int) -> Any:
-    """The rows of a shard that are not padding; for an `empty_shard` this says how many there will be."""
-    stored = tensor.stored
-    if dim or start or stored not in _wires or stored.shape[0] not in (0, length):
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.narrow(dim, start, length)
-    stored.shape = (length, *stored.shape[1:])
-    return type(tensor)(stored)
-
-
-def send_like(converted: Any, source: CompressedStorage) -> Any:
-    """Let a converted shard be sent as the one that it was made of."""
-    if source in _wires and hasattr(converted, "stored"):
-        _wires[converted.stored] = _wires[source]
-    return converted
+    fresh.wire = stored.wire or _Wire()
+    return fresh
 
 
 def local_part(value: Any) -> Any:
@@ -116,14 +94,16 @@ def dense_shard(value: Any) -> Any:
 
 
 @torch.no_grad()
-def before_gather(stored: CompressedStorage, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
+def before_gather(stored: CompressedStorage, rows: int, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
     """What this process sends: its shard's payload in a buffer as large as everybody's."""
-    wire, group = _wires.setdefault(stored, _Wire()), mesh.get_group()
+    wire = stored.wire = stored.wire or _Wire()  # a shard that was loaded has none
+    group = mesh.get_group()
     sent = _as_sent(stored, wire)
     if wire.capacity is None:
+        _refuse_resharding(wire)
         wire.capacity = _agreed(sent, group)
     buffer = sent.payload.new_zeros(wire.capacity)
-    buffer[:8].view(torch.int64).fill_(sent.shape[0])
+    buffer[:16].view(torch.int64).copy_(torch.tensor([rows, sent.shape[0]]))
     fitting = min(sent.payload.numel(), wire.capacity - _FRONT)
     buffer[_FRONT : _FRONT + fitting].copy_(sent.payload[:fitting])
     rest = sent.payload[fitting:].clone() if fitting < sent.payload.numel() else None
@@ -136,19 +116,19 @@ def after_gather(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
     """Decode all shards into the weight that layers calculate with."""
     pieces = _pieces(gathered, sent)
-    lengths, rows = _described(pieces)
+    lengths, rows, held = _described(pieces)
     longest = max(lengths)
     if longest > sent.capacity:
         pieces = _completed(pieces, longest, sent)
     if out is None:
         dense = torch.empty((sum(rows), *stored.shape[1:]), dtype=dtype, device=gathered.device)
-        _decode_all(pieces, rows, sent.dtype, dense)
+        _decode_all(pieces, rows, held, sent.dtype, dense)
     elif out.is_inference():
-        _decode_all(pieces, rows, sent.dtype, out)
+        _decode_all(pieces, rows, held, sent.dtype, out)
     else:
         # Autograd has saved this tensor; that its memory was freed and filled again is none of its business.
         with _unsafe_preserve_version_counter(out):
-            _decode_all(pieces, rows, sent.dtype, out)
+            _decode_all(pieces, rows, held, sent.dtype, out)
     del pieces
     _settle(stored, sent, dtype, longest, gathered)
     return (dense, (dense,)) if out is None else None
@@ -192,12 +172,12 @@ def _pieces(gathered: torch.Tensor, sent: _Sent) -> torch.Tensor:
     return every.set_(gathered.untyped_storage(), 0, (processes, sent.capacity))  # type: ignore[call-overload,no-any-return]
 
 
-def _described(pieces: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Of each piece its length in bytes, front included, and its rows."""
-    rows, lengths = (
-        pieces[:, start : start + 8].contiguous().view(torch.int64).reshape(-1).tolist() for start in (0, _FRONT)
+def _described(pieces: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
+    """Of each piece its length in bytes, front included, its rows, and how many it holds with those for padding."""
+    rows, held, lengths = (
+        pieces[:, start : start + 8].contiguous().view(torch.int64).reshape(-1).tolist() for start in (0, 8, _FRONT)
     )
-    return [_FRONT + LENGTH + length for length in lengths], rows
+    return [_FRONT + LENGTH + length for length in lengths], rows, held
 
 
 def _completed(pieces: torch.Tensor, longest: int, sent: _Sent) -> torch.Tensor:
@@ -212,19 +192,17 @@ def _completed(pieces: torch.Tensor, longest: int, sent: _Sent) -> torch.Tensor:
     return torch.cat([pieces, rests], dim=1)
 
 
-def _decode_all(pieces: torch.Tensor, rows: list[int], dtype: torch.dtype, dense: torch.Tensor) -> None:
+def _decode_all(
+    pieces: torch.Tensor, rows: list[int], held: list[int], dtype: torch.dtype, dense: torch.Tensor
+) -> None:
     start = 0
-    for piece, count in zip(pieces, rows, strict=True):
-        if count:
-            _decode_into(piece[_FRONT:], dtype, dense[start : start + count])
+    for piece, count, padded in zip(pieces, rows, held, strict=True):
+        payload, part = piece[_FRONT:], dense[start : start + count]
+        if count == padded and payload.is_cpu and part.dtype == dtype:
+            codec.decode_into(blob_of(payload), part, threads=threads_for(part.nbytes))
+        elif count:
+            part.copy_(decode(payload, (padded, *part.shape[1:]), dtype)[:count])
         start += count
-
-
-def _decode_into(payload: torch.Tensor, dtype: torch.dtype, rows: torch.Tensor) -> None:
-    if payload.is_cpu and rows.dtype == dtype:
-        codec.decode_into(blob_of(payload), rows, threads=threads_for(rows.nbytes))
-    else:
-        rows.copy_(decode(payload, rows.shape, dtype))
 
 
 def _settle(stored: CompressedStorage, sent: _Sent, dtype: torch.dtype, longest: int, gathered: torch.Tensor) -> None:
@@ -247,43 +225,59 @@ def _settle(stored: CompressedStorage, sent: _Sent, dtype: torch.dtype, longest:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def refuse_unknown_sharding(tensor: Any, caller: FrameType) -> None:
-    """Refuse other ways of sharding, which would cut the compressed bytes; all of them read the device first."""
-    name, function = str(caller.f_globals.get("__name__", "")), caller.f_code.co_name
-    if is_fsdp(caller):
-        _refuse_settings(tensor, caller)
-    elif name.startswith("torch.distributed.fsdp"):
-        raise Unsupported(
-            "FSDP's first version cannot shard compressed weights. Nothing was sharded.",
-            cure="Use its second, torch.distributed.fsdp.fully_shard; or netweight.decompress_(model) first.",
-        )
-    elif name.startswith("torch.distributed.tensor") and function == "distribute_tensor":
-        raise Unsupported(
-            "DTensor cannot distribute compressed weights. Nothing was distributed.",
-            cure="Use torch.distributed.fsdp.fully_shard; or call netweight.decompress_(model) first. "
-            "With accelerate, set fsdp_cpu_ram_efficient_loading to false.",
-        )
-
-
-def _refuse_settings(tensor: Any, caller: FrameType) -> None:
-    if tensor.stored.lossy:
-        raise Unsupported(
-            f"A weight of shape {tuple(tensor.shape)} is kept rounded, and a shard of it would be rounded again.",
-            cure="Shard a model that was compressed without mantissa_bits, or keep it whole in every process: put it "
-            "into ignored_params.",
-        )
-    # FSDP2 does not tell an extension how far it will reshard; its own parameter object knows.
-    after = getattr(caller.f_locals.get("self"), "post_forward_mesh_info", None)
-    if after is not None and after is not caller.f_locals.get("mesh_info", after):
-        raise Unsupported(
-            "Compressed weights cannot be resharded to another number of processes after the forward pass.",
-            cure="Pass reshard_after_forward=True or False to fully_shard.",
-        )
-
-
-def refuse_pinning(tensor: Any) -> None:
-    """Refuse FSDP2's request for pinned memory, which it would fill with decoded shards."""
+def refuse_flattening() -> NoReturn:
+    """Refuse FSDP's first version, which would put decoded weights into one flat parameter."""
     raise Unsupported(
-        "Shards of compressed weights cannot be pinned in host memory.",
+        "FSDP's first version cannot shard compressed weights. Nothing was sharded.",
+        cure="Use its second, torch.distributed.fsdp.fully_shard; or netweight.decompress_(model) first.",
+    )
+
+
+def refuse_sending(operator: Any) -> NoReturn:
+    """Refuse torch.distributed's operators: they send decoded copies, and write what they receive into copies, too."""
+    raise Unsupported(
+        f"{operator} cannot send or receive compressed weights, and so DTensor cannot distribute them. Nothing was "
+        "distributed.",
+        cure="Use torch.distributed.fsdp.fully_shard; or call netweight.decompress_(model) first. "
+        "With accelerate, set fsdp_cpu_ram_efficient_loading to false.",
+    )
+
+
+def _refuse_resharding(wire: _Wire) -> None:
+    """Refuse other numbers of processes after the forward pass, which FSDP2 tells only to its own parameter objects."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    states = [reference() for reference in _module_state_mapping.values()]
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
+        its = getattr(local_part(parameter.sharded_param), "stored", None)
+        after = parameter.post_forward_mesh_info
+        if its is not None and its.wire is wire and after is not None and after is not parameter.mesh_info:
+            raise Unsupported(
+                "Compressed weights cannot be resharded to another number of processes after the forward pass.",
+                cure="Pass reshard_after_forward=True or False to fully_shard.",
+            )
+
+
+def _refuse_columns(tensor: Any, dim: int, start: int, length: int) -> None:
+    """Refuse shards by columns: of zeros made for a shard only FSDP2 takes all columns, and fills them."""
+    if dim and tensor.stored.wire is not None and length == tensor.shape[dim]:
+        raise Unsupported(
+            "A compressed weight can be sharded by rows only.",
+            cure="Leave it out of shard_placement_fn, or call netweight.decompress_(model) before fully_shard; "
+            "a model that is sharded in part must be made anew.",
+        )
+
+
+def _refuse_pinning(tensor: Any, *_: Any, **__: Any) -> NoReturn:
+    """Refuse pinned memory, which would hold decoded shards."""
+    raise Unsupported(
+        "Compressed weights cannot be pinned in host memory.",
         cure="Pass CPUOffloadPolicy(pin_memory=False), or leave offload_policy out.",
     )
+
+
+REFUSING: dict[Any, Callable[..., None]] = {
+    torch.Tensor.narrow: _refuse_columns,
+    torch.Tensor.pin_memory: _refuse_pinning,
+}

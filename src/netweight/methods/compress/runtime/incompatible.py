@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -96,8 +95,11 @@ def refuse_unreduced_gradients(reduce: Callable[[torch.Tensor], None] | None) ->
             )
 
 
-def refuse_reentrant_graph(output: Any) -> bool:
-    """Refuse a model whose forward pass used reentrant checkpointing, before anything goes backward."""
+def refuse_reentrant_graph(output: Any) -> None:
+    """Refuse a model whose forward pass used reentrant checkpointing, or runs within it, before it goes backward."""
+    recomputes = torch._C._current_graph_task_id() != -1
+    if recomputes and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        raise reentrant()  # a forward pass within a backward pass, and not for another kind of checkpoint
     waiting = [t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     seen: set[Any] = set()
     while waiting:
@@ -106,21 +108,12 @@ def refuse_reentrant_graph(output: Any) -> bool:
             continue
         seen.add(node)
         if node.name() == f"{CheckpointFunction.__name__}Backward":
-            raise _reentrant()
+            raise reentrant()
         waiting += [before for before, _ in node.next_functions if before is not None]
-    return bool(seen)
 
 
-def refuse_reentrant_checkpoint() -> None:
-    """Refuse a backward pass that runs within another one: gradients would be taken for complete too early."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            raise _reentrant()
-        frame = frame.f_back
-
-
-def _reentrant() -> LayerwiseConflict:
+def reentrant() -> LayerwiseConflict:
+    """The refusal of a backward pass within another one: gradients would be taken for complete too early."""
     return LayerwiseConflict(
         "The model uses reentrant checkpointing, which goes backward one segment at a time.",
         cure="Pass use_reentrant=False to torch.utils.checkpoint; in transformers, "

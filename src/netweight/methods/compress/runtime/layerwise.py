@@ -8,6 +8,7 @@ plain SGD only.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from torch import nn
 from netweight.core import seeds
 from netweight.errors import BadGradient, LayerwiseConflict, UsageError
 from netweight.methods.compress.runtime.incompatible import (
+    reentrant,
     refuse_closures,
     refuse_parameters,
-    refuse_reentrant_checkpoint,
     refuse_reentrant_graph,
     refuse_unreduced_gradients,
     refuse_wrapped_model,
@@ -146,7 +147,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             group["params"] = [_Shell(_empty(member, self._dtype_of(member))) for member in members]
         self.inner = optimizer_class(chosen, **options)
         self._micro = 0  # backward passes since the last update
-        self._pass: int | None = None  # the backward pass at work, by torch's number
+        self._pass: weakref.ref[_Pass] | None = None  # the backward pass at work
         self._updated = 0  # parameters updated in it
         self._mode = _UPDATE
         self._norms: dict[_Trained, torch.Tensor] = {}
@@ -160,8 +161,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             each.parameter.register_post_accumulate_grad_hook(_Hook(self, each))  # type: ignore[no-untyped-call]
             for each in self._trained
         ]
-        self._watch = model.register_forward_hook(_Watch(self))
-        self._handles.append(self._watch)
+        self._handles.append(model.register_forward_hook(_Watch(self)))
 
     # ---- what torch's schedulers and other libraries look at ----
 
@@ -287,10 +287,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     # ---- during the forward and the backward pass ----
 
     def _forward_done(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Look at the graph of the first forward pass that has one, and at what runs it."""
+        """Look at the graph of a forward pass, and at what runs it."""
         refuse_wrapped_model(model)
-        if torch.is_grad_enabled() and refuse_reentrant_graph(output):
-            self._watch.remove()
+        if torch.is_grad_enabled():
+            refuse_reentrant_graph(output)
 
     def _is_last(self) -> bool:
         """Whether the backward pass at work is the last of its update."""
@@ -298,11 +298,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Check a backward pass when its first gradient arrives, and register a callback for its end."""
-        number = torch._C._current_graph_task_id()
-        if number == self._pass:
+        number, at_work = torch._C._current_graph_task_id(), self._pass and self._pass()
+        if at_work is not None and at_work.number == number:
             return
-        self._pass, self._updated = None, 0
-        refuse_reentrant_checkpoint()
+        self._updated = 0
+        if at_work is not None:
+            raise reentrant()
         refuse_unreduced_gradients(self._reduce)
         if self.two_passes and self._mode == _UPDATE:
             raise LayerwiseConflict(
@@ -310,8 +311,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 "Nothing was updated.",
                 cure="Call optimizer.step(closure) with a closure that computes the loss and calls backward().",
             )
-        self._pass = number
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        at_work = _Pass(number, self._end)
+        self._pass = weakref.ref(at_work)
+        torch.autograd.Variable._execution_engine.queue_callback(at_work)
 
     @torch.no_grad()
     def _ready(self, trained: _Trained) -> None:
@@ -433,8 +435,19 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
 
 @final
+class _Pass:
+    """A backward pass, called at its end; it lives until then, or until the pass fails, since the engine holds it."""
+
+    def __init__(self, number: int, end: Callable[[], None]) -> None:
+        self.number, self._end = number, end  # torch's number
+
+    def __call__(self) -> None:
+        self._end()
+
+
+@final
 class _Watch:
-    """Shows an optimizer the model's first forward passes. A copy of the model is of no concern to it."""
+    """Shows an optimizer the model's forward passes. A copy of the model is of no concern to it."""
 
     def __init__(self, optimizer: LayerwiseOptimizer | None) -> None:
         self.optimizer = optimizer

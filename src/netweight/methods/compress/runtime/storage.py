@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, final
 
@@ -41,6 +41,7 @@ class CompressedStorage:
     stride: tuple[int, ...] | None = None
     fixed: bool = False  # whether the payload is in the fixed-length form
     name: str | None = None  # of the weight in its model, for errors
+    wire: Any = None  # how shards of FSDP are sent, which belongs to `fsdp.py`; None for what is no shard
 
     @classmethod
     def of(
@@ -71,7 +72,7 @@ class CompressedStorage:
 
     def like(self, payload: torch.Tensor) -> CompressedStorage:
         """The same description with another payload."""
-        return CompressedStorage(payload, self.shape, self.dtype, self.level, self.chunk_log2, self.stride, self.fixed)
+        return replace(self, payload=payload, name=None)
 
     def dense(self) -> torch.Tensor:
         """The decoded weight, contiguous, on the payload's device."""
@@ -180,7 +181,7 @@ class CompressedStorage:
     # Pickles hold always the codec's blob with its digest; the fixed-length form stays out of files.
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
+        state = self.__dict__ | {"wire": None}
         if self.fixed or device.handles(self.payload):
             state["payload"] = pack(self.blob).to(self.payload.device)
         return state

@@ -8,7 +8,6 @@ it is read; a write through it reaches the weight.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
@@ -27,7 +26,6 @@ aten = torch.ops.aten
 _View = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # operator, arguments, named ones, which
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_GET_DEVICE = torch.Tensor.device.__get__
 _ALIASES = (aten.detach.default, aten.alias.default)
 _LIKE = frozenset(
     getattr(aten, name).default
@@ -36,12 +34,6 @@ _LIKE = frozenset(
         "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
     )
 )  # fmt: skip
-# How FSDP2 cuts a weight.
-_CUTTING: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.new_zeros: fsdp.empty_shard,
-    torch.Tensor.narrow: fsdp.shard_rows,
-    torch.Tensor.pin_memory: fsdp.refuse_pinning,
-}
 _RESHAPING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
 _NO_MEMORY = {
     torch.Tensor.numpy: "numpy()",
@@ -143,9 +135,10 @@ class CompressedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the compressed bytes; tensors that share them share them afterwards, tied weights included."""
-        if self.views:
+        rows = _rows_of_shard(self)
+        if self.views and rows is None:
             return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        return _rebuild, (self.stored, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        return _rebuild, (self.stored, self.requires_grad, isinstance(self, torch.nn.Parameter), rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the bytes, not the decoded weight; tied weights stay tied."""
@@ -162,9 +155,14 @@ class CompressedTensor(torch.Tensor):
         memo[id(self)] = copied
         return copied
 
+    @property
+    def _fsdp_flattened(self) -> bool:
+        """Asked for by FSDP's first version alone, of every weight that it would flatten."""
+        return fsdp.refuse_flattening()
+
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         """What FSDP2 gathers of this shard; see `fsdp.py`."""
-        return fsdp.before_gather(self.stored, mesh)
+        return fsdp.before_gather(self.stored, self.shape[0], mesh)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[torch.Tensor], sent: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
@@ -199,10 +197,8 @@ class CompressedTensor(torch.Tensor):
         elif not torch.compiler.is_compiling():
             if func == _SET_DATA:
                 return _set_data(*args)
-            if func == _GET_DEVICE:
-                fsdp.refuse_unknown_sharding(args[0], sys._getframe(1))
-            if func in _CUTTING and fsdp.is_fsdp(sys._getframe(1)):
-                return _CUTTING[func](*args, **kwargs)
+            if func in fsdp.REFUSING:
+                fsdp.REFUSING[func](*args, **kwargs)
             if func is torch.Tensor.share_memory_:
                 args[0].stored.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
                 args[0].payload.share_memory_()
@@ -228,6 +224,10 @@ class CompressedTensor(torch.Tensor):
         if isinstance(first, cls):
             if func in _ALIASES:
                 return _alias(first, first.views, _stand_in(first))
+            if func is aten.new_zeros.default and not any(kwargs.values()):
+                zeros = fsdp.zeros(first.stored, first.shape, args[1])
+                if zeros is not None:
+                    return cls(zeros)
             if func in _LIKE:
                 plain = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
                 return func(plain, *args[1:], **kwargs)
@@ -235,13 +235,16 @@ class CompressedTensor(torch.Tensor):
                 return func.decompose(*args, **kwargs)
             if func.is_view:
                 return _view(func, first, args[1:], kwargs)
-            if not first.views:
+            if not first.views or first.stored.wire is not None:
                 if func is aten.clone.default:
-                    return cls(_laid_out(first.stored.like(first.payload.clone()), **kwargs))
+                    own = _own_storage(first)
+                    return cls(_laid_out(own.like(own.payload.clone()), **kwargs))
                 if func is aten._to_copy.default:
-                    return fsdp.send_like(_to_copy(first, **kwargs), first.stored)
-                if func is aten.copy_.default:
-                    return _copy_whole(first, args[1])
+                    return _to_copy(first, **kwargs)
+            if func is aten.copy_.default and not first.views:
+                return _copy_whole(first, args[1])
+        if func.namespace == "c10d":
+            fsdp.refuse_sending(func)
         if torch.Tag.inplace_view in func.tags or func._schema.name in _RESHAPING:
             name = func._schema.name.removeprefix("aten::")
             _no_memory(f"{name}, which changes a tensor's shape or storage in place")
@@ -304,6 +307,8 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 def _view(func: Any, tensor: CompressedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shapes = func(_stand_in(tensor), *args, **kwargs)
     named = tuple(kwargs.items())
+    if func in (aten.slice.Tensor, aten.view.default) and shapes.shape == tensor.shape:
+        return _alias(tensor, tensor.views, shapes)  # all of it
     if isinstance(shapes, torch.Tensor):
         return _alias(tensor, (*tensor.views, (func, args, named, None)), shapes)
     return [_alias(tensor, (*tensor.views, (func, args, named, which)), shape) for which, shape in enumerate(shapes)]
@@ -317,16 +322,27 @@ def _alias(tensor: CompressedTensor, views: tuple[_View, ...], stand_in: torch.T
     return CompressedTensor(tensor.stored, views, stand_in)
 
 
+def _own_storage(tensor: CompressedTensor) -> CompressedStorage:
+    """What holds a tensor and no more: its storage, or of a shard with padding rows one without them."""
+    its = tensor.stored
+    if not tensor.views:
+        return its
+    own = CompressedStorage.of(tensor.dense(), level=its.level, chunk_log2=its.chunk_log2)
+    own.wire = its.wire
+    return own
+
+
 def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
     dtype, to = kwargs.get("dtype") or tensor.dtype, torch.device(kwargs.get("device") or tensor.device)
-    stored = tensor.stored
     if to.type == "meta":
         return torch.empty(tensor.shape, dtype=dtype, device=to)
+    stored = _own_storage(tensor)
     if dtype == tensor.dtype:
         payload = moved(stored.payload, to, non_blocking=bool(kwargs.get("non_blocking")))
         return CompressedTensor(_laid_out(stored.like(payload), **kwargs))
     dense = tensor.dense().to(to, dtype)
     changed = CompressedStorage.of(dense, level=stored.level, chunk_log2=stored.chunk_log2, fixed=stored.fixed)
+    changed.wire = stored.wire
     return CompressedTensor(_laid_out(changed, **kwargs))
 
 
@@ -428,8 +444,16 @@ def _no_memory(what: str) -> NoReturn:
     )
 
 
-def _rebuild(stored: CompressedStorage, requires_grad: bool, parameter: bool) -> torch.Tensor:
-    tensor: torch.Tensor = CompressedTensor(stored)
+def _rows_of_shard(tensor: CompressedTensor) -> int | None:
+    """The first rows of a storage of FSDP's, if that is all that a view of it is."""
+    if tensor.stored.wire is None or len(tensor.views) != 1:
+        return None
+    func, args, _, _ = tensor.views[0]
+    return len(tensor) if func is aten.slice.Tensor and args[:2] == (0, 0) and args[3:] in ((), (1,)) else None
+
+
+def _rebuild(stored: CompressedStorage, requires_grad: bool, parameter: bool, rows: int | None = None) -> torch.Tensor:
+    tensor: torch.Tensor = CompressedTensor(stored) if rows is None else CompressedTensor(stored)[:rows]
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad)
