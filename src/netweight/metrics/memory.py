@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Self, final
 
 import torch
-import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -62,12 +61,36 @@ class TensorLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._optimizer = model, optimizer
         self._now = 0
+        self._within = 0  # calls of modules at work
+        self._hooks: list[Any] = []
         self._peak = Peak(0, dict.fromkeys(PARTS, 0))
         self._live: dict[int, tuple[int, str, Any]] = {}  # by storage: bytes, what it was made for, weak reference
         for tensor in self._held()[0]:
             self._see(tensor, "other")
         for tensor in self._held()[2]:
             self._see(tensor, "other")
+
+    def __enter__(self) -> Self:
+        """Begin to count."""
+
+        def enter(*_: Any) -> None:
+            self._within += 1
+
+        def leave(*_: Any) -> None:
+            self._within -= 1
+
+        hooks = torch.nn.modules.module
+        self._hooks = [
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        ]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *details: object) -> None:
+        """Stop."""
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*details)  # type: ignore[arg-type, no-untyped-call]
 
     @property
     def peak(self) -> Peak:
@@ -85,9 +108,17 @@ class TensorLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         purpose = None
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                purpose = purpose or _purpose(func)
+                purpose = purpose or self._purpose(func)
                 self._see(leaf, purpose)
         return result
+
+    def _purpose(self, func: Any) -> str:
+        """What an operator's results are for, by where it runs."""
+        if func.namespace == "netweight" and "decode" in func._schema.name:
+            return "decoded weights"
+        # In a backward pass only what checkpoints calculate again has gradients on, or runs in a module; within a
+        # Function's forward they are off.
+        return "activations" if torch.is_grad_enabled() or self._within else "other"
 
     def _see(self, tensor: torch.Tensor, purpose: str) -> None:
         for storage in _storages(tensor):
@@ -133,27 +164,6 @@ def _storages(tensor: torch.Tensor) -> Iterable[Any]:
             yield from _storages(getattr(tensor, name))
     elif not tensor.is_meta:
         yield tensor.untyped_storage()
-
-
-def _purpose(func: Any) -> str:
-    """What an operator's results are for, by where it runs."""
-    if func.namespace == "netweight" and "decode" in func._schema.name:
-        return "decoded weights"
-    if torch._C._current_graph_task_id() == -1:  # no backward pass; within a Function's forward gradients are off
-        forward = torch.is_grad_enabled() or _called_by(torch.nn.Module._call_impl.__code__.co_filename, "_call_impl")
-    else:
-        forward = _called_by(torch.utils.checkpoint.__file__, "unpack_hook")  # which calculates activations again
-    return "activations" if forward else "other"
-
-
-def _called_by(file: str, function: str) -> bool:
-    """Whether a function is among the callers."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_code.co_filename == file:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def private_bytes() -> int:
