@@ -84,13 +84,14 @@ class TensorLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hooks.register_module_forward_pre_hook(enter),
             hooks.register_module_forward_hook(leave, always_call=True),
         ]
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *details: object) -> None:
         """Stop."""
         for hook in self._hooks:
             hook.remove()
-        super().__exit__(*details)  # type: ignore[arg-type, no-untyped-call]
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
 
     @property
     def peak(self) -> Peak:

@@ -88,7 +88,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     Raises:
         LayerwiseConflict: The optimizer needs all gradients at once, another `LayerwiseOptimizer` has this model, or
             the model is wrapped for data parallel training or sharded. During a backward pass: gradients that nobody
-            reduces, or clipping without its two passes; then nothing was updated. During the first forward pass:
+            reduces, or clipping without its two passes; then nothing was updated. During a forward pass:
             reentrant checkpointing, which is also noticed later, during a backward pass that may have updated some
             layers.
         LossyWrite: A weight to be trained is kept rounded.
@@ -298,7 +298,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Check a backward pass when its first gradient arrives, and register a callback for its end."""
-        number, at_work = torch._C._current_graph_task_id(), self._pass and self._pass()
+        number = torch._C._current_graph_task_id()
+        at_work = self._pass() if self._pass is not None else None
         if at_work is not None and at_work.number == number:
             return
         self._updated = 0
