@@ -33,21 +33,6 @@ u64 ChunkCheck::finish(const u8* end) {
 
 u64 check_of(const Kernels& kernels, const u8* in, size_t size) { return ChunkCheck(kernels, in).finish(in + size); }
 
-// What a thread needs to encode or decode. Kept from call to call, because its pages cost more to touch again than to hold.
-struct Worker {
-  Scratch scratch;
-  std::unique_ptr<u8[]> memory;
-  size_t capacity = 0;
-
-  u8* chunk(size_t room) {
-    if (room > capacity) {
-      memory.reset(new u8[room]);
-      capacity = room;
-    }
-    return memory.get();
-  }
-};
-
 namespace {
 
 // ---- threads ---------------------------------------------------------------------------------------------------------
@@ -96,40 +81,6 @@ void decode_checked(Reader in, const u8* readable_end, const BlobHeader& h, size
   if (!compare || check.finish(out + count * h.dtype->unit_bytes) == h.checks[chunk]) return;
   throw CorruptError(std::string("the decoded bytes do not have the digest that was stored with them") + (h.has_base ? ", or the base is another tensor" : ""));
 }
-
-class BorrowedWorkers {
- public:
-  explicit BorrowedWorkers(size_t count) {
-    std::lock_guard<std::mutex> lock(shelf().guard);
-    for (; count > workers_.size() && !shelf().idle.empty(); shelf().idle.pop_back()) workers_.push_back(std::move(shelf().idle.back()));
-    while (workers_.size() < count) workers_.push_back(std::make_unique<Worker>());
-    for (auto& worker : workers_) worker->scratch.chunks_ahead = count;
-  }
-  ~BorrowedWorkers() {
-    std::lock_guard<std::mutex> lock(shelf().guard);
-    for (auto& worker : workers_)
-      if (shelf().idle.size() < kMostIdle) shelf().idle.push_back(std::move(worker));
-  }
-  BorrowedWorkers(const BorrowedWorkers&) = delete;
-  BorrowedWorkers& operator=(const BorrowedWorkers&) = delete;
-  Worker& operator[](size_t i) { return *workers_[i]; }
-  static void forget_idle() {
-    std::lock_guard<std::mutex> lock(shelf().guard);
-    shelf().idle.clear();
-  }
-
- private:
-  static constexpr size_t kMostIdle = 16;
-  struct Shelf {
-    std::mutex guard;
-    std::vector<std::unique_ptr<Worker>> idle;
-  };
-  static Shelf& shelf() {
-    static Shelf* s = new Shelf;  // never destroyed: threads may still encode while the program ends
-    return *s;
-  }
-  std::vector<std::unique_ptr<Worker>> workers_;
-};
 
 // Work whose second half must be done in the order of the items. The items must be begun in that order, too.
 class Turns {
@@ -303,19 +254,20 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
     return found.size;
   };
   if (threads <= 1 || chunks < 2) {
-    BorrowedWorkers workers(1);
-    for (size_t c = 0; c < chunks; c++) end += encode_at(c, workers[0].scratch, end);
+    Scratch scratch;
+    for (size_t c = 0; c < chunks; c++) end += encode_at(c, scratch, end);
   } else {
     // Chunks are encoded side by side, get their places in their order, and are copied there side by side.
-    BorrowedWorkers workers(static_cast<size_t>(threads));
+    std::vector<Scratch> scratches(static_cast<size_t>(threads));
     Turns placing;
     parallel_for(chunks, threads, [&](int number, size_t c) {
-      Worker& worker = workers[static_cast<size_t>(number)];
-      u8* encoded = worker.chunk(chunk_bound(dtype, step));
+      Scratch& scratch = scratches[static_cast<size_t>(number)];
+      scratch.chunks_ahead = scratches.size();
+      u8* encoded = scratch.chunk(chunk_bound(dtype, step));
       size_t size = 0;
       u8* place = nullptr;
       placing.take(
-          c, [&] { size = encode_at(c, worker.scratch, encoded); },
+          c, [&] { size = encode_at(c, scratch, encoded); },
           [&] {
             place = end;
             end += size;
@@ -339,14 +291,14 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
 size_t encode_one_bound(const Dtype& dtype, size_t bytes) { return chunk_bound(dtype, bytes / dtype.unit_bytes); }
 
 EncodedChunk encode_one(std::span<const u8> numbers, const Dtype& dtype, const Encoding& how, const Kernels& kernels, u8* out) {
-  BorrowedWorkers workers(1);
-  return encode_with(workers[0].scratch, numbers, dtype, how, kernels, out);
+  Scratch scratch;
+  return encode_with(scratch, numbers, dtype, how, kernels, out);
 }
 
 void decode_one(std::span<const u8> chunk, const BlobHeader& h, size_t number, const u8* base, bool check, const Kernels& kernels, u8* out) {
-  BorrowedWorkers workers(1);
+  Scratch scratch;
   const u8* end = chunk.data() + chunk.size();
-  decode_checked(Reader{chunk.data(), end}, end, h, number, base, check, kernels, workers[0].scratch, out);
+  decode_checked(Reader{chunk.data(), end}, end, h, number, base, check, kernels, scratch, out);
 }
 
 RangeDecoder::RangeDecoder(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const u8* base, bool check, const Kernels& kernels,
@@ -365,8 +317,8 @@ RangeDecoder::RangeDecoder(std::span<const u8> blob, const BlobHeader& header, u
 
 void RangeDecoder::work() noexcept {
   try {
-    BorrowedWorkers workers(1);
-    for (size_t chunk; (chunk = next_++) < end_;) decode_item(chunk, workers[0]);
+    Scratch scratch;
+    for (size_t chunk; (chunk = next_++) < end_;) decode_item(chunk, scratch);
   } catch (...) {
     std::lock_guard<std::mutex> lock(guard_);
     if (!failure_) failure_ = std::current_exception();
@@ -378,30 +330,30 @@ void RangeDecoder::check() const {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-void RangeDecoder::decode_item(size_t chunk, Worker& worker) const {
-  if (words_) return decode_words_item(chunk, worker);
+void RangeDecoder::decode_item(size_t chunk, Scratch& scratch) const {
+  if (words_) return decode_words_item(chunk, scratch);
   const size_t unit = header_.dtype->unit_bytes, count = header_.numbers_in_chunk(chunk);
   const u64 start = static_cast<u64>(chunk) << header_.chunk_log2;
   const bool whole = start >= first_ && start + count <= last_;
-  u8* to = whole ? out_ + (start - first_) * unit : worker.chunk(count * unit);
-  decode_to(chunk, worker, to);
+  u8* to = whole ? out_ + (start - first_) * unit : scratch.chunk(count * unit);
+  decode_to(chunk, scratch, to);
   if (whole) return;
   const u64 begin = std::max(first_, start), end = std::min<u64>(last_, start + count);
   std::memcpy(out_ + (begin - first_) * unit, to + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
 }
 
-void RangeDecoder::decode_to(size_t chunk, Worker& worker, u8* out) const {
+void RangeDecoder::decode_to(size_t chunk, Scratch& scratch, u8* out) const {
   const Reader in{blob_.data() + header_.chunk_start[chunk], blob_.data() + header_.chunk_start[chunk + 1]};
   const u8* base = base_ ? base_ + (static_cast<u64>(chunk) << header_.chunk_log2) * header_.dtype->unit_bytes : nullptr;
-  decode_checked(in, blob_.data() + blob_.size(), header_, chunk, base, check_, kernels_, worker.scratch, out);
+  decode_checked(in, blob_.data() + blob_.size(), header_, chunk, base, check_, kernels_, scratch, out);
 }
 
-void RangeDecoder::decode_words_item(size_t chunk, Worker& worker) const {
+void RangeDecoder::decode_words_item(size_t chunk, Scratch& scratch) const {
   const Rounding& r = words_->rounding;
   const size_t count = header_.numbers_in_chunk(chunk);
   const u64 start = static_cast<u64>(chunk) << header_.chunk_log2;
-  u8* words = worker.chunk(count * sizeof(u16));
-  decode_to(chunk, worker, words);
+  u8* words = scratch.chunk(count * sizeof(u16));
+  decode_to(chunk, scratch, words);
   const u64 begin = std::max(first_, start), end = std::min<u64>(last_, start + count);
   const u64 before = r.block == 0 ? 0 : first_ - first_ % r.block;  // the first weight whose normalizer is here
   const bool bad = kernels_.decode_words(reinterpret_cast<const u16*>(words) + (begin - start), static_cast<size_t>(end - begin), begin - before,
@@ -434,10 +386,7 @@ void decode_words(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 
   run(decoder, h, first, last, threads);
 }
 
-void trim_working_memory() {
-  BorrowedWorkers::forget_idle();
-  Room::forget_idle();
-}
+void trim_working_memory() { Room::forget_idle(); }
 
 const std::vector<const Kernels*>& usable_kernels() {
   static const std::vector<const Kernels*> usable = [] {

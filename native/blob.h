@@ -11,7 +11,7 @@
 
 namespace netweight {
 
-struct Worker;  // what one thread needs to encode or decode
+class Scratch;
 
 struct BlobHeader {
   const Dtype* dtype;
@@ -84,9 +84,9 @@ class RangeDecoder {
   void check() const;
 
  private:
-  void decode_item(size_t chunk, Worker& worker) const;
-  void decode_words_item(size_t chunk, Worker& worker) const;
-  void decode_to(size_t chunk, Worker& worker, u8* out) const;
+  void decode_item(size_t chunk, Scratch& scratch) const;
+  void decode_words_item(size_t chunk, Scratch& scratch) const;
+  void decode_to(size_t chunk, Scratch& scratch, u8* out) const;
 
   std::span<const u8> blob_;
   const BlobHeader& header_;

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "difference.h"
+
 namespace netweight {
 namespace {
 
@@ -53,7 +55,7 @@ bool goes_on(const u8* in, size_t count) {
 
 bool goes_on(const Dtype& d, const u8* in, size_t count) {
   if (d.exponent_bits || d.unit_bytes == 1 || count < 256) return false;
-  return d.unit_bytes == 2 ? goes_on<u16>(in, count) : d.unit_bytes == 4 ? goes_on<u32>(in, count) : goes_on<u64>(in, count);
+  return by_width(d.unit_bytes, [&](auto number) { return goes_on<decltype(number)>(in, count); });
 }
 
 }  // namespace
@@ -152,6 +154,50 @@ Dtype unsigned_of(const Dtype& d) {
   return plain;
 }
 
+// Steps of numbers of 16 bits in classes of about equal size, each with planes of its own.
+u8* encode_classes(const Dtype& d, const u8* steps, const u8* base, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out) {
+  size_t below[257] = {};
+  for (size_t i = 0; i < count; i++) below[ClassOf::magnitude(base + 2 * i) + 1]++;
+  for (int v = 0; v < 256; v++) below[v + 1] += below[v];
+  u8* thresholds = out;
+  for (size_t k = 1; k < kClasses; k++)
+    *out++ = static_cast<u8>(std::find_if(below, below + 255, [&](size_t n) { return kClasses * n >= k * count; }) - below);
+  const ClassOf class_of(thresholds);
+  const auto sorted = padded(2 * count);
+  u8 *begin[kClasses + 1], *next[kClasses];
+  for (int k = 0; k < kClasses; k++) begin[k] = next[k] = sorted.get() + 2 * (k ? below[thresholds[k - 1]] : 0);
+  begin[kClasses] = sorted.get() + 2 * count;
+  for (size_t i = 0; i < count; i++) {
+    u8*& to = next[class_of(base + 2 * i)];
+    std::memcpy(to, steps + 2 * i, 2);
+    to += 2;
+  }
+  for (int k = 0; k < kClasses; k++) {
+    const size_t some = static_cast<size_t>(next[k] - begin[k]) / 2;
+    if (some) out = encode_planes(d, begin[k], some, level, kernels, scratch, out, kMaxNesting, true);
+  }
+  return out;
+}
+
+void decode_classes(const Dtype& d, Reader& in, const u8* readable_end, const u8* base, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
+  const u8* thresholds = in.take(kClasses - 1, "thresholds of classes");
+  if (!std::is_sorted(thresholds, thresholds + kClasses - 1)) throw CorruptError("thresholds of classes do not ascend");
+  const ClassOf class_of(thresholds);
+  size_t sizes[kClasses] = {}, of_magnitude[256] = {};
+  for (size_t i = 0; i < count; i++) of_magnitude[ClassOf::magnitude(base + 2 * i)]++;
+  for (int v = 0; v < 256; v++) sizes[class_of.of[v]] += of_magnitude[v];
+  const auto sorted = padded(2 * count);
+  const u8* steps[kClasses];
+  u8* to = sorted.get();
+  for (int k = 0; k < kClasses; to += 2 * sizes[k++]) {
+    steps[k] = to;
+    if (sizes[k]) decode_planes(d, in, readable_end, sizes[k], kernels, scratch, to, kMaxNesting);
+  }
+  kernels.interleave(base, count, thresholds, steps, out);
+}
+
+constexpr size_t kLeastOfClasses = size_t{1} << 14;  // numbers; below this they do not pay
+
 }  // namespace
 
 u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out,
@@ -161,7 +207,7 @@ u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t c
   u8* end = encode_body(d, in, count, level, kernels, scratch, out, new_modes);
   if (goes_on(d, in, count)) {
     const auto deltas = padded(count * d.unit_bytes), trial = padded(trial_bytes(d, count));
-    (d.unit_bytes == 2 ? take_deltas<u16> : d.unit_bytes == 4 ? take_deltas<u32> : take_deltas<u64>)(in, count, deltas.get());
+    by_width(d.unit_bytes, [&](auto number) { take_deltas<decltype(number)>(in, count, deltas.get()); });
     trial[0] = static_cast<u8>(Transform::delta);
     bool ignored = false;
     end = keep_smaller(trial.get(), encode_body(d, deltas.get(), count, level, kernels, scratch, trial.get() + 1, ignored), out, end, new_modes);
@@ -170,8 +216,13 @@ u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t c
     const auto steps = padded(count * d.unit_bytes), trial = padded(trial_bytes(d, count));
     kernels.subtract(in, base, count, d.unit_bytes, d.exponent_bits != 0, steps.get());
     trial[0] = static_cast<u8>(Transform::difference);
-    const u8* trial_end = encode_planes(unsigned_of(d), steps.get(), count, level, kernels, scratch, trial.get() + 1, kMaxNesting, true);
+    u8* trial_end = encode_planes(unsigned_of(d), steps.get(), count, level, kernels, scratch, trial.get() + 1, kMaxNesting, true);
     end = keep_smaller(trial.get(), trial_end, out, end, new_modes);
+    if (*out == trial[0] && d.unit_bytes == 2 && d.exponent_bits && count >= kLeastOfClasses) {
+      trial[0] = static_cast<u8>(Transform::classes);
+      trial_end = encode_classes(unsigned_of(d), steps.get(), base, count, level, kernels, scratch, trial.get() + 1);
+      end = keep_smaller(trial.get(), trial_end, out, end, new_modes);
+    }
   }
   return end;
 }
@@ -185,10 +236,11 @@ void decode_chunk(const ChunkStyle& style, Reader in, const u8* readable_end, co
   } else if (first == static_cast<u8>(Transform::delta) && d.unit_bytes > 1) {
     in.at++;
     decode_body(d, in, readable_end, count, kernels, scratch, out, nullptr);
-    (d.unit_bytes == 2 ? add_deltas<u16> : d.unit_bytes == 4 ? add_deltas<u32> : add_deltas<u64>)(out, count);
-  } else if (first == static_cast<u8>(Transform::difference) && style.has_base) {
+    by_width(d.unit_bytes, [&](auto number) { add_deltas<decltype(number)>(out, count); });
+  } else if (style.has_base && (first == static_cast<u8>(Transform::difference) || (first == static_cast<u8>(Transform::classes) && d.unit_bytes == 2))) {
     in.at++;
-    decode_planes(unsigned_of(d), in, readable_end, count, kernels, scratch, out, kMaxNesting);
+    if (first == static_cast<u8>(Transform::classes)) decode_classes(unsigned_of(d), in, readable_end, base, count, kernels, scratch, out);
+    else decode_planes(unsigned_of(d), in, readable_end, count, kernels, scratch, out, kMaxNesting);
     const size_t slab = kSlab / d.unit_bytes;
     for (size_t start = 0; start < count; start += slab) {
       u8* to = out + start * d.unit_bytes;

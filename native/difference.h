@@ -6,6 +6,19 @@
 namespace netweight {
 namespace {
 
+// Numbers of 16 bits by the magnitude of the base's: by how many thresholds do not exceed the eight bits below its sign.
+struct ClassOf {
+  u8 of[256];
+  explicit ClassOf(const u8* thresholds) {
+    for (int v = 0, k = 0; v < 256; v++) {
+      while (k < kClasses - 1 && thresholds[k] <= v) k++;
+      of[v] = static_cast<u8>(k);
+    }
+  }
+  u8 operator()(const u8* number) const { return of[magnitude(number)]; }
+  static u8 magnitude(const u8* number) { return static_cast<u8>(number[1] << 1 | number[0] >> 7); }
+};
+
 // A number as one that grows with the float it stands for, and back: negative floats count down from -1.
 template <typename T, bool kFloat>
 T ordered(T v) {
@@ -43,20 +56,21 @@ void add_as(const u8* base, size_t count, u8* numbers) {
   }
 }
 
+inline void interleave(const u8* base, size_t count, const u8* thresholds, const u8** steps, u8* out) {
+  const ClassOf class_of(thresholds);
+  for (size_t i = 0; i < count; i++) {
+    const u8*& step = steps[class_of(base + 2 * i)];
+    std::memcpy(out + 2 * i, step, 2);
+    step += 2;
+  }
+}
+
 inline void subtract(const u8* in, const u8* base, size_t count, int unit, bool floats, u8* out) {
-  (unit == 1   ? floats ? subtract_as<u8, true> : subtract_as<u8, false>
-   : unit == 2 ? floats ? subtract_as<u16, true> : subtract_as<u16, false>
-   : unit == 4 ? floats ? subtract_as<u32, true> : subtract_as<u32, false>
-   : floats    ? subtract_as<u64, true>
-               : subtract_as<u64, false>)(in, base, count, out);
+  by_width(unit, [&](auto n) { (floats ? subtract_as<decltype(n), true> : subtract_as<decltype(n), false>)(in, base, count, out); });
 }
 
 inline void add(const u8* base, size_t count, int unit, bool floats, u8* numbers) {
-  (unit == 1   ? floats ? add_as<u8, true> : add_as<u8, false>
-   : unit == 2 ? floats ? add_as<u16, true> : add_as<u16, false>
-   : unit == 4 ? floats ? add_as<u32, true> : add_as<u32, false>
-   : floats    ? add_as<u64, true>
-               : add_as<u64, false>)(base, count, numbers);
+  by_width(unit, [&](auto n) { (floats ? add_as<decltype(n), true> : add_as<decltype(n), false>)(base, count, numbers); });
 }
 
 }  // namespace

@@ -40,7 +40,14 @@ enum class Level : u8 { fast = 0, standard = 1, max = 2 };
 enum class Mode : u8 { raw = 0, constant = 1, packed = 2, rans = 3, wide_rans = 4, steep = 5, sparse = 6, palette = 7, halves = 8 };
 
 // What a chunk of version 2 may begin with instead of its first plane.
-enum class Transform : u8 { sparse = 16, delta = 17, difference = 18 };
+// work() with the unsigned type of so many bytes.
+template <typename Work>
+NETWEIGHT_INLINE auto by_width(int bytes, Work work) {
+  return bytes == 1 ? work(u8{}) : bytes == 2 ? work(u16{}) : bytes == 4 ? work(u32{}) : work(u64{});
+}
+
+constexpr int kClasses = 8;  // of numbers by the magnitude of their base's
+enum class Transform : u8 { sparse = 16, delta = 17, difference = 18, classes = 19 };
 
 inline constexpr int kLanes = 64;           // lanes of one rans stream: 64 states of 16 bits, one byte stream
 inline constexpr int kMaxStreams = 4;

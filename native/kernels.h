@@ -135,6 +135,9 @@ using TakeApart = void (*)(const u8* in, size_t count, u8* head, u8* const* tail
 using Subtract = void (*)(const u8* in, const u8* base, size_t count, int unit, bool floats, u8* steps);
 using Add = void (*)(const u8* base, size_t count, int unit, bool floats, u8* steps);
 
+// Steps of 16 bits in the order of a base's numbers, from those of each class (see Classes), behind which 64 bytes may be read.
+using Interleave = void (*)(const u8* base, size_t count, const u8* thresholds, const u8** steps, u8* out);
+
 // A round of AES of all sixteen states for each 256 bytes; see digest.h.
 using AesRounds = void (*)(u32* states, const u8* in, size_t blocks);
 
@@ -180,6 +183,7 @@ struct Kernels {
   Recall recall;
   Subtract subtract;
   Add add;
+  Interleave interleave;
 };
 
 // The check of a chunk's bytes, taken in as they come, while they are in the nearest cache.

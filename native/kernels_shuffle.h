@@ -348,10 +348,7 @@ void spread_vectors(const u8* nibbles, const u8* rest, size_t count, const u8* v
 }
 
 void spread_any(const u8* nibbles, const u8* rest, size_t count, int unit, const u8* value, u8* out) {
-  (unit == 1   ? spread_vectors<1>
-   : unit == 2 ? spread_vectors<2>
-   : unit == 4 ? spread_vectors<4>
-               : spread_vectors<8>)(nibbles, rest, count, value, out);
+  by_width(unit, [&](auto number) { spread_vectors<sizeof number>(nibbles, rest, count, value, out); });
 }
 
 }  // namespace

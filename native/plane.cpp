@@ -217,13 +217,6 @@ u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t cou
   return p;
 }
 
-Split read_split(Reader& in, int unit) {
-  u8 bits = in.byte("a plane's header");
-  Split split{unit, bits & 0x7f, (bits & 0x80) != 0};
-  if (split.raw_bits >= 8 * unit || (split.signed_raw && split.raw_bits == 0)) throw CorruptError("a plane's header asks for impossible raw bits");
-  return split;
-}
-
 void decode_rans(Reader& in, const u8* readable_end, int unit, size_t count, bool steep, const Kernels& kernels, u8* out, ChunkCheck* check) {
   RansBlock b{};
   b.split = read_split(in, unit);
@@ -387,6 +380,13 @@ u8* encode_dense(const PlaneShape& shape, const u8* in, size_t count, Level leve
 }
 
 }  // namespace
+
+Split read_split(Reader& in, int unit) {
+  u8 bits = in.byte("a plane's header");
+  Split split{unit, bits & 0x7f, (bits & 0x80) != 0};
+  if (split.raw_bits >= 8 * unit || (split.signed_raw && split.raw_bits == 0)) throw CorruptError("a plane's header asks for impossible raw bits");
+  return split;
+}
 
 namespace {
 

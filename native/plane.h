@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "kernels.h"
 
@@ -24,26 +25,38 @@ struct PlaneShape {
   bool split_off = false;  // version 2: what a sparse plane left, of which no further value is split off
 };
 
-// Working memory of a thread, reused from plane to plane and from call to call.
+// Memory from a shelf that all threads share, since new pages cost more than what is done with them.
+class Room {
+ public:
+  explicit Room(size_t bytes);
+  ~Room();
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+  u8* get() const { return memory_.get(); }
+  size_t size() const { return size_; }
+  u8& operator[](size_t i) const { return memory_[i]; }
+  static void forget_idle();
+
+ private:
+  std::unique_ptr<u8[]> memory_;
+  size_t size_;
+};
+
+// Working memory of a thread, reused from plane to plane.
 class Scratch {
  public:
-  u8* bytes(size_t n) { return grow(bytes_, bytes_size_, n); }
-  Patch* patches(size_t n) { return grow(patches_, patches_size_, n); }
-  u8* planes(size_t n) { return grow(planes_, planes_size_, n); }
+  u8* bytes(size_t n) { return grow(bytes_, n); }
+  Patch* patches(size_t n) { return reinterpret_cast<Patch*>(grow(patches_, n * sizeof(Patch))); }
+  u8* planes(size_t n) { return grow(planes_, n); }
+  u8* chunk(size_t n) { return grow(chunk_, n); }
   size_t chunks_ahead = 1;  // which chunk this thread is likely to encode next, counted from the present one
 
  private:
-  template <typename T>
-  static T* grow(std::unique_ptr<T[]>& p, size_t& size, size_t n) {
-    if (n > size) {
-      p.reset(new T[n]);  // not initialized: no page is touched before it is used
-      size = n;
-    }
-    return p.get();
+  static u8* grow(std::optional<Room>& room, size_t n) {
+    if (!room || room->size() < n) room.emplace(n);
+    return room->get();
   }
-  std::unique_ptr<u8[]> bytes_, planes_;
-  std::unique_ptr<Patch[]> patches_;
-  size_t bytes_size_ = 0, patches_size_ = 0, planes_size_ = 0;
+  std::optional<Room> bytes_, patches_, planes_, chunk_;
 };
 
 // An upper bound of what encode_plane writes, and of what it touches while writing.
@@ -61,22 +74,6 @@ void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, co
 
 // If the next plane is stored raw, skips it and returns where its bytes are; otherwise nullptr and nothing is read.
 const u8* raw_plane(Reader& in, int unit, size_t count);
-
-// Memory from a shelf that all threads share, since new pages cost more than what is done with them.
-class Room {
- public:
-  explicit Room(size_t bytes);
-  ~Room();
-  Room(const Room&) = delete;
-  Room& operator=(const Room&) = delete;
-  u8* get() const { return memory_.get(); }
-  u8& operator[](size_t i) const { return memory_[i]; }
-  static void forget_idle();
-
- private:
-  std::unique_ptr<u8[]> memory_;
-  size_t size_;
-};
 
 // Room for so many bytes, behind which 64 more may be read.
 inline Room padded(size_t bytes) { return Room(bytes + 64); }
@@ -105,6 +102,7 @@ void decode_sparse(Reader& in, const u8* readable_end, int unit, size_t count, c
                    const std::function<void(size_t count, u8* rest)>& read_rest);
 void decode_palette(Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, u8* out, int nesting);
 void decode_halves(Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, u8* out, int nesting);
+Split read_split(Reader& in, int unit);
 u64 build_wide_table(const u32* counts, int symbol_bits, std::vector<u16>& symbols, std::vector<u16>& frequencies);
 u8* encode_wide(const Split& split, const std::vector<u16>& symbols, const std::vector<u16>& frequencies, const u8* in, size_t count,
                 Scratch& scratch, u8* out);

@@ -21,10 +21,7 @@ inline void spread_as(const u8* nibbles, const u8* rest, size_t count, const u8*
 }
 
 inline void spread(const u8* nibbles, const u8* rest, size_t count, int unit, const u8* value, u8* out) {
-  unit == 1   ? spread_as<u8>(nibbles, rest, count, value, out)
-  : unit == 2 ? spread_as<u16>(nibbles, rest, count, value, out)
-  : unit == 4 ? spread_as<u32>(nibbles, rest, count, value, out)
-              : spread_as<u64>(nibbles, rest, count, value, out);
+  by_width(unit, [&](auto number) { spread_as<decltype(number)>(nibbles, rest, count, value, out); });
 }
 
 inline void recall(const u8* numbers, size_t count, const u16* palette, size_t, u8* out) {

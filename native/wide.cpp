@@ -169,9 +169,7 @@ u8* encode_wide(const Split& split, const std::vector<u16>& symbols, const std::
 }
 
 void decode_wide(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out) {
-  u8 bits = in.byte("a plane's header");
-  Split split{unit, bits & 0x7f, (bits & 0x80) != 0};
-  if (split.raw_bits >= 8 * unit || (split.signed_raw && split.raw_bits == 0)) throw CorruptError("a plane's header asks for impossible raw bits");
+  const Split split = read_split(in, unit);
   std::vector<u16> symbols;
   int next = 0;
   for (int runs = in.word("a wide table"); runs > 0; runs--) {

@@ -274,6 +274,14 @@ def accepted_2(rng):
         for level in LEVELS:
             blob = codec.encode_raw(data, dtype, (count,), level=level, chunk_log2=11, base=base)
             yield f"{name}-{level}", blob, data, base
+    rng = np.random.default_rng(SEED + 3)  # what follows draws as before
+    weights = (rng.standard_normal(1 << 14) * 0.02).astype("<f4")
+    data, base = (
+        bf16(values).tobytes() for values in (weights + rng.standard_normal(1 << 14).astype("<f4") * 2e-5, weights)
+    )
+    for level in LEVELS:
+        blob = codec.encode_raw(data, "BF16", (1 << 14,), level=level, base=base)
+        yield f"2-BF16-classes-{level}", blob, data, base
 
 
 def assemble_2(dtype, shape, chunks, data, *, flags=0x40, base=b"", chunk_log2=18):
@@ -314,6 +322,7 @@ def refused_2(rng):
     yield "2-transform-of-bytes", of_chunk(b"\x11\1\0"), "CorruptBlob", "unknown mode"
     yield "2-sparse-chunk-of-words", of_chunk(b"\x10\0\0" + nibbles, "U16"), "CorruptBlob", "unknown mode"
     yield "2-difference-without-base", of_chunk(b"\x12\1\0\0", "U16"), "CorruptBlob", "unknown mode"
+    yield "2-classes-without-base", of_chunk(b"\x13" + bytes(10), "U16"), "CorruptBlob", "unknown mode"
     steep = b"\5\0\1\1\0\0\2"
     yield "2-steep-sum", of_chunk(steep + b"\xff\2" + bytes(6)), "CorruptBlob", "does not add up to 256"
     yield "2-steep-zero", of_chunk(steep + b"\0\xff" + bytes(6)), "CorruptBlob", "does not add up to 256"

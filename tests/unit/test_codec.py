@@ -233,6 +233,21 @@ def test_rows_are_checked_on_request(path):
         codec.decode_rows(blob, 100, 140, check=True, path=path)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_steps_lie_in_classes_by_the_magnitude_of_the_base(path):
+    weights = normal(20_000, torch.float32)
+    base, tensor = (values.bfloat16() for values in (weights, weights + 1e-3 * normal(20_000, torch.float32, seed=1)))
+    blob = codec.encode(tensor, base=base, path=path)
+    assert blob == codec.encode(tensor, base=base, path="python")
+    first, last = codec.info(blob).chunk_offsets
+    assert blob[first] == 19
+    assert torch.equal(codec.decode(blob, base=base, check=True, path=path), tensor)
+    damaged = blob[: first + 1] + bytes([1, 0]) + blob[first + 3 :]
+    with pytest.raises(CorruptBlob, match="ascend"):
+        codec.decode(damaged, base=base, path=path)
+    assert last == len(blob) < tensor.nbytes / 8
+
+
 def test_skewed_tensors_take_what_they_hold():
     generator = torch.Generator().manual_seed(0)
     count = 1 << 18

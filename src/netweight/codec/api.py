@@ -124,29 +124,7 @@ def encode_raw(
     version: int = VERSION,
     base: Any = None,
 ) -> bytes:
-    """Compresses a plain buffer.
-
-    Args:
-        buffer: Contiguous bytes, little-endian: `bytes`, `memoryview`, a numpy array. Not copied, not changed.
-        dtype: safetensors' name of the element type ("BF16", "F8_E4M3", ...).
-        shape: Shape of the tensor, any number of dimensions up to 64.
-        level: "fast", "default" or "max": denser in this order, slower in this order.
-        threads: Threads to encode with, at least 1. The bytes do not depend on it.
-        chunk_log2: Binary logarithm of the numbers per chunk, 10 to 22; None for 18 (17 for types of four bytes and
-            more).
-        precision: How much of each number to keep, see `encode_lossy`; None keeps everything.
-        path: Code path, one of `available_paths()`, "python", or "auto". The bytes do not depend on it.
-        version: Version of the format: 2, or 1 for GPUs and older releases.
-        base: As many bytes of another tensor of the same type, from which differences are stored where that is
-            smaller; decoding needs them again. None for a blob that stands alone.
-
-    Returns:
-        The blob.
-
-    Raises:
-        UsageError: The buffer does not fit dtype and shape, or an option is out of its range.
-        Unsupported: The codec has no such element type, or it cannot be rounded.
-    """
+    """`encode` of contiguous little-endian bytes and safetensors' name of a dtype; or, with a precision, rounded."""
     number = checked_level(level, chunk_log2)
     dims = [int(d) for d in shape]
     if len(dims) > 64 or min(dims, default=0) < 0:
@@ -179,12 +157,14 @@ def encode(
     """Compresses a tensor of any dtype and shape, bit for bit.
 
     Args:
-        tensor: A torch tensor (moved to the CPU if elsewhere) or numpy array; copied only if it is not contiguous.
-        level: "fast", "default" or "max".
-        threads: Threads to encode with, at least 1.
-        chunk_log2: See `encode_raw`.
-        path: See `encode_raw`.
-        version: See `encode_raw`.
+        tensor: A torch tensor of any dtype and shape (moved to the CPU if elsewhere) or numpy array; copied only if it
+            is not contiguous.
+        level: "fast", "default" or "max": denser in this order, slower in this order.
+        threads: Threads to encode with, at least 1. The bytes do not depend on it.
+        chunk_log2: Binary logarithm of the numbers per chunk, 10 to 22; None for 18 (17 for types of four bytes and
+            more).
+        path: Code path, one of `available_paths()`, "python", or "auto". The bytes do not depend on it.
+        version: Version of the format: 2, or 1 for GPUs and older releases.
         base: A tensor of the same dtype and shape of which this one is a later state, such as the model that was
             fine-tuned: differences from it are stored where they are smaller, and `decode` needs it again.
 
@@ -236,8 +216,8 @@ def encode_lossy(
             and the largest numbers may become infinite.
         level: "fast", "default" or "max".
         threads: Threads to encode with, at least 1. The bytes do not depend on it.
-        chunk_log2: See `encode_raw`.
-        path: See `encode_raw`. The bytes do not depend on it.
+        chunk_log2: See `encode`.
+        path: See `encode`.
 
     Returns:
         The blob; `decode` gives the rounded tensor, always the same.
@@ -279,28 +259,13 @@ def info(blob: Blob, *, size: int | None = None) -> BlobInfo:
 
 
 def header_size(beginning: Blob, size: int) -> int:
-    """Bytes of the header and index of a lossless blob of `size` bytes, from its first 1,024 (or all, if it has fewer).
-
-    Raises:
-        CorruptBlob: The bytes are damaged or not a blob.
-        Unsupported: The blob is of a newer format.
-    """
+    """Bytes of the header and index of a lossless blob of `size` bytes, from its first 1,024, or all."""
     with in_our_words("a blob"):
         return index_end(bytes_of(beginning), size)
 
 
 def digest_of(buffer: Any, dtype: str, *, chunk_log2: int | None = None) -> str:
-    """The digest that a blob of these bytes has (`BlobInfo.digest`), without encoding them.
-
-    Args:
-        buffer: Contiguous bytes, little-endian.
-        dtype: safetensors' name of the element type.
-        chunk_log2: See `encode_raw`; the digest depends on it.
-
-    Raises:
-        UsageError: chunk_log2 is out of its range.
-        Unsupported: The codec has no such element type.
-    """
+    """The digest that a blob of these bytes and this chunk size has (`BlobInfo.digest`), without encoding them."""
     checked_level("default", chunk_log2)
     element, data = element_type(dtype), as_bytes(bytes_of(buffer))
     step = element.number_bytes << (chunk_log2 or element.default_chunk_log2)
@@ -334,23 +299,7 @@ def _lossy_info(header: lossy.LossyHeader) -> BlobInfo:
 
 
 def decode_raw(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto", base: Any = None) -> Bytes:
-    """Decodes a blob to its bytes.
-
-    Args:
-        blob: See `info`.
-        threads: Threads to decode with, at least 1.
-        check: Also compare what was decoded with the stored checks, or with the digest for version 1 and lossy blobs.
-        path: See `encode_raw`.
-        base: The bytes of the tensor that the blob was encoded against; ignored by blobs that stand alone.
-
-    Returns:
-        A one-dimensional uint8 array, little-endian. Its memory comes from a pool and returns there when it is freed.
-
-    Raises:
-        CorruptBlob: The blob is damaged, or the base is another one (which shows only with `check`).
-        UsageError: The base is missing or has another size.
-        Unsupported: The blob is of a newer format.
-    """
+    """`decode` to a one-dimensional uint8 array, whose memory returns to a pool when it is freed."""
     source = bytes_of(blob)
     with in_our_words("a blob"):
         return _decoded(source, _checked_threads(threads), check, path, base)[0]
@@ -359,7 +308,17 @@ def decode_raw(blob: Blob, *, threads: int = 1, check: bool = False, path: str =
 def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto", base: Any = None) -> torch.Tensor:
     """Decodes a blob to a CPU tensor with the dtype and shape that were encoded.
 
-    Args and errors: see `decode_raw`. Also `Unsupported` when torch lacks the element type, or an empty tensor's shape.
+    Args:
+        blob: See `info`.
+        threads: Threads to decode with, at least 1.
+        check: Also compare what was decoded with the stored checks, or with the digest for version 1 and lossy blobs.
+        path: See `encode`.
+        base: The tensor that the blob was encoded against, or its bytes; ignored by blobs that stand alone.
+
+    Raises:
+        CorruptBlob: The blob is damaged, or the base is another one (which shows only with `check`).
+        UsageError: The base is missing or has another size.
+        Unsupported: The blob is of a newer format, or torch lacks the element type, or an empty tensor's shape.
     """
     source = bytes_of(blob)
     with in_our_words("a blob"):
@@ -383,9 +342,9 @@ def decode_into(
         out: A contiguous CPU tensor or writable array of exactly the tensor's bytes, of any dtype. If the blob turns
             out to be damaged, its contents are undefined.
         threads: Threads to decode with, at least 1.
-        check: See `decode_raw`.
-        path: See `encode_raw`.
-        base: See `decode_raw`.
+        check: See `decode`.
+        path: See `encode`.
+        base: See `decode`.
 
     Raises:
         UsageError: `out` has another size, is not contiguous, or is not writable.
@@ -423,25 +382,7 @@ def decode_rows(
     path: str = "auto",
     base: Any = None,
 ) -> torch.Tensor:
-    """Decode rows `start` to `stop` (exclusive) of dimension 0; only the chunks that they touch are read.
-
-    Args:
-        blob: See `info`.
-        start: The first row.
-        stop: The row after the last one.
-        threads: Threads to decode with, at least 1.
-        check: Also compare the chunks with their checks (blobs of version 2).
-        path: See `encode_raw`.
-        base: The whole base, see `decode_raw`; only what belongs to the same chunks is read.
-
-    Returns:
-        A tensor of shape (stop - start, *rest).
-
-    Raises:
-        UsageError: The tensor has no dimension, or the rows lie outside it.
-        CorruptBlob: The blob is damaged.
-        Unsupported: torch lacks the element type, or rows do not fill whole bytes.
-    """
+    """Decode rows `start` to `stop` (exclusive) of dimension 0; only the chunks that they touch are read."""
     source = bytes_of(blob)
     with in_our_words("a blob"):
         if lossy.recognizes(source):
@@ -560,17 +501,7 @@ def _checked_threads(threads: int) -> int:
 class ChunkEncoder:
     """Encodes a tensor chunk by chunk, bit for bit: leave header_size bytes free, write the chunks, then header().
 
-    Args:
-        dtype: safetensors' name of the element type.
-        shape: Shape of the tensor.
-        level: "fast", "default" or "max".
-        chunk_log2: See `encode_raw`.
-        path: See `encode_raw`.
-        base: Whether differences from a base are stored; every chunk needs its part of it.
-
-    Raises:
-        UsageError: An option is out of its range.
-        Unsupported: The codec has no such element type.
+    With `base` differences from a base are stored, of which every chunk needs its part.
     """
 
     def __init__(
@@ -596,15 +527,7 @@ class ChunkEncoder:
         self.header_size = 28 + sum(len(varint(d)) for d in dims) + 16 * base + 12 * self.chunks
 
     def encode(self, data: Any, base: Any = None) -> bytes:
-        """The next chunk.
-
-        Args:
-            data: The next `chunk_bytes` bytes of the tensor, or those that are left.
-            base: The same bytes of the base.
-
-        Raises:
-            UsageError: These are too many or too few bytes, or a base is missing or too many.
-        """
+        """The next chunk: of the next `chunk_bytes` bytes, or those that are left, and the same bytes of the base."""
         return self.take(self.prepare(data, base))
 
     def prepare(self, data: Any, base: Any = None) -> tuple[int, Any]:
@@ -626,11 +549,7 @@ class ChunkEncoder:
         return self._writer.add(prepared[1])
 
     def header(self) -> bytes:
-        """The blob's first `header_size` bytes.
-
-        Raises:
-            UsageError: Chunks are missing.
-        """
+        """The blob's first `header_size` bytes, when all chunks were encoded."""
         if len(self._writer.lengths) != self.chunks:
             raise UsageError(f"{len(self._writer.lengths)} of {self.chunks} chunks were encoded.")
         return self._writer.header()
@@ -643,17 +562,7 @@ class ChunkEncoder:
 
 @final
 class ChunkDecoder:
-    """Decodes a lossless blob chunk by chunk.
-
-    Args:
-        header: The blob's first `header_size` bytes, or more.
-        size: Bytes of the whole blob.
-        path: See `encode_raw`.
-
-    Raises:
-        CorruptBlob: The header is damaged.
-        Unsupported: The blob is of a newer format, or lossy.
-    """
+    """Decodes a lossless blob of `size` bytes chunk by chunk, from its first `header_size` bytes or more."""
 
     def __init__(self, header: Blob, size: int, *, path: str = "auto") -> None:
         self._header, self._size = bytes_of(header), size
@@ -666,19 +575,10 @@ class ChunkDecoder:
     def decode(
         self, number: int, chunk: Blob, *, base: Any = None, check: bool = True, out: Bytes | None = None
     ) -> Bytes:
-        """The bytes of one chunk's numbers.
+        """The bytes of one chunk's numbers, into `out` if given, compared with the chunk's check.
 
-        Args:
-            number: Which chunk: the blob's bytes info.chunk_offsets[number] to [number + 1], the tensor's from
-                number * chunk_bytes on.
-            chunk: These bytes of the blob.
-            base: The same bytes of the base as of the tensor, for blobs that have one.
-            check: Also compare the result with the chunk's check (blobs of version 2).
-            out: Where to put them: a contiguous array of as many bytes; None for a new one.
-
-        Raises:
-            CorruptBlob: The chunk is damaged, or the base is another one.
-            UsageError: A size does not fit, or the base is missing.
+        `chunk` is the blob's bytes info.chunk_offsets[number] to [number + 1], `base` the same bytes of the base as of
+        the tensor, whose are those from number * chunk_bytes on.
         """
         left = min(self.chunk_bytes, self.info.nbytes - number * self.chunk_bytes)
         result = self._codec.pooled_array(max(left, 0)) if out is None else out
@@ -705,13 +605,7 @@ class Decoding:
         self._cancelled = False
 
     def result(self) -> torch.Tensor:
-        """The tensor, waiting for it if need be.
-
-        Raises:
-            CorruptBlob: The blob is damaged.
-            Unsupported: torch lacks the element type.
-            UsageError: It was cancelled.
-        """
+        """The tensor, waiting for it if need be; errors as of `decode`."""
         if self._cancelled:
             raise UsageError("A decoding that was cancelled has no result.", cure="Add the blob again.")
         if self._pending is None:
@@ -732,32 +626,13 @@ class Decoding:
 
 @final
 class DecodeQueue:
-    """One thread that decodes blobs in the order in which they were added.
-
-    Examples:
-        >>> queue = DecodeQueue()
-        >>> decoding = queue.add(codec.encode(torch.ones(3)))  # doctest: +SKIP
-        >>> decoding.result()  # doctest: +SKIP
-        tensor([1., 1., 1.])
-        >>> queue.close()
-    """
+    """One thread that decodes blobs in the order in which they were added."""
 
     def __init__(self) -> None:
         self._native = new_queue()
 
     def add(self, blob: Blob) -> Decoding:
-        """Have a blob decoded.
-
-        Args:
-            blob: See `codec.decode`. Its memory must stay where it is until `result` or `cancel` returned.
-
-        Returns:
-            The blob's decoding, to be asked for its result.
-
-        Raises:
-            CorruptBlob: The blob's header is damaged.
-            Unsupported: The blob is of a newer format.
-        """
+        """Have a blob decoded, whose memory must stay where it is until `result` or `cancel` returned."""
         with in_our_words("a blob"):
             source = bytes_of(blob)
             if not self._native:

@@ -32,12 +32,15 @@ from netweight.codec.numpy_tables import (
 )
 
 SMALLEST = 512  # bytes; below this no table pays
-SPARSE_CHUNK, DELTA, DIFFERENCE = 16, 17, 18  # what a chunk of version 2 may begin with instead of a plane
+SPARSE_CHUNK, DELTA, DIFFERENCE, CLASSES = 16, 17, 18, 19  # what a chunk of version 2 may begin with instead of a plane
 NESTING, VERSION_1 = 8, -1  # how deep planes may lie in planes; version 1 has none and no modes after WIDE_RANS
 SAMPLES, MORE_SAMPLES = 64, 512
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
+
+_CLASSES = 8  # of numbers by the magnitude of their base's
+_LEAST_OF_CLASSES = 1 << 14  # numbers; below this classes do not pay
 
 
 def write_chunk(data: Bytes, element: ElementType, level: int, base: Bytes | None) -> tuple[bytes, bool]:
@@ -50,9 +53,13 @@ def write_chunk(data: Bytes, element: ElementType, level: int, base: Bytes | Non
         if len(trial) < len(chunk):
             chunk, new_modes = trial, True
     if base is not None:
-        trial = bytes((DIFFERENCE,)) + _write_difference(numbers, base.view(numbers.dtype), element, level)
+        other = base.view(numbers.dtype)
+        steps = _folded_steps(numbers, other, element)
+        trial = bytes((DIFFERENCE,)) + _step_planes(steps, element, level)
         if len(trial) < len(chunk):
             chunk, new_modes = trial, True
+            if element.number_bytes == 2 and element.exponent_bits and len(numbers) >= _LEAST_OF_CLASSES:
+                chunk = min(chunk, bytes((CLASSES,)) + _write_classes(steps, other, element, level), key=len)
     return chunk, new_modes
 
 
@@ -67,7 +74,10 @@ def read_chunk(reader: Reader, element: ElementType, count: int, new_modes: bool
         numbers = np.cumsum(deltas, dtype=deltas.dtype).view(np.uint8)
     elif first == DIFFERENCE and base is not None:
         reader.at += 1
-        numbers = _read_difference(reader, base, element, count)
+        numbers = _add_steps(read_planes(reader, _unsigned(element), count, NESTING), base, element)
+    elif first == CLASSES and base is not None and element.number_bytes == 2:
+        reader.at += 1
+        numbers = _add_steps(_read_classes(reader, base.view("<u2"), element), base, element)
     else:
         numbers = _read_body(reader, element, count)
     if reader.at != len(reader.data):
@@ -130,20 +140,52 @@ def _unsigned(element: ElementType) -> ElementType:
     return replace(element, exponent_bits=0, mantissa_bits=0)
 
 
-def _write_difference(numbers: Integers, base: Integers, element: ElementType, level: int) -> bytes:
-    """Steps from the base, 0, -1, 1, -2, ... as 0, 1, 2, 3, ..., as the planes of integers."""
+def _folded_steps(numbers: Integers, base: Integers, element: ElementType) -> Integers:
+    """Steps from the base: 0, -1, 1, -2, ... as 0, 1, 2, 3, ...."""
     kind = numbers.dtype.type
     step = _ordered(numbers, element) - _ordered(base, element)
     sign = kind(0) - (step >> kind(8 * numbers.itemsize - 1))
-    folded = (step << kind(1)) ^ sign
-    return b"".join(_planes(folded.view(np.uint8), _unsigned(element), level, NESTING, inner=True))
+    return (step << kind(1)) ^ sign
 
 
-def _read_difference(reader: Reader, base: Bytes, element: ElementType, count: int) -> Bytes:
-    folded = read_planes(reader, _unsigned(element), count, NESTING).view(f"<u{element.number_bytes}")
+def _step_planes(steps: Integers, element: ElementType, level: int) -> bytes:
+    return b"".join(_planes(steps.view(np.uint8), _unsigned(element), level, NESTING, inner=True))
+
+
+def _add_steps(steps: Bytes, base: Bytes, element: ElementType) -> Bytes:
+    folded = steps.view(f"<u{element.number_bytes}")
     kind = folded.dtype.type
     step = (folded >> kind(1)) ^ (kind(0) - (folded & kind(1)))
     return _ordered(_ordered(base.view(folded.dtype), element) + step, element).view(np.uint8)
+
+
+def _magnitudes(base: Integers) -> Integers:
+    return base >> np.uint16(7) & np.uint16(255)
+
+
+def _write_classes(steps: Integers, base: Integers, element: ElementType, level: int) -> bytes:
+    """Steps in classes of about equal size by the magnitude of the base's numbers, each with planes of its own."""
+    magnitudes = _magnitudes(base)
+    below = np.cumsum(np.bincount(magnitudes, minlength=256))[:254]
+    thresholds = np.searchsorted(_CLASSES * np.concatenate(([0], below)), np.arange(1, _CLASSES) * len(base))
+    which = np.searchsorted(thresholds, magnitudes, "right")
+    members = [steps[which == k] for k in range(_CLASSES)]
+    return bytes(thresholds.astype(np.uint8)) + b"".join(
+        _step_planes(some, element, level) for some in members if len(some)
+    )
+
+
+def _read_classes(reader: Reader, base: Integers, element: ElementType) -> Bytes:
+    thresholds = np.asarray(reader.take(_CLASSES - 1, "thresholds of classes"))
+    if (thresholds[1:] < thresholds[:-1]).any():
+        raise corrupt("thresholds of classes do not ascend")
+    which = np.searchsorted(thresholds, _magnitudes(base), "right")
+    steps = np.empty(len(base), "<u2")
+    for k in range(_CLASSES):
+        here = which == k
+        if here.any():
+            steps[here] = read_planes(reader, _unsigned(element), int(here.sum()), NESTING).view("<u2")
+    return steps.view(np.uint8)
 
 
 # ---- planes ----------------------------------------------------------------------------------------------------------

@@ -6,13 +6,17 @@ MODEL is the folder of a small BERT, such as all-MiniLM-L6-v2, or of a Llama; TE
 trained in fp32 by AdamW: each of two neighboring lines is to find the other one among those of the batch, a Llama the
 next token of eight windows. Checkpoints in bf16 are taken on the way. Each is compressed alone, as differences from the
 model before training (--base), and from the checkpoint before it; each is restored and compared file by file. zstd -3
-of the XOR with the base is measured beside it. AdamW's moments, in fp32, are encoded alone and against those before.
+of the XOR with the base is measured beside it, and what a coder of order 0 could reach: the entropy of steps from the
+base, chunk by chunk, and that given the exponent of the base's weight (which small tensors flatter: every chunk has its
+own counts). Decoding is timed on one thread, into memory that exists, checked and not. AdamW's moments, in fp32, are
+encoded alone and against those before.
 """
 
 import copy
 import filecmp
 import json
 import shutil
+import statistics
 import tempfile
 import time
 from itertools import pairwise
@@ -114,16 +118,71 @@ def measure(model, base):
     }
 
 
-def zstd_of_xor(model, base):
+def against(model, base):
+    """One checkpoint against another: sizes, speeds, peers and limits."""
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (model, base))
+    pairs = [(ours[name], theirs[name]) for name in ours if ours[name].dtype == torch.bfloat16]
+    return {
+        **measure(model, base),
+        "zstd -3 of the XOR, by planes": zstd_of_xor(pairs),
+        "ratio at the entropy": limits(pairs),
+        "decode": decode_speed(pairs),
+    }
+
+
+def zstd_of_xor(pairs):
     import zstandard
 
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (model, base))
-    xor = b"".join((ours[n].view(torch.int16) ^ theirs[n].view(torch.int16)).numpy().tobytes() for n in ours)
+    xor = b"".join((ours.view(torch.int16) ^ theirs.view(torch.int16)).numpy().tobytes() for ours, theirs in pairs)
     planes = numpy.frombuffer(xor, numpy.uint8).reshape(-1, 2).T.tobytes()
     return round(len(xor) / len(zstandard.ZstdCompressor(level=3).compress(planes)), 3)
 
 
+def entropy(steps):
+    """Bits of order 0 of all steps together."""
+    counts = numpy.unique(steps, return_counts=True)[1]
+    return float(-(counts * numpy.log2(counts / counts.sum())).sum())
+
+
+def limits(pairs):
+    """Ratios at the entropy of steps: plain, and given the exponent of the base's weight."""
+    bits, numbers = {"steps": 0.0, "steps given the base's exponent": 0.0}, 0
+    for pair in pairs:
+        ours, theirs = (tensor.view(torch.int16).numpy().ravel().astype(numpy.int32) for tensor in pair)
+        steps = numpy.subtract(*(numpy.where(u < 0, -32769 - u, u) for u in (ours, theirs)))
+        exponents = theirs >> 7 & 255
+        for start in range(0, len(steps), 1 << 18):
+            here, known = steps[start : start + (1 << 18)], exponents[start : start + (1 << 18)]
+            bits["steps"] += entropy(here)
+            bits["steps given the base's exponent"] += sum(entropy(here[known == e]) for e in numpy.unique(known))
+        numbers += len(steps)
+    return {name: round(16 * numbers / total, 2) for name, total in bits.items()}
+
+
+def decode_speed(pairs, rounds=5):
+    """GB/s of decoded bytes on one thread: medians, and of checked to unchecked in the same round."""
+    blobs = [codec.encode(tensor, base=base) for tensor, base in pairs]
+    outs = [torch.empty_like(tensor) for tensor, _ in pairs]
+    seconds = {False: [], True: []}
+    for _ in range(rounds + 1):
+        for check in seconds:
+            started = time.process_time()
+            for blob, out, (_, base) in zip(blobs, outs, pairs, strict=True):
+                codec.decode_into(blob, out, base=base, check=check)
+            seconds[check].append(time.process_time() - started)
+    if not all(torch.equal(out, tensor) for out, (tensor, _) in zip(outs, pairs, strict=True)):
+        raise SystemExit("tensors came back otherwise")
+    nbytes = sum(out.nbytes for out in outs)
+    ratios = [a / b for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True)]
+    return {
+        "GB/s": round(nbytes / statistics.median(seconds[False][1:]) / 1e9, 3),
+        "GB/s, rounds": [round(nbytes / spent / 1e9, 3) for spent in seconds[False][1:]],
+        "checked per unchecked": round(statistics.median(ratios), 3),
+    }
+
+
 def main():
+    torch.set_num_threads(1)
     parser = script(__doc__, "compress-differences")
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
@@ -139,9 +198,8 @@ def main():
                 found[f"learning rate {rate}, {model.name}"] = {
                     "moments": {key: moments_ratio(moments[key], its_moments[key]) for key in moments},
                     "alone": measure(model, None),
-                    "against base": measure(model, base),
-                    "against the checkpoint before": measure(model, before),
-                    "zstd -3 of the XOR with base, by planes": zstd_of_xor(model, base),
+                    "against base": against(model, base),
+                    "against the checkpoint before": against(model, before),
                 }
     result = {
         "benchmark": "compress-differences",

