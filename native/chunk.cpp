@@ -179,21 +179,38 @@ u8* encode_classes(const Dtype& d, const u8* steps, const u8* base, size_t count
   return out;
 }
 
-void decode_classes(const Dtype& d, Reader& in, const u8* readable_end, const u8* base, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
+// Numbers from steps, which `fetch` puts in their place, while they are in the nearest cache.
+template <typename Fetch>
+void add_steps(const Dtype& d, const u8* base, size_t count, const Kernels& kernels, u8* out, ChunkCheck* check, Fetch fetch) {
+  const size_t unit = d.unit_bytes, slab = kSlab / unit;
+  for (size_t start = 0; start < count; start += slab, base += slab * unit, out += slab * unit) {
+    const size_t some = std::min(slab, count - start);
+    fetch(base, some, out);
+    kernels.add(base, some, d.unit_bytes, d.exponent_bits != 0, out);
+    if (check) check->up_to(out + some * unit);
+  }
+}
+
+void decode_difference(const Dtype& d, Reader& in, const u8* readable_end, const u8* base, size_t count, const Kernels& kernels, Scratch& scratch, u8* out,
+                       ChunkCheck* check) {
+  decode_planes(unsigned_of(d), in, readable_end, count, kernels, scratch, out, kMaxNesting);
+  add_steps(d, base, count, kernels, out, check, [](const u8*, size_t, u8*) {});
+}
+
+void decode_classes(const Dtype& d, Reader& in, const u8* readable_end, const u8* base, size_t count, const Kernels& kernels, Scratch& scratch, u8* out,
+                    ChunkCheck* check) {
   const u8* thresholds = in.take(kClasses - 1, "thresholds of classes");
   if (!std::is_sorted(thresholds, thresholds + kClasses - 1)) throw CorruptError("thresholds of classes do not ascend");
-  const ClassOf class_of(thresholds);
-  size_t sizes[kClasses] = {}, of_magnitude[256] = {};
-  for (size_t i = 0; i < count; i++) of_magnitude[ClassOf::magnitude(base + 2 * i)]++;
-  for (int v = 0; v < 256; v++) sizes[class_of.of[v]] += of_magnitude[v];
+  size_t sizes[kClasses];
+  kernels.class_sizes(base, count, thresholds, sizes);
   const auto sorted = padded(2 * count);
   const u8* steps[kClasses];
   u8* to = sorted.get();
   for (int k = 0; k < kClasses; to += 2 * sizes[k++]) {
     steps[k] = to;
-    if (sizes[k]) decode_planes(d, in, readable_end, sizes[k], kernels, scratch, to, kMaxNesting);
+    if (sizes[k]) decode_planes(unsigned_of(d), in, readable_end, sizes[k], kernels, scratch, to, kMaxNesting);
   }
-  kernels.interleave(base, count, thresholds, steps, out);
+  add_steps(d, base, count, kernels, out, check, [&](const u8* of_base, size_t some, u8* where) { kernels.interleave(of_base, some, thresholds, steps, where); });
 }
 
 constexpr size_t kLeastOfClasses = size_t{1} << 14;  // numbers; below this they do not pay
@@ -239,15 +256,7 @@ void decode_chunk(const ChunkStyle& style, Reader in, const u8* readable_end, co
     by_width(d.unit_bytes, [&](auto number) { add_deltas<decltype(number)>(out, count); });
   } else if (style.has_base && (first == static_cast<u8>(Transform::difference) || (first == static_cast<u8>(Transform::classes) && d.unit_bytes == 2))) {
     in.at++;
-    if (first == static_cast<u8>(Transform::classes)) decode_classes(unsigned_of(d), in, readable_end, base, count, kernels, scratch, out);
-    else decode_planes(unsigned_of(d), in, readable_end, count, kernels, scratch, out, kMaxNesting);
-    const size_t slab = kSlab / d.unit_bytes;
-    for (size_t start = 0; start < count; start += slab) {
-      u8* to = out + start * d.unit_bytes;
-      const size_t some = std::min(slab, count - start);
-      kernels.add(base + start * d.unit_bytes, some, d.unit_bytes, d.exponent_bits != 0, to);
-      if (check) check->up_to(to + some * d.unit_bytes);
-    }
+    (first == static_cast<u8>(Transform::classes) ? decode_classes : decode_difference)(d, in, readable_end, base, count, kernels, scratch, out, check);
   } else {
     decode_body(d, in, readable_end, count, kernels, scratch, out, check);
   }

@@ -1,6 +1,8 @@
 // Steps between numbers and a base, and back; compiled once per instruction set.
 #pragma once
 
+#include <algorithm>
+
 #include "format.h"
 
 namespace netweight {
@@ -54,6 +56,22 @@ void add_as(const u8* base, size_t count, u8* numbers) {
       std::memcpy(numbers + i * sizeof v, &v, sizeof v);
     }
   }
+}
+
+// How many numbers each class has.
+inline void class_sizes(const u8* base, size_t count, const u8* thresholds, size_t* sizes) {
+  size_t above[kClasses + 1] = {count};
+  for (size_t start = 0; start < count; start += 4096)
+    for (int k = 0; k < kClasses - 1; k++) {
+      u16 here = 0;
+      for (size_t i = start; i < std::min(start + 4096, count); i++) {
+        u16 b;
+        std::memcpy(&b, base + 2 * i, 2);
+        here = static_cast<u16>(here + ((b >> 7 & 255) >= thresholds[k]));
+      }
+      above[k + 1] += here;
+    }
+  for (int k = 0; k < kClasses; k++) sizes[k] = above[k] - above[k + 1];
 }
 
 inline void interleave(const u8* base, size_t count, const u8* thresholds, const u8** steps, u8* out) {

@@ -136,6 +136,7 @@ using Subtract = void (*)(const u8* in, const u8* base, size_t count, int unit, 
 using Add = void (*)(const u8* base, size_t count, int unit, bool floats, u8* steps);
 
 // Steps of 16 bits in the order of a base's numbers, from those of each class (see Classes), behind which 64 bytes may be read.
+using ClassSizes = void (*)(const u8* base, size_t count, const u8* thresholds, size_t* sizes);
 using Interleave = void (*)(const u8* base, size_t count, const u8* thresholds, const u8** steps, u8* out);
 
 // A round of AES of all sixteen states for each 256 bytes; see digest.h.
@@ -184,6 +185,7 @@ struct Kernels {
   Subtract subtract;
   Add add;
   Interleave interleave;
+  ClassSizes class_sizes;
 };
 
 // The check of a chunk's bytes, taken in as they come, while they are in the nearest cache.

@@ -201,7 +201,7 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
 
 const Kernels* avx2_kernels() {
   static const Kernels set = {"avx2", decode_rows, encode_rows, decode_wide, join4, join8, split4, split8,
-                              __builtin_cpu_supports("aes") ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_any, recall, subtract, add, interleave};
+                              __builtin_cpu_supports("aes") ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_any, recall, subtract, add, interleave, class_sizes};
   static const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
   return usable ? &set : nullptr;
 }

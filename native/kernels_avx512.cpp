@@ -440,23 +440,25 @@ void recall_any(const u8* numbers, size_t count, const u16* palette, size_t size
 
 void interleave_wide(const u8* base, size_t count, const u8* thresholds, const u8** steps, u8* out) {
   __m512i least[kClasses - 1];
+  const u8* from[kClasses];
   for (int k = 0; k < kClasses - 1; k++) least[k] = _mm512_set1_epi16(thresholds[k]);
+  std::memcpy(from, steps, sizeof from);
   size_t i = 0;
   for (; i + 32 <= count; i += 32) {
-    __builtin_prefetch(base + 2 * i + 2048);
     const __m512i size = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(base + 2 * i), 7), _mm512_set1_epi16(255));
     __m512i v = _mm512_setzero_si512();
     __mmask32 left = ~__mmask32{0};
 #pragma GCC unroll 8
     for (int k = 0; k < kClasses; k++) {
       const __mmask32 above = k < kClasses - 1 ? _mm512_cmpge_epu16_mask(size, least[k]) : 0, here = left & ~above;
-      v = _mm512_mask_expand_epi16(v, here, _mm512_loadu_si512(steps[k]));
-      steps[k] += 2 * __builtin_popcount(here);
+      v = _mm512_mask_expand_epi16(v, here, _mm512_loadu_si512(from[k]));
+      from[k] += 2 * __builtin_popcount(here);
       left = above;
     }
     _mm512_storeu_si512(out + 2 * i, v);
   }
-  interleave(base + 2 * i, count - i, thresholds, steps, out + 2 * i);
+  std::memcpy(steps, from, sizeof from);
+  if (i < count) interleave(base + 2 * i, count - i, thresholds, steps, out + 2 * i);
 }
 
 bool has_vaes() {  // which clang's __builtin_cpu_supports does not know
@@ -471,7 +473,7 @@ const Kernels* avx512_kernels() {
                              __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2") && has_vaes();
   if (!usable) return nullptr;
   static const Kernels set = {"avx512", decode_rows, encode_rows, decode_wide, join4, join8,
-                              split4, split8, aes_rounds, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add, interleave_wide};
+                              split4, split8, aes_rounds, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add, interleave_wide, class_sizes};
   return &set;
 }
 

@@ -452,7 +452,7 @@ bool encode_last_rows(RansEncoder& e, const void* in) {
 
 const Kernels& portable_kernels() {
   static const Kernels set = {"portable", decode_rows, encode_rows, decode_wide, join4, join8,
-                              split4, split8, aes_rounds, decode_words_here, round_weights_here, spread, recall, subtract, add, interleave};
+                              split4, split8, aes_rounds, decode_words_here, round_weights_here, spread, recall, subtract, add, interleave, class_sizes};
   return set;
 }
 

@@ -40,25 +40,20 @@ Set for a core with AVX-512 (VBMI2) before the code was written.
 """
 
 LIMITS = """
-A decoder writes as many bytes as memcpy, whose speed in the same rounds is the limit. Where a target is met in
-cache and missed from memory, memory bandwidth is the bottleneck:
+memcpy in the same rounds, which is the limit of what comes from memory:
 
 """
 
 HOW = """
 ## Method
 
-- **Data**: the 22.7 million weights of all-MiniLM-L6-v2, as published (F32) and rounded to BF16, F16 and F8 (e4m3 of 16
-  times the weights); 33.6 million weights from N(0, 0.02²) as BF16; and one million of these, which fit into a core's
-  cache. netweight compresses tensor by tensor; peers get all tensors joined, which favors them.
-- **Rounds**: each round measures every contender once, in random order. Speeds are medians over rounds, ratios medians
-  of the ratios within rounds, with 95 % bootstrap intervals.
-- **Clock**: CPU time of the process with one thread, wall time with two. GB/s are 10⁹ plain bytes per second.
-- **Warm**: output memory exists already; a contender that takes less than a second runs once untimed, then for about
-  20 ms. **Fresh outputs**: each decoded tensor is new memory, and all are kept, as when a model is loaded.
-- **Peers**: zipnn changes its input in place and gets a fresh copy outside the clock. zstd and lz4 work on blocks of
-  1 MiB; "zstd -1, planes" splits numbers into byte planes in numpy first; blosc2 uses bitshuffle.
-- Every contender's output is compared with the input bit by bit before timing.
+- **Data**: all-MiniLM-L6-v2 as published (F32, 22.7 million weights) and rounded to BF16, F16 and F8 (e4m3 of 16 times
+  the weights); 33.6 million weights from N(0, 0.02²) as BF16; and one million of these, which fit into a core's cache.
+  netweight compresses tensor by tensor, peers all tensors joined, which favors them. Outputs are compared bit by bit.
+- **Rounds**: every contender once a round, in random order; medians of speeds, and of ratios within rounds, with
+  bootstrap intervals. CPU time with one thread, wall time with two; 10⁹ plain bytes per second; memory is warm.
+- **Peers**: zipnn changes its input and gets a fresh copy outside the clock. zstd and lz4 work on blocks of 1 MiB;
+  "zstd -1, planes" splits byte planes in numpy first; blosc2 uses bitshuffle.
 """
 
 
@@ -70,7 +65,10 @@ def page(result: Result, name: str) -> str:
     load = result.load["before"][0]
     warning = BUSY.format(load=load) if load > QUIET else ""
     text = HEAD.format(name=name, date=result.created[:10], rounds=result.repeats, machine=machine, warning=warning)
-    text += table(("what", "target", "measured", "95 % interval", ""), target_table(result))
+    rows = [
+        (what, target, f"{value} ({ci})" if ci else value, met) for what, target, value, ci, met in target_table(result)
+    ]
+    text += table(("what", "target", "measured (95 % interval)", ""), rows)
     text += limits(result)
     for part in speed_tables(result):
         if part.title == SHOWN:
@@ -96,27 +94,44 @@ def limits(result: Result) -> str:
 
 
 def memory_part() -> str:
-    """Return the part on whole folders, from the newest result of memory.py; empty without one."""
-    results = sorted(RESULTS.glob("*-compress-memory.json"))
-    if not results:
+    """Return the part on whole folders, from the newest results of memory.py; empty without one."""
+    found = [json.loads(path.read_text()) | {"path": path} for path in sorted(RESULTS.glob("*compress-memory*.json"))]
+    if not found:
         return ""
-    found = json.loads(results[-1].read_text())
-    rows = []
-    for name, peak in found["memory"].items():
-        target = "" if peak["target_bytes"] is None else f"≤ {peak['target_bytes'] / 1e6:.0f} MB"
-        rows.append((f"peak memory, {name}", target, f"{peak['peak_bytes'] / 1e6:.0f} MB", VERDICTS[peak["met"]]))
-    for name, times in found["seconds"].items():
-        target = "" if times["target_s"] is None else f"≤ {times['target_s']:g} s"
-        rows.append((name, target, f"{times['median_s']:.3f} s", VERDICTS[times["met"]]))
-    largest, total = (found["model"][key] / 1e6 for key in ("largest_tensor_bytes", "tensors_bytes"))
-    return f"""
-## Whole folders
-
-Measured on {found["date"]} by `netweight_experiments.benchmarks.compress.memory`: a model of {total:.0f} MB, largest
-tensor {largest:.0f} MB, {found["threads"]} thread(s)
-([results](../benchmarks/results/{results[-1].name})).
+    text, one = (
+        "\n## Whole files\n",
+        {result["one_tensor_bytes"]: result for result in found if "one_tensor_bytes" in result},
+    )
+    folders = [result for result in found if "memory" in result]
+    if folders:
+        newest = max(folders, key=lambda result: result["date"])
+        limits = (
+            (f"peak memory, {name}", peak, "peak_bytes", "target_bytes", 1e-6, "MB")
+            for name, peak in newest["memory"].items()
+        )
+        times = ((name, spent, "median_s", "target_s", 1, "s") for name, spent in newest["seconds"].items())
+        rows = [
+            (name, f"≤ {row[target] * scale:.4g} {unit}", f"{row[value] * scale:.3g} {unit}", VERDICTS[row["met"]])
+            for name, row, value, target, scale, unit in (*limits, *times)
+            if row[target] is not None and "small" not in name
+        ]
+        sizes = newest["model"]
+        text += f"""
+A model of {sizes["tensors_bytes"] / 1e6:.0f} MB, largest tensor {sizes["largest_tensor_bytes"] / 1e6:.0f} MB,
+one thread ([{newest["date"]}](../benchmarks/results/{newest["path"].name})):
 
 {table(("what", "target", "measured", ""), rows)}"""
+    for nbytes, result in sorted(one.items()):
+        rows = [
+            (name, f"{row['peak_above_libraries_bytes'] / 1e6:.0f} MB", f"{row['system_per_cp_without_start']:.2f}")
+            for name, row in result["commands"].items()
+        ]
+        text += f"""
+One tensor of {nbytes / 1e6:,.0f} MB; targets: 200 MB, 1.5
+([{result["date"]}](../benchmarks/results/{result["path"].name})):
+
+{table(("command", "peak beside the libraries", "system time, cp = 1"), rows)}"""
+    return text
 
 
 def foot(result: Result) -> str:
