@@ -145,7 +145,8 @@ def _folded_steps(numbers: Integers, base: Integers, element: ElementType) -> In
     kind = numbers.dtype.type
     step = _ordered(numbers, element) - _ordered(base, element)
     sign = kind(0) - (step >> kind(8 * numbers.itemsize - 1))
-    return (step << kind(1)) ^ sign
+    folded: Integers = (step << kind(1)) ^ sign
+    return folded
 
 
 def _step_planes(steps: Integers, element: ElementType, level: int) -> bytes:

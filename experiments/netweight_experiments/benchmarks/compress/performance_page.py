@@ -65,10 +65,7 @@ def page(result: Result, name: str) -> str:
     load = result.load["before"][0]
     warning = BUSY.format(load=load) if load > QUIET else ""
     text = HEAD.format(name=name, date=result.created[:10], rounds=result.repeats, machine=machine, warning=warning)
-    rows = [
-        (what, target, f"{value} ({ci})" if ci else value, met) for what, target, value, ci, met in target_table(result)
-    ]
-    text += table(("what", "target", "measured (95 % interval)", ""), rows)
+    text += table(("what", "target", "measured", "95 % interval", ""), target_table(result))
     text += limits(result)
     for part in speed_tables(result):
         if part.title == SHOWN:
