@@ -94,7 +94,7 @@ def _show_plan(
         _show_known(output, mark)
     for number, cost in enumerate(costs, start=1):
         told = "takes what an earlier step makes" if cost is None else (
-            f"{cost.runs:,} {cost.unit}, about {cost.seconds / 60:.1f} minutes on this machine"
+            f"at least {cost.runs:,} {cost.unit}, about {cost.seconds / 60:.1f} minutes on this machine"
         )  # fmt: skip
         output.line(f"step {number}: {told}")
     if costs:
