@@ -52,7 +52,7 @@ def data(page):
 def test_a_page_about_a_space_with_everything(folder, tmp_path):
     page = tmp_path / "page.html"
     asked = ("--pipeline", SHAPES_FOLDER, "--prompt", PROMPT, "--labels", folder / "labels.csv", "--attribute", "age",
-             "--pair", "age", "component 1", "--start", "model 3", *FEW, "--out", page)  # fmt: skip
+             "--start", "model 3", *FEW, "--out", page)  # fmt: skip
     made = run(folder / "shapes", *asked)
     assert made["sliders"] == ["age", "component 1", "component 2"]
     assert made["nbytes"] == page.stat().st_size
@@ -62,7 +62,8 @@ def test_a_page_about_a_space_with_everything(folder, tmp_path):
     assert found["map"]["names"] == [f"model {i}" for i in range(9)]
     assert found["map"]["labels"]["glasses"] == [i % 2 for i in range(9)]
     assert found["samples"]["count"] == 2
-    assert len(found["stages"]) == 4
+    assert len(found["stages"]) == 3
+    assert found["live"]["config"]["modules"][0].startswith("mid_block")
     assert PROMPT in page.read_text()
     assert run(folder / "shapes", *asked, code=2)["error"]["kind"] == "OutputExists"
     again = page.read_bytes()
@@ -80,7 +81,6 @@ def test_what_cannot_be_painted_is_refused(folder, tmp_path):
         ((space, "--pipeline", SHAPES_FOLDER, "--out", out), "--prompt is missing"),
         ((space, *full, "--attribute", "age"), "--labels, for --attribute"),
         ((space, *full, "--components", 0), "no slider"),
-        ((space, *full, "--pair", "age", "component 1"), "'age' has no slider"),
         ((space, *full, "--start", "modl 3"), "nearest models are 'model 3'"),
         ((space, *full, "--labels", folder / "labels.csv", "--attribute", "agee"), "age"),
         (("--out", out, "--prompt", PROMPT), "--prompt belongs to one"),
@@ -98,4 +98,5 @@ def test_the_miniature_needs_no_argument(tmp_path):
     assert len(made["sliders"]) == 10
     found = data(page)
     assert len(found["map"]["names"]) == 5
-    assert set(found["stages"][0]["readings"]) == set(made["sliders"][:8])
+    assert found["live"]["reads"] == made["sliders"][:8]
+    assert made["facts"]["pictures of sliders"].startswith("computed in the page")

@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 from html import unescape
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 
@@ -59,25 +61,56 @@ def console(page, *options):
     return re.findall(r".*CONSOLE.*", ran.stderr), ran.stdout
 
 
+def framed(page, width, actions, told="parent.postMessage(JSON.stringify(seen), '*');"):
+    """A file with a copy of the page in a frame of some width; it acts and tells what it has seen."""
+    copy = page.with_name(f"probed-{width}.html")
+    text = page.read_text()
+    allowed = re.sub(r"; script-src [^;\"]*", "", text, count=1)
+    allowed = allowed.replace("default-src 'none'", "default-src 'none'; connect-src *; script-src 'unsafe-inline'")
+    assert allowed != text
+    probe = f'<script>addEventListener("load", async () => {{{PROBE}{actions}{told} }});</script></body>'
+    copy.write_text(allowed.replace("</body>", probe))
+    frame = page.with_name("frame.html")
+    frame.write_text(FRAME % (copy.name, width))
+    return frame
+
+
+def watch(page, width, *options, actions=""):
+    """As `look`, but in real time, which workers need: the page is over when it has told what it saw."""
+    heard = []
+
+    class Listener(BaseHTTPRequestHandler):
+        def do_POST(self):
+            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *told):
+            """Nothing on the terminal."""
+
+    with HTTPServer(("127.0.0.1", 0), Listener) as server:
+        listening = Thread(target=server.handle_request, daemon=True)
+        listening.start()
+        post = "{method: 'POST', mode: 'no-cors', body: JSON.stringify(seen)}"
+        post = f"fetch('http://127.0.0.1:{server.server_port}', {post});"
+        frame = framed(page, width, actions, post)
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += [f"--user-data-dir={page.parent / 'profile'}", "--remote-debugging-port=0", *options, frame.as_uri()]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
+            listening.join(120)
+            browser.terminate()
+    assert heard, "the page told nothing within two minutes"
+    assert heard[0]["window"] == width
+    return heard[0]
+
+
 def look(page, width, *options, actions=""):
     """What a probe sees in a page of some width, and what it notes in `seen` while it acts.
 
     It runs in a copy of the page whose content policy allows it, inside a frame, since a window cannot be made narrower
     than 500 pixels; what it sees is written into the page around the frame.
     """
-    copy = page.with_name(f"probed-{width}.html")
-    text = page.read_text()
-    allowed = re.sub(r"; script-src [^;\"]*", "", text, count=1)
-    allowed = allowed.replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
-    assert allowed != text
-    probe = (
-        f'<script>addEventListener("load", async () => {{{PROBE}{actions}'
-        'parent.postMessage(JSON.stringify(seen), "*"); });</script></body>'
-    )
-    copy.write_text(allowed.replace("</body>", probe))
-    frame = page.with_name("frame.html")
-    frame.write_text(FRAME % (copy.name, width))
-    dump = chromium(frame, "--dump-dom", *options)
+    dump = chromium(framed(page, width, actions), "--dump-dom", *options)
     found = re.search(r'<pre id="probe">(.+?)</pre>', dump.stdout, re.DOTALL)
     assert found, dump.stderr
     seen = json.loads(unescape(found.group(1)))

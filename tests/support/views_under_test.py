@@ -2,17 +2,10 @@
 
 import numpy as np
 
-from netweight.methods.space.view.content import AdapterMap, DirectionPlane, Neighbors, Samples, Traversal, View
+from netweight.methods.space.view.content import AdapterMap, Neighbors, Samples, Traversal, View
 
 SIDE = 8
 STRENGTHS = (-2.0, -0.5, 1.0)
-OTHERS = (-1.0, 1.0)
-READINGS = {
-    "width": [0.0, 0.5, 0.5],
-    "beard <u>": [-1.0, -0.75, 0.0],
-    "hue": [0.5, 0.5, -1.5],
-    "skin": [0.0, 0.0, 0.25],
-}
 NAMES = ["west", "east", "<b>north</b> & \"co\" 'x'", "south"]
 PLACES = np.array([[-2.0, 0.1, 0.5], [2.0, 0.0, -0.5], [0.0, 1.5, 1.0], [0.1, -1.5, 0.0]])
 KINDS = ["round", "square", "<i>odd</i>", "round"]
@@ -26,11 +19,6 @@ def flat(*colors):
 def walk(red):
     """Red says which walk, green the place of the strength, blue the noise."""
     return np.stack([flat(*[(red, 10 * place, noise) for noise in range(2)]) for place in range(len(STRENGTHS))])
-
-
-def plane():
-    images = [[flat((250, 10 * a, 20 * b)) for b in range(len(OTHERS))] for a in range(len(STRENGTHS))]
-    return DirectionPlane(("beard", "age"), STRENGTHS, OTHERS, np.array(images))
 
 
 def adapter_map(**changes):
@@ -65,10 +53,9 @@ def view(**changes):
     parts = {
         "title": "A space <script>alert(1)</script>",
         "traversals": [
-            Traversal("beard <u>", "direction", STRENGTHS, walk(100), "held-out R² 0.9 <&>", READINGS),
+            Traversal("beard <u>", "direction", STRENGTHS, walk(100), "held-out R² 0.9 <&>"),
             Traversal("component 1", "component", STRENGTHS, walk(200)),
         ],
-        "planes": [plane()],
         "points": adapter_map(),
         "samples": samples(),
         "summary": "Two sliders.",

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from views_under_test import OTHERS, STRENGTHS, adapter_map, flat, plane, samples, view, walk
+from views_under_test import STRENGTHS, adapter_map, flat, samples, view, walk
 
 from netweight.errors import OutputExists, UsageError
 from netweight.methods.space.view import page as view_page
-from netweight.methods.space.view.content import DirectionPlane, Neighbors, Traversal
-from netweight.methods.space.view.page import render_view, scale_of, traces, write_view
+from netweight.methods.space.view.content import Neighbors, Traversal
+from netweight.methods.space.view.page import render_view, write_view
 from netweight.metrics.images import png_bytes
 
 
@@ -41,17 +41,13 @@ def test_what_is_no_picture_makes_no_png(pixels):
 
 
 def test_the_sheets_hold_every_picture_at_its_place():
-    first, second, both, thumbnails, *drawn = sheets(render_view(view()))
+    first, second, thumbnails, *drawn = sheets(render_view(view()))
     side = flat((0, 0, 0)).shape[1]
     for red, sheet in ((100, first), (200, second)):
         for place in range(len(STRENGTHS)):
             for noise in range(2):
                 cell = sheet[noise * side : (noise + 1) * side, place * side : (place + 1) * side]
                 assert (cell == (red, 10 * place, noise)).all()
-    for a in range(len(STRENGTHS)):
-        for b in range(len(OTHERS)):
-            row = len(OTHERS) - 1 - b  # the highest strength on top
-            assert (both[row * side : (row + 1) * side, a * side : (a + 1) * side] == (250, 10 * a, 20 * b)).all()
     assert [int(thumbnails[y * side, x * side, 2]) for y in range(2) for x in range(2)] == [0, 60, 120, 180]
     assert [tuple(map(int, image[0, x])) for image in drawn for x in (0, side)] == [
         (0, 90, 0), (0, 91, 0), (0, 190, 0), (0, 191, 0),
@@ -74,25 +70,9 @@ def test_the_page_needs_nothing_from_outside_and_holds_names_as_text(tmp_path):
 
 
 def test_a_page_of_sliders_alone_is_a_page():
-    text = render_view(view(points=None, samples=None, planes=(), facts={}, command=None))
+    text = render_view(view(points=None, samples=None, facts={}, command=None))
     assert len(sheets(text)) == 2
     assert 'id="map"' not in text
-
-
-def test_lines_of_what_was_measured_share_one_scale():
-    one = _walk(readings={"hue": [-2.0, 0.0, 2.0], "beard": [0.5, 0.5, 1.0], "skin": [0.0, 0.0, 0.0]})
-    scale = scale_of([one, _walk(readings={"hue": [-6.0, 0.0, 0.0]})])
-    assert scale == (-6.0, 2.0)
-    drawn = traces(one, scale)
-    assert drawn["named"] == ["beard", "hue"]  # the slider's own, then what changes most
-    points = {
-        line["name"]: [tuple(map(float, each.split(","))) for each in line["points"].split()] for line in drawn["lines"]
-    }
-    assert [x for x, _ in points["hue"]] == [10, 30, 50]
-    assert [y for _, y in points["hue"]] == [24, 13, 2]
-    assert [y for _, y in points["skin"]] == [drawn["zero"]] * 3 == [13] * 3
-    assert "hue \u22122.00 to +2.00" in drawn["alt"]
-    assert traces(_walk(), scale) is None
 
 
 def test_a_page_too_large_is_refused_and_says_what_takes_the_room(tmp_path, monkeypatch):
@@ -119,10 +99,7 @@ nan = float("nan")
         (lambda: _walk(images=walk(1)[:2]), r"images of 'beard' have shape \(2, 2, 8, 8, 3\).*\(3, any, height"),
         (lambda: _walk(images=walk(1) / 255), "type float64.*uint8"),
         (lambda: _walk(images=[flat((1, 1, 1)), np.zeros((1, 4, 4, 3), np.uint8)]), "images of 'beard'"),
-        (lambda: _walk(readings={"hue": [1, 2]}), "readings of 'hue' along 'beard' are no 3 finite"),
-        (lambda: _walk(readings={"hue": [1, 2, nan]}), "readings of 'hue'"),
-        (lambda: DirectionPlane(("a", "b"), STRENGTHS, OTHERS, plane().images[:, :1]), "'a' with 'b'"),
-        (lambda: DirectionPlane(("a", "b"), STRENGTHS, (1, nan), plane().images), "A strength of 'b'"),
+        (lambda: view(traversals=[_walk(images=None)]), "no images.*a live pipeline"),
         (lambda: view(traversals=[]), "no traversal to show"),
         (lambda: view(traversals=[_walk(), _walk()]), "Two traversals are called 'beard'"),
         (lambda: view(traversals=[_walk(images=walk(1)[:, :, :4])]), "8 × 8 pixels, those of beard 8 × 4"),

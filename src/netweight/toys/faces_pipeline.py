@@ -10,7 +10,7 @@ coarsest level, 16 places, so that adapters of `to_q`, `to_k`, `to_v` and `to_ou
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, final
@@ -26,8 +26,9 @@ from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.build import Reader, build_view
+from netweight.methods.space.view.build import build_view
 from netweight.methods.space.view.content import View
+from netweight.methods.space.view.live import Reader
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys import checkpoint
@@ -179,20 +180,12 @@ class FaceBank:
 FACES_SETTINGS = RenderSettings(prompts=tuple(map(caption, GROUNDS)), guidance=1.0, steps=20)
 
 
-def _read(pictures: Tensor) -> Mapping[str, Tensor]:
-    return dict(zip(ATTRIBUTES, read_faces(pictures).attributes.T, strict=True))
-
-
-# Measures the eight attributes, from -1 to 1.
-FACES_READER = Reader("the reader of drawn faces", _read)
-
-
 def faces_view(
     *, settings: RenderSettings = FACES_SETTINGS, command: str | None = None, progress: Progress = QUIET
 ) -> View:
     """Fit the space of the bank in the package, find its directions, and make its page."""
     space = WeightSpace.fit(AdapterBank.open(FACES_BANK), progress=progress)
-    labels = read_labels(FACES_LABELS, space.names)
+    labels, network = read_labels(FACES_LABELS, space.names), _network(READER_FOLDER, FACES)
     directions = [
         fit_direction(
             space.scores, labels, each, confounders=[other for other in ATTRIBUTES if other != each], seed=settings.seed
@@ -206,9 +199,8 @@ def faces_view(
         summary="A miniature: each model was taught one drawn person, by an adapter of a small diffusion model. "
         "The space is made of their weights alone.",
         directions=directions,
-        pairs=[("beard", "hair_length")],
         labels=labels,
-        reader=FACES_READER,
+        reader=Reader("the reader of drawn faces", nn.Sequential(*network.pixels, network.answers), ATTRIBUTES),
         settings=settings.replace(components=min(settings.components, space.components)),
         command=command,
         progress=progress,

@@ -401,7 +401,7 @@ def view_folder(
         raise UsageError(f"--start {settings.start} holds {len(start.names)} points.", cure="Name one of them.")
     return build_view(
         load_text_to_image(settings.pipeline, device=settings.device), space, settings=rendering,
-        title=f"{folder.name}: {len(space.names)} models as one space", directions=directions, pairs=settings.pairs,
+        title=f"{folder.name}: {len(space.names)} models as one space", directions=directions,
         labels=labels, command=command, progress=progress,
         start=("the mean of the adapters" if settings.start == "mean" else settings.start, start.scores[0]),
     )  # fmt: skip

@@ -303,9 +303,6 @@ class RenderSettings(Settings):
     strengths: Annotated[tuple[float, ...], Cli(own=False)] = Field(
         default=tuple(half / 2 for half in range(-6, 7)), description="Standard deviations along a slider."
     )
-    grid: Annotated[tuple[float, ...], Cli(own=False)] = Field(
-        default=(-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0), description="Standard deviations along each of two sliders."
-    )
     components: int = Field(default=4, ge=0, description="Principal components that get a slider.")
     adapters: int = Field(default=400, ge=1, description="Most adapters on the map; more are thinned out evenly.")
     samples: int = Field(default=12, ge=0, description="Models that are drawn.")
@@ -335,9 +332,6 @@ class FolderView(RenderSettings):
     name_column: str = Field(default="name", description=_NAME_COLUMN)
     attributes: Annotated[tuple[str, ...], Cli(name="--attribute", metavar="COLUMN")] = Field(
         default=(), description="A column of the labels that gets a slider, with the other such columns held."
-    )
-    pairs: Annotated[tuple[tuple[str, str], ...], Cli(name="--pair", metavar="NAME NAME")] = Field(
-        default=(), description="Two sliders that can be moved together, such as 'component 1' 'component 2'."
     )
     start: Annotated[str, Cli(metavar="POINT")] = Field(default="mean", description="Where sliders begin.")
     noises: int | None = Field(default=None, ge=1, description="Pictures of every point, of seeds 0, 1, …; else 4.")

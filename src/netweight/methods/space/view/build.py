@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Literal, final
 
 import numpy as np
 import torch
@@ -20,15 +19,8 @@ from netweight.methods.space.points import Direction, scores_digest
 from netweight.methods.space.sampling import PairSampler, Sampler
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.content import (
-    AdapterMap,
-    DirectionPlane,
-    Neighbors,
-    Samples,
-    SliderSpace,
-    Traversal,
-    View,
-)
+from netweight.methods.space.view.content import AdapterMap, Neighbors, Samples, SliderSpace, Traversal, View
+from netweight.methods.space.view.live import Reader, live_pipeline
 from netweight.nn.text_to_image import TextToImage
 
 if TYPE_CHECKING:
@@ -39,20 +31,11 @@ _AXES = 4  # components that can be put on the map's axes
 
 @final
 @dataclass(frozen=True, eq=False)
-class Reader:
-    """Measures attributes in images."""
-
-    name: str  # what it is, in a few words, with an article
-    # Takes pictures of shape `(n, 3, height, width)`, within 0 and 1, and returns attribute → shape `(n,)`.
-    read: Callable[[Tensor], Mapping[str, Tensor]]
-
-
-@final
-@dataclass(frozen=True, eq=False)
 class _Step:
     """What one standard deviation along a slider adds to scores, and what the slider is called."""
 
     name: str
+    kind: Literal["direction", "component"]
     vector: Tensor
     note: str
 
@@ -63,7 +46,6 @@ def build_view(
     *,
     title: str,
     directions: Sequence[Direction] = (),
-    pairs: Sequence[tuple[str, str]] = (),
     labels: Labels | None = None,
     start: tuple[str, Tensor] | None = None,
     sampler: Sampler | None = None,
@@ -75,46 +57,45 @@ def build_view(
     progress: Progress = QUIET,
 ) -> View:
     """Generate the images of a page."""
-    # `pairs`: names of two directions, or of components as in "component 1", that are moved together
     # `start`: name and scores, shape `(k,)`, of the point that sliders begin at; None for the mean of the adapters
     settings = settings or RenderSettings()
     steps = _steps(space, directions, min(settings.components, space.components))
     if not steps:
         raise UsageError("There is no slider to show.", cure="Give a direction, or ask for components.")
-    chosen = [_pair(pair, steps) for pair in pairs]
     if labels is not None and tuple(labels.names) != tuple(space.names):
         raise UsageError("The labels are of other adapters than the space.", cure="Read them with space.names.")
     name, center = start or ("the mean of the adapters", torch.zeros(space.components))
     if center.shape != (space.components,) or not center.isfinite().all():
         raise UsageError(f"{name} is no point of a space of {space.components} components.", cure="Choose another.")
     shown = _thinned(len(space.names), settings.adapters)
-    walks = [_walk(center, step, settings.strengths) for step in steps]
-    planes = [_plane(center, pair, settings.grid) for pair in chosen]
     sampler = sampler or PairSampler.fit(space.scores)
     drawn = sampler.draw(settings.samples, seed=settings.seed) if settings.samples else space.scores[:0]
-    total = sum(len(points) for points in (*walks, *planes, drawn)) * len(settings.seeds) + len(shown)
+    live = live_pipeline(model, space, settings, shown, reader)
+    painted = isinstance(live, str)
+    walks = [_walk(center, step, settings.strengths) for step in steps]
+    total = sum(map(len, (*walks * painted, drawn))) * len(settings.seeds) + len(shown)
     with progress.task("Generating", total, unit="images") as task:
         images = partial(_images, model, space, settings, task)
         traversals = [
-            _traversal(step, place < len(directions), settings.strengths, images(points), reader)
-            for place, (step, points) in enumerate(zip(steps, walks, strict=True))
+            Traversal(step.name, step.kind, settings.strengths, images(points) if painted else None, step.note)
+            for step, points in zip(steps, walks, strict=True)
         ]
-        squares = [_square(pair, settings.grid, images(points)) for pair, points in zip(chosen, planes, strict=True)]
         samples = _samples_of(space, shown, drawn, images(drawn), settings.neighbors, sampler) if len(drawn) else None
         faces = images(space.scores[shown], seeds=1)[:, 0]
+    sliders = f"painted ahead, for {live}" if isinstance(live, str) else f"computed in the page, {live.nbytes:,} bytes"
     return View(
         title=title,
         traversals=traversals,
-        planes=squares,
         points=_map_of(space, shown, faces, labels, settings.neighbors),
         samples=samples,
         summary=summary,
-        reader="" if reader is None else reader.name,
-        facts={**_facts(model, space, name, settings), **(facts or {})},
+        reader="" if reader is None or painted else reader.name,
+        facts={**_facts(model, space, name, settings), "pictures of sliders": sliders, **(facts or {})},
         command=command,
         sliders=SliderSpace(
             scores_digest(space.scores), center.tolist(), {step.name: step.vector.tolist() for step in steps}
         ),
+        live=None if isinstance(live, str) else live,
     )
 
 
@@ -128,53 +109,20 @@ def _steps(space: WeightSpace, directions: Sequence[Direction], components: int)
             for finding in direction.findings
             if isinstance(finding.value, float)
         )
-        found.append(_Step(direction.name, direction.step(1.0).float(), said))
+        found.append(_Step(direction.name, "direction", direction.step(1.0).float(), said))
     variances = space.deviations.double().square()
     for number in range(components):
         vector = torch.zeros(space.components)
         vector[number] = space.deviations[number]
         share = 100 * float(variances[number] / variances.sum())
-        found.append(_Step(f"component {number + 1}", vector, f"{share:.1f} % of the variance in the space"))
+        found.append(
+            _Step(f"component {number + 1}", "component", vector, f"{share:.1f} % of the variance in the space")
+        )
     return found
-
-
-def _pair(names: tuple[str, str], steps: Sequence[_Step]) -> tuple[_Step, _Step]:
-    known = {step.name: step for step in steps}
-    missing = [name for name in names if name not in known]
-    if missing or names[0] == names[1]:
-        what = f"{missing[0]!r} has no slider" if missing else f"{names[0]!r} cannot be paired with itself"
-        raise UsageError(f"{what}.", cure=f"Name two of: {', '.join(known)}.")
-    return known[names[0]], known[names[1]]
 
 
 def _walk(center: Tensor, step: _Step, strengths: Sequence[float]) -> Tensor:
     return torch.stack([center + strength * step.vector for strength in strengths])
-
-
-def _plane(center: Tensor, pair: tuple[_Step, _Step], grid: Sequence[float]) -> Tensor:
-    return torch.stack([center + a * pair[0].vector + b * pair[1].vector for a, b in itertools.product(grid, grid)])
-
-
-def _traversal(
-    step: _Step, labeled: bool, strengths: Sequence[float], images: NDArray[np.uint8], reader: Reader | None
-) -> Traversal:
-    readings = {} if reader is None else _readings(images, reader)
-    return Traversal(step.name, "direction" if labeled else "component", strengths, images, step.note, readings)
-
-
-def _readings(images: NDArray[np.uint8], reader: Reader) -> dict[str, list[float]]:
-    """Attributes measured in the images as they are shown, averaged over noises."""
-    strengths, noises = images.shape[:2]
-    flat = torch.from_numpy(images).flatten(0, 1).permute(0, 3, 1, 2).float() / 255
-    with torch.no_grad():
-        found = reader.read(flat)
-    return {name: values.reshape(strengths, noises).double().mean(1).tolist() for name, values in found.items()}
-
-
-def _square(pair: tuple[_Step, _Step], grid: Sequence[float], images: NDArray[np.uint8]) -> DirectionPlane:
-    return DirectionPlane(
-        (pair[0].name, pair[1].name), grid, grid, images.reshape(len(grid), len(grid), *images.shape[1:])
-    )
 
 
 def _images(

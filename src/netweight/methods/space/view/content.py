@@ -1,10 +1,10 @@
-"""What a page about a space shows, as plain arrays: traversals, planes, a map of the adapters, samples.
+"""What a page about a space shows, as plain arrays: sliders, a map of the adapters, samples.
 
     page = View("Faces", traversals=[Traversal("beard", "direction", (-1, 0, 1), images)], points=points)
     write_view(page, Path("faces.html"))
 
-Whoever generates the images hands them over here, one for every point that can be shown: the page never mixes two
-images into a third. Everything is checked when it is made.
+Whoever generates the images hands them over here, or a `LivePipeline`, with which the page generates those of its
+sliders itself. Everything is checked when it is made.
 """
 
 from __future__ import annotations
@@ -30,45 +30,20 @@ _NUMBER = (int, float, np.number, np.bool_)
 @final
 @dataclass(frozen=True, eq=False)
 class Traversal:
-    """A walk along one direction or component through a start point, with images at every step."""
+    """A walk along one direction or component through a start point."""
 
     name: str  # what the slider is called
     # "direction" if it was found from labels, "component" if it is a principal one.
     kind: Literal["direction", "component"]
     strengths: Sequence[float]  # standard deviations of the training models along it, ascending, at least two
-    images: Images  # shape `(strengths, noises, height, width, 3)`, uint8: the same noises at every strength
+    # Shape `(strengths, noises, height, width, 3)`, uint8: the same noises at every strength. None on a live page.
+    images: Images | None
     note: str = ""  # a line below the name, such as the held-out score or the share of variance
-    # Attribute → what was measured in the images, one number per strength (the mean over noises): what the walk
-    # changes, and what else changes with it.
-    readings: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_strengths(self.name, self.strengths)
-        _check_images(f"The images of {self.name!r}", self.images, (len(self.strengths), None))
-        for attribute, values in self.readings.items():
-            if len(values) != len(self.strengths) or not all(map(math.isfinite, values)):
-                raise UsageError(
-                    f"The readings of {attribute!r} along {self.name!r} are no {len(self.strengths)} finite numbers.",
-                    cure="Give one per strength.",
-                )
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class DirectionPlane:
-    """Two directions or components walked together, with images at every pair of steps."""
-
-    names: tuple[str, str]  # what the two sliders are called
-    strengths: Sequence[float]
-    others: Sequence[float]
-    images: Images  # shape `(strengths, others, noises, height, width, 3)`, uint8
-    note: str = ""  # a line below the names
-
-    def __post_init__(self) -> None:
-        for name, strengths in zip(self.names, (self.strengths, self.others), strict=True):
-            _check_strengths(name, strengths)
-        what = f"The images of {self.names[0]!r} with {self.names[1]!r}"
-        _check_images(what, self.images, (len(self.strengths), len(self.others), None))
+        if self.images is not None:
+            _check_images(f"The images of {self.name!r}", self.images, (len(self.strengths), None))
 
 
 @final
@@ -147,12 +122,26 @@ class SliderSpace:
 
 @final
 @dataclass(frozen=True, eq=False)
+class LivePipeline:
+    """A pipeline and the adapters of a space, with which a page generates images of any point itself."""
+
+    tensors: Mapping[str, NDArray[Any]]  # little-endian f2, f4 or i1; "scores" are those of the map's
+    config: Mapping[str, Any]  # what the page's engine must know of them
+    reads: Sequence[str]  # what its reader measures
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(each.nbytes for each in self.tensors.values())
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class View:
     """A page about a space."""
 
     title: str  # heading
     traversals: Sequence[Traversal]  # at least one; all images of one size
-    planes: Sequence[DirectionPlane] = ()  # pairs of directions
     points: AdapterMap | None = None  # the map
     samples: Samples | None = None  # drawn models; their neighbors need a map
     summary: str = ""  # a sentence or two below the heading
@@ -161,6 +150,7 @@ class View:
     facts: Mapping[str, str] = field(default_factory=dict)
     command: str | None = None  # the command line that made the page
     sliders: SliderSpace | None = None  # for points of all sliders together, which the page then hands over
+    live: LivePipeline | None = None  # generates images of these points in the page; None if they are added up there
 
     def __post_init__(self) -> None:
         if not self.traversals:
@@ -168,13 +158,22 @@ class View:
         repeated = _repeated([each.name for each in self.traversals])
         if repeated is not None:
             raise UsageError(f"Two traversals are called {repeated!r}.", cure="Give each a name of its own.")
+        if (self.live is None or self.sliders is None) and any(each.images is None for each in self.traversals):
+            raise UsageError("A traversal has no images.", cure="Give them, or a live pipeline and the sliders' space.")
         self._check_sizes()
         if self.samples is not None:
             self._check_samples(self.samples)
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of its images."""
+        images = self.traversals[0].images if self.live is None else self.live.tensors["noise"]
+        assert images is not None  # refused above
+        return images.shape[-3], images.shape[-2]
+
     def _check_sizes(self) -> None:
-        sizes = {each.name: each.images.shape[-3:-1] for each in self.traversals}
-        sizes |= {" with ".join(each.names): each.images.shape[-3:-1] for each in self.planes}
+        sizes = {each.name: each.images.shape[-3:-1] for each in self.traversals if each.images is not None}
+        sizes |= {"the live pipeline": self.size} if self.live is not None else {}
         sizes |= {"the samples": self.samples.images.shape[-3:-1]} if self.samples is not None else {}
         sizes |= {"the map": self.points.thumbnails.shape[-3:-1]} if self.points is not None else {}
         first, size = next(iter(sizes.items()))

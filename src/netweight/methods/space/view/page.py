@@ -18,7 +18,7 @@ from netweight.errors import UsageError
 from netweight.methods.space.points import POINTS_VERSION
 from netweight.methods.space.view.content import (
     AdapterMap,
-    DirectionPlane,
+    LivePipeline,
     Neighbors,
     Samples,
     SliderSpace,
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 _HERE = "netweight.methods.space.view"
 _SMALL = 96  # pixels: images below are enlarged without smoothing, so that their pixels can be seen
-_HIGH, _COLUMN = 48, 20  # pixels of a drawing of traces: its height, and the width of one position
-_NAMED = 2  # traces that have a color and a name; the others are thin
 _KINDS = {
     "direction": ("Directions", "Found from labels: each changes one attribute, as far as the models allow."),
     "component": ("Principal components", "Where models differ most; nobody named what they change."),
@@ -57,13 +55,13 @@ def write_view(view: View, path: Path, *, overwrite: bool = False) -> Path:
 
 def render_view(view: View) -> str:
     """Return the page of a view as HTML."""
-    script = resources.files(_HERE).joinpath("script.js").read_text(encoding="utf-8")
+    script, engine = _file("script.js"), _file("engine.js")
     groups = _groups(view.traversals)
-    planes = [{**_stage(plane), "traces": None} for plane in view.planes]
-    stages = [card for group in groups for card in group["cards"]] + planes
+    stages = [card for group in groups for card in group["cards"]]
     for number, card in enumerate(stages):
         card["number"] = number
-    height, width = view.traversals[0].images.shape[-3:-1]
+    height, width = view.size
+    index, blob = ([], "") if view.live is None else _packed(view.live)
     data = {
         "stages": [card.pop("data") for card in stages],
         "map": None if view.points is None else _map_data(view.points),
@@ -71,19 +69,36 @@ def render_view(view: View) -> str:
         "size": [height, width],
         "gap": _gap(width),
         "together": None if view.sliders is None else _together(view.sliders),
+        "live": view.live and {"config": view.live.config, "reads": view.live.reads, "index": index},
     }
     return page_template(_HERE, "template.html").render(
         view=view,
-        own_style=Markup(resources.files(_HERE).joinpath("style.css").read_text(encoding="utf-8")),  # our own file
+        own_style=Markup(_file("style.css")),  # our own file
         script=Markup(script),  # our own file
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        engine=Markup(engine),  # our own file
+        weights=blob,
+        noises=len(view.live.tensors["noise"]) if view.live else 1,
         groups=groups,
-        planes=planes,
         map=None if view.points is None else _map(view.points),
         samples=None if view.samples is None else _samples(view.samples, view.points),
         data=data,
         smooth=max(height, width) >= _SMALL,
     )
+
+
+def _file(name: str) -> str:
+    return resources.files(_HERE).joinpath(name).read_text(encoding="utf-8")
+
+
+def _packed(live: LivePipeline) -> tuple[list[list[Any]], str]:
+    """Arrays one behind the other, each at a multiple of four bytes, in base64; and where each is."""
+    index, parts, at = [], [], 0
+    for name, array in live.tensors.items():
+        index.append([name, array.dtype.str[1:], array.shape, at])
+        parts += [np.ascontiguousarray(array).tobytes(), bytes(-array.nbytes % 4)]
+        at += array.nbytes + -array.nbytes % 4
+    return index, base64.b64encode(b"".join(parts)).decode()
 
 
 def _together(sliders: SliderSpace) -> dict[str, Any]:
@@ -96,63 +111,39 @@ def _together(sliders: SliderSpace) -> dict[str, Any]:
 
 
 def _groups(traversals: Sequence[Traversal]) -> list[dict[str, Any]]:
-    groups, scale = [], scale_of(traversals)
-    for kind, (title, line) in _KINDS.items():
-        cards = [{**_stage(each), "traces": traces(each, scale)} for each in traversals if each.kind == kind]
-        if cards:
-            groups.append({"title": title, "line": line, "cards": cards})
-    return groups
+    cards = {kind: [_stage(each) for each in traversals if each.kind == kind] for kind in _KINDS}
+    return [{"title": _KINDS[kind][0], "line": _KINDS[kind][1], "cards": each} for kind, each in cards.items() if each]
 
 
-def _stage(shown: Traversal | DirectionPlane) -> dict[str, Any]:
-    """A card with one slider or two: its sheet has a column per strength of the first."""
-    # Its rows are, noise by noise, the strengths of the second, the highest on top.
-    names: tuple[str, ...]
-    if isinstance(shown, Traversal):
-        names, strengths, images = (shown.name,), [list(shown.strengths)], shown.images[:, None]
-    else:
-        names, strengths, images = shown.names, [list(shown.strengths), list(shown.others)], shown.images
-    columns, rows, noises, height, width = images.shape[:5]
-    sheet = images[:, ::-1].transpose(2, 1, 3, 0, 4, 5).reshape(noises * rows * height, columns * width, 3)
-    return {
-        "names": names,
+def _stage(shown: Traversal) -> dict[str, Any]:
+    """A card with a slider; its sheet has a column per strength and a row per noise."""
+    strengths, images = list(shown.strengths), shown.images
+    card: dict[str, Any] = {
+        "name": shown.name,
         "note": shown.note,
+        "ticks": [_tick(each) if len(strengths) <= 7 or each == int(each) else "" for each in strengths],
+        "last": len(strengths) - 1,
+        "start": int(np.abs(np.array(strengths)).argmin()),
+        "low": strengths[0],
+        "high": strengths[-1],
+        "data": {"name": shown.name, "strengths": strengths},
+    }
+    if images is None:
+        return card
+    columns, noises, height, width = images.shape[:4]
+    sheet = images.transpose(1, 2, 0, 3, 4).reshape(noises * height, columns * width, 3)
+    card["data"]["noises"] = noises
+    across = f"{shown.name} from {_tick(strengths[0])} to {_tick(strengths[-1])} standard deviations, left to right"
+    return card | {
         "sheet": _data_uri(sheet),
         "width": columns * width,
-        "height": noises * rows * height,
+        "height": noises * height,
         "columns": columns,
-        "rows": rows,
         "noises": noises,
         "look": (noises * width + (noises - 1) * _gap(width), height),
-        "ratio": f"{columns * width} / {rows * height}",
-        "alt": _stage_alt(names, strengths, noises),
-        "sliders": [
-            {"name": name, "last": len(each) - 1, "start": int(np.abs(np.array(each)).argmin())}
-            for name, each in zip(names, strengths, strict=True)
-        ],
-        "ticks": [_tick(each) if columns <= 7 or each == int(each) else "" for each in strengths[0]],
-        "data": {
-            "columns": columns,
-            "rows": rows,
-            "noises": noises,
-            "names": names,
-            "strengths": strengths,
-            "readings": _readings(shown),
-        },
+        "ratio": f"{columns * width} / {height}",
+        "alt": f"Painted pictures of {across}; {noises} {'noise' if noises == 1 else 'noises'}, one below the other.",
     }
-
-
-def _readings(shown: Traversal | DirectionPlane) -> dict[str, list[float]]:
-    readings = shown.readings if isinstance(shown, Traversal) else {}
-    return {name: [round(float(value), 3) for value in values] for name, values in readings.items()}
-
-
-def _stage_alt(names: Sequence[str], strengths: Sequence[Sequence[float]], noises: int) -> str:
-    across = f"{names[0]} from {_tick(strengths[0][0])} to {_tick(strengths[0][-1])} standard deviations, left to right"
-    down = ""
-    if len(names) > 1:
-        down = f"; {names[1]} from {_tick(strengths[1][-1])} to {_tick(strengths[1][0])}, top to bottom"
-    return f"Painted pictures of {across}{down}; {noises} {'noise' if noises == 1 else 'noises'}, one below the other."
 
 
 def _gap(width: int) -> int:
@@ -231,8 +222,8 @@ def _data_uri(pixels: NDArray[np.uint8]) -> str:
 def _largest(view: View) -> str:
     """Sizes of the parts of a page, for the message that it is too large."""
     sizes = {
-        f"{len(view.traversals)} traversals": sum(len(_stage(each)["sheet"]) for each in view.traversals),
-        f"{len(view.planes)} planes": sum(len(_stage(each)["sheet"]) for each in view.planes),
+        f"{len(view.traversals)} traversals": sum(len(_stage(each).get("sheet", "")) for each in view.traversals),
+        "weights": 0 if view.live is None else view.live.nbytes * 4 // 3,
     }
     if view.points is not None:
         sizes[f"{len(view.points.names)} thumbnails"] = len(_map(view.points)["sheet"])
@@ -240,49 +231,3 @@ def _largest(view: View) -> str:
         tiles = _samples(view.samples, None)
         sizes[f"{len(tiles)} samples"] = sum(len(each["image"]) for each in tiles)
     return ", ".join(f"{name} take {size / 2**20:.1f} MB" for name, size in sizes.items() if size)
-
-
-def scale_of(traversals: Sequence[Traversal]) -> tuple[float, float]:
-    """Return the least and the largest change of any reading, against the position nearest to 0."""
-    # `traversals`: at least one
-    changes = [change for each in traversals for values in _changes(each).values() for change in values]
-    return min(changes, default=0.0), max(changes, default=0.0)
-
-
-def traces(traversal: Traversal, scale: tuple[float, float]) -> dict[str, Any] | None:
-    """Return lines for the page, or None where nothing was measured."""
-    # Returns: `lines`, the thin ones first: `points` of a polyline, its `place` among the named ones (0 is the
-    # attribute that the slider is called after, or the one that changes most; None for the others) and `name`; `named`,
-    # in order; the `width` and `height` of the drawing, the height `zero` of no change, and `alt`, all of it in words.
-    changes = _changes(traversal)
-    if not changes:
-        return None
-    low, high = scale
-    spread = (high - low) or 1.0
-
-    def height(change: float) -> float:
-        return round(2 + (_HIGH - 4) * (high - change) / spread, 1)
-
-    order = sorted(changes, key=lambda name: (name != traversal.name, -np.ptp(changes[name])))
-    lines = [
-        {
-            "points": " ".join(f"{_COLUMN * (i + 0.5):g},{height(value)}" for i, value in enumerate(changes[name])),
-            "place": place if place < _NAMED else None,
-            "name": name,
-        }
-        for place, name in enumerate(order)
-    ]
-    words = "; ".join(f"{name} {changes[name][0]:+.2f} to {changes[name][-1]:+.2f}" for name in order)
-    return {
-        "lines": lines[::-1],
-        "named": order[:_NAMED],
-        "width": _COLUMN * len(traversal.strengths),
-        "height": _HIGH,
-        "zero": height(0.0),
-        "alt": f"Measured in the pictures, first to last position, against 0: {words}.".replace("-", "\u2212"),
-    }
-
-
-def _changes(traversal: Traversal) -> dict[str, list[float]]:
-    start = int(np.abs(np.array(traversal.strengths)).argmin())
-    return {name: [value - values[start] for value in values] for name, values in traversal.readings.items()}

@@ -5,6 +5,7 @@
   const byId = id => document.getElementById(id);
   const number = (value, digits = 3) => String(+value.toPrecision(digits)).replace("-", "\u2212");
   const sigma = value => `${value > 0 ? "+" : ""}${number(value)} σ`;
+  const signed = value => `${value < 0 ? "\u2212" : "+"}${Math.abs(value).toFixed(2)}`;
   const make = (tag, attributes = {}, ...children) => {
     const svg = ["svg", "path", "line", "text", "circle", "g"].includes(tag);
     const part = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
@@ -13,104 +14,153 @@
     return part;
   };
 
-  // ---- sliders: each position is a column (and row) of the sheet, copied pixel by pixel ----
+  // ---- sliders: where pictures were painted ahead, each position is a column of the sheet, copied pixel by pixel ----
 
   function stage(card) {
-    const { rows, noises, names, strengths, readings } = data.stages[card.dataset.stage];
-    const sheet = card.querySelector("img"), look = card.querySelector(".look"), here = card.querySelector(".here");
-    const film = card.querySelector(".film"), sliders = [...card.querySelectorAll("input")];
-    const outputs = card.querySelectorAll("output");
-    const canvas = look.getContext("2d");
+    const { noises, name, strengths } = data.stages[card.dataset.stage];
+    const sheet = card.querySelector("img"), slider = card.querySelector("input"), output = card.querySelector("output");
+    const film = card.querySelector(".film"), look = card.querySelector(".look"), columns = strengths.length;
+    const strength = () => film ? strengths[slider.value] : +slider.value;
+    const place = value => strengths.reduce((best, each, i) => Math.abs(each - value) < Math.abs(strengths[best] - value) ? i : best, 0);
+    const start = place(0);
 
     function show() {
-      const column = +sliders[0].value, row = sliders[1] ? rows - 1 - sliders[1].value : 0;
+      const words = sigma(strength());
+      output.textContent = words;
+      slider.setAttribute("aria-valuetext", words.replace("σ", "standard deviations"));
+      if (!film) return;
+      const column = +slider.value, canvas = look.getContext("2d");
       canvas.clearRect(0, 0, look.width, look.height);
       for (let noise = 0; noise < noises; noise++)
-        canvas.drawImage(sheet, column * width, (noise * rows + row) * height, width, height,
-          noise * (width + data.gap), 0, width, height);
-      here.style.left = `${100 * column / film.dataset.columns}%`;
-      here.style.top = `${100 * row / rows}%`;
-      const told = sliders.map((slider, place) => {
-        const words = sigma(strengths[place][slider.value]);
-        outputs[place].textContent = words;
-        slider.setAttribute("aria-valuetext", words.replace("σ", "standard deviations"));
-        return `${names[place]} at ${words}`;
-      });
-      look.setAttribute("aria-label", told.join(", "));
-      changed(column);
-    }
-
-    /* What was measured here, against 0, of the two lines that have a color. */
-    function changed(column) {
-      const line = card.querySelector(".changed"), start = +sliders[0].dataset.start;
-      if (!line) return;
-      line.replaceChildren(...[...card.querySelectorAll(".key span")].map(part => {
-        const change = readings[part.textContent][column] - readings[part.textContent][start];
-        const words = `${change < 0 ? "\u2212" : "+"}${Math.abs(change).toFixed(2)}`;
-        return make("span", { class: part.className }, `${part.textContent} ${words}`);
-      }));
+        canvas.drawImage(sheet, column * width, noise * height, width, height, noise * (width + data.gap), 0, width, height);
+      card.querySelector(".here").style.left = `${100 * column / columns}%`;
+      look.setAttribute("aria-label", `${name} at ${words}`);
     }
 
     function point(event) {
       const box = film.getBoundingClientRect();
-      const place = (share, count) => Math.min(count - 1, Math.max(0, Math.floor(share * count)));
-      sliders[0].value = place((event.clientX - box.left) / box.width, strengths[0].length);
-      if (sliders[1]) sliders[1].value = rows - 1 - place((event.clientY - box.top) / box.height, rows);
-      show();
+      slider.value = Math.min(columns - 1, Math.max(0, Math.floor((event.clientX - box.left) / box.width * columns)));
+      slider.dispatchEvent(new Event("input"));
     }
 
-    film.dataset.columns = strengths[0].length;
-    sliders.forEach(slider => slider.addEventListener("input", show));
-    film.addEventListener("pointerdown", point);
-    film.addEventListener("pointermove", event => { if (event.buttons & 1) point(event); });
+    slider.addEventListener("input", show);
+    if (film) {
+      film.addEventListener("pointerdown", point);
+      film.addEventListener("pointermove", event => { if (event.buttons & 1) point(event); });
+      film.addEventListener("pointerup", () => slider.dispatchEvent(new Event("change")));
+    }
     show();
-    const set = values => { sliders.forEach((slider, place) => { slider.value = values[place]; }); show(); };
-    return { name: names[0], sheet, sliders, strengths, set, starts: sliders.map(slider => +slider.dataset.start) };
+    const set = value => { slider.value = film ? place(value) : value; show(); };
+    return { card, name, sheet, slider, strengths, strength, set, start, column: () => +slider.value };
   }
 
-  // ---- all sliders at once: what each changes in its own pictures, added up ----
+  // ---- all sliders at once ----
 
-  function together(stages) {
-    const canvas = document.querySelector(".whole"), context = canvas.getContext("2d"), past = [];
+  /* Pictures of the first noise: what each slider changes in its own, added up. */
+  function mixture(stages) {
+    const context = document.querySelector(".whole").getContext("2d");
     const room = make("canvas", { width, height }).getContext("2d", { willReadFrequently: true });
-    const pixels = (sheet, column) => {
+    const film = stages.map(({ sheet, strengths }) => strengths.map((_, column) => {
       room.drawImage(sheet, column * width, 0, width, height, 0, 0, width, height);
       return room.getImageData(0, 0, width, height).data;
-    };
-    const film = stages.map(({ sheet, strengths }) => strengths[0].map((_, column) => pixels(sheet, column)));
-    const state = () => stages.map(({ sliders }) => +sliders[0].value);
-    let last = state();
-
-    function draw() {
-      const image = context.createImageData(width, height), now = state();
-      const first = film[0][stages[0].starts[0]];
-      const moved = stages.map((each, i) => [film[i][now[i]], film[i][each.starts[0]]]).filter(([to, from]) => to !== from);
+    }));
+    return () => {
+      const image = context.createImageData(width, height), first = film[0][stages[0].start];
+      const moved = stages.map((each, i) => [film[i][each.column()], film[i][each.start]]).filter(([to, from]) => to !== from);
       for (let i = 0; i < first.length; i++)
         image.data[i] = i % 4 === 3 ? 255 : moved.reduce((sum, [to, from]) => sum + to[i] - from[i], first[i]);
       context.putImageData(image, 0, 0);
-      const steps = stages.map(({ name, strengths }, i) => [name, strengths[0][now[i]]]).filter(([, strength]) => strength);
-      const { record, start, vectors } = data.together;
-      const scores = start.map((value, k) => steps.reduce((sum, [name, strength]) => sum + strength * vectors[name][k], value));
-      const file = { ...record, points: { ...record.points, scores: [scores], origin: { page: Object.fromEntries(steps) } } };
+    };
+  }
+
+  /* Pictures that the model paints here, in a worker, the first noise first; of moves in the meantime only the last. */
+  function painter(stages) {
+    const worker = new Worker(URL.createObjectURL(new Blob([byId("engine").textContent], { type: "text/javascript" })));
+    const waiting = [], faces = [...document.querySelectorAll(".whole")], reads = data.live.reads;
+    const call = (...message) => new Promise(done => { waiting.push(done); worker.postMessage(message); });
+    worker.onmessage = ({ data: answer }) => waiting.shift()(answer);
+    call("open", { ...data.live, bytes });
+    let busy = false, next = null, before = null;
+
+    function measured(values, atStart) {
+      if (atStart) before = values;
+      for (const { card, name } of stages) {
+        const meter = card.querySelector(".meter"), i = reads.indexOf(name);
+        if (!meter || i < 0) continue;
+        const at = value => `${50 + 50 * Math.max(-1, Math.min(1, value / 1.5))}%`;
+        meter.querySelector(".now").style.left = at(values[i]);
+        meter.querySelector(".was").style.left = at((before || values)[i]);
+        card.querySelector(".measured").textContent = `measured ${signed(values[i])}`;
+      }
+    }
+
+    return async (scores, atStart) => {
+      next = { scores, atStart };
+      if (busy) return;
+      busy = true;
+      while (next) {
+        const now = next, begun = performance.now(), found = [];
+        next = null;
+        await call("become", now.scores);
+        for (const [noise, face] of faces.entries()) {
+          if (noise && next) break;
+          const pixels = await call("paint", noise);
+          face.getContext("2d").putImageData(new ImageData(pixels, width, height), 0, 0);
+          if (!noise) byId("speed").textContent = `Painted here, by the model itself, in ${Math.round(performance.now() - begun)} ms.`;
+          if (reads.length) found.push(await call("read", pixels));
+        }
+        if (!next && reads.length) measured(reads.map((_, i) => found.reduce((sum, each) => sum + each[i], 0) / found.length), now.atStart);
+        document.documentElement.dataset.painted = next ? "" : performance.now();
+      }
+      busy = false;
+    };
+  }
+
+  const bytes = data.live && Uint8Array.from(atob(byId("weights").textContent), letter => letter.charCodeAt(0)).buffer;
+
+  /* Where an adapter on the map is, in numbers of the space. */
+  function scoresOf(i) {
+    const [, , [, k], at] = data.live.index.find(([name]) => name === "scores");
+    return [...new Float32Array(bytes, at + 4 * k * i, k)];
+  }
+
+  let goTo = null, nearestTo = null;  // an adapter on the map becomes the point that sliders begin at; who lists the nearest
+
+  function together(stages) {
+    const { record, start, vectors } = data.together, past = [], paint = (data.live ? painter : mixture)(stages);
+    const state = () => ({ ...base, strengths: stages.map(each => each.strength()) });
+    let base = { at: start, name: "" }, last = state();
+    const steps = () => stages.map(({ name, strength }) => [name, strength()]).filter(([, strength]) => strength);
+    const scores = () => base.at.map((value, k) => steps().reduce((sum, [name, strength]) => sum + strength * vectors[name][k], value));
+
+    function draw() {
+      const moved = steps(), at = scores();
+      paint(at, !moved.length);
+      const origin = { page: Object.fromEntries(moved), ...(base.name && { start: base.name }) };
+      const file = { ...record, points: { ...record.points, scores: [at], origin } };
       byId("save").href = `data:application/json,${encodeURIComponent(JSON.stringify(file))}`;
-      byId("position").textContent = steps.map(([name, strength]) => `${name} ${sigma(strength)}`).join(", ") || "All at 0.";
+      const words = moved.map(([name, strength]) => `${name} ${sigma(strength)}`).join(", ");
+      byId("position").textContent = [base.name, words || "All at 0."].filter(Boolean).join(": ");
       byId("undo").disabled = !past.length;
     }
 
-    const remember = () => { past.push(last); last = state(); draw(); };
-    const move = values => { stages.forEach((each, i) => each.set([values[i]])); };
-    stages.forEach(({ sliders, sheet }) => {
-      sliders[0].addEventListener("input", draw);
-      sliders[0].addEventListener("change", remember);
-      sheet.parentElement.addEventListener("pointerup", remember);
+    const settled = () => { if (nearestTo) nearestTo(scores()); };
+    const remember = () => { past.push(last); last = state(); draw(); settled(); };
+    const move = ({ at, name, strengths }) => { base = { at, name }; stages.forEach((each, i) => each.set(strengths[i])); };
+    stages.forEach(({ slider }) => {
+      slider.addEventListener("input", draw);
+      slider.addEventListener("change", remember);
     });
+    const zeros = stages.map(() => 0);
     byId("random").addEventListener("click", () => {
-      move(stages.map(({ strengths }) => Math.floor(Math.random() * strengths[0].length)));
+      move({ ...base, strengths: stages.map(({ strengths }) => strengths[Math.floor(Math.random() * strengths.length)]) });
       remember();
     });
-    byId("undo").addEventListener("click", () => { last = past.pop(); move(last); draw(); });
-    byId("reset").addEventListener("click", remember);
+    byId("undo").addEventListener("click", () => { last = past.pop(); move(last); draw(); settled(); });
+    byId("reset").addEventListener("click", () => { move({ ...base, strengths: zeros }); remember(); });
+    if (data.live) goTo = (name, i) => { move({ at: scoresOf(i), name, strengths: zeros }); remember(); };
     draw();
+    return settled;
   }
 
   // ---- colors and shapes of labels ----
@@ -173,11 +223,35 @@
       return canvas;
     };
 
-    function neighborButton(item, similarity) {
+    function neighborButton(item, similarity, go = () => choose(item, true)) {
       const button = make("button", { type: "button" }, portrait(item, ""),
         make("span", { class: "name" }, item.name), make("span", { class: "unit" }, similarity.toFixed(2).replace("-", "\u2212")));
-      button.addEventListener("click", () => choose(item, true));
+      button.addEventListener("click", go);
       return button;
+    }
+
+    function visit(item) {
+      goTo(item.name, item.number);
+      byId("together").scrollIntoView({ block: "nearest" });
+    }
+
+    /* The models nearest to a point, by the cosine of what both add to the mean of those on the map. */
+    function nearestModels(at) {
+      const points = trained.map((_, i) => scoresOf(i));
+      const mean = at.map((_, k) => points.reduce((sum, point) => sum + point[k], 0) / points.length);
+      const cosine = point => {
+        let both = 0, one = 0, other = 0;
+        for (let k = 0; k < at.length; k++) {
+          const a = point[k] - mean[k], b = at[k] - mean[k];
+          both += a * b; one += a * a; other += b * b;
+        }
+        return both / Math.sqrt(one * other || 1);
+      };
+      const found = points.map((point, i) => [cosine(point), i]).sort((a, b) => b[0] - a[0]).slice(0, 4);
+      byId("nearest").replaceChildren(...found.map(([value, i]) => {
+        const button = neighborButton(trained[i], value, () => visit(trained[i]));
+        return make("li", {}, button);
+      }));
     }
 
     function describe(item) {
@@ -187,7 +261,13 @@
       if (item.number !== null)
         for (const [name, values] of Object.entries(source.labels))
           facts.append(make("dt", {}, name), make("dd", {}, say(values[item.number])));
-      card.append(portrait(item, "portrait"), make("div", { class: "about" }, make("h3", {}, item.name), facts));
+      const about = make("div", { class: "about" }, make("h3", {}, item.name), facts);
+      if (goTo && item.number !== null) {
+        const go = make("button", { type: "button", class: "go" }, "Put it on the sliders");
+        go.addEventListener("click", () => visit(item));
+        about.append(go);
+      }
+      card.append(portrait(item, "portrait"), about);
       if (!item.near) return;
       const list = make("ol", { class: "near" });
       item.near[0].forEach((i, place) => list.append(make("li", {}, neighborButton(trained[i], item.near[1][place]))));
@@ -355,6 +435,7 @@
       }));
     new ResizeObserver(draw).observe(plot);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+    if (data.live) nearestTo = nearestModels;
     draw();
     choose(trained[0]);
   }
@@ -362,9 +443,9 @@
   document.documentElement.classList.add("scripted");
   Promise.all([...document.images].map(image => image.decode())).then(() => {
     const stages = [...document.querySelectorAll(".stage")].map(stage);
-    byId("reset").addEventListener("click", () => stages.forEach(each => each.set(each.starts)));
-    if (data.together) together(stages.filter(each => each.sliders.length === 1));
+    const settled = data.together && together(stages);
     if (data.map) adapterMap();
+    if (settled) settled();
     document.documentElement.dataset.ready = "yes";
   });
 })();
