@@ -51,6 +51,9 @@ def moved(page, moves):
             self.send_response(204)
             self.end_headers()
 
+        def log_message(self, *told):
+            """Nothing on the terminal."""
+
     with HTTPServer(("127.0.0.1", 0), Listener) as server:
         policy = "connect-src *; script-src 'unsafe-inline'"
         probe = (
