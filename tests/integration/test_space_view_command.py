@@ -99,4 +99,3 @@ def test_the_miniature_needs_no_argument(tmp_path):
     found = data(page)
     assert len(found["map"]["names"]) == 5
     assert found["live"]["reads"] == made["sliders"][:8]
-    assert made["facts"]["pictures of sliders"].startswith("computed in the page")

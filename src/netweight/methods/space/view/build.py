@@ -82,7 +82,6 @@ def build_view(
         ]
         samples = _samples_of(space, shown, drawn, images(drawn), settings.neighbors, sampler) if len(drawn) else None
         faces = images(space.scores[shown], seeds=1)[:, 0]
-    sliders = f"painted ahead, for {live}" if isinstance(live, str) else f"computed in the page, {live.nbytes:,} bytes"
     return View(
         title=title,
         traversals=traversals,
@@ -90,11 +89,12 @@ def build_view(
         samples=samples,
         summary=summary,
         reader="" if reader is None or painted else reader.name,
-        facts={**_facts(model, space, name, settings), "pictures of sliders": sliders, **(facts or {})},
+        facts={**_facts(model, space, name, settings), **(facts or {})},
         command=command,
         sliders=SliderSpace(
             scores_digest(space.scores), center.tolist(), {step.name: step.vector.tolist() for step in steps}
         ),
+        painted=live if isinstance(live, str) else "",
         live=None if isinstance(live, str) else live,
     )
 

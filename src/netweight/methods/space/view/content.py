@@ -150,6 +150,7 @@ class View:
     facts: Mapping[str, str] = field(default_factory=dict)
     command: str | None = None  # the command line that made the page
     sliders: SliderSpace | None = None  # for points of all sliders together, which the page then hands over
+    painted: str = ""  # why images of its sliders were painted ahead
     live: LivePipeline | None = None  # generates images of these points in the page; None if they are added up there
 
     def __post_init__(self) -> None:
