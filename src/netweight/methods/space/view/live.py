@@ -95,12 +95,13 @@ def _course(model: TextToImage, pipeline: Any, settings: RenderSettings) -> dict
     count, prompts = len(settings.seeds), settings.prompts
     noise, scheduler = model.initial_noise(settings.seeds), copy.deepcopy(pipeline.scheduler)
     scheduler.set_timesteps(settings.steps)
+    fresh = copy.deepcopy(scheduler)  # without the state of former steps
     start = noise * scheduler.init_noise_sigma
     zero, rows, walked, expected = torch.zeros(1, 1, 1, 1), [], start, start
     for step in scheduler.timesteps:
-        given = float(copy.deepcopy(scheduler).scale_model_input(zero + 1, step))
+        given = float(copy.deepcopy(fresh).scale_model_input(zero + 1, step))
         keep, more = (
-            float(copy.deepcopy(scheduler).step(found, step, latents, return_dict=False)[0])
+            float(copy.deepcopy(fresh).step(found, step, latents, return_dict=False)[0])
             for found, latents in ((zero, zero + 1), (zero + 1, zero))
         )
         rows.append([given, keep, more])
@@ -110,7 +111,7 @@ def _course(model: TextToImage, pipeline: Any, settings: RenderSettings) -> dict
         expected = keep * expected + more * guess
     decoded = model.to_images(noise) if hasattr(model, "to_images") else noise
     exact = decoded.shape == noise.shape and (decoded - (noise / 2 + 0.5).clamp(0, 1)).abs().max() < _CLOSE
-    if not exact or (walked - expected).abs().max() > _CLOSE * expected.abs().max():
+    if not exact or not (walked - expected).abs().max() <= _CLOSE * expected.abs().max():  # NaN is refused, too
         return None
     unet = pipeline.unet
     times = torch.cat([unet.time_embedding(unet.time_proj(step[None]).to(noise)) for step in scheduler.timesteps])
