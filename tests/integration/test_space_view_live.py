@@ -158,7 +158,7 @@ def space():
 
 
 def psnr(pixels, expected):
-    shown = torch.tensor(pixels, dtype=torch.float64).reshape(*expected.shape[1:], 4)[..., :3]
+    shown = torch.tensor(pixels, dtype=torch.float64).reshape(*expected.shape[1:3], 4)[..., :3]
     return float(10 * torch.log10(255**2 / (shown - expected[0]).square().mean().clamp_min(1e-9)))
 
 
@@ -189,6 +189,7 @@ def test_a_moved_slider_shows_what_the_pipeline_paints_at_that_point(page, space
     assert (seen["dark"] == "rgb(20, 23, 26)") == dark
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers with numpy 2
 def test_what_a_page_cannot_compute_is_named(space):
     model = text_to_image(faces_pipeline())
     settings = FACES_SETTINGS.replace(steps=3)
