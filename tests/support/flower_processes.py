@@ -261,8 +261,8 @@ LYING = """
 def lying(config):
     from netweight.methods.federate.defenses import Lying
 
-    lie, *liars = str(config["lie"]).split()
-    return Lying(method(config), lie, tuple(map(int, liars))) if liars else method(config)
+    lie, _, liars = str(config["lie"]).partition(" ")
+    return Lying(method(config), lie, tuple(map(int, liars.split()))) if lie else method(config)
 """
 
 FAULTY = """

@@ -67,7 +67,7 @@ def deployed(given):
             }  # fmt: skip
             end = place.finish(place.run(app, **config), seconds=1800)
             if end != "finished:completed":
-                raise RuntimeError(f"{work.name}: {end}\n{place.log('server')[-3000:]}")
+                raise RuntimeError(f"{work.name}: {end}\n{place.log('node-0')[-3000:]}")
             rounds = [Round.from_json(one) for one in json.loads((work / "history.json").read_text())["rounds"]]
             with open_store(work / CHECKPOINT) as store:
                 state = {name.removeprefix("state|"): store.get(name) for name in store.names() if "state|" in name}

@@ -99,7 +99,7 @@ def table(rows, accuracy):
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     last = {arm: list(found["before and after"].values())[-1][1] for arm, found in accuracy.items()}
     for protection, arm, row in rows:
-        cost = f"{last['plain'] - last[arm]:.2f}" if arm in last and arm != "plain" else ""
+        cost = f"{last['plain'] - last[arm]:.2f}" if {arm, "plain"} <= last.keys() and arm != "plain" else ""
         label = row["label"].removesuffix(", first round")
         if not row["cosines"]:
             lines.append(f"| {protection} | {label} | {row['verdict'][1].rstrip('.')} | | | | | **yes** | {cost} |")

@@ -8,51 +8,41 @@ direction, a secure sum by a server that lies, which sends thresholds in place o
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
-from netweight.attacks.gradient_inversion.analytic import read_thresholds, singular_gradient, threshold_trunk
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig
 from netweight.core.progress import Progress
-from netweight.core.seeds import torch_generator
 from netweight.data.images import NAMES
 from netweight.errors import UsageError
 from netweight.job import Job
-from netweight.methods.federate.algorithms.hyperfl import rows_of_body
-from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise, refuse_abnormal
+from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 from netweight.methods.federate.engine import CHECKPOINT, Run, finished, train
 from netweight.methods.federate.folder import FederationPlan, FolderFederation, entry_of
 from netweight.methods.federate.report import (
-    MARGIN_COSINE,
     AuditConfig,
     Exposure,
-    Observation,
     ThreatModel,
     accuracy,
+    cosine,
     exposure,
     exposure_findings,
     exposure_table,
     gradient_inversion,
+    mean_finding,
     observe,
     own_threat,
     read_update,
 )
-from netweight.methods.federate.settings import LocalTraining
-from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.registry import Attack, Method, Target
-from netweight.report.conclusions import Conclusion, Criterion, Words, worst
+from netweight.report.conclusions import worst
 from netweight.report.finding import Figure, Finding, Section, Table
 from netweight.report.plots import image_grid
 from netweight.settings import Settings
-
-_EXACT = 0.99  # cosine from which on a gradient counts as taken
-_LOOKED = 50  # images by which a client judges what it is sent
 
 
 class ServerAttack(Settings):
@@ -90,18 +80,24 @@ def _attack(target: Target, settings: ServerAttack, progress: Progress) -> Secti
         runs[settings.beside] = _beside(target.model, settings.beside, target.output / "server-beside", progress)
     step = ThreatModel(first_round=True)
     looks = {each: (one, step, settings.images) for each, one in runs.items()}
-    noisy = None
     if settings.noise:
         noisy = replace(run, method=Hardened(run.method, UpdateNoise(settings.clip, settings.noise)))
         looks[f"{name}, noise added"] = (noisy, step, settings.images)
     many = min(settings.summed_over, len(run.task.clients))
+    lied = f"{name}, in a secure sum, a server that lies"
     if many > 1:
-        looks[f"{name}, in a secure sum"] = (run, replace(step, summed_over=many), 1)
+        summed = replace(step, summed_over=many)
+        looks[f"{name}, in a secure sum"] = (run, summed, 1)
+        if any(part.endswith("heads.weight") for part in run.state):
+            careful = replace(run, method=Hardened(run.method, refusal=RefusalLimits()))
+            lies = replace(summed, server="thresholds")
+            looks |= {lied: (run, lies, 1), f"{lied}, clients look": (careful, lies, 1)}
     peeling = PeelingConfig(softening=settings.softening, rounds=settings.rounds)
     with progress.task("attacked updates", sum(count for _, _, count in looks.values()), unit="updates") as work:
         seen = {
             each: exposure(
-                one, threat, images=count, summed_over=len(run.task.clients), seed=seed, peeling=peeling, work=work
+                one, threat, images=count, gradients=threat.summed_over, summed_over=len(run.task.clients), seed=seed,
+                peeling=peeling, work=work,
             )
             for each, (one, threat, count) in looks.items()
         }  # fmt: skip
@@ -110,23 +106,13 @@ def _attack(target: Target, settings: ServerAttack, progress: Progress) -> Secti
         for each, one in seen.items()
         for finding in exposure_findings([one], seed=seed)
     ]
-    for each, one in runs.items():
-        findings.append(_whole_round(each, one, settings.images, seed))
+    findings += [_whole_round(each, one, settings.images, seed) for each, one in runs.items()]
     told = {each: one.verdict for each, one in seen.items()}
-    if noisy is not None:
-        cosines = _strongest(noisy, step, settings.images, seed)
-        held = f"{name}, noise added"
-        findings.append(_cosines(f"{held}: gradient by the strongest direction", cosines, seen[held].aggregate, seed))
-    warnings = []
-    if many > 1 and any(part.endswith("heads.weight") for part in run.state):
-        held = f"{name}, in a secure sum"
-        findings += (lies := _lies(run, held, many, seen[held], seed))
-        told["a server that lies"] = _LIES(lies, sites=str(lies[0].n))
-        if told["a server that lies"][0] == "broken":
-            warnings = ["A secure sum protects from an honest server only."]
+    broken = told.get(lied, ("told", ""))[0] == "broken"
     figure = _grid(seen)
     return Section(
-        "What the server sees", findings, figures=[figure] if figure else [], tables=[_table(seen)], warnings=warnings,
+        "What the server sees", findings, figures=[figure] if figure else [], tables=[_table(seen)],
+        warnings=["A secure sum protects from an honest server only."] if broken else [],
         question="What can be reconstructed from what clients send, and which protections hold?", intro=_INTRO,
         conclusion=" ".join(f"{each}: {words}" for each, (_, words) in told.items()),
         outcome=worst(outcome for outcome, _ in told.values()),
@@ -149,80 +135,11 @@ def _whole_round(name: str, run: Run, count: int, seed: int) -> Finding:
     seen = observe(run, own_threat(run), run.task.clients, seed=seed)
     average = replace(seen[0], updates=tuple(one.updates[0] for one in seen))
     anyway = read_update(run, average.sent, average.received()).first
-    found = [_cosine(read_update(run, one.sent, one.received()).first, one) for one in seen[:count]]
-    return _cosines(
-        f"{name}: gradient recovered, whole round of this federation", found,
-        [_cosine(anyway, one) for one in seen[:count]], seed,
-    )  # fmt: skip
-
-
-def _strongest(run: Run, threat: ThreatModel, count: int, seed: int) -> list[float]:
-    """Cosine, signs aside, of each noisy update's first singular vector with the client's gradient."""
-    seen = observe(run, threat, run.task.clients[:count], seed=seed)
-    return [abs(_cosine(singular_gradient(one.sent, one.received(), **_rule(run)), one)) for one in seen]
-
-
-def _lies(run: Run, name: str, many: int, summed: Exposure, seed: int) -> list[Finding]:
-    """Send a trunk of thresholds to all clients, and read single clients out of the sum of their answers."""
-    clients = run.task.clients[:many]
-    honest = run.method.start(run.task, seed=run.seed)
-    private: dict[int, Mapping[str, Tensor]] = {site: _own_embedding(run, site, seed) for site in clients}
-    lie = threshold_trunk(honest, seed=seed)
-    lied = replace(run, state=lie, private={**run.private, **private})
-    seen = observe(lied, ThreatModel(summed_over=many), clients, seed=seed)
-    rows = read_thresholds(seen[0].sent, seen[0].received(), **_rule(run))
-    cosines = [max(abs(_cosine(row, one)) for row in rows) for one in seen]
-    sent, limits = rows_of_body(lie, run.task.body_layout.size), RefusalLimits()
-    refused = sum(
-        bool(refuse_abnormal(
-            sent, body=run.task.body, embedding=private[site]["embedding"],
-            images=run.task.client(site).train[0][:_LOOKED], limits=limits,
-        ))
-        for site in clients
-    )  # fmt: skip
-    beyond = max(cosines) - sum(summed.aggregate) / len(summed.aggregate)
-    return [
-        _cosines(f"{name}, a server that lies: gradient", cosines, summed.aggregate, seed),
-        Finding(f"{name}, a server that lies: single gradients taken", sum(cosine >= _EXACT for cosine in cosines),
-                n=len(clients), seeds=(seed,), detail={"from a cosine of": _EXACT}),
-        Finding(f"{name}, a server that lies: clients that refuse, if they look", refused, n=len(clients),
-                seeds=(seed,)),
-        Finding(_BEYOND, beyond, n=1, seeds=(seed,), unit="cosine", better="lower"),
-    ]  # fmt: skip
-
-
-def _lied(held: bool, *, sites: str) -> Words:
-    if held:
-        return "told", f"It learns no more of one of {sites} clients than the average tells."
-    return "broken", f"It takes single gradients out of the sum of {sites} clients: exactly what the sum should hide."
-
-
-_BEYOND = "a server that lies: nearest gradient, beyond the average"
-_LIES = Conclusion("federate: a server that lies", [Criterion(_BEYOND, "lower", than=MARGIN_COSINE)], _lied)
-
-
-def _own_embedding(run: Run, site: int, seed: int) -> dict[str, Tensor]:
-    """What a client keeps, with an embedding that it drew by itself: in the paper's code all begin with one."""
-    private = dict(run.method.private_start(run.task, site, seed=run.seed))
-    embedding = private["embedding"]
-    private["embedding"] = torch.randn(embedding.shape, generator=torch_generator(seed, "own embedding", site))
-    return private
-
-
-def _rule(run: Run) -> dict[str, float]:
-    training = getattr(run.method, "training", LocalTraining())
-    return {"lr": training.lr, "weight_decay": training.weight_decay}
-
-
-def _cosine(found: Tensor, seen: Observation) -> float:
-    return float(torch.cosine_similarity(found.double(), seen.gradient.double(), dim=0))
-
-
-def _cosines(name: str, values: Sequence[float], anyway: Sequence[float], seed: int) -> Finding:
-    ci95 = bootstrap(values, seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
-    return Finding(
-        name, sum(values) / len(values), ci95=ci95, n=len(values), unit="cosine", seeds=(seed,),
-        baseline=sum(anyway) / len(anyway), detail={"values": list(values)},
+    found = [cosine(read_update(run, one.sent, one.received()).first, one.gradient) for one in seen[:count]]
+    given = [cosine(anyway, one.gradient) for one in seen[:count]]
+    return mean_finding(
+        f"{name}: gradient recovered, whole round of this federation", found, "cosine", seed,
+        baseline=sum(given) / len(given),
     )  # fmt: skip
 
 

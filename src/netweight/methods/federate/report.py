@@ -335,9 +335,9 @@ class Exposure:
         """What this means: an outcome, and words."""
         if not self.cosines:
             return "told", self.why_no_images
-        cosine, gain = _mean(self.cosines), _mean(self.psnr) - self.guess if self.psnr else None
+        near, gain = _mean(self.cosines), _mean(self.psnr) - self.guess if self.psnr else None
         return _VERDICT([
-            Finding("gradient", cosine), Finding("gradient beyond the aggregate's", cosine - _mean(self.aggregate)),
+            Finding("gradient", near), Finding("gradient beyond the aggregate's", near - _mean(self.aggregate)),
             Finding("images, clearly above a guess", gain), Finding("images above a guess", gain),
             Finding("text above a guess", _mean(self.tokens) - _mean(self.frequent) if self.tokens else None),
         ])  # fmt: skip
@@ -392,10 +392,11 @@ def exposure(
     summed_over: int,
     seed: int,
     is_own: bool = False,
+    gradients: int = 0,
     peeling: PeelingConfig | None = None,
     work: shown.Task | None = None,
 ) -> Exposure:
-    """Attack several clients under one threat model."""
+    """Attack several clients under one threat model: all of their gradients, at least `gradients`, and some images."""
     low, high = _pixel_range(run)
     texts: list[tuple[float, float]] = []
 
@@ -407,7 +408,7 @@ def exposure(
     pairs: list[tuple[Tensor, Tensor]] = []
     why = ""
     try:
-        observed = list(_observations(run, threat, images, summed_over, seed))
+        observed = list(_observations(run, threat, max(images, gradients), summed_over, seed))
     except Unsupported as reason:
         return Exposure(threat, is_own, (), (), (), why_no_images=str(reason))
     found_by = [_guesses(run, seen, threat) for seen, _ in observed]
@@ -416,9 +417,11 @@ def exposure(
     for draw, (seen, _) in enumerate(observed):
         recovered = replace(read_update(run, seen.sent, seen.received()), first=found_by[draw][strongest])
         cosines.append((
-            _cosine(recovered.first, seen.gradient), _cosine(-recovered.gradient, seen.movement),
-            _cosine(published[draw][anyway], seen.gradient),
+            cosine(recovered.first, seen.gradient), cosine(-recovered.gradient, seen.movement),
+            cosine(published[draw][anyway], seen.gradient),
         ))  # fmt: skip
+        if draw >= images:
+            continue
         try:
             if not seen.images.is_floating_point():
                 texts.append(_read(run, recovered.first, seen))
@@ -504,7 +507,7 @@ def _guesses(run: Run, seen: Observation, threat: ThreatModel) -> dict[str, Tens
             found["matched filter"] = separate_clients(before, after, seen.codes, **about)[0]
         if threat.server == "thresholds":  # one of these is the client's; the attacker sees which are single ones
             candidates = read_thresholds(before, after, **about)
-            found["thresholds"] = max(candidates, key=lambda one: _cosine(one, seen.gradient))
+            found["thresholds"] = max(candidates, key=lambda one: cosine(one, seen.gradient))
     return found
 
 
@@ -512,7 +515,7 @@ def _strongest(guesses: Sequence[Mapping[str, Tensor]], seen: Sequence[Observati
     """Return the attack whose guesses are nearest to the truth on average; the plainest where others gain nothing."""
 
     def quality(name: str) -> float:
-        return sum(_cosine(one[name], own.gradient) for one, own in zip(guesses, seen, strict=True)) / len(seen)
+        return sum(cosine(one[name], own.gradient) for one, own in zip(guesses, seen, strict=True)) / len(seen)
 
     return max(guesses[0], key=lambda name: quality(name) + 1e-4 * (name == "inputs"))
 
@@ -562,7 +565,8 @@ def _pixel_range(run: Run) -> tuple[float, float]:
     return min(float(x.min()) for x in inputs), max(float(x.max()) for x in inputs)
 
 
-def _cosine(a: Tensor, b: Tensor) -> float:
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Return the cosine of two vectors, computed in float64."""
     return float(torch.cosine_similarity(a.double(), b.double(), dim=0))
 
 
@@ -616,11 +620,11 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
         detail = {"verdict": one.verdict[1], "movement": list(one.movements), "aggregate": list(one.aggregate)}
         target = round(anyway + MARGIN_COSINE, 4) if one.is_own else None
         name = f"gradient recovered, {label}"
-        findings.append(_finding(name, one.cosines, "cosine", seed, target=target, baseline=anyway, detail=detail))
+        findings.append(mean_finding(name, one.cosines, "cosine", seed, target=target, baseline=anyway, detail=detail))
         if one.tokens:
             guess = _mean(one.frequent)
             target = round(guess + MARGIN_TOKENS, 4) if one.is_own else None
-            findings.append(_finding(f"tokens read, {label}", one.tokens, "", seed, target=target, baseline=guess))
+            findings.append(mean_finding(f"tokens read, {label}", one.tokens, "", seed, target=target, baseline=guess))
             continue
         if not one.psnr:
             reason = one.why_no_images or "no image was attacked"
@@ -629,16 +633,17 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
         target = round(one.guess + MARGIN_PSNR, 2) if one.is_own else None
         guesses = {"random images": list(one.random_psnr), "average images": list(one.average_psnr)}
         findings += [
-            _finding(f"PSNR, {label}", one.psnr, "dB", seed, target=target, baseline=one.guess, detail=guesses),
-            _finding(f"SSIM, {label}", one.ssim, "", seed),
+            mean_finding(f"PSNR, {label}", one.psnr, "dB", seed, target=target, baseline=one.guess, detail=guesses),
+            mean_finding(f"SSIM, {label}", one.ssim, "", seed),
         ]
     return findings
 
 
-def _finding(
+def mean_finding(
     name: str, values: Sequence[float], unit: str, seed: int, *, target: float | None = None,
     baseline: float | None = None, detail: Mapping[str, Any] | None = None,
 ) -> Finding:  # fmt: skip
+    """Return the finding of a mean over clients, with an interval where there are enough of them."""
     return Finding(
         name, _mean(values), ci95=_interval(values, seed), n=len(values), unit=unit, better="lower", target=target,
         baseline=baseline, seeds=(seed,), detail={**(detail or {}), "values": list(values)},
