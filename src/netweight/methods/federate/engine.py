@@ -518,7 +518,7 @@ def _opened(
         ]
         for client in task.clients
     }
-    key, known = identity(task, method, settings, data, may_change=("rounds", "evaluate_every", "until_plateau"))
+    key, known = run_key(task, method, settings, data, may_change=("rounds", "evaluate_every", "until_plateau"))
     with Job.open(folder, key=key, of="a federation", state=CHECKPOINT, reading=reading) as job:
         yield job, known
 
@@ -527,7 +527,7 @@ def _opened(
 _LATER = {"aggregator": "mean", "liars": 1, "most_norm": 3.0, "most_examples": 3.0, "server_noise": 0.0}
 
 
-def identity(
+def run_key(
     task: Task, method: Method, settings: Federation, data: Any, *, may_change: Sequence[str]
 ) -> tuple[dict[str, Any], str]:
     """What a federation was asked for, part by part, and one digest of it; some settings may change to go on."""

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from netweight.core.files import whole_file
 from netweight.errors import NameNotFound, UsageError
 from netweight.job import Job
-from netweight.methods.federate.engine import CHECKPOINT, Rounds, identity
+from netweight.methods.federate.engine import CHECKPOINT, Rounds, run_key
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.task import ClientData, Task
@@ -95,7 +95,7 @@ def server_app(
             raise UsageError(f"The server's folder {place} is not absolute.", cure="Give an absolute path.")
         chosen_method, task = chosen(method, context), task_of(context)
         seconds, waits = chosen(timeout, context), chosen(patience, context)
-        key, known = identity(task, chosen_method, asked, list(task.clients), may_change=_MAY_CHANGE)
+        key, known = run_key(task, chosen_method, asked, list(task.clients), may_change=_MAY_CHANGE)
         with Job.open(place, key=key, of="a federation", state=CHECKPOINT) as job:
             rounds = Rounds(chosen_method, asked, task.clients, chosen_method.start(task, seed=asked.seed))
             rounds.resume((job, known))
