@@ -437,7 +437,7 @@ def _sums_as_linear(shape: tuple[int, ...], threads: int) -> bool:
     odd = torch.zeros(shape[0], shape[1] % 2)
     weight = torch.cat([half, -half, odd], 1)[:, places].bfloat16()
     x = torch.cat([other, other, odd[:1]], 1)[:, places].bfloat16()
-    parts = torch.cat([torch.mv(part, x[0]) for part in weight.split(_rows_of_tile(shape[1]))])
+    parts = torch.cat([torch.mv(part, x[0]) for part in torch.split(weight, _rows_of_tile(shape[1]))])
     return torch.equal(parts, F.linear(x, weight)[0])
 
 
