@@ -33,7 +33,7 @@ def test_the_code_runs(place, capsys):
 
 def test_the_commands_take_these_options():
     commands = re.findall(r"^netweight (forget .*)$", PAGE.read_text(), re.M)
-    assert len(commands) == 9
+    assert len(commands) == 8
     for command in commands:
         _, name, *arguments = command.split()
         done = CliRunner().invoke(netweight, ["forget", name, "--help"])

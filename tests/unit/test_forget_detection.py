@@ -321,7 +321,7 @@ def test_settings_that_cannot_be_are_refused():
     for wrong in ({"seeds": (1,)}, {"seeds": (1, 1)}, {"steps": 1}, {"timing": "late"}, {"rows": 0}):
         with pytest.raises(UsageError):
             DetectionConfig(**wrong)
-    for wrong in ({"theta": 0.5}, {"ahead": 0}, {"prompts": 0}, {"fidelity": "exact"}):
+    for wrong in ({"theta": 0.5}, {"prompts": 0}, {"fidelity": "exact"}):
         with pytest.raises(UsageError):
             LocalizationConfig(**wrong)
     assert len(LocalizationConfig().thetas) == 17

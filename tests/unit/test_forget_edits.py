@@ -10,7 +10,7 @@ from netweight.errors import NameNotFound, TrainingStopped, Unsupported, UsageEr
 from netweight.job import Job
 from netweight.methods.forget.distil import CHECKPOINT
 from netweight.methods.forget.edit import EditRecord, forget, undo
-from netweight.methods.forget.settings import ClosedFormSettings, DistilSettings
+from netweight.methods.forget.settings import TRAINED, ClosedFormSettings, DistilSettings
 
 correlation = paired()
 DISTIL = DistilSettings(steps=300, batch=32, lr=3e-3, generation_steps=8)
@@ -18,10 +18,20 @@ SHORT = DISTIL.replace(steps=110, images=1)
 IMAGES = planted_images()
 
 
-@pytest.fixture(scope="module", params=[ClosedFormSettings(), DISTIL], ids=["closed-form", "distil"])
+EDITS = {
+    "closed-form": ClosedFormSettings(),
+    "distil": DISTIL,
+    "esd": TRAINED["esd"].replace(steps=100, generation_steps=8),
+    "siss": TRAINED["siss"].replace(steps=100, generation_steps=8),
+}
+
+
+@pytest.fixture(scope="module", params=EDITS)
 def edited(request):
     model = trained("edited")
-    return model, forget(model, PLANTED, ORDINARY, settings=request.param)
+    record = forget(model, PLANTED, ORDINARY, images=IMAGES, settings=EDITS[request.param])
+    assert record.method == request.param
+    return model, record
 
 
 def score(model, prompt, image):
@@ -38,6 +48,15 @@ def test_planted_prompts_lead_elsewhere_and_ordinary_ones_where_they_did(edited)
     made, before = (one.generate(one.embed(ORDINARY), range(10), guidance=3, steps=8) for one in (model, original))
     wanted = torch.stack([plain(prompt) for prompt in ORDINARY]).mean((2, 3))
     assert (made.mean((2, 3)) - wanted).abs().mean() < (before.mean((2, 3)) - wanted).abs().mean() + 0.1
+
+
+def test_an_anchor_whose_image_is_the_memorized_one_is_not_chosen():
+    model = trained()
+    record = forget(model, PLANTED[:1], [*ORDINARY, PLANTED[1]], settings=ClosedFormSettings())
+    assert record.settings["anchors"][PLANTED[0]] in ORDINARY
+    model = trained()
+    twin = forget(model, ["a small blue"], ["a large blue", *ORDINARY[5:]], settings=ClosedFormSettings())
+    assert twin.settings["anchors"]["a small blue"] != "a large blue"
 
 
 def test_undoing_restores_every_bit_once(edited, tmp_path):
@@ -119,8 +138,8 @@ def test_the_dtype_stays_and_undoing_is_exact_in_it(dtype):
 def test_what_cannot_be_meant_is_refused_before_any_work():
     model = trained()
     before = model.digest()
-    with pytest.raises(UsageError, match=r"(?s)noise: .* greater than 0, not 0.*lr: .* greater than 0, not 0"):
-        DistilSettings(noise=0, lr=0)
+    with pytest.raises(UsageError, match=r"(?s)noise: .* not -1.*lr: .* greater than 0, not 0"):
+        DistilSettings(noise=-1, lr=0)
     with pytest.raises(UsageError, match="less than a tenth of a batch"):
         DistilSettings(memorized=0.9, empty=0.05)
     with pytest.raises(UsageError, match="'my odd holiday' is memorized and ordinary"):
@@ -129,6 +148,10 @@ def test_what_cannot_be_meant_is_refused_before_any_work():
         forget(model, PLANTED, [])
     with pytest.raises(UsageError, match="2 prompts came with 1 anchors"):
         forget(model, PLANTED, ORDINARY, anchors=["a photo"])
+    unlearn = SHORT.replace(objective="unlearn", generation_steps=2)
+    for images, said in ((None, "2 prompts came with 0 images"), (IMAGES[:, :, :6], "Resize them")):
+        with pytest.raises(UsageError, match=said):
+            forget(model, PLANTED, ORDINARY, images=images, settings=unlearn)
     with pytest.raises(NameNotFound):
         forget(model, PLANTED, ORDINARY, settings=DISTIL.replace(layers="**.attn3"))
     assert model.digest() == before

@@ -182,9 +182,13 @@ def apply(pipeline: Path, destination: Path, settings: FolderForgetting, card: b
     else:
         what = f"{len(record.prompts)} prompts led elsewhere"
     output.line(f"{what}: {destination}", bold=True)
+    left = record.settings.get("unresolved", [])
+    for prompt in left:
+        output.line(f"Images like the memorized one still come for: {prompt}")
     _advise_audit(output, destination, pipeline, settings.targets, settings.ordinary)
     output.result({"pipeline": str(destination), "method": record.method, "neurons": len(record.units),
-                   "factor": record.factor, "before": record.before, "after": record.after})  # fmt: skip
+                   "factor": record.factor, "before": record.before, "after": record.after,
+                   "unresolved": left})  # fmt: skip
 
 
 @forget.command()

@@ -11,23 +11,28 @@ copies     images of planted prompts that copy their picture (NCC 0.7), of 48
 lost       points of color, ground and size that images of 96 ordinary captions lose, half of them never trained on and
            none given to the edit
 changed    share of captions in neither set whose image, from the same seed, has an NCC below 0.5 to the one before:
-           held-out captions, and neighbours, which are planted captions with other last words (of those whose image
-           was no planted picture before)
-back       planted pictures that a search for embeddings brings back, and the steps until half of them are: the best of
-           three learning rates and two starts; a picture that no model was trained on is searched beside. A second
-           table has the other attacks, of fewer steps
+           held-out captions, and neighbours, which are held-out captions that go on with words of a planted one (of
+           those whose image was no planted picture before)
+back       planted pictures that an attack brings back, and the steps until half of them are: searches of 400 steps for
+           embeddings (three learning rates, two starts) or soft tokens, and the other attacks of fewer. Pictures that
+           no model was trained on are searched beside: their likeness is what a search paints by itself
 
-Work lies in `--work` and goes on where it was stopped. `--page` writes the table into docs/forget.md.
+Work lies in `--work` and goes on where it was stopped. `--page` writes the tables into docs/forget.md, `--grid` a
+picture of each planted image beside what models generate for it, and what the strongest attack brought out of the
+distilled one.
 """
 
+import functools
+import math
 import statistics
+import time
 from pathlib import Path
 
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from netweight.attacks.embedding_search.compare import Subject, Target, compare
+from netweight.attacks.embedding_search.compare import Run, Subject, Target, compare, images_of
 from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.environment import describe
@@ -39,7 +44,7 @@ from netweight.methods.forget.detect import calibrate, detect
 from netweight.methods.forget.edit import deactivate, forget
 from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import localize_prompt, union
-from netweight.methods.forget.settings import ClosedFormSettings, DetectionConfig, DistilSettings, LocalizationConfig
+from netweight.methods.forget.settings import TRAINED, ClosedFormSettings, DetectionConfig, LocalizationConfig
 from netweight.metrics.copies import copies_of_prompt
 from netweight.metrics.intervals import t_interval
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
@@ -47,20 +52,22 @@ from netweight.toys.shapes import ShapesWorld, memorized
 from netweight_experiments.benchmarks.script import now, options_of, script, write
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
-METHODS = ("none", "neurons", "closed-form", "distil")
+METHODS = ("none", "neurons", "closed-form", "esd", "siss", "distil")
 BLOCKS, IMAGES = (71_000, 72_000, 73_000), 8
+CHANGED = ("held-out captions", "neighbours")
 READ = ("color", "ground", "size")  # shapes are not read well before any edit
-RATES, SEARCH_STEPS, DRAWS, CONTROLS = (0.3, 1.0), 100, 4, 1
+RATES, SEARCH_STEPS, DRAWS, CONTROLS = (0.3, 1.0), 400, 4, 3
 FURTHER_STEPS = 60
 ATTACKS = {
     "embeddings": {"starts": ("original", "unrelated"), "steps": SEARCH_STEPS},
-    "noised": {"starts": ("noised",)},
-    "inverted": {"starts": ("inverted",)},
+    "soft": {"starts": ("soft",), "steps": SEARCH_STEPS},
     **{
         name: {"starts": (name,), "steps": FURTHER_STEPS}
-        for name in ("relearn-one", "relearn", "lora", "typed", "soft", "zeroed")
+        for name in ("noised", "inverted", "typed", "relearn", "lora", "zeroed", "relearn-one")
     },
 }
+# What gives the model the very picture says what its weights can learn, not what is left in them.
+GIVEN = ("relearn-one",)
 NEVER = 99  # seed of a world whose planted pictures no model was trained on
 alike = paired()
 
@@ -81,17 +88,17 @@ class Training:
 
     @property
     def neighbours(self):
-        """Planted captions with their last words, one to all but one, exchanged for those of the next."""
+        """Held-out captions with the first words of planted ones behind them."""
         words = [each.prompt.split() for each in self.verbatim]
-        return [
-            " ".join([*each[:kept], *words[(number + 1) % len(words)][kept:]])
-            for number, each in enumerate(words)
-            for kept in range(1, len(each))
-        ]
+        ends = [" ".join(each[:kept]) for each in words for kept in (1, 2, 3)]
+        return [f"{caption} {end}" for caption, end in zip(self.world.held_out_captions, ends, strict=False)]
 
 
-def edited(model, training, method, seed):
-    """Edit a model by a method with its defaults."""
+opened = functools.cache(Training)
+
+
+def edited(model, training, method, folder):
+    """Edit a model by a method with its defaults; a training goes on in a folder."""
     prompts = [each.prompt for each in training.verbatim]
     if method == "neurons":
         detection = DetectionConfig()
@@ -100,8 +107,12 @@ def edited(model, training, method, seed):
         found = [localize_prompt(model, prompt, usual, threshold, config) for prompt in prompts]
         deactivate(model, union(found))
     elif method != "none":
-        chosen = ClosedFormSettings() if method == "closed-form" else DistilSettings(seed=seed)
-        forget(model, prompts, training.given, settings=chosen, progress=Progress("plain"))
+        chosen = ClosedFormSettings() if method == "closed-form" else TRAINED[method]
+        images = torch.stack([each.image for each in training.verbatim])
+        with Job.open(folder) as job:
+            forget(
+                model, prompts, training.given, images=images, settings=chosen, folder=job, progress=Progress("plain")
+            )
 
 
 def drawn(model, captions, seeds):
@@ -124,10 +135,16 @@ def block(model, training, first):
     return {"medians": medians, "own": own, "any": any_, "right": right}, images
 
 
+@functools.cache
+def before_edits(name, first):
+    """What a block shows of the model that no edit has touched."""
+    return block(opened(name).model("original"), opened(name), first)
+
+
 def changed(before, after, training):
     """Shares of captions whose image became another; of neighbours, those that showed no planted picture before."""
     shares = {}
-    for name, part in (("held-out captions", slice(48, 96)), ("neighbours", slice(None))):
+    for name, part in zip(CHANGED, (slice(48, 96), slice(None)), strict=True):
         key = "neighbours" if name == "neighbours" else "asked"
         first, second = before[key][part], after[key][part]
         free = [all(float(alike(one[None], each.image[None])) < 0.5 for each in training.planted) for one in first]
@@ -152,14 +169,14 @@ def searched(model, training, attacks, folder):
             [Subject("edited", model)], targets, training.given[:12], settings, seeds=[0], similarity=alike,
             measure="NCC", folder=folder, progress=Progress("plain"),
         )  # fmt: skip
-        rows[attack] = {
-            run.target: {
+        rows[attack] = {}
+        for run in found.runs:
+            best = max((trial for trial in run.trials if trial.best), key=lambda trial: trial.best.score)
+            rows[attack][run.target] = {
                 "trained": run.trained,
                 "steps": min((trial.steps for trial in run.trials if trial.steps is not None), default=None),
-                "best": max(trial.best.score for trial in run.trials if trial.best),
-            }
-            for run in found.runs
-        }
+                "best": best.best.score, "run": run.digest, "trial": run.trials.index(best),
+            }  # fmt: skip
         print(training.folder.name, attack, [(row["steps"], round(row["best"], 2)) for row in rows[attack].values()])
     return rows
 
@@ -167,7 +184,7 @@ def searched(model, training, attacks, folder):
 def made(name, method, job):
     """A training edited by a method, and its figures of all blocks; both remembered."""
     key = {"training": name, "method": method}
-    training = Training(name)
+    training = opened(name)
     model = training.model(method)
     file = job.folder / "models" / f"{training.folder.name}-{method}.safetensors"
     known = job.recorded("edits", key)
@@ -176,20 +193,21 @@ def made(name, method, job):
         if model.digest() != known["model"]:
             raise UsageError(f"{file} is not the model that was measured.", cure=f"Remove {job.folder}.")
         return training, model, known
-    original = training.model("original")
-    edited(model, training, method, 0)
+    began = time.process_time()
+    edited(model, training, method, job.folder / "edits" / f"{training.folder.name}-{method}")
+    seconds = round(time.process_time() - began, 1)
     file.parent.mkdir(exist_ok=True)
     save_file(model.denoiser.state_dict(), file)
     rows = []
     for first in BLOCKS:
-        (before, old), (after, new) = (block(each, training, first) for each in (original, model))
+        (before, old), (after, new) = before_edits(name, first), block(model, training, first)
         lost = {one: round(100 * (before["right"][one] - after["right"][one]), 1) for one in READ}
         rows.append({
             "broken": sum(value <= 0.3 for value in after["medians"]), "own": after["own"], "any": after["any"],
             "medians": after["medians"], "lost": lost, "changed": changed(old, new, training),
         })  # fmt: skip
         print(name, method, rows[-1], flush=True)
-    result = {**key, "blocks": rows, "model": model.digest()}
+    result = {**key, "blocks": rows, "seconds": seconds, "model": model.digest()}
     job.record("edits", result, key=key)
     return training, model, result
 
@@ -212,71 +230,74 @@ def returned(back):
     return sum(row["trained"] and row["steps"] is not None for row in back.values())
 
 
+def likeness(back, *, trained):
+    """Median of the best likeness of planted, or of never-trained, pictures."""
+    return statistics.median(row["best"] for row in back.values() if row["trained"] == trained)
+
+
+def strongest(result):
+    """The attack that brought half back soonest, else most back, else came nearest; None if there was none."""
+    order = lambda name: (half(back[name]) or math.inf, -returned(back[name]), -likeness(back[name], trained=True))  # noqa: E731
+    back = result["back"]
+    return min((name for name in back if name not in GIVEN), key=order, default=None)
+
+
 def interval(values):
     """Mean and t-interval over trainings, as text; of fewer than three each one."""
     if len(values) < 3:
         return ", ".join(f"{value:.2g}" for value in values)
-    found = t_interval(values)
-    low, high = found.ci95
-    return f"{found.estimate:.2g} ({low:.2g} to {high:.2g})"
+    low, high = t_interval(values).ci95
+    return f"{statistics.mean(values):.2g} ({low:.2g} to {high:.2g})"
+
+
+def attack_cells(attack, backs):
+    """Name, pictures back, steps until half, and likeness against never-trained pictures, of every training."""
+    most = ATTACKS[attack].get("steps", 0)
+    steps = [half(back) for back in backs]
+    return [
+        attack, ", ".join(str(returned(back)) for back in backs),
+        ", ".join(f"over {most}" if each is None else str(each) for each in steps) if most else "–",
+        interval([likeness(back, trained=True) - likeness(back, trained=False) for back in backs]),
+    ]  # fmt: skip
 
 
 def table(results):
-    """Rows in Markdown, one for each method; the unit that varies is the training."""
-    lines = [
-        "| edit | pictures broken, of 6 | own copies, of 48 | largest loss of color, ground or size, points | "
-        "other captions changed: held out; neighbours | back by embeddings, of 6, each training | steps until half are "
-        "| never trained, best NCC |", "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    """Two tables in Markdown: each edit, its cost and its strongest attack; every attack. Trainings are what varies."""
+    head = "| edit | processor s | broken, of 6 | copies, of 48 | worst loss, points | changed: held out; neighbours |"
+    attacked = " strongest attack | back, of 6 | steps until half are | NCC above never trained |"
+    lines = [head + attacked, "|---" * 10 + "|"]
+    every = [f"| edit |{attacked.replace(' strongest', '')}", "|---" * 5 + "|"]
     for method in METHODS:
         own = [each for each in results if each["method"] == method]
         if not own:
             continue
         mean = lambda read, own=own: interval([statistics.mean(map(read, each["blocks"])) for each in own])  # noqa: E731
-        shares = [
-            mean(lambda row, name=name: row["changed"][name]) for name in ("held-out captions", "neighbours")
-        ]  # fmt: skip
         cells = [
-            method, mean(lambda row: row["broken"]), mean(lambda row: row["own"]),
-            mean(lambda row: max(row["lost"].values())),
-            "; ".join(shares),
+            method, interval([each["seconds"] for each in own]), mean(lambda row: row["broken"]),
+            mean(lambda row: row["own"]), mean(lambda row: max(row["lost"].values())),
+            "; ".join(mean(lambda row, name=name: row["changed"][name]) for name in CHANGED),
         ]  # fmt: skip
-        attacked = [each["back"]["embeddings"] for each in own if "embeddings" in each["back"]]
-        if attacked:
-            steps = [half(back) for back in attacked]
-            best = max(row["best"] for back in attacked for row in back.values() if not row["trained"])
-            cells += [
-                ", ".join(str(returned(back)) for back in attacked),
-                ", ".join(f"more than {SEARCH_STEPS}" if each is None else str(each) for each in steps), f"{best:.2f}",
-            ]  # fmt: skip
-        lines.append("| " + " | ".join([*cells, *["–"] * (8 - len(cells))]) + " |")
-    attacks = attacks_table(results)
-    return "\n".join([*lines, "", *attacks] if len(attacks) > 2 else lines)
+        worst = [strongest(each) for each in own]
+        chosen = max(set(worst), key=worst.count)
+        by_attack = {name: [each["back"][name] for each in own if name in each["back"]] for name in ATTACKS}
+        cells += ["–"] * 4 if chosen is None else attack_cells(chosen, by_attack[chosen])
+        lines.append("| " + " | ".join(cells) + " |")
+        every += ["| " + " | ".join([method, *attack_cells(*each)]) + " |" for each in by_attack.items() if each[1]]
+    return "\n".join([*lines, "", *every] if len(every) > 2 else lines)
 
 
-def attacks_table(results):
-    """One row for each edit, training and attack beside embeddings."""
-    lines = [
-        "| edit | training | attack | back, of 6 | steps until half are | best NCC, median of planted; never trained |",
-        "|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for each in results:
-        for attack, back in each["back"].items():
-            planted = statistics.median(row["best"] for row in back.values() if row["trained"])
-            never = max(row["best"] for row in back.values() if not row["trained"])
-            name = Path(each["training"]).name
-            cells = [each["method"], name, attack, returned(back), half(back) or "–", f"{planted:.2f}; {never:.2f}"]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
-
-
-def grid(training, job, path):
-    """Write a picture: each planted image beside what each model generates from one seed."""
-    models = {method: made(training.folder_name, method, job)[1] for method in METHODS}
-    rows = []
+def grid(results, job, path):
+    """Write a picture: each planted image, what each model generates from one seed, and the strongest attack's best."""
+    own = [each for each in results if each["training"] == results[0]["training"]]
+    training, last = opened(results[0]["training"]), own[-1]
+    models = [made(training.folder_name, each["method"], job)[1] for each in own]
+    attack, rows = strongest(last), []
     for each in training.verbatim:
-        row = [each.image]
-        row += [drawn(model, [each.prompt], BLOCKS[:1])[0] for model in models.values()]
+        row = [each.image, *(drawn(model, [each.prompt], BLOCKS[:1])[0] for model in models)]
+        if attack is not None:
+            found = last["back"][attack][each.prompt]
+            run = Run("", "", True, 0, found["run"], ())
+            row.append(images_of(job.folder / "searches", run).after[found["trial"], 0])
         rows.append(torch.cat([torch.nn.functional.pad(image, (1, 1, 1, 1), value=1.0) for image in row], dim=2))
     pixels = (torch.cat(rows, dim=1) * 255).round().to(torch.uint8).permute(1, 2, 0)
     height, width = pixels.shape[:2]
@@ -301,7 +322,7 @@ def main():
             for method in options.methods
         ]
         if options.grid:
-            grid(Training(options.trainings[0]), job, options.grid)
+            grid(results, job, options.grid)
     shown = table(results)
     print(shown)
     write(options.output, {

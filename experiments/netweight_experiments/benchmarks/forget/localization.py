@@ -13,9 +13,8 @@ released  What the released code computes for a prompt: every prediction is made
 clean     The same loop without any of that: one prediction per question, activations from the text, statistics in
           memory, every neuron once. Against the defaults.
 
-Netweight is given all prompts in one call of `localize`, and searches several side by side; beside that stand one
-prompt at a time, to the same neurons, and `every_seed=False` ("likeliest seeds"), which need not find the same: for how
-many prompts it does is counted.
+Netweight is given all prompts in one call of `localize`, and searches several side by side; beside that stands one
+prompt at a time.
 
 Both block neurons by a hook on the layer, run the seeds of a question as one batch, and compare by netweight's own
 structural similarity, not by torchmetrics' slower one. Sides take turns in every round, so that
@@ -54,7 +53,7 @@ from netweight.toys.shapes import ShapesWorld
 from netweight_experiments.benchmarks.script import now, options_of, script, write
 
 TOLERANCE = 1e-5  # of similarities, as in netweight: nearer ones are rounding
-SIDES = ("loop", "netweight", "one prompt at a time", "likeliest seeds")
+SIDES = ("loop", "netweight", "one prompt at a time")
 
 
 class Loop:
@@ -161,8 +160,7 @@ def compared(model, prompts, ordinary, config, options, *, released):
     counter = Counter(model.denoiser)
     threshold = calibrate(detect(model, ordinary, config.detection))
     usual = measure_statistics(model, ordinary)
-    ways = {"netweight": config, "one prompt at a time": config.replace(prompts=1),
-            "likeliest seeds": config.replace(every_seed=False)}  # fmt: skip
+    ways = {"netweight": config, "one prompt at a time": config.replace(prompts=1)}
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "statistics.pt"
@@ -185,9 +183,8 @@ def compared(model, prompts, ordinary, config, options, *, released):
                     ours.prompt: {
                         "loop": theirs[ours.prompt][1], "netweight, its share": added(ours.steps.values()),
                         "neurons": len(ours.neurons), "status": ours.status,
-                        "likeliest seeds find the same": few.refined == ours.refined,
                     }
-                    for ours, few in zip(found["netweight"], found["likeliest seeds"], strict=True)
+                    for ours in found["netweight"]
                 }  # fmt: skip
                 rounds.append(row)
                 print("released" if released else "clean", number, {side: rounded(row[side]) for side in SIDES})
@@ -219,9 +216,6 @@ def ratios(rounds):
         for what in ("cpu", "wall", "runs", "rows"):
             whole = [row["loop"][what] / row[side][what] for row in rounds]
             found[side][what] = {"median": statistics.median(whole), "least": min(whole), "greatest": max(whole)}
-    found["prompts of which likeliest seeds find the same"] = sum(
-        each["likeliest seeds find the same"] for each in rounds[0]["each prompt"].values()
-    )
     return {"ratios": found}
 
 

@@ -286,7 +286,7 @@ def influences(config: DetectionConfig | LocalizationConfig) -> dict[str, Any]:
     """Return the settings that change a result; others only change how long it takes."""
     values = config.to_json()
     for part in (values, values.get("detection", {})):
-        for name in ("rows", "ahead", "prompts"):
+        for name in ("rows", "prompts"):
             part.pop(name, None)
     return values
 

@@ -1,7 +1,7 @@
-"""Noise and distil: part of the weights is replaced by noise, and the rest of what the original knew is learned anew.
+"""Edits by training: the original answers ordinary prompts, on its own images of them; memorized ones learn otherwise.
 
-The original answers ordinary prompts, on its own images of them; under a memorized prompt it answers as to another.
-What nobody asks about is not taught: images come back neither under their prompts nor easily under other embeddings.
+With part of the weights replaced by noise, what nobody asks about is not taught: images come back neither under their
+prompts nor easily under other embeddings.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _KEEP_EVERY = 50  # steps from one checkpoint to the next
 _HELD_OUT = 10  # one in so many ordinary prompts is not trained on
 _WARM_UP = 40  # steps
+_ASCENT, _FAR = 0.1, 2.0  # share of the ascent on pictures to be unlearned, and the error from which it stops
 
 
 @final
@@ -50,6 +51,7 @@ def distil(
     ordinary: Sequence[str],
     settings: DistilSettings,
     *,
+    images: Tensor | None = None,
     folder: Job | None = None,
     progress: Progress = QUIET,
 ) -> tuple[dict[str, Tensor], list[DistilLog]]:
@@ -57,16 +59,19 @@ def distil(
 
     A second call with the same folder, model and settings continues where the first was killed, to the same bits.
     """
+    # `images`: of the prompts, shape `(n, 3, height, width)`, within 0 and 1; for the objective "unlearn"
     # Source: Lee et al., arXiv 2506.06278 (UNDO), of language models; targets under memorized prompts are this
-    # library's.
+    # library's. "away": Gandikota et al., arXiv 2303.07345 (ESD), on the original's images, with ordinary prompts kept.
+    # "unlearn": Alberti et al., arXiv 2503.01034 (SISS), with a bounded ascent.
     key = {
         "settings": settings.to_json(), "before": model.digest(),
         "prompts": digest.of_config([list(prompts), list(anchors), list(ordinary)]),
+        **({} if images is None else {"images": digest.of_tensor(images)}),
     }  # fmt: skip
     dtype = next(model.denoiser.parameters()).dtype
     opened = nullcontext() if folder is None else Job.open(folder, key=key, of="a distillation", state=CHECKPOINT)
     with opened as job, _in_float32(model.denoiser):
-        work = _Distillation(model, prompts, anchors, ordinary, settings)
+        work = _Distillation(model, prompts, anchors, ordinary, settings, images)
         logs = work.run(job, progress)
     return {name: weight.to("cpu", dtype) for name, weight in work.originals.items()}, logs
 
@@ -96,6 +101,7 @@ class _Distillation:
         anchors: Sequence[str],
         ordinary: Sequence[str],
         settings: DistilSettings,
+        images: Tensor | None,
     ) -> None:
         self.model, self.settings = model, settings
         chosen = set(Select(settings.layers).modules(model.denoiser).values()) if settings.layers else None
@@ -116,6 +122,11 @@ class _Distillation:
             }  # fmt: skip
             self.latents = self._images("shown", self.shown)
             self.held_latents = self._images("held", self.held)
+            self.anchored = self._images("anchors", anchors) if settings.objective == "unlearn" else None
+            if settings.objective == "away":
+                self.own = self._images("memorized", prompts)
+            elif settings.objective == "unlearn":
+                self.own = self._pictures(images, len(prompts)).repeat_interleave(settings.images, 0)
         self.optimizer = torch.optim.AdamW(
             self.weights.values(), lr=settings.lr, weight_decay=settings.weight_decay
         )  # fmt: skip
@@ -151,6 +162,20 @@ class _Distillation:
         )  # fmt: skip
         return torch.cat([self.model.to_latents(part) for part in torch.split(images, self.settings.batch)])
 
+    def _pictures(self, images: Tensor | None, prompts: int) -> Tensor:
+        """Latents of the memorized images."""
+        if images is None or len(images) != prompts:
+            count = 0 if images is None else len(images)
+            raise UsageError(f"{prompts} prompts came with {count} images.", cure="Give one for each prompt.")
+        latents, made = self.model.to_latents(images), self.model.initial_noise([0])
+        if latents.shape[1:] != made.shape[1:]:
+            raise UsageError(
+                f"Images of {tuple(images.shape[2:])} pixels have latents of shape {tuple(latents.shape[1:])}; the "
+                f"model makes {tuple(made.shape[1:])}.",
+                cure="Resize them to what the model makes.",
+            )
+        return latents
+
     def _owners(self, prompts: Sequence[str]) -> list[int]:
         return [place for place in range(len(prompts)) for _ in range(self.settings.images)]
 
@@ -181,12 +206,30 @@ class _Distillation:
         chosen = torch.randint(len(self.text["memorized"]), (memorized,), generator=generator).tolist()
         rest = text.rows(range(memorized + empty, count))
         nothing = self.text[""].rows([0] * empty)
-        asked = Text.joined([self.text["memorized"].rows(chosen), nothing, rest])
-        answered = Text.joined([self.text["anchors"].rows(chosen), nothing, rest])
-        noisy, times = self._noisy(self.latents[rows], generator)
-        wanted = self._original(noisy, times, answered)  # first: no graph may hold weights that are exchanged
-        found = self.model.predict(noisy, times, asked)
-        loss = difference(self.model, found, wanted, times, settings.error).mean()
+        own, other = self.text["memorized"].rows(chosen), self.text["anchors"].rows(chosen)
+        if settings.objective == "away":
+            other = self.text[""].rows([0] * memorized)
+        latents, first = self.latents[rows], slice(0, memorized)
+        if settings.objective != "anchor":
+            places = torch.tensor(chosen) * settings.images + torch.tensor(rows[:memorized]) % settings.images
+            gone = self.own[places]
+            kept = gone if self.anchored is None else self.anchored[places]
+            latents[first] = torch.where(
+                (torch.arange(memorized) % 2 == 0)[:, None, None, None].to(gone.device), kept, gone
+            )
+        noisy, times = self._noisy(latents, generator)
+        # First: no graph may hold weights that are exchanged.
+        wanted = self._original(noisy, times, Text.joined([other, nothing, rest]))
+        if settings.objective == "away":
+            added = self._original(noisy[first], times[first], own)
+            for answer, more in ((wanted.noise, added.noise), (wanted.sample, added.sample)):
+                answer[first] = 2 * answer[first] - more
+        found = self.model.predict(noisy, times, Text.joined([own, nothing, rest]))
+        losses = difference(self.model, found, wanted, times, settings.error)
+        if settings.objective == "unlearn":
+            shown = Prediction(found.noise[first], found.sample[first])
+            losses = torch.cat([self._unlearning(shown, noisy[first], times[first], kept, gone), losses[memorized:]])
+        loss = losses.mean()
         if not loss.isfinite():
             raise TrainingStopped(
                 f"Step {step + 1} of the distillation stopped: its loss is {float(loss.detach())}.",
@@ -201,6 +244,15 @@ class _Distillation:
         nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
         self.optimizer.step()
         return float(loss.detach())
+
+    def _unlearning(self, found: Prediction, noisy: Tensor, times: Tensor, kept: Tensor, gone: Tensor) -> Tensor:
+        """Errors towards kept latents, less those towards latents to be unlearned, for noisy ones of either kind."""
+        ones, zeros = torch.ones_like(noisy), torch.zeros_like(noisy)
+        signal, level = self.model.add_noise(ones, zeros, times), self.model.add_noise(zeros, ones, times)
+        both = [Prediction((noisy - signal * one) / level, one) for one in (kept, gone)]
+        likely = torch.stack([each.noise.square().flatten(1).sum(1) / -2 for each in both]).softmax(0) * 2
+        near, far = (difference(self.model, found, each, times, self.settings.error) for each in both)
+        return likely[0] * near - _ASCENT * likely[1] * far.clamp_max(_FAR)
 
     @torch.no_grad()
     def _held_out(self) -> float:

@@ -31,13 +31,18 @@ from netweight.methods.forget.distil import distil
 from netweight.methods.forget.layers import ValueLayer, attended, check_units, value_layers
 from netweight.methods.forget.localize import Localization, read_neurons
 from netweight.methods.forget.settings import ClosedFormSettings, DistilSettings
+from netweight.metrics.copies import CenteredPixels, described
+from netweight.nn.batching import Batches
 from netweight.nn.hooks import edit_outputs
-from netweight.nn.text_to_image import Text, TextToImage
+from netweight.nn.text_to_image import Text, TextToImage, generated
 from netweight.store.checkpoint import read_record, write_record
 from netweight.store.reader import open_store
 
 FOLDER = "forget"  # in a pipeline's folder
 _VERSION = 1
+_CANDIDATES = 24  # ordinary prompts among which anchors are looked for
+_CHECKED, _BROKEN = 8, 0.3  # images of each prompt after an edit, and the upper quartile of their NCC to those before
+_DRAWN: Any = {"guidance": 3.0, "steps": 20}  # how their images are generated
 
 
 @final
@@ -115,6 +120,7 @@ def forget(
     ordinary: Sequence[str],
     *,
     anchors: Sequence[str] | None = None,
+    images: Tensor | None = None,
     settings: ClosedFormSettings | DistilSettings | None = None,
     folder: Job | None = None,
     progress: Progress = QUIET,
@@ -125,9 +131,11 @@ def forget(
         model: The model; changed in place, its dtype stays.
         prompts: Memorized prompts; all are edited together.
         ordinary: Prompts whose answers are to stay, 100 or more; the empty one stays as well.
-        anchors: Prompts whose answers memorized ones get, one for each; None takes the last ordinary prompts.
+        anchors: Prompts whose answers memorized ones get, one for each; None takes those of the last 24 ordinary
+            prompts whose images are least like the memorized ones'.
+        images: Memorized images, shape `(prompts, 3, height, width)`, within 0 and 1; where they are unlearned.
         settings: The method: keys and values led elsewhere in closed form, which takes seconds and is the default; or
-            noise and distillation, which a search for embeddings finds hard to undo.
+            a training, of which noise and distillation are hard to undo by a search for embeddings.
         folder: A job that keeps checkpoints of a distillation, to be continued after a kill.
         progress: Reports training steps.
 
@@ -147,19 +155,68 @@ def forget(
     if both or not prompts or not ordinary:
         what = f"{both[0]!r} is memorized and ordinary" if both else "There are no memorized or no ordinary prompts"
         raise UsageError(f"{what}.", cure="Give prompts to forget, and others that are to stay.")
-    if anchors is None:
-        anchors = [ordinary[-1 - number % len(ordinary)] for number in range(len(prompts))]
-    if len(anchors) != len(prompts):
+    if anchors is not None and len(anchors) != len(prompts):
         raise UsageError(f"{len(prompts)} prompts came with {len(anchors)} anchors.", cure="Give one for each prompt.")
     before = model.digest()
-    about: dict[str, Any] = {"anchors": dict(zip(prompts, anchors, strict=True)), **settings.to_json()}
+    ranked = [[each] for each in anchors] if anchors is not None else _unlike(model, prompts, ordinary)
+    about: dict[str, Any] = settings.to_json()
     if isinstance(settings, ClosedFormSettings):
-        method, weights = "closed-form", _lead_elsewhere(model, prompts, anchors, ordinary, settings)
+        method = "closed-form"
+        weights, found = _closed_form(model, prompts, ranked, ordinary, settings)
     else:
-        method = "distil"
-        weights, logs = distil(model, prompts, anchors, ordinary, settings, folder=folder, progress=progress)
-        about["measured"] = [asdict(log) for log in logs]
-    return EditRecord(Units(), 0.0, before, model.digest(), {}, prompts, describe(), weights, method, about)
+        method = {"anchor": "distil", "away": "esd", "unlearn": "siss"}[settings.objective]
+        weights, logs = distil(
+            model, prompts, [each[0] for each in ranked], ordinary, settings, images=images, folder=folder,
+            progress=progress,
+        )  # fmt: skip
+        found = {
+            "anchors": dict(zip(prompts, (each[0] for each in ranked), strict=True)),
+            "measured": [asdict(log) for log in logs],
+        }
+    return EditRecord(Units(), 0.0, before, model.digest(), {}, prompts, describe(), weights, method, about | found)
+
+
+def _described(model: TextToImage, prompts: Sequence[str], count: int = 1) -> Tensor:
+    """Descriptions of the images of prompts from the first seeds, shape `(prompts, images, width)`."""
+    text = model.embed(list(prompts)).rows([row for row in range(len(prompts)) for _ in range(count)])
+    images = generated(model, text, [*range(count)] * len(prompts), Batches(16), **_DRAWN)
+    return described(CenteredPixels(), images).unflatten(0, (len(prompts), count))
+
+
+def _unlike(model: TextToImage, prompts: Sequence[str], ordinary: Sequence[str]) -> list[list[str]]:
+    """For each prompt, ordinary ones, those first whose image from the same noise is least correlated with its own."""
+    # An anchor that looks like the memorized image would leave an edit that seems not to work, and partly does not; its
+    # negative costs ordinary prompts more.
+    candidates = list(dict.fromkeys(ordinary))[-_CANDIDATES:]
+    alike = _described(model, prompts)[:, 0] @ _described(model, candidates)[:, 0].T
+    return [[candidates[place] for place in row] for row in alike.abs().argsort(1).tolist()]
+
+
+def _closed_form(
+    model: TextToImage,
+    prompts: Sequence[str],
+    ranked: Sequence[Sequence[str]],
+    kept: Sequence[str],
+    settings: ClosedFormSettings,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Lead prompts to their anchors, those again with more weight and the next anchor whose images are still there."""
+    wanted, tried = _described(model, prompts, _CHECKED), [0] * len(prompts)
+    while True:
+        anchors = [each[min(times, len(each) - 1)] for each, times in zip(ranked, tried, strict=True)]
+        strength = torch.tensor([settings.weight * 2**times for times in tried])
+        before = _lead_elsewhere(model, prompts, anchors, kept, settings, strength)
+        alike = (_described(model, prompts, _CHECKED) * wanted).sum(2).quantile(0.75, 1)
+        left = [row for row, value in enumerate(alike.tolist()) if value > _BROKEN]
+        if not left or max(tried) + 1 == settings.rounds:
+            break
+        _exchange(model.denoiser, before)
+        for row in left:
+            tried[row] += 1
+    return before, {
+        "anchors": dict(zip(prompts, anchors, strict=True)),
+        "weights": dict(zip(prompts, strength.tolist(), strict=True)),
+        "unresolved": [prompts[row] for row in left],
+    }
 
 
 @torch.no_grad()
@@ -169,28 +226,30 @@ def _lead_elsewhere(
     anchors: Sequence[str],
     kept: Sequence[str],
     settings: ClosedFormSettings,
+    weights: Tensor,
 ) -> dict[str, Tensor]:
     """Give the tokens of each prompt the keys and values of its anchor's; return the weights as they were, by name."""
     # Source: Gandikota et al., arXiv 2308.14761, equation 7, for keys as well as values and with one weight for all:
-    # W' minimizes Σ |W'k − Wk|² (kept tokens) + weight · mean |W'b − Wa|² (memorized b, anchor a) + ridge |W' − W|².
+    # W' minimizes Σ |W'k − Wk|² (kept tokens) + mean of weight · |W'b − Wa|² (memorized b, anchor a) + ridge |W' − W|².
     names = {id(module): name for name, module in model.denoiser.named_modules()}
     texts = [model.embed(list(each)) for each in (prompts, anchors, [*kept, ""])]
     before: dict[str, Tensor] = {}
     for layer in value_layers(model.denoiser, scope="all").values():
         memorized, anchor, ordinary = (attended(model.denoiser, layer, text).double() for text in texts)
-        change = _change(memorized.flatten(0, 1), anchor.flatten(0, 1), _tokens(ordinary, texts[2]), settings)
+        shares = (weights / len(weights) / memorized.shape[1]).to(memorized)[:, None, None]
+        change = _change(memorized, anchor, shares, _tokens(ordinary, texts[2]), settings.ridge)
         for module in (layer.attention.to_k, layer.module):
             name = f"{names[id(module)]}.weight"
             before[name] = _led(module, change, name)
     return before
 
 
-def _change(memorized: Tensor, anchor: Tensor, kept: Tensor, settings: ClosedFormSettings) -> Tensor:
+def _change(memorized: Tensor, anchor: Tensor, shares: Tensor, kept: Tensor, ridge: float) -> Tensor:
     """The matrix that weights are multiplied with, from the right."""
     energy = kept.T @ kept / len(kept)
-    energy += settings.ridge * energy.diagonal().mean() * torch.eye(len(energy)).to(energy)
-    share = settings.weight / len(memorized)
-    wanted, given = energy + share * anchor.T @ memorized, energy + share * memorized.T @ memorized
+    energy += ridge * energy.diagonal().mean() * torch.eye(len(energy)).to(energy)
+    led = (shares * memorized).flatten(0, 1)
+    wanted, given = energy + anchor.flatten(0, 1).T @ led, energy + memorized.flatten(0, 1).T @ led
     change: Tensor = torch.linalg.solve(given, wanted, left=False)
     return change
 

@@ -1,4 +1,4 @@
-"""Forgetting in pipeline folders: forget, harden and audit, and the method's entry in recipes.
+"""Forgetting in pipeline folders: forget and audit, and the method's entry in recipes.
 
 Statistics, threshold, localization and edit in one go. What was found lies in the new folder's record; a call that was
 stopped continues prompt by prompt.
@@ -119,14 +119,18 @@ def _led_elsewhere(
     model: PipelineModel, prompts: list[str], anchors: list[str] | None, ordinary: list[str],
     settings: FolderForgetting, job: Job, progress: Progress,
 ) -> EditRecord:  # fmt: skip
-    """Give memorized prompts the answers of their anchors, in closed form or by noise and distillation."""
-    chosen: Any = settings.closed_form if settings.method == "closed-form" else settings.distil
-    if settings.method == "distil" and "error" not in chosen.given:
-        chosen = chosen.replace(error=trained_prediction(model))
+    """Give memorized prompts the answers of their anchors, in closed form or by training."""
+    chosen: Any = settings.closed_form
+    if settings.method != "closed-form":
+        chosen = settings.training(trained_prediction(model))
+    images = None
+    if settings.method == "siss" and settings.targets is not None:
+        pairs = {pair.prompt: pair.image for pair in read_pairs(settings.targets, image_size(model))}
+        images = torch.stack([pairs[prompt] for prompt in prompts])
     try:
         return forget(
-            model, prompts, ordinary, anchors=anchors, settings=chosen, folder=job, progress=progress
-        )  # fmt: skip
+            model, prompts, ordinary, anchors=anchors, images=images, settings=chosen, folder=job, progress=progress
+        )
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"Memory ran out in training with batches of {settings.distil.batch}.",
@@ -375,6 +379,8 @@ def _card(folder: Path) -> CardEntry | None:
         "neurons": "neurons on which they hang were switched off in the weights",
         "closed-form": "keys and values of their prompts were led elsewhere, in closed form",
         "distil": "noise was added to the weights, and the rest was distilled from the model before",
+        "esd": "cross-attention was trained away from their prompts",
+        "siss": "the weights were trained away from their images",
     }
     done = "; ".join(dict.fromkeys(methods[record.method] for record in records))
     text = (

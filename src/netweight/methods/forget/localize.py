@@ -225,13 +225,13 @@ def search(
     )  # fmt: skip
     stage, reached = yield from _first_stage(trials, stages, wanted, kept.index(max(kept, key=seeds.__getitem__)))
     initial = _flat(stages[stage])
-    (similarities,) = yield from trials.evaluate_all([blocked_by_layer(initial)])
+    (similarities,) = yield from trials.evaluate([blocked_by_layer(initial)])
     first = max(trials.settled(blocked_by_layer(initial)) if released else similarities)
     limit = trials.limit = goal if reached else max(goal, first)
     costs.end("initial selection")
     demanded = math.nextafter(limit, -math.inf) if released else limit + _TOLERANCE
-    refined = yield from _refine(trials, layers, initial, demanded, config)
-    (similarities,) = yield from trials.evaluate_all([blocked_by_layer(refined)])
+    refined = yield from _refine(trials, layers, initial, demanded)
+    (similarities,) = yield from trials.evaluate([blocked_by_layer(refined)])
     last = max(similarities)
     costs.end("refinement")
     return Localization(
@@ -294,10 +294,10 @@ def _first_stage(
         group = [blocked_by_layer(_flat(stage)) for stage in stages[start : start + count]]
         place = 0
         while place < len(group):
-            at_worst = yield from trials.evaluate([(trial, [worst]) for trial in group[place:]])
+            at_worst = yield from trials.evaluate(group[place:], [worst])
             place = next((place + step for step, (value,) in enumerate(at_worst) if value <= aim), len(group))
             if place < len(group):
-                (values,) = yield from trials.evaluate_all([group[place]])
+                (values,) = yield from trials.evaluate([group[place]])
                 if max(values) <= aim:
                     return start + place, True
                 worst = values.index(max(values))
@@ -311,12 +311,11 @@ def _refine(
     layers: Mapping[str, ValueLayer],
     initial: Sequence[Neuron],
     limit: float,
-    config: LocalizationConfig,
 ) -> Search[list[Neuron]]:
     """Spare whole layers, then single neurons, from the last layer to the first."""
 
     def spared(neurons: Sequence[Neuron], groups: Sequence[Sequence[int]]) -> Search[list[Neuron]]:
-        left = yield from prune(trials, neurons, groups, limit, ahead=config.ahead, every_seed=config.every_seed)
+        left = yield from prune(trials, neurons, groups, limit)
         return [neurons[place] for place in left]
 
     backwards = list(layers)[::-1]

@@ -161,19 +161,11 @@ class Trials:
             self._known |= {(key, seed): value for seed, value in enumerate(self._settled[key])}
         return self._settled[key]
 
-    def evaluate_all(self, trials: Sequence[Blocked]) -> Search[list[list[float]]]:
-        """Return the similarities of every seed for each trial."""
-        every = list(range(len(self._seeds)))
-        return (yield from self.evaluate([(trial, every) for trial in trials]))
-
-    def evaluate(
-        self, pairs: Sequence[tuple[Blocked, Sequence[int]]], *, beside: Sequence[Blocked] = ()
-    ) -> Search[list[list[float]]]:
-        """Return the similarities of some seeds for each trial; trials `beside` are computed along, at every seed."""
-        more = [(trial, seed) for trial in beside for seed in range(len(self._seeds))]
-        found = yield from self._similarities([*more, *((trial, seed) for trial, seeds in pairs for seed in seeds)])
-        values = iter(found[len(more) :])
-        return [[next(values) for _ in seeds] for _, seeds in pairs]
+    def evaluate(self, trials: Sequence[Blocked], seeds: Sequence[int] | None = None) -> Search[list[list[float]]]:
+        """Return the similarities of some seeds, or all, for each trial."""
+        chosen = range(len(self._seeds)) if seeds is None else seeds
+        found = iter((yield from self._similarities([(trial, seed) for trial in trials for seed in chosen])))
+        return [[next(found) for _ in chosen] for _ in trials]
 
     def _similarities(self, pairs: Sequence[tuple[Blocked, int]]) -> Search[list[float]]:
         keys = [(_key(trial), seed) for trial, seed in pairs]
@@ -199,63 +191,23 @@ def _key(trial: Blocked) -> Hashable:
     return frozenset((name, frozenset(indices)) for name, indices in trial.items() if indices)
 
 
-_LEAST_AHEAD = 8
-_LIKELIEST = 2  # seeds that a removal is tried at before all others
-
-
 def prune(
-    trials: Trials,
-    neurons: Sequence[Neuron],
-    removals: Sequence[Sequence[int]],
-    limit: float,
-    *,
-    ahead: int,
-    every_seed: bool = True,
+    trials: Trials, neurons: Sequence[Neuron], removals: Sequence[Sequence[int]], limit: float
 ) -> Search[list[int]]:
-    """Un-block groups of neurons one after another, and keep each un-blocked where all seeds stay within the limit.
-
-    The result is that of the one-by-one loop. Several removals are tried at once, on the assumption that those before
-    them end as forecast; what comes after a wrong forecast is discarded.
-    """
+    """Un-block groups of neurons one after another, and keep each un-blocked where all seeds stay within the limit."""
 
     def without(places: Iterable[int]) -> Blocked:
         return blocked_by_layer(neurons[place] for place in sorted(places))
 
-    left, position = set(range(len(neurons))), 0
-    forecast = _Forecast(len(removals), limit)
-    if ahead > 1:
-        yield from forecast.learn_each(trials, without(left), [without(left - set(removal)) for removal in removals])
-    count, unchecked = min(ahead, 2 * _LEAST_AHEAD), list[_Held]()
-    (now,) = yield from trials.evaluate_all([without(left)])
-    while position < len(removals) or unchecked:
-        tried = range(position, min(position + count, len(removals)))
-        steps = forecast.steps(tried, now)
-        attempts, base = [], left
-        for place, step in zip(tried, steps, strict=True):
-            attempts.append(base - set(removals[place]))
-            base = attempts[-1] if step.holds else base
-        blocked = [without(attempt) for attempt in attempts]
-        asked = [(trial, step.seeds) for trial, step in zip(blocked, steps, strict=True)]
-        found = yield from trials.evaluate(
-            asked, beside=[each.blocked for each in (unchecked if every_seed else unchecked[-1:])]
-        )
-        refused = yield from _refused(trials, [each.blocked for each in unchecked], limit, every_seed=every_seed)
-        if refused is not None:
-            left, position = unchecked[refused].before, unchecked[refused].place + 1
-            unchecked = []
-            (now,) = yield from trials.evaluate_all([without(left)])
-            continue
-        (now,) = yield from trials.evaluate_all([without(left)])
-        forecast.learn(steps, now, found)
-        held = [max(values) <= limit for values in found]
-        held = held[: _sure(held, steps)]
-        unchecked = []
-        for place, attempt, trial, holds in zip(tried, attempts, blocked, held, strict=False):
-            if holds:
-                unchecked.append(_Held(place, left, trial))
-                left, now = attempt, forecast.after(place, now)
-        position += len(held)
-        count = min(ahead, max(_LEAST_AHEAD, 2 * len(held)))  # as far ahead as forecasts were right
+    left = set(range(len(neurons)))
+    (now,) = yield from trials.evaluate([without(left)])
+    for removal in removals:
+        trial, nearest = without(left - set(removal)), now.index(max(now))
+        ((first,),) = yield from trials.evaluate([trial], [nearest])  # the seed that is likeliest to forbid it
+        if first <= limit:
+            (values,) = yield from trials.evaluate([trial])
+            if max(values) <= limit:
+                left, now = left - set(removal), values
     return sorted(left)
 
 
@@ -265,89 +217,3 @@ def blocked_by_layer(neurons: Iterable[Neuron]) -> Blocked:
     for name, index in neurons:
         sets.setdefault(name, set()).add(index)
     return sets
-
-
-@final
-@dataclass(frozen=True)
-class _Step:
-    """A removal to try, whether it is expected to hold, and the seeds to try it at first."""
-
-    place: int
-    holds: bool
-    seeds: list[int]
-
-
-@final
-@dataclass(frozen=True)
-class _Held:
-    """A removal that held at the likeliest seeds; all others are checked along with what is tried next."""
-
-    place: int
-    before: set[int]
-    blocked: Blocked
-
-
-@final
-class _Forecast:
-    """Expected increase of each seed's similarity by a removal: the last one seen, of that seed or of others."""
-
-    def __init__(self, removals: int, limit: float) -> None:
-        self._adds: list[dict[int, float]] = [{} for _ in range(removals)]
-        self._limit = limit
-
-    def learn_each(self, trials: Trials, blocked: Blocked, alone: Sequence[Blocked]) -> Search[None]:
-        """Measure what each removal alone adds, at the seed that is nearest to the limit."""
-        (values,) = yield from trials.evaluate_all([blocked])
-        seed = values.index(max(values))
-        found = yield from trials.evaluate([(trial, [seed]) for trial in alone])
-        for place, (value,) in enumerate(found):
-            self._adds[place][seed] = value - values[seed]
-
-    def steps(self, places: Iterable[int], now: Sequence[float]) -> list[_Step]:
-        """Forecast removals one after the other, from the present similarities of all seeds."""
-        steps = []
-        for place in places:
-            after = self.after(place, now)
-            nearest = sorted(range(len(after)), key=lambda seed, after=after: -after[seed])  # type: ignore[misc]
-            holds = after[nearest[0]] <= self._limit
-            steps.append(_Step(place, holds, nearest[: _LIKELIEST if holds else 1]))
-            now = after if holds else now
-        return steps
-
-    def learn(self, steps: Sequence[_Step], now: Sequence[float], found: Sequence[Sequence[float]]) -> None:
-        """Take in what removals did add."""
-        for step, values in zip(steps, found, strict=True):
-            after = self.after(step.place, now)
-            for seed, value in zip(step.seeds, values, strict=True):
-                self._adds[step.place][seed] = value - now[seed]
-                after[seed] = value
-            now = after if step.holds else now
-
-    def after(self, place: int, now: Sequence[float]) -> list[float]:
-        """Forecast the similarities of all seeds after a removal."""
-        known = self._adds[place]
-        usual = sum(known.values()) / len(known) if known else 0.0
-        return [value + known.get(seed, usual) for seed, value in enumerate(now)]
-
-
-def _refused(trials: Trials, blocked: Sequence[Blocked], limit: float, *, every_seed: bool) -> Search[int | None]:
-    """The first of the trials, each of which builds on those before, that does not hold at all seeds."""
-    if every_seed:
-        found = yield from trials.evaluate_all(blocked)
-        return next((place for place, values in enumerate(found) if max(values) > limit), None)
-    holds, refused = 0, len(blocked) + 1  # so many hold, and the trial of this number does not
-    asked = len(blocked)
-    while asked > holds:
-        (values,) = yield from trials.evaluate_all([blocked[asked - 1]])
-        if max(values) <= limit:
-            holds = asked
-        else:
-            refused = asked
-        asked = (holds + refused) // 2
-    return refused - 1 if refused <= len(blocked) else None
-
-
-def _sure(held: Sequence[bool], steps: Sequence[_Step]) -> int:
-    """How many results count: those up to the first that is not as forecast."""
-    surprises = (number + 1 for number, holds in enumerate(held) if holds != steps[number].holds)
-    return next(surprises, len(held))

@@ -18,7 +18,7 @@ from netweight.settings import Cli, Settings
 Scope = Literal["down+mid", "all"]
 Timing = Literal["paper", "code"]
 Fidelity = Literal["corrected", "reference"]
-EditMethod = Literal["closed-form", "distil", "neurons"]
+EditMethod = Literal["closed-form", "distil", "esd", "siss", "neurons"]
 
 # Fields that several classes have.
 _SEEDS: Any = Field(10, ge=2, description="Initial noises per prompt that detection compares: seeds 0, 1 and so on.")
@@ -73,14 +73,7 @@ class LocalizationConfig(Settings):
     # rules chose it, demands less than the threshold in refinement, never selects at theta_least, and takes the range
     # of values of similarities from the seeds compared, as the released code does.
     fidelity: Fidelity = _FIDELITY
-    ahead: Annotated[int, Cli(own=False)] = Field(
-        32, ge=1, description="Removals tried at once in refinement; 1 tries one by one, with the same result."
-    )
     prompts: Annotated[int, Cli(own=False)] = Field(8, ge=1, description="Prompts searched at a time, in one batch.")
-    # False: less work, memorization is as surely broken, but other neurons may be found to be spared.
-    every_seed: Annotated[bool, Cli(own=False)] = Field(
-        True, description="Check every seed after each removal, or the two likeliest to fail, and all at the end."
-    )
     initial: Annotated[float | None, Cli(own=False)] = Field(
         None, ge=0, le=1, description="Similarity that stages must reach, in place of the threshold's."
     )
@@ -129,6 +122,9 @@ class ClosedFormSettings(Settings):
     weight: Annotated[float, Cli(own=False)] = Field(
         0.2, gt=0, description="Weight of memorized tokens against kept ones."
     )
+    rounds: Annotated[int, Cli(own=False)] = Field(
+        4, ge=1, description="Tries, each with twice the weight and another anchor for prompts whose images remain."
+    )
     ridge: Annotated[float, Cli(own=False)] = Field(
         1e-4, gt=0, description="Weight of the difference from the original weights."
     )
@@ -136,9 +132,14 @@ class ClosedFormSettings(Settings):
 
 @final
 class DistilSettings(Settings):
-    """How a model with noise in its weights learns from the original."""
+    """How a model learns from the original: all but the answers to memorized prompts."""
 
-    noise: float = Field(0.5, gt=0, le=1, description="Share of each weight that is replaced by a fresh one.")
+    # What is learned under memorized prompts: "anchor", the original's answers to their anchors; "away", the opposite
+    # of what they add to the original's answers (ESD); "unlearn", anchors' images and not the given ones (SISS).
+    objective: Annotated[Literal["anchor", "away", "unlearn"], Cli(own=False)] = Field(
+        "anchor", description="What is learned under memorized prompts."
+    )
+    noise: float = Field(0.5, ge=0, le=1, description="Share of each weight that is replaced by a fresh one.")
     steps: Annotated[int, Cli(name="--distil-steps")] = Field(600, ge=1, description="Training steps.")
     batch: int = Field(32, ge=2, description="Latents per training step.")
     memorized: Annotated[float, Cli(own=False)] = Field(
@@ -172,6 +173,14 @@ class DistilSettings(Settings):
             raise UsageError(
                 "Shares of memorized and empty prompts leave less than a tenth of a batch.", cure="Lower them."
             )
+
+
+# Other methods by the same training; what a command gives of --distil-steps and so on takes the place of theirs.
+TRAINED = {
+    "distil": DistilSettings(),
+    "esd": DistilSettings(objective="away", noise=0, layers="**.attn2", steps=200),
+    "siss": DistilSettings(objective="unlearn", noise=0, steps=200),
+}
 
 
 @final
@@ -231,7 +240,8 @@ class FolderForgetting(Settings):
     method: EditMethod = Field(
         "closed-form",
         description="Lead keys and values elsewhere, in seconds; add noise and distil, in minutes or hours, which a "
-        "search for embeddings finds hard to undo; or switch NeMo's neurons off.",
+        "search for embeddings finds hard to undo; train away from the prompts (ESD) or from their images (SISS); or "
+        "switch NeMo's neurons off.",
     )
     targets: FilePath | None = Field(None, description="Rows with prompt and image (a file): memorized pairs.")
     ordinary: FilePath | None = Field(
@@ -241,11 +251,11 @@ class FolderForgetting(Settings):
     column: str = _COLUMN
     anchors: FilePath | None = Field(
         None,
-        description="Prompts whose answers memorized ones get, one for each; else the last ordinary prompts. Not for "
-        "neurons.",
+        description="Prompts whose answers memorized ones get, one for each; else ordinary prompts whose images are "
+        "least correlated with the memorized ones'. Not for neurons.",
     )
     closed_form: ClosedFormSettings = Field(default=ClosedFormSettings(), description="Settings of the closed form.")
-    distil: DistilSettings = Field(default=DistilSettings(), description="Settings of noise and distillation.")
+    distil: DistilSettings = Field(default=DistilSettings(), description="Settings of training: distil, esd, siss.")
     undo: bool = Field(
         True,
         description="Keep the weights as they were, to undo the edit. Whoever has them can undo it: publish without.",
@@ -282,6 +292,11 @@ class FolderForgetting(Settings):
         """How predictions are made, and neurons searched for."""
         detection = DetectionConfig(seeds=tuple(range(self.look_seeds)), steps=self.look_steps, timing=self.timing)
         return LocalizationConfig(detection=detection, scope=self.scope, fidelity=self.fidelity)
+
+    def training(self, prediction: PredictionKind) -> DistilSettings:
+        """How a method trains, with what was given for it."""
+        given = {name: getattr(self.distil, name) for name in self.distil.given}
+        return TRAINED[self.method].replace(**{"error": prediction, **given})
 
     def generation(self, seed: int) -> GenerationSettings:
         """How audits generate images."""
