@@ -388,8 +388,8 @@ def runtime(setup: Setup, folder: Path) -> Measured:
         notes=(
             "The numbers of the paper's table are not at hand; a summary says of it that most steps take less than 10 "
             "seconds and that template memorization takes longer.",
-            "Time is the clock's, of whatever else the machine did too. Prompts are searched side by side: of what they "
-            "share, a prompt's time and calls are the share of its images.",
+            "Time is the clock's, of whatever else the machine did too. Prompts are searched side by side: of what "
+            "they share, a prompt's time and calls are the share of its images.",
             *status_notes(found),
         ),
     )
