@@ -4,7 +4,7 @@
 # make docs    the documentation as a site, in site/; a warning is an error
 # make study   the slow studies, resumable: faults of a federation's processes, fuzzing, and the papers' tables
 # make bench   the codec against its peers on this machine; results go to benchmarks/results/ and docs/performance.md
-# make bench-gpu  NeuZip's figure 4 and tables 1 and 3(a) at the paper's size, on a GPU, in less than ten minutes
+# make bench-gpu  the tests that need a GPU, then speed and memory at the size of Llama-3 8B, in ten minutes; one dated result
 # make clean   remove what was built, except downloaded packages
 
 PYTHON ?= python3
@@ -76,9 +76,10 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/netweight benchmark codec
 	$(BIN)/python -m netweight_experiments.benchmarks.compress.performance_page
 
-# On a GPU machine with torch for CUDA and the extras bench, llm and cuda; what is there already is used.
+# On a GPU machine with torch for CUDA and the extras bench, llm, evidence and cuda; what is there already is used.
 bench-gpu:
-	PYTHONPATH="experiments$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m netweight benchmark gpu
+	-timeout 120 $(PYTHON) -m pytest -q tests/unit/test_*_on_a_gpu.py tests/unit/test_fixed_on_gpu.py
+	PYTHONPATH="experiments$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m netweight benchmark gpu --minutes 7
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -36,7 +36,8 @@ def case(request, tmp_path_factory):
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(place / "dense")
     netweight.compress_folder(place / "dense", place / "net")
     model = transformers.LlamaForCausalLM.from_pretrained(place / "dense")
-    return model, place / "dense", place / "net", LINEAR if request.param else LINEAR | {"lm_head.weight"}
+    head = "model.embed_tokens.weight" if request.param else "lm_head.weight"
+    return model, place / "dense", place / "net", LINEAR | {head}
 
 
 def same(ours, theirs):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from netweight import codec
 from netweight.codec import cuda
 from netweight.codec.cuda import launching
-from netweight.errors import OutOfMemory, Unsupported, UsageError
+from netweight.errors import CorruptBlob, OutOfMemory, Unsupported, UsageError
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -158,3 +158,25 @@ def test_the_layout_names_where_things_lie():
     assert (layout.dtype, layout.shape, layout.nbytes, layout.numbers) == (torch.bfloat16, (40, 100), 8000, 4000)
     assert (layout.chunk_log2, layout.chunks, layout.size, layout.level) == (10, 4, len(blob), "fast")
     assert (layout.index_at, layout.payload_at) == (info.chunk_offsets[0] - 48, info.chunk_offsets[0])
+
+
+@pytest.mark.parametrize(("width", "chunk_log2"), [(64, 10), (100, 10), (1500, 10), (3, 11), (4096, 10)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_decoded_from_their_chunks_alone(width, chunk_log2, dtype):
+    rows = 80_000 // width
+    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    blob = on_devices.placed(codec.encode(weight, chunk_log2=chunk_log2, version=1), "cpu")
+    layout, status = cuda.layout_of(blob), torch.zeros(1, dtype=torch.int32)
+    ids = torch.tensor([[0, rows - 1], [rows // 3, 0]], dtype=torch.int32)
+    assert torch.equal(cuda.decode_rows(blob, layout, ids, status), weight[ids])
+    assert cuda.decode_rows(blob, layout, ids[:0], status).shape == (0, 2, width)
+    assert not status
+    assert cuda.decode_rows(blob, layout, torch.arange(rows), status) is None
+    for outside in (-1, rows):
+        found = cuda.decode_rows(blob, layout, torch.tensor([1, outside]), status)
+        assert torch.equal(found[0], weight[1])
+        assert status == cuda.NO_SUCH_ROW
+    blob[int(layout.starts[0])] = 77  # the mode of a plane
+    cuda.decode_rows(blob, layout, torch.tensor([0]), status.zero_())
+    with pytest.raises(CorruptBlob, match="unknown mode"):
+        cuda.raise_if_corrupt(status)

@@ -13,7 +13,7 @@ SOURCE = Path(emulated_kernels.EMULATOR) / "stand_in_driver.c"
 
 # In a process of its own: the bindings look for a driver once. torch is told that it was built for CUDA.
 PROGRAM = """
-import ctypes, threading, types
+import ctypes, threading
 import numpy as np
 import torch
 from netweight.codec.cuda import compiling, launching
@@ -23,11 +23,12 @@ torch.version.cuda = "13.0"
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda index=0: (9, 0)
 torch.cuda.current_device = lambda: 1
-torch.cuda.current_stream = lambda index: types.SimpleNamespace(cuda_stream=0x70 + index)
+torch._C._cuda_getCurrentRawStream = lambda index: 0x70 + index
 compiling.cubin = lambda file, architecture: f"{dict(a='8 8 1 4 8', b='')[file[0]]} ".encode() + b"\\0"
 
 class OnGpu(torch.Tensor):
     device = torch.device("cuda", 0)
+    get_device = lambda self: self.device.index
 
 device = torch.device("cuda", 0)
 tensor = torch.zeros(4).as_subclass(OnGpu)

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import netweight
 from netweight import codec
 from netweight.codec import cuda
+from netweight.codec.cuda import encoding
 from netweight.codec.dtypes import torch_dtype
-from netweight.errors import CorruptBlob, UsageError
+from netweight.errors import CorruptBlob, OutOfMemory, UsageError
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of
 
@@ -235,6 +236,28 @@ def test_level_max_and_settings_go_to_the_encoder(counts):
     assert counts.looked == 0
 
 
+def test_a_write_without_memory_leaves_the_weight_as_it_was(counts, monkeypatch):
+    weight = torch.randn(300, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    box = CompressedStorage.of(weight, chunk_log2=10)
+    memory, left = encoding._memory, []
+
+    def limited(size, place):
+        if not left:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        left.pop()
+        return memory(size, place)
+
+    monkeypatch.setattr(encoding, "_memory", limited)
+    for allowed in range(5):
+        left[:] = [None] * allowed
+        with pytest.raises(OutOfMemory, match=r"shape \(300, 64\)"):
+            box.write(weight * 2)
+        assert same(box.dense(), weight)
+    left[:] = [None] * 5  # what kernels pass on, and the working memory of all waves
+    box.write(weight * 2)
+    assert same(box.dense(), weight * 2)
+
+
 def test_a_weight_that_outgrows_its_payload(counts):
     weight = torch.zeros(64, 64)
     box = CompressedStorage.of(weight)
@@ -272,6 +295,21 @@ def test_layouts_go_to_other_devices_with_their_payloads():
         assert there == layout
 
 
+def test_weights_of_files_are_cut_anew_for_the_device(counts):
+    weight = torch.randn(300, 500, generator=torch.Generator().manual_seed(1)).bfloat16()
+    box = CompressedStorage.of(weight, chunk_log2=17)
+    box.transcode(fixed=False)
+    assert cuda.layout_of(box.payload[device.LENGTH :][: len(blob_of(box.payload))]).chunk_log2 == device.CHUNK_LOG2
+    assert same(box.dense(), weight)
+    payload = box.payload
+    box.transcode(fixed=False)
+    assert box.payload is payload
+    for kept in ({"level": "max", "chunk_log2": 17}, {"chunk_log2": 10}):
+        other = CompressedStorage.of(weight, **kept)
+        other.transcode(fixed=False)
+        assert other.chunk_log2 == kept["chunk_log2"]
+
+
 # ---- parts of weights ------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +335,25 @@ def test_the_first_row_of_unknown_bytes_checks_them_all(counts):
     assert (counts.waited, counts.chunks) == (1, [6])
     assert same(tensor[5].dense(), weight[5])
     assert (counts.waited, counts.chunks) == (1, [6, 2])
+
+
+def test_an_embedding_decodes_the_chunks_of_its_rows(counts):
+    dense, model = pair(lambda: nn.Embedding(5000, 64), torch.bfloat16)
+    ids = torch.tensor([[3, 4999], [77, 3]])
+    assert same(model(ids), dense(ids))
+    assert same(step_embedding(model, ids), step_embedding(dense, ids))
+    assert counts.chunks == []  # which the whole weight's decoding counts
+    assert same(model(torch.arange(5000)), dense(torch.arange(5000)))
+    assert len(counts.chunks) == 1
+    with torch.no_grad():
+        model(torch.tensor([5000]))
+    with pytest.raises(IndexError, match="a row that it has not"):
+        netweight.check_device()
+
+
+def step_embedding(model, ids):
+    model(ids).float().square().sum().backward()
+    return model.weight.grad
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from fixed_under_test import PROCESSORS, launched, same, weights  # noqa: F401  a fixture among them
 
+from netweight.codec import cuda
 from netweight.codec.cuda import compiling, fixed_products
 from netweight.codec.fixed import encode_fixed
 from netweight.errors import CudaUnavailable
@@ -42,6 +43,23 @@ def test_decoding_gives_every_bit(launched, shape):  # noqa: F811
     weight = weights(*shape)
     assert same(fixed_products.decode(encode_fixed(weight), *shape), weight)
     assert launched == ["decode_fixed"]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (2000, 30)])
+def test_rows_are_decoded_from_their_tiles_alone(launched, shape):  # noqa: F811
+    weight = weights(*shape)
+    payload, status = encode_fixed(weight), torch.zeros(1, dtype=torch.int32)
+    ids = torch.tensor([[0, shape[0] - 1], [shape[0] // 2, 0]], dtype=torch.int32)
+    for its in (status, None):
+        assert same(fixed_products.gather_rows(payload, *shape, ids, its), weight[ids])
+        assert fixed_products.gather_rows(payload, *shape, ids[:0], its).shape == (0, 2, shape[1])
+    assert launched == ["fixed_rows"]
+    assert not status
+    for outside in (-1, shape[0]):
+        with pytest.raises(IndexError):
+            fixed_products.gather_rows(payload, *shape, torch.tensor([outside]), None)
+        assert same(fixed_products.gather_rows(payload, *shape, torch.tensor([0, outside]), status)[0], weight[0])
+        assert status == cuda.NO_SUCH_ROW
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64])

@@ -230,9 +230,28 @@ def decode_fixed(payload: torch.Tensor) -> torch.Tensor:
     rows, escapes = _escapes(payload, layout)
     bits = torch.empty(layout.rows, layout.columns, dtype=torch.int16, device=payload.device)
     for first, last in _steps(layout):
-        _read_tiles(payload, layout, first, last, bits[first * TILE_ROWS : last * TILE_ROWS])
+        _read_tiles(_tiles(payload, layout, first, last), layout, bits[first * TILE_ROWS : last * TILE_ROWS])
     bits[rows, escapes & 0xFFFF] = (escapes >> 16).to(torch.int16)
     return bits.view(torch.bfloat16)
+
+
+def decode_fixed_rows(payload: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Decode the rows `ids`, integers of any shape, by torch's operators and from their tiles alone."""
+    layout = read_layout(payload)
+    if ids.numel() * TILE_ROWS >= layout.rows:
+        return torch.nn.functional.embedding(ids, decode_fixed(payload))
+    rows = ids.reshape(-1).to(torch.int64)
+    if bool(((rows < 0) | (rows >= layout.rows)).any()):
+        raise IndexError(f"index out of range in an embedding of {layout.rows} rows")
+    tiles = _tiles(payload, layout, 0, layout.tile_rows)[rows // TILE_ROWS]
+    bits = torch.empty(len(rows) * TILE_ROWS, layout.columns, dtype=torch.int16, device=payload.device)
+    _read_tiles(tiles, layout, bits)
+    found = bits.view(len(rows), TILE_ROWS, layout.columns)[torch.arange(len(rows)), rows % TILE_ROWS]
+    first = payload[layout.first_at : layout.escapes_at].view(torch.int32)
+    for place, (begin, end) in enumerate(torch.stack([first[rows], first[rows + 1]], 1).tolist()):
+        escapes = payload[layout.escapes_at + 4 * begin : layout.escapes_at + 4 * end].view(torch.int16).view(-1, 2)
+        found[place, escapes[:, 0].to(torch.int64) & 0xFFFF] = escapes[:, 1]
+    return found.view(*ids.shape, layout.columns).view(torch.bfloat16)
 
 
 def check_fixed(payload: torch.Tensor) -> FixedLayout:
@@ -246,7 +265,7 @@ def check_fixed(payload: torch.Tensor) -> FixedLayout:
     bits = torch.empty(layout.rows, layout.columns, dtype=torch.int16, device=payload.device)
     for first, last in _steps(layout):
         part = bits[first * TILE_ROWS : last * TILE_ROWS]
-        _read_tiles(payload, layout, first, last, part)
+        _read_tiles(_tiles(payload, layout, first, last), layout, part)
         if bool((((part & 0x7F80) == 0) & ((part & 0x7F) != 0)).any()):
             raise _corrupt("a zero has a mantissa")
     if bool((bits[rows, escapes & 0xFFFF] != 0).any()):
@@ -274,16 +293,20 @@ def _escapes(payload: torch.Tensor, layout: FixedLayout) -> tuple[torch.Tensor, 
     return rows, listed
 
 
-def _read_tiles(payload: torch.Tensor, layout: FixedLayout, first: int, last: int, out: torch.Tensor) -> None:
+def _tiles(payload: torch.Tensor, layout: FixedLayout, first: int, last: int) -> torch.Tensor:
+    """Whole rows of tiles, of shape (rows of tiles, columns of tiles, 1536)."""
+    tiles = payload[TILES_AT : layout.first_at].view(layout.tile_rows, layout.tile_columns, TILE_BYTES)
+    return tiles[first:last]
+
+
+def _read_tiles(tiles: torch.Tensor, layout: FixedLayout, out: torch.Tensor) -> None:
     """Decode whole rows of tiles, escapes as zeros, by words of two weights as the kernels do."""
-    width = layout.tile_columns
-    start = TILES_AT + first * width * TILE_BYTES
-    tiles = payload[start : start + (last - first) * width * TILE_BYTES].view(last - first, width, TILE_BYTES)
+    count, width = tiles.shape[:2]
     # words: tile, tile, q / 2, g, t, q % 2, p -> tile, g, tile, t, q / 2, q % 2, p
     words = tiles[..., :1024].view(torch.int32).view(-1, width, 2, 8, 4, 2, 2).permute(0, 3, 1, 4, 2, 5, 6).contiguous()
     codes = tiles[..., 1024:].view(torch.int32).view(-1, width, 8, 4, 2, 2).permute(0, 2, 1, 3, 4, 5).contiguous()
     swapped = (words >> 8 & 0x00FF00FF) | ((words & 0x00FF00FF) << 8)
-    whole = torch.empty(last - first, 2, 8, width * TILE_COLUMNS, dtype=torch.int16, device=payload.device)
+    whole = torch.empty(count, 2, 8, width * TILE_COLUMNS, dtype=torch.int16, device=tiles.device)
     for h, source in ((0, words), (1, swapped)):
         pairs = whole[:, h].view(torch.int32).view(words.shape)
         for p in (0, 1):

@@ -27,6 +27,7 @@ from netweight.core.files import publish
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
+from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.model import Prefer, check_prefer, choose_weights, linear_weights, place
 from netweight.methods.compress.runtime.storage import CompressedStorage, pack
 from netweight.methods.compress.runtime.tensor import CompressedTensor
@@ -136,7 +137,8 @@ class Weights:
                 self._chunks.pop(target, None)
                 self._chunks.pop(source, None)
         if self.config.prefer == "speed":
-            self._fixed = linear_weights(model) - tied.keys() - set(tied.values())
+            self._fixed = linear_weights(model)
+            self._fixed |= {name for pair in tied.items() if self._fixed.intersection(pair) for name in pair}
 
     def refuse_unroundable(self, model: nn.Module) -> None:
         """Refuse dtypes that cannot be rounded as asked, before anything is loaded."""
@@ -160,10 +162,12 @@ class Weights:
         level: Any = info.level
         if info.base_digest is not None:
             return self.compress(name, dense.clone().to(stored.device))
-        if name in self._fixed and not codec.is_lossy(blob):
-            fixed = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=info.chunk_log2, fixed=True)
-            if fixed.fixed:
-                return _parameter(fixed)
+        fixed, recut = name in self._fixed, device.wants_other_chunks(stored, level, info.chunk_log2)
+        if (fixed or recut) and not codec.is_lossy(blob):
+            chunk_log2 = device.CHUNK_LOG2 if recut else info.chunk_log2
+            made = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=chunk_log2, fixed=fixed)
+            if made.fixed or (recut and made.payload.nbytes < info.nbytes):
+                return _parameter(made)
         payload = pack(blob)
         if payload.nbytes >= info.nbytes:
             return dense.clone().to(stored.device)

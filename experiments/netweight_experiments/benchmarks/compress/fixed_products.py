@@ -24,6 +24,7 @@ from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
 from netweight.core.environment import describe
 from netweight_experiments.benchmarks.script import script, today, write
+from netweight_experiments.tables.neuzip.paper_scale_models import captured
 
 SHAPES = "1024x4096,4096x4096,14336x4096,4096x14336,128256x4096"
 BATCHES = "1,2,4,8,16,32,64,128,256,512,2048"
@@ -45,22 +46,6 @@ def cases(rows, columns, batch, nbytes, device):
     }
 
 
-def prepared(run, device):
-    """A function that runs the case once and waits; on a GPU from a graph."""
-    run()
-    if device.type != "cuda":
-        return run
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def seconds(run, device):
     """The time of one run."""
     if device.type != "cuda":
@@ -78,7 +63,7 @@ def seconds(run, device):
 def measure(rows, columns, batch, nbytes, rounds, device):
     """Microseconds per product, GB/s of weights, and speeds relative to dense."""
     count, todo = cases(rows, columns, batch, nbytes, device)
-    runs = {name: prepared(run, device) for name, (run, _) in todo.items()}
+    runs = {name: captured(run, device) for name, (run, _) in todo.items()}
     times = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():

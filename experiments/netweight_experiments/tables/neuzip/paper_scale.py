@@ -54,7 +54,7 @@ class AtSize:
         return {
             "benchmark": "gpu",
             "device": self.device,
-            "environment": describe(),
+            "environment": describe({"driver": _driver()}),
             "left_out": list(self.left_out),
             "tables": {
                 table_id: {
@@ -114,6 +114,12 @@ class _Throughput:
 def _throughput(run: _Throughput) -> dict[str, Any]:
     extent: Extent = TRIAL if run.trial else PAPER
     return throughput(chosen_device(run.device), extent.sides, rounds=extent.rounds)
+
+
+def _driver() -> str | None:
+    """NVIDIA's driver, as the kernel names it."""
+    place = Path("/proc/driver/nvidia/version")
+    return place.read_text().splitlines()[0] if place.is_file() else None
 
 
 def _name(device: Any) -> str:

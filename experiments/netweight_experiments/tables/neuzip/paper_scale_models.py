@@ -47,9 +47,9 @@ PAPER = Extent(
     changes=(),
     sides=(1024, 2048, 4096, 8192, 16384),
     window=1024,
-    batch=8,
+    batch=1,
     updates=4,
-    batches=(1, 32),
+    batches=(1, 8, 32),
     prompt=128,
     tokens=16,
     rounds=7,
@@ -114,21 +114,37 @@ def synchronize(device: torch.device) -> None:
 
 
 def in_turns(
-    runs: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int, inner: int = 1
+    runs: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int
 ) -> dict[str, tuple[float, ...]]:
     """Time several things round by round, the device idle before and after each."""
 
     def repeated(run: Callable[[], object]) -> Callable[[Any], object]:
         def go(_: Any) -> None:
-            for _ in range(inner):
-                run()
+            run()
             synchronize(device)
 
         return go
 
     cases = [Case(name, repeated(run), partial(synchronize, device)) for name, run in runs.items()]
     samples = interleave(cases, repeats=rounds, seed=SEED, again_below=0, steady=0)
-    return {name: tuple(wall / inner for wall in samples[name].wall) for name in runs}
+    return {name: samples[name].wall for name in runs}
+
+
+def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """A function that does what `run` does: on a GPU from a graph, without Python and launches between its kernels."""
+    run()
+    if device.type != "cuda":
+        return run
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    replay: Callable[[], object] = graph.replay
+    return replay
 
 
 def random_model(shape: str, extent: Extent, device: torch.device) -> nn.Module:

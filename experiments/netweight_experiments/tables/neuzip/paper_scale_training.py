@@ -99,7 +99,7 @@ def measured_training(found: Found) -> Measured:
         lambda value: value["seconds"],
         _findings,
         differs=(
-            "Weights and tokens are random, so that losses say nothing; a few updates of 8 windows of 1,024 tokens.",
+            "Weights and tokens are random, so that losses say nothing; a few updates of one window of 1,024 tokens.",
             "Speed is by a clock that waits for the device; the paper's does not.",
         ),
         notes=("Memory is the peak of allocated bytes, as in the paper's code.",),

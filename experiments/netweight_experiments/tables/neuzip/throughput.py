@@ -18,16 +18,22 @@ import torch
 from netweight import codec
 from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
+from netweight.core.seeds import derive
 from netweight.errors import MissingExtra, NetweightError, Unsupported
 from netweight.hf.quantizers import nf4
 from netweight.methods.compress.runtime.storage import CompressedStorage
+from netweight.report.finding import Finding
 from netweight.report.plots import lines
 from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns
 from netweight_experiments.tables.neuzip.training import GIB, SEED
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 
+_LOSSLESS = "netweight, lossless"
 _SMALL = (256, 512, 1024, 2048)
-_WORK = 1 << 28  # bytes that a round goes through, so that small matrices are timed over many runs
+# Bytes of matrices that a round goes through, one after the other: more than the caches of a GPU hold.
+_WORK = 1 << 29
+_TARGETS = {"unpacking": 1.2e12, "packing": 0.4e12}  # bytes a second on an H100 or H200, for sides from _LARGE on
+_LARGE = 4096
 
 
 @final
@@ -55,15 +61,16 @@ def throughput(device: torch.device, sides: tuple[int, ...], *, rounds: int) -> 
     ways, missing = _ways(device)
     found: dict[str, list[dict[str, Any]]] = {way.name: [] for way in ways}
     for side in sides:
-        weight = _matrix(side, device)
-        kept = {way.name: _checked(way, weight) for way in ways}
-        inner = max(1, min(64, _WORK // weight.nbytes // (1 if device.type == "cuda" else 64)))
-        packs = {way.name: _bound(way.pack, weight) for way in ways}
-        unpacks = {way.name: _bound(way.unpack, kept[way.name]) for way in ways}
-        packing = in_turns(packs, device, rounds=rounds, inner=inner)
-        unpacking = in_turns(unpacks, device, rounds=rounds, inner=inner)
+        count = max(1, min(64, _WORK // (2 * side**2) // (1 if device.type == "cuda" else 128)))
+        weights = [_matrix(side, device, number) for number in range(count)]
+        kept = {way.name: [_checked(way, weight) for weight in weights] for way in ways}
+        packing = in_turns({way.name: _each(way.pack, weights) for way in ways}, device, rounds=rounds)
+        unpacking = in_turns({way.name: _each(way.unpack, kept[way.name]) for way in ways}, device, rounds=rounds)
+        packing, unpacking = (
+            {name: tuple(taken / count for taken in times) for name, times in of.items()} for of in (packing, unpacking)
+        )
         for way in ways:
-            share = way.stored(kept[way.name]) / weight.nbytes
+            share = way.stored(kept[way.name][0]) / weights[0].nbytes
             found[way.name].append(
                 {"side": side, "share": share, "pack": packing[way.name], "unpack": unpacking[way.name]}
             )
@@ -101,6 +108,7 @@ def measured_throughput(found: dict[str, Any], device: torch.device) -> Measured
     return Measured(
         columns=columns,
         rows=tuple(rows),
+        findings=_findings(found["ways"][_LOSSLESS]) if device.type == "cuda" else (),
         differs=(
             f"Measured on {where}; the paper's device and sizes are not recorded.",
             "Weights are drawn from N(0, 0.02²), rounded to bf16.",
@@ -113,13 +121,32 @@ def measured_throughput(found: dict[str, Any], device: torch.device) -> Measured
     )
 
 
-def _matrix(side: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(SEED)
+def _findings(points: list[dict[str, Any]]) -> tuple[Finding, ...]:
+    """The codec's rates for large matrices, in bytes of dense weights a second."""
+    return tuple(
+        Finding(
+            f"{_LOSSLESS}, {point['side']} × {point['side']}: {what}", 2 * point["side"] ** 2 / median(point[key]),
+            unit="bytes/s", better="higher", target=_TARGETS[what], n=len(point[key]), seeds=(SEED,),
+        )
+        for what, key in (("packing", "pack"), ("unpacking", "unpack"))
+        for point in points
+        if point["side"] >= _LARGE
+    )  # fmt: skip
+
+
+def _matrix(side: int, device: torch.device, number: int) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(derive(SEED, "matrix", number))
     return (torch.randn(side, side, generator=generator, device=device) * 0.02).bfloat16()
 
 
-def _bound(function: Callable[[Any], Any], argument: Any) -> Callable[[], object]:
-    return lambda: function(argument)
+def _each(function: Callable[[Any], Any], arguments: list[Any]) -> Callable[[], object]:
+    """Apply a function to one argument after the other; results are let go of."""
+
+    def run() -> None:
+        for argument in arguments:
+            function(argument)
+
+    return run
 
 
 def _checked(way: _Way, weight: torch.Tensor) -> Any:
@@ -142,7 +169,7 @@ def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
         return lambda weight: CompressedStorage.of(weight, precision=precision)
 
     ways = [
-        _Way("netweight, lossless", boxed(None), CompressedStorage.dense, _payload),
+        _Way(_LOSSLESS, boxed(None), CompressedStorage.dense, _payload),
         _Way("netweight, 3 bits", boxed(codec.Precision(3, 512)), CompressedStorage.dense, _payload, exact=False),
         _Way(
             "netweight, fixed length",

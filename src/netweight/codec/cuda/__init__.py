@@ -4,11 +4,13 @@ Importing this needs neither a GPU nor the extra `cuda`; `unavailable_because` t
 """
 
 from netweight.codec.cuda.compiling import compile_all as compile_all
+from netweight.codec.cuda.decoding import NO_SUCH_ROW as NO_SUCH_ROW
 from netweight.codec.cuda.decoding import BlobLayout as BlobLayout
 from netweight.codec.cuda.decoding import DecodePlan as DecodePlan
 from netweight.codec.cuda.decoding import LossyLayout as LossyLayout
 from netweight.codec.cuda.decoding import decode as decode
 from netweight.codec.cuda.decoding import decode_lossy as decode_lossy
+from netweight.codec.cuda.decoding import decode_rows as decode_rows
 from netweight.codec.cuda.decoding import layout_of as layout_of
 from netweight.codec.cuda.decoding import lossy_layout_of as lossy_layout_of
 from netweight.codec.cuda.decoding import raise_if_corrupt as raise_if_corrupt

@@ -23,6 +23,7 @@ from netweight.codec.dtypes import empty_tensor, torch_dtype
 from netweight.errors import CorruptBlob, OutOfMemory, Unsupported, UsageError
 
 _FILE, _ENTRY = "decode.cu", "decode_chunks"
+NO_SUCH_ROW = 2048  # the bit of a status for a row that a weight lacks; kNoSuchRow in kernels/types.cuh
 _FIRST_BYTES = 1 << 16  # enough for the header and the index of 16,000 chunks; more is fetched in a second step
 # In the order of the bits that kernels/chunk.cuh gives them.
 _REASONS = (
@@ -117,6 +118,30 @@ def decode(blob: Tensor, layout: BlobLayout, *, out: Tensor | None = None, statu
     if status is None:
         raise_if_corrupt(own_status)
     return out
+
+
+def decode_rows(blob: Tensor, layout: BlobLayout, ids: Tensor, status: Tensor) -> Tensor | None:
+    """Rows of a matrix, of shape (*ids.shape, columns), from the chunks that hold them; None if that is no less work.
+
+    `ids`, integers on the blob's device, are not looked at here: a row that is not there sets `NO_SUCH_ROW` in the
+    `status`, which is as for `decode`, and leaves its part of the result undefined.
+    """
+    _check_blob(blob, layout)
+    if layout.new_modes or not layout.chunks:
+        return None
+    width = layout.numbers // layout.shape[0]
+    across = 1 if (1 << layout.chunk_log2) % width == 0 else (width - 2 >> layout.chunk_log2) + 2
+    blocks, number_bytes = ids.numel() * across, layout.nbytes // layout.numbers
+    if 2 * blocks >= layout.chunks:
+        return None
+    rows = torch.empty((*ids.shape, *layout.shape[1:]), dtype=layout.dtype, device=blob.device)
+    if blocks:
+        slots = torch.empty((blocks << layout.chunk_log2) * number_bytes, dtype=torch.uint8, device=blob.device)
+        places = ids.to(torch.int64).contiguous()
+        job = (places, across, blob, layout.size, layout.starts, slots, rows, layout.shape[0], width)
+        arguments = (*job, number_bytes, layout.chunk_log2, status)
+        launching.launch(_FILE, "decode_rows", blocks, _threads(layout), arguments, device=blob.device)
+    return rows
 
 
 def raise_if_corrupt(status: Tensor) -> None:

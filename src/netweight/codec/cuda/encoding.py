@@ -70,12 +70,13 @@ def encode_into(
     chunk_log2: int | None = None,
     digest: bool = False,
     status: torch.Tensor | None = None,
-) -> None:
+) -> int:
     """Compress `tensor` into `payload`, U8: the blob's length in 8 bytes, little-endian, the blob, and zeros.
 
     `level`, `chunk_log2` and `digest` as for `encode`; a capacity of `8 + largest_blob(tensor)` always suffices.
-    Without a `status` the call waits, and raises if the blob does not fit. With one, int32 of shape (1,) on the device,
-    it returns at once if the GPU encodes; a blob that does not fit leaves a length of 0 and ORs 1 into it.
+    Without a `status` the call waits for the blob's size, which it returns, and raises if the blob does not fit. With
+    one, int32 of shape (1,) on the device, it returns 0 at once if the GPU encodes; a blob that does not fit leaves a
+    length of 0 and ORs 1 into it. A GPU without memory is found out before the payload changes.
     """
     if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
         raise UsageError(f"The payload is {payload.dtype} of shape {tuple(payload.shape)}; it must be contiguous U8.")
@@ -83,12 +84,13 @@ def encode_into(
         raise UsageError(f"The payload, {payload.numel()} bytes on {payload.device}, cannot hold a blob here.")
     plan = _plan(tensor, level, chunk_log2)
     if plan is None:
-        _put(_on_host(tensor, level, chunk_log2), payload, status)
-        return
+        return _put(_on_host(tensor, level, chunk_log2), payload, status)
     with _named_shortage(tensor, plan):
         small = _run(_source(tensor, plan), plan, payload, digest=digest, status=status, fill=True)
-    if status is None and int(small.progress[1]):
-        raise _too_small(payload, int(small.progress[0]))
+    size, beyond = small.progress.tolist() if status is None else (0, 0)
+    if beyond:
+        raise _too_small(payload, size)
+    return int(size)
 
 
 def largest_blob(tensor: torch.Tensor, *, chunk_log2: int | None = None) -> int:
@@ -329,10 +331,12 @@ def _run(
     """Launch everything. With `fill`, zeros follow the blob."""
     small = _Small.on(source.device)
     blob, capacity = payload[LENGTH_BYTES:], payload.numel() - LENGTH_BYTES
-    for wave in plan.waves(SCRATCH_BYTES):
-        _run_wave(source, plan, wave, blob, small, digest=digest)
     if status is None:
         status = torch.zeros(1, dtype=torch.int32, device=source.device)
+    room = None
+    for wave in plan.waves(SCRATCH_BYTES):
+        room = room or _Room.of(plan, wave.chunks * plan.planes, source.device)  # the first wave is the largest
+        _run_wave(source, plan, wave, blob, small, room, digest=digest)
     grid = 1 + (min(256, -(-capacity // (1 << 16))) if fill else 0)
     header = (plan.start, len(plan.varints), 4 * plan.chunks, *plan.shape_words)
     what = (payload, blob, capacity, small.progress, status, int(digest), small.digest)
@@ -340,24 +344,36 @@ def _run(
     return small
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Working memory of a wave."""
+
+    slots: torch.Tensor
+    work: torch.Tensor
+    places: torch.Tensor
+    sizes: torch.Tensor
+
+    @classmethod
+    def of(cls, plan: EncodePlan, items: int, device: torch.device) -> _Room:
+        return cls(*(_memory(items * nbytes, device) for nbytes in (plan.slot_bytes, plan.work_bytes, 8, 4)))
+
+
 def _run_wave(
-    source: torch.Tensor, plan: EncodePlan, wave: Wave, blob: torch.Tensor, small: _Small, *, digest: bool
+    source: torch.Tensor, plan: EncodePlan, wave: Wave, blob: torch.Tensor, small: _Small, room: _Room, *, digest: bool
 ) -> None:
     """Encode a wave of chunks, give them their places, and copy them there."""
-    items, device, capacity = wave.chunks * plan.planes, source.device, blob.numel()
-    slots, work = _memory(items * plan.slot_bytes, device), _memory(items * plan.work_bytes, device)
-    places, sizes = _memory(8 * items, device), _memory(4 * items, device)
+    items, capacity = wave.chunks * plan.planes, blob.numel()
     what = (source, plan.numbers, plan.element.number_bytes, plan.chunk_log2)
     splits = list(Plane.head(plan.element).splits(plan.level))
     how = (splits[0].raw_bits, splits[-1].raw_bits, int(splits[0].signed), sampling(plan.level))
     chain: list[torch.Tensor | int] = [small.state, 0, small.state, 0, 0, small.digest]  # is not looked at
     if digest:
         chain = _digest_arguments(source, wave, small)
-    room = (slots, plan.slot_bytes, work, plan.work_bytes, sizes)
-    _launch("encode_planes", items + digest, [*what, *how, wave.first, *room, int(digest), *chain])
-    where = (blob, plan.index_at, plan.payload_at, capacity, small.progress, places)
-    _launch("place_planes", 1, [sizes, items, plan.planes, wave.first, *where])
-    pieces = (slots, plan.slot_bytes, sizes, places, blob, capacity)
+    given = (room.slots, plan.slot_bytes, room.work, plan.work_bytes, room.sizes)
+    _launch("encode_planes", items + digest, [*what, *how, wave.first, *given, int(digest), *chain])
+    where = (blob, plan.index_at, plan.payload_at, capacity, small.progress, room.places)
+    _launch("place_planes", 1, [room.sizes, items, plan.planes, wave.first, *where])
+    pieces = (room.slots, plan.slot_bytes, room.sizes, room.places, blob, capacity)
     _launch("copy_planes", items * _COPIERS, [*what, wave.first, *pieces])
 
 
@@ -380,19 +396,20 @@ def _sealed_on_host(blob: torch.Tensor, payload_at: int) -> torch.Tensor:
     return sealed.to(blob.device)
 
 
-def _put(blob: torch.Tensor, payload: torch.Tensor, status: torch.Tensor | None) -> None:
-    """Put a blob of the host's encoder into a payload, as finish_blob does it."""
+def _put(blob: torch.Tensor, payload: torch.Tensor, status: torch.Tensor | None) -> int:
+    """Put a blob of the host's encoder into a payload, as finish_blob does it; gives its size."""
     used = LENGTH_BYTES + blob.numel()
     if used > payload.numel():
         if status is None:
             raise _too_small(payload, blob.numel())
         payload.zero_()
         status |= 1
-        return
+        return 0
     length = torch.tensor(list(blob.numel().to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8)
     payload[:LENGTH_BYTES] = length.to(payload.device)
     payload[LENGTH_BYTES:used] = blob
     payload[used:] = 0
+    return blob.numel()
 
 
 def _too_small(payload: torch.Tensor, size: int) -> UsageError:

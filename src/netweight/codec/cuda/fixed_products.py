@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from netweight.codec.cuda import launching
-from netweight.codec.fixed import TILE_ROWS, decode_fixed, layout_of_shape
+from netweight.codec.fixed import TILE_ROWS, decode_fixed, decode_fixed_rows, layout_of_shape
 
 MOST_FUSED = 256  # rows of inputs; beyond, reading the weight for 64 at a time costs more than decoding it once
 _MOST_AT_ONCE = 64  # rows of inputs that a kernel takes at most
@@ -82,6 +82,19 @@ def decode(payload: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return weight
 
 
+def gather_rows(
+    payload: torch.Tensor, rows: int, columns: int, ids: torch.Tensor, status: torch.Tensor | None
+) -> torch.Tensor:
+    """Decode the rows `ids`, of shape (*ids.shape, columns); on a GPU a `status` is told of rows that are not there."""
+    if status is None or not runs_on(payload.device):
+        return decode_fixed_rows(payload, ids)
+    found = torch.empty(*ids.shape, columns, dtype=torch.bfloat16, device=payload.device)
+    if ids.numel():
+        arguments = [ids.to(torch.int64).contiguous(), _aligned(payload), found, rows, columns, status]
+        launching.launch(_FILE, "fixed_rows", ids.numel(), _DECODE_THREADS, arguments, device=payload.device)
+    return found
+
+
 def linear(
     x: torch.Tensor, payload: torch.Tensor, rows: int, columns: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -96,16 +109,19 @@ def linear(
     inputs = _aligned(x.reshape(batch, columns).contiguous())
     y = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     payload, added = _aligned(payload), None if bias is None else bias.contiguous()
-    for at in range(0, batch, _MOST_AT_ONCE):
-        _multiply(inputs[at : at + _MOST_AT_ONCE], payload, added, y[at : at + _MOST_AT_ONCE])
+    if batch <= _MOST_AT_ONCE:  # a view of all of it takes its microseconds
+        _multiply(inputs, payload, added, y)
+    else:
+        for at in range(0, batch, _MOST_AT_ONCE):
+            _multiply(inputs[at : at + _MOST_AT_ONCE], payload, added, y[at : at + _MOST_AT_ONCE])
     return y.view(*x.shape[:-1], rows)
 
 
 def _fit(x: torch.Tensor, bias: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> bool:
     """Whether a kernel can take input and bias; where it cannot, torch says what is wrong with them, if anything is."""
-    others = [x] if bias is None else [x, bias]
-    alike = all(tensor.dtype == torch.bfloat16 and tensor.device == device for tensor in others)
-    return alike and x.shape[-1] == columns and (bias is None or bias.shape == (rows,))
+    if x.dtype != torch.bfloat16 or x.device != device or x.shape[-1] != columns:
+        return False
+    return bias is None or (bias.dtype == x.dtype and bias.device == device and bias.shape == (rows,))
 
 
 def _multiply(x: torch.Tensor, payload: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from netweight.codec.cuda import compiling
 from netweight.errors import CudaFailed, CudaUnavailable, OutOfMemory, UsageError
 
 _LEAST_CAPABILITY = (7, 5)
+_CELL = (1 << 64) - 1
 Argument = torch.Tensor | int | float | np.generic
 
 
@@ -64,15 +65,19 @@ def launch(
     """
     require()
     index = torch.cuda.current_device() if device.index is None else device.index
-    with _context(index):
+    _call("cuCtxPushCurrent", _primary_context(index))  # this thread may never have called CUDA before
+    try:
         function, sizes = _function(file, entry, index)
-        values = [_parameter(argument, torch.device("cuda", index)) for argument in arguments]
-        if tuple(ctypes.sizeof(value) for value in values) != sizes:
-            given = [ctypes.sizeof(value) for value in values]
-            raise UsageError(f"{entry} takes parameters of {list(sizes)} bytes and was given {given}.")
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = torch.cuda.current_stream(index).cuda_stream
+        values = [_parameter(argument, index) for argument in arguments]
+        if [nbytes for _, nbytes in values] != sizes:
+            given = [nbytes for _, nbytes in values]
+            raise UsageError(f"{entry} takes parameters of {sizes} bytes and was given {given}.")
+        cells, pointers = _cells(len(values), threading.get_ident())
+        cells[:] = [value for value, _ in values]  # the driver copies them before it returns
+        stream = torch._C._cuda_getCurrentRawStream(index)
         _call("cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0, what=entry)
+    finally:
+        _call("cuCtxPopCurrent")
 
 
 @cache
@@ -81,17 +86,16 @@ def multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def _parameter(argument: Argument, device: torch.device) -> Any:
-    """An argument in memory of C's."""
+def _parameter(argument: Argument, index: int) -> tuple[int, int]:
+    """An argument's bits, in a cell of eight bytes, and how many of these count."""
+    if isinstance(argument, int):
+        return argument & _CELL, 8
     if isinstance(argument, torch.Tensor):
-        if argument.device != device:  # its address would crash the kernel and spoil the context for everybody
-            raise UsageError(f"A kernel on {device} was given a tensor on {argument.device}.")
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, np.generic):
-        return (ctypes.c_char * argument.nbytes).from_buffer_copy(argument.tobytes())
-    if isinstance(argument, float):
-        return ctypes.c_double(argument)
-    return ctypes.c_int64(argument)
+        if argument.get_device() != index:  # its address would crash the kernel and spoil the context for everybody
+            raise UsageError(f"A kernel on cuda:{index} was given a tensor on {argument.device}.")
+        return argument.data_ptr(), 8
+    value = argument if isinstance(argument, np.generic) else np.float64(argument)
+    return int.from_bytes(value.tobytes(), "little"), value.nbytes
 
 
 @cache
@@ -134,18 +138,8 @@ def _primary_context(index: int) -> Any:
     return context
 
 
-@contextmanager
-def _context(index: int) -> Iterator[None]:
-    """Make a device's primary context current in this thread, which may never have called CUDA before."""
-    _call("cuCtxPushCurrent", _primary_context(index))
-    try:
-        yield
-    finally:
-        _call("cuCtxPopCurrent")
-
-
 @cache
-def _function(file: str, entry: str, index: int) -> tuple[Any, tuple[int, ...]]:
+def _function(file: str, entry: str, index: int) -> tuple[Any, list[int]]:
     """A kernel on a device and the sizes of its parameters; its context is current."""
     (function,) = _call("cuModuleGetFunction", _module(file, index), entry.encode(), what=entry)
     driver = _driver()
@@ -153,8 +147,16 @@ def _function(file: str, entry: str, index: int) -> tuple[Any, tuple[int, ...]]:
     while True:
         result, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
         if result != driver.CUresult.CUDA_SUCCESS:  # no parameter of this number
-            return function, tuple(sizes)
+            return function, sizes
         sizes.append(int(size))
+
+
+@cache
+def _cells(count: int, thread: int) -> tuple[Any, Any]:
+    """A thread's memory for parameters, and the address of each."""
+    cells = (ctypes.c_uint64 * count)()
+    first = ctypes.addressof(cells)
+    return cells, (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
 
 
 @cache

@@ -65,7 +65,8 @@ NETWEIGHT_DEVICE u32 decode_plane(const u8* at, u64 left, const Plane& plane, co
   }
 }
 
-NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status) {
+// Decodes a chunk, whose first number goes to `to`.
+NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u8* to, u32* status) {
   const Bounds blob{address(job.blob), address(job.blob) + static_cast<u64>(job.size)};
   const i64 start = job.starts[chunk], end = job.starts[chunk + 1], first = chunk << job.chunk_log2;
   if (threadIdx.x == 0) shared.failure = 0;
@@ -75,7 +76,7 @@ NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status) {
   plane.count = static_cast<u32>(min(job.numbers - first, 1ll << job.chunk_log2));
   plane.stride = bytes;
   plane.width = head;
-  plane.out = job.out + first * bytes + (bytes - head);
+  plane.out = to + (bytes - head);
   i64 at = start;
   u32 merged = 0;
   for (u32 planes = bytes - head + 1; planes > 0 && !reason; planes--) {
@@ -108,5 +109,31 @@ extern "C" __global__ void __launch_bounds__(128, 6)
     }
     job = jobs[found];
   }
-  decode_chunk(job, blockIdx.x - job.first_block, status);
+  const i64 chunk = blockIdx.x - job.first_block;
+  decode_chunk(job, chunk, job.out + (chunk << job.chunk_log2) * job.number_bytes, status);
+}
+
+// Decodes rows of a matrix: for each of `ids` the `across` chunks from the one in which its row begins, each by a block of
+// the grid and into a slot of its own, from where the row is copied to out[ids][width].
+extern "C" __global__ void __launch_bounds__(128, 6)
+    decode_rows(const i64* ids, i64 across, const u8* blob, i64 size, const i64* starts, u8* slots, u8* out, i64 rows, i64 width,
+                i64 number_bytes, i64 chunk_log2, u32* status) {
+  const i64 place = blockIdx.x / across, id = ids[place];
+  if (id < 0 || id >= rows) {
+    if (threadIdx.x == 0) atomicOr(status, kNoSuchRow);
+    return;
+  }
+  const i64 chunk = (id * width >> chunk_log2) + blockIdx.x % across, first = chunk << chunk_log2;
+  const i64 from = max(id * width, first), to = min((id + 1) * width, (chunk + 1) << chunk_log2);
+  if (from >= to) return;
+  u8* slot = slots + (static_cast<i64>(blockIdx.x) << chunk_log2) * number_bytes;
+  decode_chunk(Job{blob, size, starts, slot, rows * width, number_bytes, chunk_log2, 0}, chunk, slot, status);
+  __syncthreads();
+  const u8* source = slot + (from - first) * number_bytes;
+  u8* target = out + (place * width + from - id * width) * number_bytes;
+  const i64 bytes = (to - from) * number_bytes;
+  const i64 wide = (address(source) | address(target)) % 16 ? 0 : bytes / 16 * 16;
+  for (i64 i = 16 * threadIdx.x; i < wide; i += 16 * blockDim.x)
+    *reinterpret_cast<uint4*>(target + i) = *reinterpret_cast<const uint4*>(source + i);
+  for (i64 i = wide + threadIdx.x; i < bytes; i += blockDim.x) target[i] = source[i];
 }

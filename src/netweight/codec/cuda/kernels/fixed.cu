@@ -121,15 +121,17 @@ NETWEIGHT_DEVICE void load_tile(Tile& tile, const Weight& weight, u32 tile_row, 
   }
 }
 
+// Two weights: of row g for even i, of row g + 8 for odd ones.
+NETWEIGHT_DEVICE u32 decode_pair(u32 word, u32 codes, u32 i, u32 powers) {
+  if (i & 1) word = __byte_perm(word, 0, 0x2301);
+  codes = __funnelshift_r(codes, codes, 4 * i);
+  return times_power((word & 0x807f807fu) | (codes & 0x07800780u), powers);
+}
+
 // Of product q: two weights of row g, of row g + 8, and the next two of either, as bf16.
 NETWEIGHT_DEVICE void decode_product(u32 (&pairs)[4], const Tile& tile, u32 q, u32 powers) {
 #pragma unroll
-  for (u32 i = 0; i < 4; i++) {
-    u32 word = tile.words[2 * q + i / 2];
-    if (i & 1) word = __byte_perm(word, 0, 0x2301);
-    u32 codes = __funnelshift_r(tile.codes[q], tile.codes[q], 4 * i);
-    pairs[i] = times_power((word & 0x807f807fu) | (codes & 0x07800780u), powers);
-  }
+  for (u32 i = 0; i < 4; i++) pairs[i] = decode_pair(tile.words[2 * q + i / 2], tile.codes[q], i, powers);
 }
 
 // ---- decoding --------------------------------------------------------------------------------------------------------
@@ -173,6 +175,31 @@ extern "C" __global__ void __launch_bounds__(256) decode_fixed(const u8* payload
     u32 escape = weight.escapes[i];
     out[static_cast<u64>(at) * weight.columns + (escape & 0xffff)] = static_cast<u16>(escape >> 16);
   }
+}
+
+// out[ids][columns] bf16: rows of the weight, a block of the grid for each.
+extern "C" __global__ void __launch_bounds__(256)
+    fixed_rows(const i64* ids, const u8* payload, u16* out, i64 rows, i64 columns, u32* status) {
+  Weight weight(payload, rows, columns);
+  i64 id = ids[blockIdx.x];
+  if (id < 0 || id >= rows) {
+    if (threadIdx.x == 0) atomicOr(status, kNoSuchRow);
+    return;
+  }
+  u32 row = static_cast<u32>(id), g = row % 8, h = row % kTileRows / 8;
+  const u8* tiles = weight.tiles + static_cast<u64>(row / kTileRows) * weight.tile_columns * kTileBytes;
+  u16* to = out + static_cast<u64>(blockIdx.x) * weight.columns;
+  for (u32 column = 2 * threadIdx.x; column < weight.columns; column += 2 * blockDim.x) {
+    u32 q = column % 16 / 4, p = column % 4 / 2, lane = 4 * g + column % kTileColumns / 16;
+    const u8* tile = tiles + column / kTileColumns * kTileBytes + 16 * lane;
+    u32 word = *reinterpret_cast<const u32*>(tile + 512 * (q / 2) + 4 * (2 * (q % 2) + p));
+    u32 pair = decode_pair(word, *reinterpret_cast<const u32*>(tile + 1024 + 4 * q), h + 2 * p, weight.powers);
+    to[column] = static_cast<u16>(pair);
+    if (column + 1 < weight.columns) to[column + 1] = static_cast<u16>(pair >> 16);
+  }
+  __syncthreads();
+  for (u32 i = weight.first[row] + threadIdx.x; i < weight.first[row + 1]; i += blockDim.x)
+    to[weight.escapes[i] & 0xffff] = static_cast<u16>(weight.escapes[i] >> 16);
 }
 
 // ---- products --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ typedef long long i64;
 
 constexpr u32 kWarp = 32;
 constexpr u32 kAllLanes = 0xffffffffu;
+constexpr u32 kNoSuchRow = 2048;  // in a status, beside the reasons of chunk.cuh: a row was asked for that a weight lacks
 
 // ---- little-endian numbers at addresses of any alignment -------------------------------------------------------------
 

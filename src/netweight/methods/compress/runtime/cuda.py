@@ -17,7 +17,6 @@ from typing import Any, final
 from weakref import WeakSet
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from netweight.codec import cuda
 from netweight.codec.cuda import BlobLayout, LossyLayout
@@ -27,6 +26,7 @@ LENGTH = 8  # bytes of the length at a payload's start
 # Of the numbers per chunk, for weights that are encoded on a device: a warp for every 16,384 of them keeps a GPU busy
 # with single matrices, at 0.25 % more bytes (docs/gpus.md).
 CHUNK_LOG2 = 15
+_NOTE = "_netweight"  # the attribute of a payload that holds its version and what is known of that
 _LOOK_EVERY = 16  # decodings between two looks at the status
 _DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
 
@@ -39,6 +39,11 @@ def handles(payload: torch.Tensor) -> bool:
     """Whether a payload is decoded here: by kernels on CUDA devices. Else bytes go to the CPU and the weight back."""
     # What a compiler traces is decided when it runs.
     return payload.is_cuda and (torch.compiler.is_compiling() or _kernels_run())
+
+
+def wants_other_chunks(payload: torch.Tensor, level: str, chunk_log2: int | None) -> bool:
+    """Whether kernels would decode a weight faster if it were encoded on its device: files have larger chunks."""
+    return handles(payload) and level != "max" and (chunk_log2 is None or chunk_log2 > CHUNK_LOG2)
 
 
 @cache
@@ -66,17 +71,19 @@ class _Known:
     checked: bool = False  # whether the bytes were decoded and found sound, or encoded here
 
 
-_known = WeakIdKeyDictionary()  # payload -> (version, _Known)
-
-
 def _version(payload: torch.Tensor) -> int | None:
     """How often the bytes were written; None if torch does not count."""
     return None if payload.is_inference() else payload._version
 
 
 def _found(payload: torch.Tensor) -> _Known | None:
-    entry = _known.get(payload)  # type: ignore[no-untyped-call]
-    return entry[1] if entry is not None and entry[0] is not None and entry[0] == _version(payload) else None
+    version, known = getattr(payload, _NOTE, (None, None))
+    return known if version is not None and version == _version(payload) else None
+
+
+def _note(payload: torch.Tensor, known: _Known) -> _Known:
+    setattr(payload, _NOTE, (_version(payload), known))
+    return known
 
 
 def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
@@ -84,11 +91,10 @@ def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
     # So weights that are offloaded to the CPU between passes are looked up and checked in the first pass only.
     known = _found(source)
     if known is None:
-        known = _Known()
-        _known[source] = (_version(source), known)
+        known = _note(source, _Known())
     if known.layout is not None and handles(payload):
         known = _Known(_layout_on(known.layout, payload.device), known.checked)
-    _known[payload] = (_version(payload), known)
+    _note(payload, known)
 
 
 def _layout_on(layout: Layout, place: torch.device) -> Layout:
@@ -106,7 +112,7 @@ def _layout_on(layout: Layout, place: torch.device) -> Layout:
 def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int | None, level: str) -> None:
     """Note that a payload holds a blob now that was encoded on its device from a tensor."""
     layout = cuda.layout_of_encoded(payload[LENGTH : LENGTH + size], like, level=level, chunk_log2=chunk_log2)
-    _known[payload] = (_version(payload), _Known(layout, checked=True))
+    _note(payload, _Known(layout, checked=True))
 
 
 # ---- the status of a device ------------------------------------------------------------------------------------------
@@ -160,9 +166,15 @@ class Status:
         self._refuse(self._words.cpu())
 
     def _refuse(self, words: torch.Tensor) -> None:
-        if not bool(words.any()):
+        found = words.tolist()
+        if not any(found):
             return
         self._words.zero_()
+        if found == [cuda.NO_SUCH_ROW, 0]:
+            raise IndexError(
+                f"index out of range: an embedding on {self._device} was asked for a row that it has not. Results "
+                "since the last check are wrong."
+            )
         raise CorruptBlob(
             f"A compressed weight on {self._device} was found damaged after it had been decoded well before. Results "
             "since the last check are wrong.",
@@ -207,6 +219,14 @@ class Decoder:
         content = numbers.view(torch.uint8)[skipped * element : (skipped + (stop - start) * per_row) * element]
         return content.view(layout.dtype).view(stop - start, *layout.shape[1:])
 
+    def gather(self, payload: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
+        """Rows of a weight, from the chunks that hold them; None where the whole weight must be, or may as well be."""
+        known = self._look_up(payload)
+        if not known.checked or not isinstance(known.layout, BlobLayout):
+            return None
+        blob = payload[LENGTH : LENGTH + known.layout.size]
+        return cuda.decode_rows(blob, known.layout, ids, self.status.kernels)
+
     def nbytes(self, payload: torch.Tensor) -> int | None:
         """Bytes of a weight that can be decoded without waiting for the device; None if it cannot."""
         known = _found(payload)
@@ -215,10 +235,7 @@ class Decoder:
         return known.layout.nbytes
 
     def _look_up(self, payload: torch.Tensor) -> _Known:
-        known = _found(payload)
-        if known is None:
-            known = _Known()
-            _known[payload] = (_version(payload), known)
+        known = _found(payload) or _note(payload, _Known())
         if known.layout is None:
             _refuse_capture(payload)
             known.layout = _layout_of(payload)
@@ -347,6 +364,17 @@ def about_to_write(payload: torch.Tensor) -> None:
     """Say that the current stream will write a payload."""
     for reader in list(_readers):
         reader.let_go(payload)
+
+
+def encode_into(weight: torch.Tensor, payload: torch.Tensor, level: str, chunk_log2: int | None) -> int | None:
+    """Encode a weight on its device into a payload, and give the blob's size; None if not there, or it outgrew it."""
+    if not handles(weight):
+        return None
+    about_to_write(payload)
+    try:
+        return cuda.encode_into(weight.detach(), payload, level=level, chunk_log2=chunk_log2)
+    except (Unsupported, UsageError):
+        return None
 
 
 def encode(weight: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor | None:

@@ -35,9 +35,13 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
         return None
     stored = weight.stored
     payload, shape, dtype = stored.payload, stored.shape, stored.dtype
-    if torch.is_grad_enabled() or stored.fixed or not _is_decoded_here(payload) or _is_watched() or _casts(x):
+    if torch.is_grad_enabled() or _is_watched() or _casts(x):
         product: torch.Tensor = _product(_FixedLinear if stored.fixed else _Linear, x, weight, bias)
         return product
+    if stored.fixed:
+        return _linear_fixed(x, payload, shape, bias)
+    if not _is_decoded_here(payload):
+        return _on_dense(payload, shape, dtype, dtype, lambda dense: F.linear(x, dense, bias))
     one_row = bias is None and x.numel() == shape[-1] and x.dtype == dtype == torch.bfloat16
     if one_row and payload.numel() > _LARGE and not prefetch.open_blocks:
         if _sums_as_linear(shape, torch.get_num_threads()):
@@ -91,9 +95,9 @@ def embedding(
     if max_norm is not None or sparse or not -1 <= padding < rows:
         return None
     if not torch.is_grad_enabled():
-        return _rows(stored.payload, stored.shape, stored.dtype, ids)
+        return _rows(stored.payload, stored.shape, stored.dtype, ids, stored.fixed)
     result: torch.Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
-        ids, weight, stored.payload, stored.shape, stored.dtype, padding, scale_grad_by_freq
+        ids, weight, stored.payload, stored.shape, stored.dtype, stored.fixed, padding, scale_grad_by_freq
     )
     return result
 
@@ -306,17 +310,17 @@ class _Conv(Function):
 class _Embedding(Function):
     @staticmethod
     def forward(
-        ctx: Any, ids: Any, weight: Any, payload: Any, shape: Any, dtype: Any, padding: int, by_frequency: bool
+        ctx: Any, ids: Any, weight: Any, payload: Any, shape: Any, dtype: Any, fixed: bool, padding: int, by_freq: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.rows, ctx.padding, ctx.by_frequency = shape[0], padding, by_frequency
-        return _owned(_rows(payload, shape, dtype, ids))
+        ctx.rows, ctx.padding, ctx.by_frequency = shape[0], padding, by_freq
+        return _owned(_rows(payload, shape, dtype, ids, fixed))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         table = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.rows, ctx.padding, ctx.by_frequency)
-        return None, table, None, None, None, None, None
+        return None, table, None, None, None, None, None, None
 
 
 # ---- decoding, without the dispatcher where nothing observes it: its microseconds count at one token at a time -------
@@ -369,13 +373,17 @@ def _decoded(payload: torch.Tensor, shape: Any, dtype: torch.dtype, direction: s
 _decoded_forward = partial(_decoded, direction="forward")
 
 
-def _rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
-    return _direct(gather_rows, _gathered_rows, payload, shape, dtype, ids)
+def _rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor, fixed: bool) -> torch.Tensor:
+    way = (gather_fixed_rows, _gathered_fixed_rows) if fixed else (gather_rows, _gathered_rows)
+    return _direct(*way, payload, shape, dtype, ids)
 
 
 def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
-    """Rows of the weight, decoding only the chunks that hold them; many of them, or on a device, the whole weight."""
-    if device.handles(payload):  # to know which chunks are touched is to wait for the device
+    """Rows of the weight, decoding only the chunks that hold them, or for many of them the whole weight."""
+    if device.handles(payload):
+        some = device.decoder_of(payload.device).gather(payload, ids)
+        if some is not None:
+            return some
         borrowed = borrow(payload, "forward")
         try:
             return F.embedding(ids, decode_payload(payload, shape, dtype) if borrowed is None else borrowed.weight)
@@ -469,6 +477,11 @@ def _tiles(blob: memoryview, shape: Any) -> Iterator[torch.Tensor]:
         held -= used
 
 
+def _gathered_fixed_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+    status = device.decoder_of(payload.device).status.kernels if device.handles(payload) else None
+    return fixed_products.gather_rows(payload, shape[0], shape[1], ids, status)
+
+
 def _decoded_fixed(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     return fixed_products.decode(payload, shape[0], shape[1])
 
@@ -498,6 +511,7 @@ for _name, _arguments, _run, _fake in (
     ("decode", _WEIGHT, _decoded_forward, _like_weight),
     ("decode_backward", _WEIGHT, partial(_decoded, direction="backward"), _like_weight),
     ("gather_rows", _WEIGHT.replace(")", ", Tensor ids)"), _gathered_rows, _like_rows),
+    ("gather_fixed_rows", _WEIGHT.replace(")", ", Tensor ids)"), _gathered_fixed_rows, _like_rows),
     ("decode_fixed", _WEIGHT, _decoded_fixed, _like_weight),
     ("decode_fixed_backward", _WEIGHT, _decoded_fixed, _like_weight),
     ("linear_fixed", "(Tensor x, Tensor payload, SymInt[] shape, Tensor? bias)", _linear_fixed, _like_product),
@@ -515,5 +529,6 @@ decode_fixed = torch.ops.netweight.decode_fixed.default
 decode_fixed_backward = torch.ops.netweight.decode_fixed_backward.default
 # (payload, shape, dtype, ids: integers of any shape) -> rows of the weight, of shape (*ids.shape, *shape[1:])
 gather_rows = torch.ops.netweight.gather_rows.default
+gather_fixed_rows = torch.ops.netweight.gather_fixed_rows.default
 # (x: (..., columns), payload, shape (rows, columns), bias: (rows,) or None) -> (..., rows)
 linear_fixed = torch.ops.netweight.linear_fixed.default

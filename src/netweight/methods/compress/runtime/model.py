@@ -353,14 +353,14 @@ def choose_weights(model: nn.Module, *, include: Patterns = None, exclude: Patte
 
 
 def linear_weights(model: nn.Module) -> frozenset[str]:
-    """Names of the weights that Linear layers use and no others, tied ones under each name: those that can be fixed."""
+    """Names of the weights that can be fixed: those of Linear layers, tied to an embedding or not, under each name."""
     names: dict[int, list[str]] = {}
-    others: set[int] = set()
+    kinds: dict[int, set[str | None]] = {}
     for at in _places(model):
-        if _kind(at) != "Linear":
-            others.add(id(at.parameter))
+        kinds.setdefault(id(at.parameter), set()).add(_kind(at))
         names.setdefault(id(at.parameter), []).append(at.name)
-    return frozenset(name for key, of_one in names.items() if key not in others for name in of_one)
+    fitting = [key for key, of_one in kinds.items() if "Linear" in of_one and of_one <= {"Linear", "Embedding"}]
+    return frozenset(name for key in fitting for name in names[key])
 
 
 def check_prefer(prefer: str, precision: Precision) -> None:

@@ -95,11 +95,14 @@ class CompressedStorage:
                 return
             self.fixed = False
         same = weight.device == self.payload.device
-        there = device.encode(weight, self.level, self.chunk_log2) if same else None
-        if there is None:
-            self.adopt(_encode(weight, self.level, self.chunk_log2, Precision()))
-        else:
+        size = device.encode_into(weight, self.payload, self.level, self.chunk_log2) if same else None
+        there = device.encode(weight, self.level, self.chunk_log2) if same and size is None else None
+        if size is not None:
+            self._wrote_there(size)
+        elif there is not None:
             self._adopt_there(there)
+        else:
+            self.adopt(_encode(weight, self.level, self.chunk_log2, Precision()))
 
     def adopt(self, blob: bytes | memoryview) -> None:
         """Put another blob of the same shape and dtype in place of what was here; see `write`."""
@@ -128,9 +131,12 @@ class CompressedStorage:
         self.payload[:LENGTH].view(torch.int64).fill_(blob.numel())
         self.payload[LENGTH:used].copy_(blob)
         self.payload[used:].zero_()
+        self._wrote_there(blob.numel())
+
+    def _wrote_there(self, size: int) -> None:
         torch.autograd.graph.increment_version(self.payload)
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        device.wrote(self.payload, blob.numel(), like, self.chunk_log2, self.level)
+        device.wrote(self.payload, size, like, self.chunk_log2, self.level)
 
     def _replace_fixed(self, payload: torch.Tensor) -> None:
         """Put another payload in the fixed-length form in place of what was here, in its memory if that suffices."""
@@ -146,16 +152,18 @@ class CompressedStorage:
         torch.autograd.graph.increment_version(self.payload)
 
     def transcode(self, *, fixed: bool) -> None:
-        """Put the weight into the fixed-length form, if it has one and gets smaller by it, or back into the codec's."""
+        """Put the weight into the fixed-length form, if it has one and gets smaller by it, or into the codec's."""
         has_form = self.dtype == torch.bfloat16 and self.stride is None and not self.lossy
-        if fixed == self.fixed or (fixed and not has_form):
+        recut = not fixed and not self.lossy and device.wants_other_chunks(self.payload, self.level, self.chunk_log2)
+        if (fixed == self.fixed and not recut) or (fixed and not has_form):
             return
         dense = self.dense()
-        again = None if fixed else CompressedStorage.of(dense, level=self.level, chunk_log2=self.chunk_log2)
+        chunk_log2 = device.CHUNK_LOG2 if recut else self.chunk_log2
+        again = None if fixed else CompressedStorage.of(dense, level=self.level, chunk_log2=chunk_log2)
         payload = _fixed_form(dense) if again is None else again.payload
         if payload is not None:
             self._refuse_to_move()
-            self.payload, self.fixed = payload, fixed
+            self.payload, self.fixed, self.chunk_log2 = payload, fixed, chunk_log2
 
     def _refuse_to_move(self) -> None:
         if self.payload.is_cpu and self.payload.is_shared():  # type: ignore[no-untyped-call]
@@ -182,8 +190,8 @@ class CompressedStorage:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"wire": None}
-        if self.fixed or device.handles(self.payload):
-            state["payload"] = pack(self.blob).to(self.payload.device)
+        made = pack(self.blob).to(self.payload.device) if self.fixed or device.handles(self.payload) else self.payload
+        state["payload"] = made.detach()  # without what is noted of it
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -186,7 +186,7 @@ class CompressedTensor(torch.Tensor):
             if _is_plain(args, kwargs, 1, fixed=True):
                 result = functional.linear(*args, **kwargs)
         elif func is F.embedding:
-            if _is_plain(args, kwargs, 1):
+            if _is_plain(args, kwargs, 1, fixed=True):
                 result = functional.embedding(*args, **kwargs)
         elif func is F.conv2d or func is F.conv1d:
             if _is_plain(args, kwargs, 1):
