@@ -34,6 +34,13 @@ def test_all_tables_are_measured(measured):
     assert (folder / "report.html").exists()
     rows = {one["row"] for one in found["tables"]["neuzip-table3-decoder"]["numbers"] if one["measured"] is not None}
     assert {"Vanilla", "NeuZip 7-bit (lossless)", "netweight, fixed length"} <= rows
+    names = {one["name"] for one in found["tables"]["neuzip-table3-decoder"]["findings"]}
+    assert {
+        "miniature, netweight, fixed length: speed of step 2 over bf16",
+        "miniature, NeuZip 7-bit (lossless): converted weights saved, as the driver sees it",
+        "miniature, netweight, fixed length: allocated by a step at batch 1",
+    } <= names
+    assert "without a CUDA graph" not in str(found["tables"]["neuzip-table3-decoder"]["tables"])
     reloaded = [
         note for note in found["tables"]["neuzip-table3-decoder"]["notes"] if note.startswith("miniature, Offload")
     ]
