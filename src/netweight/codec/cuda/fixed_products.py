@@ -90,7 +90,8 @@ def gather_rows(
         return decode_fixed_rows(payload, ids)
     found = torch.empty(*ids.shape, columns, dtype=torch.bfloat16, device=payload.device)
     if ids.numel():
-        arguments = [ids.to(torch.int64).contiguous(), _aligned(payload), found, rows, columns, status]
+        places = ids.to(torch.int64).contiguous()
+        arguments: list[launching.Argument] = [places, _aligned(payload), found, rows, columns, status]
         launching.launch(_FILE, "fixed_rows", ids.numel(), _DECODE_THREADS, arguments, device=payload.device)
     return found
 
