@@ -22,13 +22,13 @@ from netweight.core.seeds import torch_generator
 from netweight.errors import MissingExtra, Unsupported
 from netweight.hf.quantizers import held_bytes, linear_layers, quantize_, quantizers
 from netweight.report.finding import Finding, Table
+from netweight_experiments.benchmarks.compress.fixed_products import captured
 from netweight_experiments.tables.neuzip.paper_scale_models import (
     PAPER,
     TRIAL,
     Found,
     Run,
     by_shape,
-    captured,
     chosen_device,
     in_turns,
     random_model,

@@ -130,23 +130,6 @@ def in_turns(
     return {name: samples[name].wall for name in runs}
 
 
-def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A function that does what `run` does: on a GPU from a graph, without Python and launches between its kernels."""
-    run()
-    if device.type != "cuda":
-        return run
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    replay: Callable[[], object] = graph.replay
-    return replay
-
-
 def random_model(shape: str, extent: Extent, device: torch.device) -> nn.Module:
     """Make a model of a shape with random bf16 weights on a device, as transformers initializes it."""
     gpus = [device] if device.type == "cuda" else []
