@@ -24,7 +24,6 @@ from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
 from netweight.methods.immunize.checkpoint import CHECKPOINT, Checkpoint, MasterWeights, Record, StepLog, TrainingJob
 from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, TermLog, backward, blank, collate_pairs
-from netweight.methods.immunize.distillation import DistillationDefense
 from netweight.methods.immunize.distributed import ProcessGroup, Spread, spread_of, whole
 from netweight.methods.immunize.repnoise import RepNoiseDefense
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings, named_defense
@@ -41,7 +40,7 @@ _DEFENSES: Mapping[type[DefenseSettings], type[Defense[Any]]] = {
     known.AdversarialLoss: baselines.AdversarialLossDefense,
     known.RandomWeights: baselines.RandomWeightsDefense,
     known.Vaccine: baselines.VaccineDefense,
-    known.Distillation: DistillationDefense,
+    known.Distillation: baselines.DistillationDefense,
     known.SecurityVectors: baselines.SecurityVectorsDefense,
 }
 

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any, final
 
 from netweight.core.bounded_json import parse_json
 from netweight.core.files import refuse_existing, whole_file
-from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
 from netweight.nn.lora import Adapter, LowRank, Truncation, truncate
-from netweight.store.lora_formats import diffusers, kohya, peft
+from netweight.store.lora_formats import diffusers, other_kinds, peft
 from netweight.store.lora_formats.names import (
     AUTHORS,
     COMPONENTS,
+    DENOISER,
+    PREFIXES,
     KohyaNames,
     ModelNames,
     in_component,
+    kohya_name,
     split_component,
 )
 from netweight.store.lora_formats.other_kinds import BaseWeights, Conversion, refuse_kinds
@@ -32,7 +35,9 @@ from netweight.store.lora_formats.parts import (
     Layout,
     Part,
     Role,
+    alpha_of,
     assemble,
+    by_module,
     load_part,
     refuse_pickle,
     scaled_up,
@@ -89,8 +94,8 @@ def _plan_file(file: Path, known: KohyaNames, path: Path, conversion: Conversion
                 f"{file} is in peft's layout, but is not called {peft.WEIGHTS}, so its scale is not known.",
                 cure=f"Put it in a folder under that name, beside its {peft.CONFIG}.",
             )
-        if kohya.is_kohya(names):
-            parts = _with_alphas(file, store, kohya.locate_flattened(names, file, known), conversion)
+        if _is_kohya(names):
+            parts = _with_alphas(file, store, _locate_kohya(names, file, known), conversion)
             return AdapterPlan(path, "kohya", parts, _base_said(said), about)
         located = diffusers.locate(names, file)
         settings = diffusers.settings(said, file)
@@ -296,7 +301,7 @@ def write_adapter(
         return _write_peft(adapter, path, kernels, base, overwrite)
     file = path if path.suffix == ".safetensors" else path / diffusers.WEIGHTS
     if layout == "kohya":
-        tensors, metadata = kohya.kohya_tensors(adapter.factors, kernels), {"format": "pt"}
+        tensors, metadata = _kohya_tensors(adapter.factors, kernels), {"format": "pt"}
     elif layout == "diffusers":
         tensors, metadata = _diffusers_content(adapter, kernels, base)
     else:
@@ -465,3 +470,54 @@ def _write_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapp
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     with whole_file(file, overwrite=overwrite) as out:
         out.write(safetensors.torch.save(plain, dict(metadata)))
+
+
+# kohya's layout, in which most published adapters are: underscores for dots, and an alpha beside each pair of factors,
+# lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight.
+_KOHYA_TENSOR = re.compile(r"(?P<module>[^.]+)\.(?P<role>lora_down\.weight|lora_up\.weight|alpha)")
+_KOHYA_ROLES: dict[str, Role] = {"lora_down.weight": "down", "lora_up.weight": "up", "alpha": "alpha"}
+
+
+def _is_kohya(names: list[str]) -> bool:
+    """Whether tensors have kohya's names."""
+    return bool(names) and all(name.startswith((*PREFIXES, DENOISER)) for name in names)
+
+
+def _locate_kohya(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[Role, str]]:
+    """Find the factors and alphas of each module in kohya's layout."""
+    found: list[tuple[str, str, Role]] = []
+    for name in names:
+        match = _KOHYA_TENSOR.fullmatch(name) or other_kinds.TENSOR.fullmatch(name)
+        if match is None:
+            raise Unsupported(f"{where}: tensor {name!r} is no factor of a LoRA.", cure="Train without it.")
+        try:
+            module = known.module(match["module"])
+        except NetweightError as error:
+            raise type(error)(f"{where}: {error.reason}", cure=error.cure) from error
+        found.append((name, module, _KOHYA_ROLES.get(match["role"], match["role"])))
+    return by_module(found, where)
+
+
+def _kohya_tensors(factors: Mapping[str, LowRank], kernels: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return an adapter's tensors in kohya's layout, all with one alpha."""
+    import torch
+
+    components = split_component(factors)
+    several = any(module.startswith(("text_encoder_2.", "text_encoder_3.")) for module in factors)
+    alphas = {module: alpha_of(change.scale, change.rank) for module, change in factors.items()}
+    alpha = Counter(value for value in alphas.values() if value).most_common(1)
+    common = alpha[0][0] if alpha else 1.0
+    tensors: dict[str, Tensor] = {}
+    for module, change in factors.items():
+        name = kohya_name(*components[module], several_encoders=several)
+        if f"{name}.alpha" in tensors:
+            raise UsageError(
+                f"Two modules are called {name!r} in kohya's layout; one is {module!r}.", cure="Choose another layout."
+            )
+        up = change.up if alphas[module] == common else scaled_up(change.up, change.scale * change.rank / common)
+        kernel = kernels.get(module, ())
+        tensors[f"{name}.lora_down.weight"] = change.down.reshape(change.rank, -1, *kernel)
+        tensors[f"{name}.lora_up.weight"] = up.reshape(*up.shape, *(1 for _ in kernel))
+        exact = torch.tensor(common)
+        tensors[f"{name}.alpha"] = exact if exact.item() == common else torch.tensor(common, dtype=torch.float64)
+    return tensors
