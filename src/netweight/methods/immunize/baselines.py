@@ -256,6 +256,11 @@ class DistillationDefense(Defense[Distillation]):
         """Divergence from the original at every token, those of the prompts included."""
         how: Any = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         seen = batch.attention_mask.bool() & (batch.labels != IGNORED).any(1, keepdim=True)  # none of a blank row
+        if not hasattr(self, "original"):
+            raise Unsupported(
+                "Distillation measures against the original, which is kept while it trains and no longer.",
+                cure="Evaluate during training: eval_strategy='steps'.",
+            )
         with torch.no_grad():
             wanted = self.original(**how).logits[seen].float().log_softmax(-1)
         found = model(**how).logits[seen].float().log_softmax(-1)
