@@ -51,7 +51,7 @@ def captured(run: Callable[[], object], device: torch.device) -> Callable[[], ob
     run()
     if device.type != "cuda":
         return run
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         run()

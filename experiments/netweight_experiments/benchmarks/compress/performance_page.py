@@ -97,7 +97,7 @@ def memory_part() -> str:
         return ""
     text, one = (
         "\n## Whole files\n",
-        {result["one_tensor_bytes"]: result for result in found if "one_tensor_bytes" in result},
+        {each["one_tensor_bytes"]: each for each in found if "one_tensor_bytes" in each},
     )
     folders = [result for result in found if "memory" in result]
     if folders:
@@ -119,7 +119,7 @@ one thread ([{newest["date"]}](../benchmarks/results/{newest["path"].name})):
 
 {table(("what", "target", "measured", ""), rows)}"""
     for nbytes, result in sorted(one.items()):
-        rows = [
+        commands = [
             (name, f"{row['peak_above_libraries_bytes'] / 1e6:.0f} MB", f"{row['system_per_cp_without_start']:.2f}")
             for name, row in result["commands"].items()
         ]
@@ -127,7 +127,7 @@ one thread ([{newest["date"]}](../benchmarks/results/{newest["path"].name})):
 One tensor of {nbytes / 1e6:,.0f} MB; targets: 200 MB, 1.5
 ([{result["date"]}](../benchmarks/results/{result["path"].name})):
 
-{table(("command", "peak beside the libraries", "system time, cp = 1"), rows)}"""
+{table(("command", "peak beside the libraries", "system time, cp = 1"), commands)}"""
     return text
 
 

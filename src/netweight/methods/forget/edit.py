@@ -180,7 +180,7 @@ def _described(model: TextToImage, prompts: Sequence[str], count: int = 1) -> Te
     """Descriptions of the images of prompts from the first seeds, shape `(prompts, images, width)`."""
     text = model.embed(list(prompts)).rows([row for row in range(len(prompts)) for _ in range(count)])
     images = generated(model, text, [*range(count)] * len(prompts), Batches(16), **_DRAWN)
-    return described(CenteredPixels(), images).unflatten(0, (len(prompts), count))
+    return described(CenteredPixels(), images).reshape(len(prompts), count, -1)
 
 
 def _unlike(model: TextToImage, prompts: Sequence[str], ordinary: Sequence[str]) -> list[list[str]]:

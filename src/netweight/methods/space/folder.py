@@ -95,7 +95,7 @@ def _corrected(space: WeightSpace, labels: Labels, how: DirectionSettings, progr
     from netweight.methods.space.inversion import generate_differentiably
 
     read = import_named(str(how.reader), "The reader").read
-    model = load_text_to_image(how.pipeline, dtype=torch.float32, device=how.device)
+    model = load_text_to_image(str(how.pipeline), dtype=torch.float32, device=how.device)
     generate = partial(
         generate_differentiably, model, space, prompts=how.prompts, guidance=how.guidance, steps=how.steps
     )

@@ -120,7 +120,8 @@ class RowLayout:
             rank = self.ranks[name]
             part = row[..., place : place + rank * (rows + columns)]
             down, up = torch.split(part, [rank * columns, rows * rank], dim=-1)
-            found[name] = down.unflatten(-1, (rank, columns)), up.unflatten(-1, (rows, rank))
+            lead = part.shape[:-1]
+            found[name] = down.reshape(*lead, rank, columns), up.reshape(*lead, rows, rank)
             place += rank * (rows + columns)
         return found
 

@@ -148,7 +148,7 @@ def _layers(network: nn.Sequential) -> tuple[list[list[Any]], dict[str, NDArray[
             layers.append([name])
             tensors |= {f"{name}.{part}": value for part, value in layer.state_dict().items()}
             if channels:  # the page keeps channels last, where torch flattens them first
-                columns = layer.weight.unflatten(1, (channels, -1)).transpose(1, 2).flatten(1)
+                columns = layer.weight.reshape(len(layer.weight), channels, -1).transpose(1, 2).flatten(1)
                 tensors[f"{name}.weight"], channels = columns, 0
     return layers, {name: _halves(value) for name, value in tensors.items()}
 
