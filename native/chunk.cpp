@@ -103,7 +103,7 @@ void decode_planes(const Dtype& d, Reader& in, const u8* readable_end, size_t co
   for (size_t start = 0; start < count; start += slab) {
     const size_t some = std::min(slab, count - start);
     (d.unit_bytes == 4 ? kernels.join4 : kernels.join8)(head + 2 * start, tail, some, out);
-    for (const u8*& t : tail) t += slab;
+    for (int t = 0; t < tails; t++) tail[t] += some;
     out += some * d.unit_bytes;
     if (check) check->up_to(out);
   }

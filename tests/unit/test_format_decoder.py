@@ -286,8 +286,7 @@ def order(x, bits):
 
 
 def chunk_of(source, size, floats, count, base):
-    first, bits = source.data[0], 8 * size
-    mask = (1 << bits) - 1
+    first, mask = source.data[0], (1 << 8 * size) - 1
     if first == 17:
         source.take(1)
         numbers, total = [], 0
@@ -296,11 +295,29 @@ def chunk_of(source, size, floats, count, base):
         return numbers
     if first == 18:
         source.take(1)
-        steps = [(f >> 1) ^ -(f & 1) for f in planes(source, size, count, 8)]
-        if not floats:
-            return [(b + d) & mask for b, d in zip(base, steps, strict=True)]
-        return [order((order(b, bits) + d) & mask, bits) for b, d in zip(base, steps, strict=True)]
+        return stepped(planes(source, size, count, 8), size, floats, base)
+    if first == 19:
+        source.take(1)
+        return stepped(classes(source, size, base), size, floats, base)
     return body(source, size, count)
+
+
+def classes(source, size, base):
+    assert size == 2
+    thresholds = source.take(7)
+    assert list(thresholds) == sorted(thresholds)
+    of = [sum(threshold <= (b >> 7 & 255) for threshold in thresholds) for b in base]
+    folded = [iter(planes(source, size, of.count(c), 8) if c in of else ()) for c in range(8)]
+    return [next(folded[c]) for c in of]
+
+
+def stepped(folded, size, floats, base):
+    bits = 8 * size
+    mask = (1 << bits) - 1
+    steps = [(f >> 1) ^ -(f & 1) for f in folded]
+    if not floats:
+        return [(b + d) & mask for b, d in zip(base, steps, strict=True)]
+    return [order((order(b, bits) + d) & mask, bits) for b, d in zip(base, steps, strict=True)]
 
 
 def body(source, size, count):
