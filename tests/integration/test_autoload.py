@@ -66,7 +66,7 @@ def test_without_compressed_models_nothing_else_is_imported(place):
         place, f"from transformers import AutoModel, Trainer\nAutoModel.from_pretrained('bert')\n{LOADED}"
     )
     assert printed == [str(["netweight", "netweight.autoload", "netweight.core", "netweight.core.lazy"])]
-    assert "netweight" not in errors
+    assert "netweight" not in errors.replace(sys.prefix, "")  # libraries name where they are installed
 
 
 @pytest.mark.parametrize("switch", ["NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])

@@ -95,7 +95,7 @@ def test_a_direction_is_corrected_by_what_it_changes_in_images(place, beard, ope
     arguments = on(place, "direction", "--labels", place / "labels.csv", "--column", "beard", "--corrected",
                    "--out", tmp_path / "corrected.json")  # fmt: skip
     assert "reads them" in error(*arguments)["message"]
-    found = run(*arguments, "--pipeline", place / "pipeline", "--reader", "image_readers:COLORS", "--steps", 2,
+    found = run(*arguments, "--pipeline", place / "pipeline", "--reader", "image_readers:colors", "--steps", 2,
                 "--rounds", 1)  # fmt: skip
     assert found["kind"] == "corrected"
     corrected, plain = read_direction(tmp_path / "corrected.json"), read_direction(beard[0])

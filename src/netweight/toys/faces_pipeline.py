@@ -107,6 +107,11 @@ def read_faces(pictures: Tensor, *, folder: str | Path | None = None, world: Dra
     return Reading(attributes, nuisances, grounds.argmax(1))
 
 
+def read_attributes(pictures: Tensor) -> dict[str, Tensor]:
+    """Measure the eight attributes of drawn faces, from -1 to 1, as commands ask a reader."""
+    return dict(zip(ATTRIBUTES, read_faces(pictures).attributes.T, strict=True))
+
+
 def embed(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Tensor:
     """The network's last hidden layer, shape `(n, 80)`: a stand-in for an identity embedding."""
     # `pictures`: shape `(n, 3, 16, 16)`, within 0 and 1

@@ -94,7 +94,7 @@ def _corrected(space: WeightSpace, labels: Labels, how: DirectionSettings, progr
     from netweight.methods.space.edits import corrected
     from netweight.methods.space.inversion import generate_differentiably
 
-    read = import_named(str(how.reader), "The reader").read
+    read = import_named(str(how.reader), "The reader")
     model = load_text_to_image(str(how.pipeline), dtype=torch.float32, device=how.device)
     generate = partial(
         generate_differentiably, model, space, prompts=how.prompts, guidance=how.guidance, steps=how.steps

@@ -45,7 +45,7 @@ class PointImages(Settings):
     pipeline: DirectoryPath = Field(description="The base model: a folder of a diffusers pipeline.")
     prompts: tuple[str, ...] = Field(("",), min_length=1, description="Prompts, an image of each with its own noise.")
     reader: str | None = Field(
-        None, description='What measures attributes in images, "module:name" of a `Reader` or such a function.'
+        None, description='What measures attributes in images, "module:function"; see docs/weight-space-use.md.'
     )
     models: int = Field(24, ge=5, description="Training models that are read to compare with.")
     edited: int = Field(8, ge=1, description="Training models that are moved along each direction.")
@@ -71,7 +71,7 @@ class _World:
 
     def read(self, images: Tensor) -> Tensor:
         """Attributes of images `(n, 3, height, width)`, shape `(n, attributes)`."""
-        found = import_named(str(self.settings.reader), "The reader").read(images)
+        found = import_named(str(self.settings.reader), "The reader")(images)
         return torch.stack([found[name] for name in self.names], 1)
 
     def of(self, scores: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def _attack(target: Target, settings: PointImages, progress: Progress) -> Sectio
     world = _World(model, space, settings, ())
     findings, told, figures = [], [], [_neighbors(world, points)]
     if settings.reader is not None:
-        first = import_named(settings.reader, "The reader").read(world.generate(space.scores[:1]).flatten(0, 1))
+        first = import_named(settings.reader, "The reader")(world.generate(space.scores[:1]).flatten(0, 1))
         world = replace(world, names=tuple(first))
         trained = world.of(space.scores[: settings.models])
         if min(len(points.scores), len(trained)) >= LEAST_AUDITED:
