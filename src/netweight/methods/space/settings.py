@@ -93,7 +93,7 @@ class DirectionSettings(CorrectionSettings):
     )
     pipeline: DirectoryPath | None = Field(default=None, description="The base model, a pipeline, for --corrected.")
     reader: str | None = Field(
-        default=None, description='What measures labeled attributes in images, "module:function"; see docs/weight-space-use.md.'
+        default=None, description='What measures labeled attributes in images, "module:function".'
     )
     prompts: Annotated[tuple[str, ...], Cli(name="--prompt")] = Field(
         default=("",), description="Prompts of these images, in turn for noises."
