@@ -44,9 +44,7 @@ class PointImages(Settings):
 
     pipeline: DirectoryPath = Field(description="The base model: a folder of a diffusers pipeline.")
     prompts: tuple[str, ...] = Field(("",), min_length=1, description="Prompts, an image of each with its own noise.")
-    reader: str | None = Field(
-        None, description='What measures attributes in images, "module:function".'
-    )
+    reader: str | None = Field(None, description='What measures attributes in images, "module:function".')
     models: int = Field(24, ge=5, description="Training models that are read to compare with.")
     edited: int = Field(8, ge=1, description="Training models that are moved along each direction.")
     guidance: float = Field(3.0, description="Scale of classifier-free guidance.")
