@@ -106,7 +106,9 @@ class TinyModel:
     def predict(self, latents: Tensor, timestep: Tensor, text: Text) -> Prediction:
         signal, noise = self.levels(timestep)
         time = (torch.as_tensor(timestep).reshape(-1).expand(len(latents)) + 1) / (LEVELS + 1)
-        velocity = self.denoiser(latents, time, text)
+        dtype = next(self.denoiser.parameters()).dtype
+        read = Text(text.states.to(dtype), text.mask)
+        velocity = self.denoiser(latents.to(dtype), time.to(dtype), read).float()  # as a pipeline does
         return Prediction(signal * velocity + noise * latents, signal * latents - noise * velocity)
 
     def to_latents(self, images: Tensor) -> Tensor:

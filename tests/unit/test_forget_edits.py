@@ -124,12 +124,13 @@ def test_layers_that_are_not_chosen_stay(tmp_path):
     assert moved == {"blocks.0.attn2.to_v.weight", "blocks.1.attn2.to_v.weight"}
 
 
+@pytest.mark.parametrize("settings", [ClosedFormSettings(), SHORT.replace(steps=2, generation_steps=2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_dtype_stays_and_undoing_is_exact_in_it(dtype):
+def test_the_dtype_stays_and_undoing_is_exact_in_it(dtype, settings):
     model = trained()
     model.denoiser.to(dtype)
     before = model.digest()
-    record = forget(model, PLANTED, ORDINARY, settings=SHORT.replace(steps=2, generation_steps=2))
+    record = forget(model, PLANTED, ORDINARY, settings=settings)
     assert {weight.dtype for weight in model.denoiser.parameters()} == {dtype}
     undo(model, record)
     assert model.digest() == before
