@@ -206,7 +206,7 @@ def _closed_form(
         strength = torch.tensor([settings.weight * 2**times for times in tried])
         before = _lead_elsewhere(model, prompts, anchors, kept, settings, strength)
         alike = (_described(model, prompts, _CHECKED) * wanted).sum(2).quantile(0.75, 1)
-        left = [row for row, value in enumerate(alike.tolist()) if value > _BROKEN]
+        left = [row for row, value in enumerate(alike.tolist()) if not value <= _BROKEN]  # NaN counts as left
         if not left or max(tried) + 1 == settings.rounds:
             break
         _exchange(model.denoiser, before)
