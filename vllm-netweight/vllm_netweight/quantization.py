@@ -62,7 +62,8 @@ class NetweightConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        return METHOD if hf_quant_cfg.get("quant_method") in (METHOD, HINT) else None
+        named = str(hf_quant_cfg.get("quant_method")).lower()  # as vLLM writes it
+        return METHOD if named in (METHOD, HINT.lower()) else None
 
     def get_name(self) -> str:
         return METHOD
