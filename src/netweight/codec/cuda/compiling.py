@@ -18,7 +18,7 @@ from netweight.errors import CudaFailed, CudaUnavailable, NetweightError, UsageE
 
 INSTALL = 'Run: pip install "netweight[cuda]"'
 KERNELS = Path(__file__).parent / "kernels"
-_OPTIONS = ("--std=c++17", "--extra-device-vectorization")
+_OPTIONS = ("--std=c++17", "--extra-device-vectorization", "--device-as-default-execution-space")
 _DIGEST_BYTES = 32
 
 
