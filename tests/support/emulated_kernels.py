@@ -52,10 +52,17 @@ def _folder():
     return Path(folder.name)
 
 
+def whole(path):
+    """A .cu file and the headers that it includes, as text."""
+    source = path.read_text()
+    headers = re.findall(r'^#include "(\w+\.cuh)"$', source, re.MULTILINE)
+    return source + "".join(whole(path.parent / header) for header in headers)
+
+
 def entries(source):
-    """Names of the kernels in a .cu file."""
+    """Names of the kernels in a .cu file, each once."""
     plain = re.sub(r"__launch_bounds__\([^)]*\)", "", source)
-    return re.findall(r"__global__\s+void\s+(\w+)\s*\(", plain)
+    return list(dict.fromkeys(re.findall(r"__global__\s+void\s+(\w+)\s*\(", plain)))
 
 
 @cache
@@ -63,9 +70,8 @@ def library(file):
     """A .cu file of netweight's kernels, or of any other path, as a loaded library."""
     require_compiler()
     path = KERNELS / file
-    source = path.read_text()
     wrapper = f'#include "cuda_emulator.h"\n#include "{path}"\n'
-    wrapper += "".join(f"EMULATED_ENTRY({entry})\n" for entry in entries(source))
+    wrapper += "".join(f"EMULATED_ENTRY({entry})\n" for entry in entries(whole(path)))
     name = hashlib.sha256(wrapper.encode()).hexdigest()[:16]
     cpp, so = _folder() / f"{name}.cpp", _folder() / f"{name}.so"
     cpp.write_text(wrapper)

@@ -29,7 +29,7 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
     runs_of,
 )
 from netweight_experiments.tables.neuzip.paper_scale_training import measured_training, train
-from netweight_experiments.tables.neuzip.throughput import measured_throughput, throughput
+from netweight_experiments.tables.neuzip.throughput import joined, measured_throughput, throughput
 from netweight_experiments.tables.neuzip.training import COMPRESSED, LOMO, VANILLA
 from netweight_experiments.tables.published import published
 from netweight_experiments.tables.registry import Measured
@@ -89,16 +89,23 @@ def measure_at_size(
         left_out.extend(late)
         return found
 
-    rates = all_of("throughput", _throughput, [_Throughput(place.type, trial)])
-    inference = all_of("inference", infer, runs_of(WAYS, place.type, trial=trial))
-    training = all_of("training", train, runs_of((COMPRESSED, LOMO, VANILLA), place.type, trial=trial))
+    # What has targets first: two ways to run the first shape, and two to train it.
+    inference = runs_of(WAYS, place.type, trial=trial)
+    training = runs_of((COMPRESSED, LOMO, VANILLA), place.type, trial=trial)
+    extent: Extent = TRIAL if trial else PAPER
+    sides = [_Throughput(place.type, trial, side) for side in extent.sides]
+    inferred = all_of("inference", infer, inference[:2])
+    trained = all_of("training", train, training[:2])
+    rates = all_of("throughput", _throughput, sides)
+    inferred |= all_of("inference", infer, inference[2:])
+    trained |= all_of("training", train, training[2:])
     tables: dict[str, Measured] = {}
     if rates:
-        tables["neuzip-fig4"] = measured_throughput(next(iter(rates.values())), place)
-    if training:
-        tables["neuzip-table1"] = measured_training(training)
-    if inference:
-        tables["neuzip-table3-decoder"] = measured_inference(inference)
+        tables["neuzip-fig4"] = measured_throughput(joined(list(rates.values())), place)
+    if trained:
+        tables["neuzip-table1"] = measured_training(trained)
+    if inferred:
+        tables["neuzip-table3-decoder"] = measured_inference(inferred)
     done = AtSize(_name(place), tables, tuple(left_out), out / "report.html")
     _write(done, out, command, trial)
     return done
@@ -109,11 +116,12 @@ def measure_at_size(
 class _Throughput:
     device: str
     trial: bool
+    side: int
 
 
 def _throughput(run: _Throughput) -> dict[str, Any]:
     extent: Extent = TRIAL if run.trial else PAPER
-    return throughput(chosen_device(run.device), extent.sides, rounds=extent.rounds)
+    return throughput(chosen_device(run.device), run.side, rounds=extent.rounds)
 
 
 def _driver() -> str | None:

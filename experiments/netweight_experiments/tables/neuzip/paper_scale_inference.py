@@ -10,7 +10,6 @@ import copy
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import median
 from typing import Any, final
 
@@ -25,13 +24,12 @@ from netweight.report.finding import Finding, Table
 from netweight_experiments.benchmarks.compress.fixed_products import captured
 from netweight_experiments.tables.neuzip.paper_scale_models import (
     PAPER,
-    TRIAL,
     Found,
     Run,
     by_shape,
     chosen_device,
+    dense_model,
     in_turns,
-    random_model,
 )
 from netweight_experiments.tables.neuzip.training import GIB, SEED
 from netweight_experiments.tables.registry import Measured
@@ -39,7 +37,7 @@ from netweight_experiments.tables.registry import Measured
 VANILLA, LOSSLESS, FIXED = "Vanilla", "NeuZip 7-bit (lossless)", "netweight, fixed length"
 RELOADED, THREE_BITS = "Offload and reload", "NeuZip 3-bit"
 # Names of rows, as the paper has them where it does; the most important ones first.
-WAYS = (VANILLA, LOSSLESS, FIXED, RELOADED, "Quant NF4", "Quant INT8", THREE_BITS)
+WAYS = (LOSSLESS, FIXED, VANILLA, RELOADED, "Quant NF4", "Quant INT8", THREE_BITS)
 _TARGETS = {  # speed over bf16's
     (FIXED, "step 1"): 1.0, (FIXED, "step 32"): 0.95, (LOSSLESS, "step 1"): 0.33, (LOSSLESS, "step 32"): 0.8,
 }  # fmt: skip
@@ -60,7 +58,7 @@ class _Task:
 def infer(run: Run) -> dict[str, Any]:
     """Measure one way beside the dense model, in the same rounds."""
     extent, device = run.extent, chosen_device(run.device)
-    dense: Any = _dense_model(run.shape, run.device, run.trial)
+    dense: Any = dense_model(run.shape, run.device, run.trial)
     layers = linear_layers(dense)
     try:
         converted = sum(dense.get_submodule(name).weight.nbytes for name in layers)
@@ -88,15 +86,6 @@ def infer(run: Run) -> dict[str, Any]:
         return {"missing": error.reason.removesuffix(".")}
     except RuntimeError as error:  # out of memory, or what another library refuses: the other ways are measured
         return {"missing": str(error).splitlines()[0].removesuffix(".")}
-
-
-@lru_cache(maxsize=1)  # shared by the ways of a shape; a second one might not fit beside it
-def _dense_model(shape: str, device: str, trial: bool) -> nn.Module:
-    extent = TRIAL if trial else PAPER
-    model: Any = random_model(shape, extent, chosen_device(device))
-    model.eval()
-    held: nn.Module = model
-    return held
 
 
 def _apply(way: str, model: nn.Module, layers: Sequence[str], device: torch.device) -> None:

@@ -5,9 +5,10 @@ They run on a GPU, or as a trial on a CPU with tiny models, where the times mean
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from statistics import median
 from typing import Any, final
 
@@ -105,6 +106,23 @@ def chosen_device(name: str | None) -> torch.device:
             "torch sees no GPU on this machine.", cure="Run it where there is one, or try it out with --trial."
         )
     return device
+
+
+@lru_cache(maxsize=1)  # shared by the ways of a shape; a second one might not fit beside it
+def dense_model(shape: str, device: str, trial: bool) -> nn.Module:
+    """A dense model to measure others beside; it stays until `let_go`."""
+    model: Any = random_model(shape, TRIAL if trial else PAPER, chosen_device(device))
+    model.eval()
+    held: nn.Module = model
+    return held
+
+
+def let_go(device: torch.device) -> None:
+    """Let go of the models of runs before, also of those that their own hooks hold."""
+    dense_model.cache_clear()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
     Run,
     by_shape,
     chosen_device,
+    let_go,
     random_model,
     synchronize,
 )
@@ -33,6 +34,7 @@ _TARGET_PEAK, _TARGET_SPEED = 15.2, 0.85  # of Llama-3 8B on an H200
 def train(run: Run) -> dict[str, Any]:
     """Train a few updates by plain SGD with non-reentrant activation checkpointing, as the reference code does."""
     extent, device = run.extent, chosen_device(run.device)
+    let_go(device)
     try:
         model: Any = random_model(run.shape, extent, device)
         model.activation_checkpointing_enable({"use_reentrant": False})

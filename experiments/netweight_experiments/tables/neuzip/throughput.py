@@ -7,7 +7,8 @@ bit before anything is timed.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,7 +25,8 @@ from netweight.hf.quantizers import nf4
 from netweight.methods.compress.runtime.storage import CompressedStorage
 from netweight.report.finding import Finding
 from netweight.report.plots import lines
-from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns
+from netweight_experiments.tables.neuzip import dfloat11
+from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns, synchronize
 from netweight_experiments.tables.neuzip.training import GIB, SEED
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 
@@ -46,35 +48,50 @@ class _Way:
     unpack: Callable[[Any], torch.Tensor]  # what is kept → dense matrix
     stored: Callable[[Any], int]  # what is kept → its bytes on the device
     exact: bool = True  # whether every bit comes back
+    slow: bool = False  # whether the host packs; then checking is timed with it
+    largest: int | None = None  # the side of the largest matrices that it packs in seconds
 
 
 @table("neuzip-fig4", needs=("evidence",), paper_needs=("a GPU",), stand_in=True)
 def figure4(scale: Scale, out: Path) -> Measured:
     """Bytes of weights packed and unpacked per second, by matrix size: offloading, quantizing, compressing."""
     device = chosen_device(None if scale == "paper" or torch.cuda.is_available() else "cpu")
-    found = throughput(device, PAPER.sides if scale == "paper" else _SMALL, rounds=PAPER.rounds)
+    sides = PAPER.sides if scale == "paper" else _SMALL
+    found = joined([throughput(device, side, rounds=PAPER.rounds) for side in sides])
     return measured_throughput(found, device)
 
 
-def throughput(device: torch.device, sides: tuple[int, ...], *, rounds: int) -> dict[str, Any]:
-    """Time every way on every matrix."""
+def throughput(device: torch.device, side: int, *, rounds: int) -> dict[str, Any]:
+    """Time every way on matrices of one size; what packs slowly packs one of them, once."""
     ways, missing = _ways(device)
-    found: dict[str, list[dict[str, Any]]] = {way.name: [] for way in ways}
-    for side in sides:
-        count = max(1, min(64, _WORK // (2 * side**2) // (1 if device.type == "cuda" else 128)))
-        weights = [_matrix(side, device, number) for number in range(count)]
-        kept = {way.name: [_checked(way, weight) for weight in weights] for way in ways}
-        packing = in_turns({way.name: _each(way.pack, weights) for way in ways}, device, rounds=rounds)
-        unpacking = in_turns({way.name: _each(way.unpack, kept[way.name]) for way in ways}, device, rounds=rounds)
-        packing, unpacking = (
-            {name: tuple(taken / count for taken in times) for name, times in of.items()} for of in (packing, unpacking)
-        )
-        for way in ways:
-            share = way.stored(kept[way.name][0]) / weights[0].nbytes
-            found[way.name].append(
-                {"side": side, "share": share, "pack": packing[way.name], "unpack": unpacking[way.name]}
-            )
+    ways = [way for way in ways if way.largest is None or side <= way.largest]
+    count = max(1, min(64, _WORK // (2 * side**2) // (1 if device.type == "cuda" else 128)))
+    weights = [_matrix(side, device, number) for number in range(count)]
+    fast = [way for way in ways if not way.slow]
+    kept = {way.name: [_checked(way, weight) for weight in weights] for way in fast}
+    timed = in_turns({way.name: _each(way.pack, weights) for way in fast}, device, rounds=rounds)
+    packing = {name: tuple(taken / count for taken in times) for name, times in timed.items()}
+    for way in ways:
+        if way.slow:
+            synchronize(device)
+            started = time.perf_counter()
+            kept[way.name] = [_checked(way, weights[0])]
+            synchronize(device)
+            packing[way.name] = (time.perf_counter() - started,)
+    timed = in_turns({way.name: _each(way.unpack, kept[way.name]) for way in ways}, device, rounds=rounds)
+    unpacking = {name: tuple(taken / len(kept[name]) for taken in times) for name, times in timed.items()}
+    found = {}
+    for way in ways:
+        share = way.stored(kept[way.name][0]) / weights[0].nbytes
+        found[way.name] = [{"side": side, "share": share, "pack": packing[way.name], "unpack": unpacking[way.name]}]
     return {"ways": found, "missing": missing}
+
+
+def joined(sizes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What was found for several sizes of matrices, as one."""
+    names = [name for of in sizes for name in of["ways"]]
+    ways = {name: [point for of in sizes for point in of["ways"].get(name, [])] for name in dict.fromkeys(names)}
+    return {"ways": ways, "missing": {name: why for of in sizes for name, why in of["missing"].items()}}
 
 
 def measured_throughput(found: dict[str, Any], device: torch.device) -> Measured:
@@ -170,7 +187,14 @@ def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
 
     ways = [
         _Way(_LOSSLESS, boxed(None), CompressedStorage.dense, _payload),
-        _Way("netweight, 3 bits", boxed(codec.Precision(3, 512)), CompressedStorage.dense, _payload, exact=False),
+        _Way(
+            "netweight, 3 bits",
+            boxed(codec.Precision(3, 512)),
+            CompressedStorage.dense,
+            _payload,
+            exact=False,
+            slow=True,
+        ),
         _Way(
             "netweight, fixed length",
             lambda weight: (encode_fixed(weight), weight.shape),
@@ -183,6 +207,7 @@ def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
         ("offload and reload", _offloading),
         ("bitsandbytes NF4", _nf4),
         ("nvCOMP ANS on exponents", _nvcomp),
+        ("DFloat11", _dfloat11),
     ):
         try:
             ways.append(maker(name, device))
@@ -208,12 +233,19 @@ def _offloading(name: str, device: torch.device) -> _Way:
         there = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
         return there.copy_(weight)
 
-    return _Way(name, offload, lambda there: there.to(device, non_blocking=True), lambda there: 0)
+    return _Way(name, offload, lambda there: there.to(device, non_blocking=True), lambda there: 0, slow=True)
 
 
 def _nf4(name: str, device: torch.device) -> _Way:
     pack, unpack = nf4()
     return _Way(name, pack, unpack, lambda kept: int(kept[0].nbytes + kept[1].absmax.nbytes), exact=False)
+
+
+def _dfloat11(name: str, device: torch.device) -> _Way:
+    if device.type != "cuda":
+        raise Unsupported("it needs a GPU")
+    dfloat11.require()
+    return _Way(name, dfloat11.pack, dfloat11.unpack, lambda kept: int(kept.nbytes), slow=True, largest=4096)
 
 
 def _nvcomp(name: str, device: torch.device) -> _Way:

@@ -1,7 +1,7 @@
 """Decoding on the GPU: layouts that are read once, one blob or a plan of many in one launch, and lossy blobs.
 
-docs/format.md is the format, `kernels/decode.cu` the kernel. Of a lossy blob the sections, which are lossless blobs,
-are decoded where they are, and the arithmetic of `numpy_codec.py` runs as torch operations with the same bits.
+docs/format.md is the format, kernels/decode_chunks.cuh the kernel. Of a lossy blob the sections, which are lossless
+blobs, are decoded where they are, and the arithmetic of `numpy_codec.py` runs as torch operations with the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from netweight.codec.cuda import launching
 from netweight.codec.dtypes import empty_tensor, torch_dtype
 from netweight.errors import CorruptBlob, OutOfMemory, Unsupported, UsageError
 
-_FILE, _ENTRY = "decode.cu", "decode_chunks"
+_ENTRY = "decode_chunks"
+_ANY_SIZE = "decode.cu"  # kernels for numbers of any size
 NO_SUCH_ROW = 2048  # the bit of a status for a row that a weight lacks; kNoSuchRow in kernels/types.cuh
 _FIRST_BYTES = 1 << 16  # enough for the header and the index of 16,000 chunks; more is fetched in a second step
 # In the order of the bits that kernels/chunk.cuh gives them.
@@ -114,7 +115,7 @@ def decode(blob: Tensor, layout: BlobLayout, *, out: Tensor | None = None, statu
         starts = layout.starts.to(blob.device)
         job = (blob, layout.size, starts, out, layout.numbers, number_bytes, layout.chunk_log2)
         arguments = (0, 0, *job, own_status)  # no table of jobs
-        launching.launch(_FILE, _ENTRY, layout.chunks, _threads(layout), arguments, device=blob.device)
+        launching.launch(_file(layout, out), _ENTRY, layout.chunks, _threads(layout), arguments, device=blob.device)
     if status is None:
         raise_if_corrupt(own_status)
     return out
@@ -140,7 +141,7 @@ def decode_rows(blob: Tensor, layout: BlobLayout, ids: Tensor, status: Tensor) -
         places = ids.to(torch.int64).contiguous()
         job = (places, across, blob, layout.size, layout.starts, slots, rows, layout.shape[0], width)
         arguments = (*job, number_bytes, layout.chunk_log2, status)
-        launching.launch(_FILE, "decode_rows", blocks, _threads(layout), arguments, device=blob.device)
+        launching.launch(_file(layout, slots), "decode_rows", blocks, _threads(layout), arguments, device=blob.device)
     return rows
 
 
@@ -190,6 +191,8 @@ class DecodePlan:
             rows.append((*addresses, layout.numbers, number_bytes, layout.chunk_log2, self._blocks))
             self._blocks += layout.chunks
         self._threads = max(map(_threads, layouts))
+        files = {_file(layout, out) for layout, out in zip(layouts, self.outs, strict=True)}
+        self._file = files.pop() if len(files) == 1 else _ANY_SIZE
         self._jobs = torch.tensor(rows, dtype=torch.int64).reshape(-1, 8).to(self._device)
 
     def decode(self, status: Tensor | None = None) -> list[Tensor]:
@@ -197,7 +200,7 @@ class DecodePlan:
         own_status = torch.zeros(1, dtype=torch.int32, device=self._device) if status is None else status
         if self._blocks:
             arguments = (self._jobs, len(self._jobs), *(0,) * 7, own_status)
-            launching.launch(_FILE, _ENTRY, self._blocks, self._threads, arguments, device=self._device)
+            launching.launch(self._file, _ENTRY, self._blocks, self._threads, arguments, device=self._device)
         if status is None:
             raise_if_corrupt(own_status)
         return self.outs
@@ -207,6 +210,12 @@ def _threads(layout: BlobLayout) -> int:
     """Threads of a block: a warp for each stream that the encoder makes of a chunk. A decoder copes with any number."""
     numbers = min(layout.numbers, 1 << layout.chunk_log2)
     return 32 * (1 if numbers < 1 << 14 else 2 if numbers < 1 << 18 else 4)
+
+
+def _file(layout: BlobLayout, out: Tensor) -> str:
+    """The file of the kernels for a blob: one is for numbers of two bytes alone, and faster."""
+    two_bytes = layout.numbers > 0 and layout.nbytes == 2 * layout.numbers
+    return "decode_two_bytes.cu" if two_bytes and out.data_ptr() % 4 == 0 else _ANY_SIZE
 
 
 def _check_blob(blob: Tensor, layout: BlobLayout) -> None:

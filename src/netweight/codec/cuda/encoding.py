@@ -29,7 +29,7 @@ from netweight.errors import OutOfMemory, UsageError
 SCRATCH_BYTES = 256 << 20  # working memory of one call, unless a single chunk needs more
 LENGTH_BYTES = 8  # before the blob in a payload
 
-_THREADS = 256  # of a block; kThreads in kernels/encode_plane.cuh
+_THREADS, _PLACERS = 128, 1024  # of a block; kThreads in kernels/encode_plane.cuh, kPlacers in kernels/encode.cu
 _COPIERS = 8  # kCopiers in kernels/encode.cu
 _ALIGNMENT = 16  # of a tensor's address
 _SHAPE_WORDS = 10  # 64 dimensions whose product is below 2^62 have at most 73 bytes of varints
@@ -314,7 +314,7 @@ def _digest_arguments(source: torch.Tensor, wave: Wave, small: _Small) -> list[t
     sums = small.state  # of no block
     if wave.digest_blocks:
         sums = _memory(64 * wave.digest_blocks, source.device)
-        grid = -(-wave.digest_blocks // 32)  # four blocks a warp
+        grid = -(-wave.digest_blocks // (_THREADS // 8))  # four blocks a warp
         _launch("sum_digest_blocks", grid, [source[wave.digest_from :], wave.digest_blocks, sums])
     return [sums, wave.digest_blocks, small.state, int(wave.first == 0), int(wave.last), small.digest]
 
@@ -372,7 +372,7 @@ def _run_wave(
     given = (room.slots, plan.slot_bytes, room.work, plan.work_bytes, room.sizes)
     _launch("encode_planes", items + digest, [*what, *how, wave.first, *given, int(digest), *chain])
     where = (blob, plan.index_at, plan.payload_at, capacity, small.progress, room.places)
-    _launch("place_planes", 1, [room.sizes, items, plan.planes, wave.first, *where])
+    _launch("place_planes", 1, [room.sizes, items, plan.planes, wave.first, *where], threads=_PLACERS)
     pieces = (room.slots, plan.slot_bytes, room.sizes, room.places, blob, capacity)
     _launch("copy_planes", items * _COPIERS, [*what, wave.first, *pieces])
 

@@ -22,7 +22,9 @@ MOST_FUSED = 256  # rows of inputs; beyond, reading the weight for 64 at a time 
 _MOST_AT_ONCE = 64  # rows of inputs that a kernel takes at most
 _FILE = "fixed.cu"
 _LEAST_CAPABILITY = (8, 0)  # bf16 on tensor cores
-_MOST_SPLITS = 8
+_MOST_NARROW = 8  # rows of inputs for which each warp loads its own
+_MOST_WARPS, _MOST_SPLITS = 16, 8  # of such a block, and of its columns
+_SIDE_WARPS, _SIDE_BLOCKS, _MOST_SIDE_SPLITS = 8, 2, 16  # for more inputs: of a block, blocks of a processor, splits
 _DECODE_THREADS = _FINISH_THREADS = 256
 _ALIGNMENT = 16  # of addresses, in bytes
 
@@ -34,34 +36,27 @@ class Plan:
 
     entry: str  # name of the kernel
     warps: int  # of a block
-    row_tiles: int  # tiles of 16 rows that a warp multiplies at a time
-    groups: int  # warps of a block side by side over rows; the others share their columns
+    row_tiles: int  # tiles of 16 rows that a block takes
     splits: int  # blocks that share the columns of the same rows; a second kernel adds their sums if there are several
     blocks: int  # in all
-
-
-# Inputs at most -> kernel, most warps of a block, tiles of rows of a warp, warps side by side over rows. More rows per
-# block for larger batches, whose inputs must be read again by every block.
-_KERNELS = {
-    8: ("product_8", 16, 1, 1),
-    16: ("product_16", 16, 1, 2),
-    32: ("product_32", 8, 2, 2),
-    _MOST_AT_ONCE: ("product_64", 8, 1, 2),
-}
 
 
 @cache
 def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
     """Choose the kernel for 1 to 64 rows of inputs; columns are split where rows alone do not occupy the processors."""
-    entry, most_warps, row_tiles, groups = next(kernel for most, kernel in _KERNELS.items() if batch <= most)
     layout = layout_of_shape(rows, columns)
-    blocks = -(-layout.tile_rows // (row_tiles * groups))
+    if batch > _MOST_NARROW:
+        entry = next(f"product_{most}" for most in (16, 32, _MOST_AT_ONCE) if batch <= most)
+        blocks = -(-layout.tile_rows // _SIDE_WARPS)
+        splits = max(1, min(_SIDE_BLOCKS * processors // blocks, layout.tile_columns // 4, _MOST_SIDE_SPLITS))
+        return Plan(entry, _SIDE_WARPS, _SIDE_WARPS, splits, blocks * splits)
+    blocks = layout.tile_rows
     # Narrow weights have small blocks, so that the sum over a block's warps does not take longer than the product.
     tiles_each = 4 if blocks >= 4 * processors else 2
-    depth = max(1, min(most_warps // groups, layout.tile_columns // tiles_each))
+    warps = max(1, min(_MOST_WARPS, layout.tile_columns // tiles_each))
     # A split is worth a second kernel only if each warp keeps some tiles to multiply.
-    splits = max(1, min(processors // blocks, layout.tile_columns // (4 * depth), _MOST_SPLITS))
-    return Plan(entry, depth * groups, row_tiles, groups, splits, blocks * splits)
+    splits = max(1, min(processors // blocks, layout.tile_columns // (4 * warps), _MOST_SPLITS))
+    return Plan("product_8", warps, 1, splits, blocks * splits)
 
 
 @cache
@@ -136,7 +131,7 @@ def _multiply(x: torch.Tensor, payload: torch.Tensor, bias: torch.Tensor | None,
     added = 0 if bias is None else bias
     launching.launch(
         _FILE, chosen.entry, chosen.blocks, 32 * chosen.warps,
-        [payload, x, added, y, partial, batch, rows, columns, chosen.groups, chosen.splits], device=x.device,
+        [payload, x, added, y, partial, batch, rows, columns, chosen.splits], device=x.device,
     )  # fmt: skip
     if several:
         blocks = -(-y.numel() // _FINISH_THREADS)

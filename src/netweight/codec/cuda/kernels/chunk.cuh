@@ -10,6 +10,16 @@ constexpr u32 kBadIndex = 1, kTruncated = 2, kBadMode = 4, kBadSplit = 8, kBadSt
 
 enum Mode : u32 { kRaw, kConstant, kPacked, kRans, kWideRans };
 
+#ifndef NETWEIGHT_NUMBER_BYTES
+#define NETWEIGHT_NUMBER_BYTES 0
+#endif
+constexpr u32 kNumberBytes = NETWEIGHT_NUMBER_BYTES;  // of every number that this file decodes; 0: as jobs say
+#if NETWEIGHT_NUMBER_BYTES
+#define NETWEIGHT_ROWS_CALLED NETWEIGHT_DEVICE  // one kind of plane: functions over its rows are entered once
+#else
+#define NETWEIGHT_ROWS_CALLED NETWEIGHT_CALLED
+#endif
+
 constexpr u32 kMostWarps = 4;
 constexpr u32 kStagedBytes = 816;  // holds any header of a rans plane: 3 + 1 + 63 * 3 + 63 + 4 * (6 + 128), and 15 before it
 constexpr u32 kSlice = 512;         // bytes of a stream that a warp loads at once
@@ -55,7 +65,7 @@ NETWEIGHT_DEVICE void prefetch(u64 at) {
 #endif
 }
 
-NETWEIGHT_CALLED uint4 load16_by_bytes(u64 at, const Bounds& bounds) {
+NETWEIGHT_CALLED uint4 load16_by_bytes(u64 at, Bounds bounds) {
   u64 halves[2] = {0, 0};
   for (u32 i = 0; i < 16; i++) {
     if (at + i < bounds.begin || at + i >= bounds.end) continue;
@@ -123,7 +133,9 @@ NETWEIGHT_DEVICE bool read_split(u32 byte, u32 width, Split& split) {
 // Two neighboring fields, 2 * i and 2 * i + 1, of a block of 64 fields of `bits` bits, 0 to 8; byte by byte.
 NETWEIGHT_DEVICE u32 field_pair(const u8* block, u32 bits, u32 i) {
   u32 from = 2 * bits * i, first = from / 8, last = (from + 2 * bits + 7) / 8, value = 0;
-  for (u32 k = first; k < last; k++) value |= static_cast<u32>(block[k]) << 8 * (k - first);
+#pragma unroll
+  for (u32 k = 0; k < 3; k++)
+    if (first + k < last) value |= static_cast<u32>(block[first + k]) << 8 * k;
   return value >> from % 8 & ((1u << 2 * bits) - 1);
 }
 

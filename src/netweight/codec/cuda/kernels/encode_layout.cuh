@@ -9,7 +9,7 @@ constexpr u32 kMaxRare = 14;           // symbols with codes of their own; code 
 constexpr u32 kLiteral = 14, kSkip = 15;
 constexpr u32 kPatchSpread = 4096;  // gaps that a patch can state
 constexpr u32 kRowsAhead = 4;        // rows whose elements are on their way while others are coded
-constexpr u32 kPackedAhead = 2;      // groups that a thread loads before it packs them
+constexpr u32 kPackedAhead = 4;      // groups that a thread loads before it packs them
 
 // Where the parts of a plane in this mode lie, and what follows from its split.
 struct Layout {
@@ -99,6 +99,10 @@ NETWEIGHT_DEVICE u64 gathered(const u32* fields, u32 shift, u32 bits) {
 }
 
 NETWEIGHT_DEVICE void write_fields(u8* to, u64 fields, u32 bytes) {
+  if (bytes == 8 && bytes_to_alignment(to, 8) == 0) {
+    *reinterpret_cast<u64*>(to) = fields;
+    return;
+  }
 #pragma unroll 1
   for (u32 i = 0; i < bytes; i++) to[i] = static_cast<u8>(fields >> 8 * i);
 }

@@ -3,13 +3,17 @@
 
 #include "digest.cuh"
 
-constexpr u32 kThreads = 256;  // of a block of every kernel that encodes
+constexpr u32 kThreads = 128;  // of a block that encodes a plane or copies it
 constexpr u32 kWarps = kThreads / kWarp;
 constexpr u32 kGroup = 8;  // elements that are loaded together
 constexpr u32 kCopiedAhead = 4;  // times 16 bytes that a thread reads before it writes them
 constexpr u32 kRow = 64;  // lanes of a stream
 constexpr u32 kMaxBins = 4096;  // of a histogram: symbols have at most 12 bits
 constexpr u32 kRawBit = 0x80000000u;  // in a plane's size: it is raw and was not written
+constexpr u32 kSizeBits = 28;  // of a plane's size; those between it and kRawBit say how many bytes into its slot the plane begins
+
+NETWEIGHT_DEVICE u32 size_of(u32 noted) { return noted & ((1u << kSizeBits) - 1); }
+NETWEIGHT_DEVICE u32 skipped_bytes(u32 noted) { return noted >> kSizeBits & 7; }
 
 enum Mode : u8 { kRaw = 0, kConstant = 1, kPacked = 2, kRans = 3 };
 

@@ -107,18 +107,21 @@ NETWEIGHT_DEVICE void assemble(const Layout& a, u8* out, const u8* work, const M
   }
 }
 
-// Writes a plane by the table in `m`; returns its size, or 0 if it would have too many patches or be larger than the plane.
-// By a whole block.
+// Writes a plane by the table in `m`, up to seven bytes into its slot, so that raw bits can be written eight bytes at a time.
+// Returns its size and these bytes, or 0 if it would have too many patches or be larger than the plane. By a whole block.
 NETWEIGHT_DEVICE u32 encode_rans(const Plane& plane, u8* out, u8* work, Memory& m) {
   const Layout a = layout_of(plane, m.table);
+  const u32 skipped = bytes_to_alignment(out + a.low, 8);
+  out += skipped;
   __syncthreads();
   fill_entries(m.table, a.symbol_mask + 1, m.coding.entries);
   if (threadIdx.x == 0) m.flag = 0;
   __syncthreads();
   const u32 w = warp_id();
   with_loads(plane, [&](auto load) {
-    if (w >= a.streams) pack_raw_bits(load, plane, a, out, threadIdx.x - a.streams * kWarp, kThreads - a.streams * kWarp);
-    else if (!code_stream(load, plane, a, w, out, work, m) && lane_id() == 0) m.flag = 1;
+    if (w < a.streams && !code_stream(load, plane, a, w, out, work, m) && lane_id() == 0) m.flag = 1;
+    const u32 busy = a.streams < kWarps ? a.streams : 0;  // warps that others pack beside; if all are, they pack afterwards
+    if (w >= busy) pack_raw_bits(load, plane, a, out, threadIdx.x - busy * kWarp, kThreads - busy * kWarp);
   });
   __syncthreads();
   if (m.flag != 0) return 0;
@@ -132,5 +135,5 @@ NETWEIGHT_DEVICE u32 encode_rans(const Plane& plane, u8* out, u8* work, Memory& 
   for (u32 g = 0; g < a.streams; g++) size += m.streams[g].bytes + 2 * m.streams[g].words;
   if (size > plane.bytes()) return 0;
   assemble(a, out, work, m);
-  return size;
+  return size | skipped << kSizeBits;
 }

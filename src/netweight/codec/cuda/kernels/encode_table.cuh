@@ -76,7 +76,7 @@ NETWEIGHT_DEVICE u32 symbol_bits_of(const Plane& plane, u32 raw_bits) { return 8
 template <typename Load>
 static __device__ __forceinline__ void count_symbols(Load, const Plane& plane, u32 shift, u32 mask, u32 stride, u32* counts) {
   const u32 runs = plane.count / kGroup / stride;
-#pragma unroll 2
+#pragma unroll 4
   for (u32 run = threadIdx.x; run < runs; run += kThreads) {
     u32 v[kGroup];
     Load::group(plane, (run * stride + run % stride) * kGroup, v);

@@ -231,121 +231,227 @@ NETWEIGHT_DEVICE float sum_escapes(const Weight& weight, u32 row, const u16* inp
   return sum;
 }
 
-// What a block computes, and the work of its warps. Warps are `groups` side by side over rows, the rest over columns;
-// blocks are `splits` over columns for the same rows.
-template <u32 kRowTiles, u32 kBatchTiles, u32 kWarps, u32 kMostGroups>
-struct Product {
-  static constexpr u32 kOutputs = kRowTiles * kBatchTiles * kTileOutputs;      // of a warp
-  static constexpr u32 kShared = kWarps * kOutputs, kEscaped = kMostGroups * kOutputs;  // numbers in shared memory
+// Tiles beyond the weight are zeros.
+NETWEIGHT_DEVICE void load_tile_or_zeros(Tile& tile, const Weight& weight, u32 tile_row, u32 tile_column) {
+  if (tile_row < weight.tile_rows && tile_column < weight.tile_columns) load_tile(tile, weight, tile_row, tile_column);
+  else tile = Tile{};
+}
 
+// A sum of one split of the columns: to y if it is the only one.
+NETWEIGHT_DEVICE void put_sum(const Weight& weight, float sum, u32 split, u32 splits, u32 row, u32 input, u32 batch, const u16* bias, u16* y,
+                              float* partial) {
+  const u64 at = static_cast<u64>(input) * weight.rows + row;
+  if (splits > 1) partial[static_cast<u64>(split) * batch * weight.rows + at] = sum;
+  else y[at] = to_bf16(bias == nullptr ? sum : sum + to_float(bias[row]));
+}
+
+// Up to eight inputs: a block takes 16 rows, its warps share the columns and load their inputs themselves; blocks are
+// `splits` over columns for the same rows.
+constexpr u32 kNarrowWarps = 16;
+struct Narrow {
   // y[batch][rows] = x[batch][columns] times the weight, plus bias[rows] if it is not null. With more than one split
-  // sums go to partial[splits][batch][rows] instead, for `finish`.
-  static __device__ __forceinline__ void run(const u8* payload, const u16* x, const u16* bias, u16* y, float* partial, i64 batch, i64 rows,
-                                             i64 columns, u32 groups, u32 splits, float* shared, float* escaped) {
-    const Weight weight(payload, rows, columns);
-    u32 group = warp_id() % groups, depth = blockDim.x / kWarp / groups;
-    u32 split = blockIdx.x % splits, block_row = blockIdx.x / splits;
-    u32 tile_row = (block_row * groups + group) * kRowTiles, step = depth * splits;
-    u32 k = split * depth + warp_id() / groups;
-    bool wide = columns % 8 == 0;
-
-    Tile next[kRowTiles];
-    load_tiles(next, weight, tile_row, k);
+  // sums go to partial[splits][batch][rows] instead, for `finish`. `shared` holds kTileOutputs for each warp.
+  static __device__ __forceinline__ void run(const Weight& weight, const u16* x, const u16* bias, u16* y, float* partial, u32 batch,
+                                             u32 splits, float* shared, float* escaped) {
+    const u32 warps = blockDim.x / kWarp, split = blockIdx.x % splits, tile_row = blockIdx.x / splits, step = warps * splits;
+    u32 k = split * warps + warp_id();
+    const bool wide = weight.columns % 8 == 0;
+    Tile tile;
+    load_tile_or_zeros(tile, weight, tile_row, k);
     if (split == 0) {  // while the first weights are on their way
-      for (u32 i = threadIdx.x; i < groups * kOutputs; i += blockDim.x) {
-        Place place(i, block_row, groups);
-        bool there = place.row < weight.rows && place.input < batch;
+      for (u32 i = threadIdx.x; i < kTileOutputs; i += blockDim.x) {
+        const Place place(i, tile_row);
+        const bool there = place.row < weight.rows && place.input < batch;
         escaped[i] = there ? sum_escapes(weight, place.row, x + static_cast<u64>(place.input) * weight.columns) : 0;
       }
     }
-
-    float sums[kRowTiles][kBatchTiles][4] = {};
+    float sums[4] = {};
     for (; k < weight.tile_columns; k += step) {
-      Tile tiles[kRowTiles];
+      const u32 column = k * kTileColumns + lane_id() % 4 * 16, input = lane_id() / 4;
+      u32 pairs[4][4], inputs[8];
 #pragma unroll
-      for (u32 r = 0; r < kRowTiles; r++) tiles[r] = next[r];
-      load_tiles(next, weight, tile_row, k + step);
-      u32 column = k * kTileColumns + lane_id() % 4 * 16;
-      u32 pairs[kRowTiles][4][4];
+      for (u32 q = 0; q < 4; q++) decode_product(pairs[q], tile, q, weight.powers);
+      load_tile_or_zeros(tile, weight, tile_row, k + step);
+      load_inputs(inputs, input < batch ? x + static_cast<u64>(input) * weight.columns : nullptr, column, weight.columns, wide);
 #pragma unroll
-      for (u32 r = 0; r < kRowTiles; r++)
-#pragma unroll
-        for (u32 q = 0; q < 4; q++) decode_product(pairs[r][q], tiles[r], q, weight.powers);
-#pragma unroll
-      for (u32 n = 0; n < kBatchTiles; n++) {
-        u32 inputs[8], input = 8 * n + lane_id() / 4;
-        load_inputs(inputs, input < batch ? x + static_cast<u64>(input) * weight.columns : nullptr, column, weight.columns, wide);
-#pragma unroll
-        for (u32 q = 0; q < 4; q++)
-#pragma unroll
-          for (u32 r = 0; r < kRowTiles; r++) multiply(sums[r][n], pairs[r][q], inputs[2 * q], inputs[2 * q + 1]);
-      }
+      for (u32 q = 0; q < 4; q++) multiply(sums, pairs[q], inputs[2 * q], inputs[2 * q + 1]);
     }
-
 #pragma unroll
-    for (u32 r = 0; r < kRowTiles; r++)
-#pragma unroll
-      for (u32 n = 0; n < kBatchTiles; n++)
-#pragma unroll
-        for (u32 i = 0; i < 4; i++)
-          shared[warp_id() * kOutputs + ((r * kBatchTiles + n) * 4 + i) * kWarp + lane_id()] = sums[r][n][i];
+    for (u32 i = 0; i < 4; i++) shared[warp_id() * kTileOutputs + i * kWarp + lane_id()] = sums[i];
     __syncthreads();
-    for (u32 i = threadIdx.x; i < groups * kOutputs; i += blockDim.x) {
-      Place place(i, block_row, groups);
+    for (u32 i = threadIdx.x; i < kTileOutputs; i += blockDim.x) {
+      const Place place(i, tile_row);
       if (place.row >= weight.rows || place.input >= batch) continue;
       float sum = split == 0 ? escaped[i] : 0;
-      for (u32 d = 0; d < depth; d++) sum += shared[d * groups * kOutputs + i];
-      u64 at = static_cast<u64>(place.input) * weight.rows + place.row;
-      if (splits > 1) {
-        partial[static_cast<u64>(split) * static_cast<u64>(batch) * weight.rows + at] = sum;
-      } else {
-        y[at] = to_bf16(bias == nullptr ? sum : sum + to_float(bias[place.row]));
-      }
+      for (u32 warp = 0; warp < warps; warp++) sum += shared[warp * kTileOutputs + i];
+      put_sum(weight, sum, split, splits, place.row, place.input, batch, bias, y, partial);
     }
   }
 
-  // The output that a number of a group in shared memory belongs to.
+  // The output that a number of a warp's sums belongs to.
   struct Place {
     u32 row, input;
-    __device__ __forceinline__ Place(u32 i, u32 block_row, u32 groups) {
-      u32 lane = i % kWarp, part = i / kWarp % 4, n = i / kTileOutputs % kBatchTiles;
-      u32 tile = block_row * groups * kRowTiles + i / (kTileOutputs * kBatchTiles);
-      row = tile * kTileRows + lane / 4 + part / 2 * 8;
-      input = n * 8 + lane % 4 * 2 + part % 2;
+    __device__ __forceinline__ Place(u32 i, u32 tile_row) {
+      const u32 lane = i % kWarp, part = i / kWarp;
+      row = tile_row * kTileRows + lane / 4 + part / 2 * 8;
+      input = lane % 4 * 2 + part % 2;
     }
   };
+};
 
-  // Tiles beyond the weight are zeros.
-  static __device__ __forceinline__ void load_tiles(Tile (&tiles)[kRowTiles], const Weight& weight, u32 tile_row, u32 tile_column) {
+// Batches of more than eight: a block takes 128 rows, 16 to a warp, and the warps go over the columns side by side, so that
+// inputs are staged in shared memory once for all of them, some tiles ahead.
+constexpr u32 kSideWarps = 8, kSideThreads = kSideWarps * kWarp, kSideRows = kSideWarps * kTileRows;
+constexpr u32 kStages = 4;     // of inputs, in shared memory
+constexpr u32 kSideAhead = 2;  // tiles of weights that a warp has under way
+constexpr u32 kStagedRow = 2 * kTileColumns + 16;  // bytes of an input's 64 columns, and 16 that keep rows in different banks
+constexpr u32 kSumsRow = kSideRows + 4;            // numbers of an input's sums, likewise
+
+// Starts a copy of 16 bytes to shared memory; `arrive` waits until all but the last `kLeft` groups of copies are there.
+NETWEIGHT_DEVICE void copy_async(void* to, const void* from) {
+#if defined(NETWEIGHT_EMULATED)
+  *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+#elif __CUDA_ARCH__ < 800
+  __trap();
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from));
+#endif
+}
+NETWEIGHT_DEVICE void close_group() {
+#if !defined(NETWEIGHT_EMULATED) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;");
+#endif
+}
+template <u32 kLeft>
+NETWEIGHT_DEVICE void arrive() {
+#if !defined(NETWEIGHT_EMULATED) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+#endif
+}
+
+template <u32 kBatchTiles>
+struct SideBySide {
+  static constexpr u32 kInputs = 8 * kBatchTiles, kStageBytes = kInputs * kStagedRow;
+  static constexpr u32 kStaged = kStages * kStageBytes, kSums = 4 * kInputs * kSumsRow;
+  static constexpr u32 kShared = (kStaged > kSums ? kStaged : kSums) / 16;  // units of 16 bytes; sums come when inputs are done
+
+  const Weight weight;
+  const u16* x;
+  u32 batch;
+  u8* staged;
+
+  // Copies one tile's columns of all inputs; zeros where there are none.
+  __device__ __forceinline__ void stage(u32 tile_column, u32 place) const {
+    const bool wide = weight.columns % 8 == 0;
 #pragma unroll
-    for (u32 r = 0; r < kRowTiles; r++) {
-      if (tile_row + r < weight.tile_rows && tile_column < weight.tile_columns) {
-        load_tile(tiles[r], weight, tile_row + r, tile_column);
-      } else {
-        tiles[r] = Tile{};
+    for (u32 unit = threadIdx.x; unit < 8 * kInputs; unit += kSideThreads) {
+      const u32 input = unit / 8, column = tile_column * kTileColumns + unit % 8 * 8;
+      uint4* to = reinterpret_cast<uint4*>(staged + place * kStageBytes + input * kStagedRow + unit % 8 * 16);
+      const u16* from = x + static_cast<u64>(input) * weight.columns + column;
+      if (wide && input < batch && column < weight.columns) {
+        copy_async(to, from);
+        continue;
+      }
+      u32 pairs[4];
+#pragma unroll
+      for (u32 i = 0; i < 4; i++) {
+        const u32 at = column + 2 * i;
+        pairs[i] = input < batch && at < weight.columns ? from[2 * i] : 0;
+        if (input < batch && at + 1 < weight.columns) pairs[i] |= static_cast<u32>(from[2 * i + 1]) << 16;
+      }
+      *to = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+
+  // As Narrow::run.
+  __device__ __forceinline__ void run(const u16* bias, u16* y, float* partial, u32 splits) const {
+    const u32 split = blockIdx.x % splits, top = blockIdx.x / splits * kSideRows, tile_row = top / kTileRows + warp_id();
+    const u32 each = (weight.tile_columns + splits - 1) / splits, first = min(split * each, weight.tile_columns);
+    const u32 end = min(first + each, weight.tile_columns);
+    Tile tiles[kSideAhead];  // each is used and loaded anew where it is: a copy of one would wait for it
+#pragma unroll
+    for (u32 s = 0; s < kSideAhead; s++) load_tile_or_zeros(tiles[s], weight, tile_row, first + s);
+#pragma unroll
+    for (u32 s = 0; s + 1 < kStages; s++) {
+      if (first + s < end) stage(first + s, s);
+      close_group();
+    }
+    float sums[kBatchTiles][4] = {};
+    for (u32 base = first; base < end; base += kSideAhead) {
+#pragma unroll
+      for (u32 s = 0; s < kSideAhead; s++)
+        if (base + s < end) multiply_tile(sums, tiles[s], base + s, first, end, tile_row);
+    }
+    put_sums(sums, split, splits, top, bias, y, partial);
+  }
+
+  // The sums of one tile, which is loaded anew for a later one.
+  __device__ __forceinline__ void multiply_tile(float (&sums)[kBatchTiles][4], Tile& tile, u32 k, u32 first, u32 end, u32 tile_row) const {
+    const u32 place = (k - first) % kStages;
+    arrive<kStages - 2>();
+    __syncthreads();  // this tile's inputs are there, and those of the tile before have been used
+    if (k + kStages - 1 < end) stage(k + kStages - 1, (place + kStages - 1) % kStages);
+    close_group();
+    u32 pairs[4][4];
+#pragma unroll
+    for (u32 q = 0; q < 4; q++) decode_product(pairs[q], tile, q, weight.powers);
+    load_tile_or_zeros(tile, weight, tile_row, k + kSideAhead);
+    const u8* from = staged + place * kStageBytes + lane_id() / 4 * kStagedRow + lane_id() % 4 * 32;
+#pragma unroll
+    for (u32 n = 0; n < kBatchTiles; n++) {
+      const uint4 left = *reinterpret_cast<const uint4*>(from + 8 * n * kStagedRow);
+      const uint4 right = *reinterpret_cast<const uint4*>(from + 8 * n * kStagedRow + 16);
+      multiply(sums[n], pairs[0], left.x, left.y);
+      multiply(sums[n], pairs[1], left.z, left.w);
+      multiply(sums[n], pairs[2], right.x, right.y);
+      multiply(sums[n], pairs[3], right.z, right.w);
+    }
+  }
+
+  __device__ __forceinline__ void put_sums(const float (&sums)[kBatchTiles][4], u32 split, u32 splits, u32 top, const u16* bias, u16* y,
+                                           float* partial) const {
+    arrive<0>();
+    __syncthreads();  // nobody reads inputs any more
+    float* shared = reinterpret_cast<float*>(staged);
+#pragma unroll
+    for (u32 n = 0; n < kBatchTiles; n++)
+#pragma unroll
+      for (u32 i = 0; i < 4; i++)
+        shared[(8 * n + lane_id() % 4 * 2 + i % 2) * kSumsRow + warp_id() * kTileRows + lane_id() / 4 + i / 2 * 8] = sums[n][i];
+    __syncthreads();
+    // Threads r and r + 128 have row r, and each half of the inputs.
+    const u32 r = threadIdx.x % kSideRows, row = top + r, half = threadIdx.x / kSideRows * (kInputs / 2);
+    if (row >= weight.rows) return;
+    const u32 upto = min(half + kInputs / 2, batch);
+    if (split == 0) {
+      for (u32 i = weight.first[row], last = weight.first[row + 1]; i < last; i++) {
+        const u32 escape = weight.escapes[i];
+#pragma unroll 4
+        for (u32 n = half; n < upto; n++)
+          shared[n * kSumsRow + r] += to_float(escape >> 16) * to_float(x[static_cast<u64>(n) * weight.columns + (escape & 0xffff)]);
       }
     }
+    for (u32 n = half; n < upto; n++)
+      put_sum(weight, shared[n * kSumsRow + r], split, splits, row, n, batch, bias, y, partial);
   }
 };
 
-// The entries differ by the batch that they take at most, and by what of it a warp holds at a time. `groups`: 1 or 2;
-// blocks: as many warps as the launch bounds allow, or fewer, a multiple of `groups`.
+// The entries differ by the batch that they take at most. Blocks have up to 16 warps for product_8, and 8 for the others.
 #define PARAMETERS                                                                                                             \
-  const u8 *payload, const u16 *x, const u16 *bias, u16 *y, float *partial, i64 batch, i64 rows, i64 columns, i64 groups, i64 splits
-#define RUN(Case)                                                                                                              \
-  __shared__ float shared[Case::kShared];                                                                                      \
-  __shared__ float escaped[Case::kEscaped];                                                                                    \
-  Case::run(payload, x, bias, y, partial, batch, rows, columns, static_cast<u32>(groups), static_cast<u32>(splits), shared, escaped)
+  const u8 *payload, const u16 *x, const u16 *bias, u16 *y, float *partial, i64 batch, i64 rows, i64 columns, i64 splits
+#define RUN_SIDE_BY_SIDE(kBatchTiles)                                                                                          \
+  __shared__ uint4 shared[SideBySide<kBatchTiles>::kShared];                                                                   \
+  const SideBySide<kBatchTiles> product{Weight(payload, rows, columns), x, static_cast<u32>(batch), reinterpret_cast<u8*>(shared)}; \
+  product.run(bias, y, partial, static_cast<u32>(splits))
 
-typedef Product<1, 1, 16, 2> Batch8;
-typedef Product<1, 2, 16, 2> Batch16;
-typedef Product<2, 4, 8, 2> Batch32;
-typedef Product<1, 8, 8, 2> Batch64;
-
-extern "C" __global__ void __launch_bounds__(512, 2) product_8(PARAMETERS) { RUN(Batch8); }
-extern "C" __global__ void __launch_bounds__(512, 2) product_16(PARAMETERS) { RUN(Batch16); }
-extern "C" __global__ void __launch_bounds__(256, 2) product_32(PARAMETERS) { RUN(Batch32); }
-extern "C" __global__ void __launch_bounds__(256, 2) product_64(PARAMETERS) { RUN(Batch64); }
+extern "C" __global__ void __launch_bounds__(512, 2) product_8(PARAMETERS) {
+  __shared__ float shared[kNarrowWarps * kTileOutputs];
+  __shared__ float escaped[kTileOutputs];
+  Narrow::run(Weight(payload, rows, columns), x, bias, y, partial, static_cast<u32>(batch), static_cast<u32>(splits), shared, escaped);
+}
+extern "C" __global__ void __launch_bounds__(256, 2) product_16(PARAMETERS) { RUN_SIDE_BY_SIDE(2); }
+extern "C" __global__ void __launch_bounds__(256, 2) product_32(PARAMETERS) { RUN_SIDE_BY_SIDE(4); }
+extern "C" __global__ void __launch_bounds__(256, 2) product_64(PARAMETERS) { RUN_SIDE_BY_SIDE(8); }
 
 // y[batch][rows]: the sums of splits, in their order, plus bias[rows] if it is not null.
 extern "C" __global__ void __launch_bounds__(256) finish(const float* partial, const u16* bias, u16* y, i64 batch, i64 rows, i64 splits) {

@@ -35,9 +35,11 @@ struct StreamOrder {
   }
 };
 
-// Applies `count` patch words of a stream. Returns a reason for refusal, the same in all lanes.
-NETWEIGHT_CALLED u32 apply_patches(const u8* words, u32 count, const RareSymbols& rare, const Split& split, const Plane& plane,
-                                   const StreamOrder& order) {
+// A lane's of the first patch words of a stream.
+NETWEIGHT_DEVICE u32 first_patch_word(const u8* words, u32 count) { return lane_id() < count ? read_u16(words + 2 * lane_id()) : 0; }
+
+// Applies `count` patch words of a stream, the first of which are loaded. Returns a reason for refusal, the same in all lanes.
+NETWEIGHT_CALLED u32 apply_patches(const u8* words, u32 count, u32 first_word, RareSymbols rare, Split split, Plane plane, StreamOrder order) {
   const u32 mask = split.symbol_mask();
   constexpr u32 kBeyond = 1u << 24;  // more than any chunk has
   u32 next = 0;                      // position that a gap of one would reach
@@ -45,7 +47,7 @@ NETWEIGHT_CALLED u32 apply_patches(const u8* words, u32 count, const RareSymbols
   for (u32 first = 0; first < count; first += kWarp) {
     const u32 i = first + lane_id();
     const bool here = i < count;
-    const u32 word = here ? read_u16(words + 2 * i) : 0, code = word >> 12;
+    const u32 word = first == 0 ? first_word : here ? read_u16(words + 2 * i) : 0, code = word >> 12;
     const bool is_symbol = claimed_items(__ballot_sync(kAllLanes, here && code == kLiteral), carry) >> lane_id() & 1;
     const bool is_patch = here && !is_symbol;
     const u32 sum = inclusive_sum(is_patch ? (word & 0xfff) + 1 : 0);

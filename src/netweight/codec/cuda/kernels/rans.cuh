@@ -5,37 +5,52 @@
 #include "rans_rows.cuh"
 #include "slots.cuh"
 
-// One row, its raw bits read byte by byte: `low` and `rest` are its field blocks. Elements beyond the plane are dropped.
-NETWEIGHT_CALLED void put_row(const RansLayout& layout, const Plane& plane, u32 stream, u32 row, u32 symbols, const u8* low,
-                              const u8* rest) {
+// Raw bits of this thread's pair in a row.
+struct Fields {
+  u32 low, rest;
+};
+
+// Reads them byte by byte from a row's field blocks.
+NETWEIGHT_DEVICE Fields fields_at(const RansLayout& layout, const u8* low, const u8* rest) {
+  return {field_pair(low, layout.low_bits, lane_id()), field_pair(rest, layout.rest_bits, lane_id())};
+}
+
+// Writes a row. Elements beyond the plane are dropped.
+NETWEIGHT_DEVICE void put_row(const RansLayout& layout, const Plane& plane, u32 stream, u32 row, u32 symbols, Fields fields) {
   const RawPlacer& placer = layout.placer;
-  const u32 lane = lane_id();
-  const u32 low_fields = field_pair(low, layout.low_bits, lane), rest_fields = field_pair(rest, layout.rest_bits, lane);
-  const u32 raw = layout.rest_bits ? placer.place<true>(low_fields, rest_fields) : placer.place<false>(low_fields, 0);
+  const u32 raw = layout.rest_bits ? placer.place<true>(fields.low, fields.rest) : placer.place<false>(fields.low, 0);
   const u32 pair = symbols | raw;
-  const u32 element = (row * layout.streams + stream) * 64 + place_in_row(2 * lane, plane.width);
+  const u32 element = (row * layout.streams + stream) * 64 + place_in_row(2 * lane_id(), plane.width);
   if (element < plane.count) plane.put(element, pair & 0xffff);
   if (element + 1 < plane.count) plane.put(element + 1, pair >> 16);
 }
 
 // Decodes rows from `first` on to the end of the stream. The raw bits of the last row, and of the last but one in part, are
 // the final states. Returns a reason for refusal, the same in all lanes.
-NETWEIGHT_CALLED u32 decode_last_rows(const RansLayout& layout, const Plane& plane, u32 stream, u32 first, const Bounds& blob,
-                                      Lanes& lanes, ByteRing& bytes, u32 end) {
+NETWEIGHT_ROWS_CALLED u32 decode_last_rows(const RansLayout& layout, const Plane& plane, u32 stream, u32 first, const Bounds& blob,
+                                           Lanes& lanes, ByteRing& bytes, u32 end) {
   const u32 lane = lane_id(), below = lanes_below(), rows = layout.rows, streams = layout.streams;
   const u32 low_row = 8 * layout.low_bits, rest_row = 8 * layout.rest_bits;
   const u32 whole = rows > 2 ? rows - 2 : 0;  // rows whose low region is whole
   const u8* last_two = layout.low + static_cast<u64>(whole) * streams * low_row;
+  const auto rest_of = [&](u32 row) { return layout.rest + (static_cast<u64>(row) * streams + stream) * rest_row; };
+  const auto whole_fields = [&](u32 row) {
+    return fields_at(layout, layout.low + (static_cast<u64>(row) * streams + stream) * low_row, rest_of(row));
+  };
+  // Raw bits are on their way while the rows before them are decoded; of the last but one if none of them are in the states.
+  const bool stored_before = rows > 1 && layout.folded == 0;
+  Fields ahead{}, before_last{};
+  if (first < whole) ahead = whole_fields(first);
+  if (stored_before) before_last = fields_at(layout, last_two + stream * low_row, rest_of(rows - 2));
   u32 kept[2] = {0, 0};  // symbols of the last row but one and of the last
   for (u32 row = first; row < rows; row++) {
+    const Fields now = ahead;
+    if (row + 1 < whole) ahead = whole_fields(row + 1);
     bytes.refill(blob);
     u32 from = bytes.place();
     const u32 started = from, symbols = step(lanes, from, below);
     bytes.at += from - started;
-    if (row < whole) {
-      const u64 block = static_cast<u64>(row) * streams + stream;
-      put_row(layout, plane, stream, row, symbols, layout.low + block * low_row, layout.rest + block * rest_row);
-    }
+    if (row < whole) put_row(layout, plane, stream, row, symbols, now);
     kept[0] = kept[1];
     kept[1] = symbols;
   }
@@ -51,14 +66,15 @@ NETWEIGHT_CALLED u32 decode_last_rows(const RansLayout& layout, const Plane& pla
   last[2 * lane + 1] = static_cast<u8>(lanes.b);
   __syncwarp();
   if (rows > 1) {
-    for (u32 i = lane; i < low_row; i += kWarp)
-      before[i] = i < stored ? last_two[stream * stored + i] : last[low_row + i - stored];
-    __syncwarp();
-    const u64 block = static_cast<u64>(rows - 2) * streams + stream;
-    put_row(layout, plane, stream, rows - 2, kept[0], before, layout.rest + block * rest_row);
+    if (!stored_before) {
+      for (u32 i = lane; i < low_row; i += kWarp)
+        before[i] = i < stored ? last_two[stream * stored + i] : last[low_row + i - stored];
+      __syncwarp();
+      before_last = fields_at(layout, before, rest_of(rows - 2));
+    }
+    put_row(layout, plane, stream, rows - 2, kept[0], before_last);
   }
-  const u64 block = static_cast<u64>(rows - 1) * streams + stream;
-  put_row(layout, plane, stream, rows - 1, kept[1], last, layout.rest + block * rest_row);
+  put_row(layout, plane, stream, rows - 1, kept[1], fields_at(layout, last, rest_of(rows - 1)));
   __syncwarp();
   return 0;
 }
@@ -134,6 +150,7 @@ NETWEIGHT_DEVICE u32 decode_rans(const u8* at, u64 left, const u8* header, const
       Lanes lanes{low[0] | static_cast<u32>(low[64]) << 8, low[1] | static_cast<u32>(low[65]) << 8};
       u32 fault = __any_sync(kAllLanes, lanes.a < 256 || lanes.b < 256) ? kBadStates : 0;
       ByteRing bytes;
+      const u32 first_word = first_patch_word(patches, patch_words);  // arrives while rows are decoded
       if (!fault) {
         bytes.start(stream_at, blob);
         const u32 end = bytes.at + length;
@@ -141,7 +158,7 @@ NETWEIGHT_DEVICE u32 decode_rans(const u8* at, u64 left, const u8* header, const
         fault = decode_last_rows(layout, plane, g, done, blob, lanes, bytes, end);
       }
       if (!fault) {
-        fault = apply_patches(patches, patch_words, rare, layout.split, plane, StreamOrder{streams, g, plane.width});
+        fault = apply_patches(patches, patch_words, first_word, rare, layout.split, plane, StreamOrder{streams, g, plane.width});
       }
       if (fault && lane_id() == 0) fail(fault);
     }

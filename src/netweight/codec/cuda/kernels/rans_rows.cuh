@@ -51,21 +51,22 @@ NETWEIGHT_DEVICE u32 rows_in_batches(u32 rows) {
   return rows >= 3 + kBatch<kRest, kStore> ? rows - 3 : 0;
 }
 
-// Decodes the rows of a stream but the last three, which are left out so that whole words of raw bits can be read.
-template <u32 kWidth, bool kRest, Store kStore>
-NETWEIGHT_CALLED void decode_batches(const RansLayout& layout, const Tails& tails, const Plane& plane, u32 stream,
-                                     const Bounds& blob_bounds, const u8* readable, Lanes& lanes_kept, ByteRing& bytes_kept) {
+// Decodes the rows of a stream but the last three, which are left out so that whole words of raw bits can be read. `kUsual` is
+// for two streams with eight raw bits that stand next to the symbols: bf16 weights in the chunks that GPUs encode.
+template <u32 kWidth, bool kRest, Store kStore, bool kUsual>
+NETWEIGHT_ROWS_CALLED void decode_batches(const RansLayout& layout, const Tails& tails, const Plane& plane, u32 stream,
+                                          const Bounds& blob_bounds, const u8* readable, Lanes& lanes_kept, ByteRing& bytes_kept) {
   constexpr u32 kInputs = kWindows<kRest, kStore>, kRows = kBatch<kRest, kStore>;
-  const u32 rows = rows_in_batches<kRest, kStore>(layout.rows), batches = rows / kRows, streams = layout.streams;
+  const u32 rows = rows_in_batches<kRest, kStore>(layout.rows), batches = rows / kRows, streams = kUsual ? 2 : layout.streams;
   if (batches == 0) return;
   const Bounds blob = blob_bounds;
   Lanes lanes = lanes_kept;  // in registers
   ByteRing bytes = bytes_kept;
   const RawPlacer placer = layout.placer;
-  const u32 below = lanes_below(), stride = plane.stride, row_bytes = streams * 64 * stride;
+  const u32 below = lanes_below(), stride = kStore == Store::packed ? kWidth : plane.stride, row_bytes = streams * 64 * stride;
   u32 tail_mask[2] = {0, 0}, tail_value[2] = {0, 0};
   Window windows[kInputs];
-  windows[0].start_fields(layout.low, layout.low_bits, stream, streams, address(readable));
+  windows[0].start_fields(layout.low, kUsual ? 8 : layout.low_bits, stream, streams, address(readable));
   if constexpr (kRest) {
     windows[1].start_fields(layout.rest, layout.rest_bits, stream, streams, address(readable));
   }
@@ -80,7 +81,7 @@ NETWEIGHT_CALLED void decode_batches(const RansLayout& layout, const Tails& tail
   const u32 element = stream * 64 + place_in_row(2 * lane_id(), kWidth);
   u64 out = address(plane.out) - (kStore == Store::merged ? 2 : 0) + static_cast<u64>(stride) * element;
 
-  u32 first[kInputs][kRows], second[kInputs][kRows];
+  u32 first[kInputs][kRows], second[kInputs][kRows] = {};
   const auto load = [&](u32 row) {
 #pragma unroll
     for (u32 i = 0; i < kInputs; i++) windows[i].load(row, first[i][row], second[i][row]);
@@ -108,8 +109,12 @@ NETWEIGHT_CALLED void decode_batches(const RansLayout& layout, const Tails& tail
   bring(0, kRows + lane_id() % 8);
 #pragma unroll
   for (u32 k = 0; k < kRows; k++) load(k);
+  // Rows behind the last batch are loaded with it, and more that are not looked at, if these lie within the blob.
+  bool goes_on = true;
+#pragma unroll
+  for (u32 i = 0; i < kInputs; i++) goes_on = goes_on && windows[i].readable((batches + 1) * kRows, blob);
   for (u32 batch = 1; batch <= batches; batch++) {
-    if (batch < batches) {  // after the last batch nothing comes: its rows are loaded again
+    if (batch < batches || goes_on) {  // else the last batch's rows are loaded again
 #pragma unroll
       for (u32 i = 0; i < kInputs; i++) windows[i].advance(kRows);
       bring(batch * kRows, 8 + lane_id() % kRows);
@@ -125,9 +130,18 @@ NETWEIGHT_CALLED void decode_batches(const RansLayout& layout, const Tails& tail
     out += static_cast<u64>(kRows) * row_bytes;
     bytes.at += from - started;
   }
+  if (goes_on) {
+    bytes.refill(blob);
+    u32 from = bytes.place();
+    const u32 started = from;
+#pragma unroll
+    for (u32 k = 0; k < kRows; k++)
+      if (batches * kRows + k < rows) put(out + static_cast<u64>(k) * row_bytes, step(lanes, from, below), k);
+    bytes.at += from - started;
+  }
 #pragma unroll
   for (u32 i = 0; i < kInputs; i++) windows[i].advance(kRows);  // behind the last batch
-  for (u32 row = batches * kRows; row < rows; row++) {
+  for (u32 row = batches * kRows; row < rows && !goes_on; row++) {
     load(0);
     bytes.refill(blob);
     u32 from = bytes.place();
@@ -142,16 +156,22 @@ NETWEIGHT_CALLED void decode_batches(const RansLayout& layout, const Tails& tail
   bytes_kept = bytes;
 }
 
-template <u32 kWidth, bool kRest, Store kStore>
+template <u32 kWidth, bool kRest, Store kStore, bool kUsual = false>
 NETWEIGHT_DEVICE u32 decode_rows_as(const RansLayout& layout, const Tails& tails, const Plane& plane, u32 stream,
                                     const Bounds& blob, const u8* readable, Lanes& lanes, ByteRing& bytes) {
-  decode_batches<kWidth, kRest, kStore>(layout, tails, plane, stream, blob, readable, lanes, bytes);
+  decode_batches<kWidth, kRest, kStore, kUsual>(layout, tails, plane, stream, blob, readable, lanes, bytes);
   return rows_in_batches<kRest, kStore>(layout.rows);
 }
 
 // Decodes the rows of a stream that can be decoded fast, and returns their number.
 NETWEIGHT_DEVICE u32 decode_rows(const RansLayout& layout, const Tails& tails, const Plane& plane, u32 stream, const Bounds& blob,
                                  const u8* readable, Lanes& lanes, ByteRing& bytes) {
+  if constexpr (kNumberBytes == 2) {
+    if (layout.rest_bits) return decode_rows_as<2, true, Store::packed>(layout, tails, plane, stream, blob, readable, lanes, bytes);
+    if (layout.streams == 2 && layout.low_bits == 8)
+      return decode_rows_as<2, false, Store::packed, true>(layout, tails, plane, stream, blob, readable, lanes, bytes);
+    return decode_rows_as<2, false, Store::packed>(layout, tails, plane, stream, blob, readable, lanes, bytes);
+  }
   const bool packed = plane.contiguous() && (address(plane.out) & (2 * plane.width - 1)) == 0;
 #define NETWEIGHT_ROWS(width, rest, store) \
   decode_rows_as<width, rest, store>(layout, tails, plane, stream, blob, readable, lanes, bytes)

@@ -57,7 +57,7 @@ NETWEIGHT_DEVICE void find_tails(const u8* from, u64 left, u32 count, Tails& tai
 // without any, a word of the chunk's is read in vain.
 struct Window {
   const u32* first;
-  const u32* second;  // the next word if the bits go on there, else the same
+  bool crosses;  // whether the bits go on in the next word
   u32 shift;
   u32 row_words;
 
@@ -65,7 +65,7 @@ struct Window {
     const u32 bit = static_cast<u32>(row & 3) * 8 + from;
     first = reinterpret_cast<const u32*>(bits ? (row & ~3ull) + bit / 32 * 4 : (readable + 3) & ~3ull);
     shift = bit % 32;
-    second = first + (bits && shift + bits > 32 ? 1 : 0);
+    crosses = bits && shift + bits > 32;
     row_words = bits ? words_of_row : 0;
   }
   // A pair of fields of a region of field blocks.
@@ -76,13 +76,15 @@ struct Window {
   __device__ __forceinline__ void start_bytes(u64 plane, bool is_raw, u32 stream, u32 streams, u64 readable) {
     start(plane + stream * 64, 8 * place_in_row(2 * lane_id(), 2), is_raw ? 16 : 0, streams * 16, readable);
   }
+  // What `high` was stays in it where the bits do not go on.
   __device__ __forceinline__ void load(u32 row, u32& low, u32& high) const {
     low = __ldg(first + static_cast<u64>(row) * row_words);
-    high = __ldg(second + static_cast<u64>(row) * row_words);
+    if (crosses) high = __ldg(first + static_cast<u64>(row) * row_words + 1);
   }
   __device__ __forceinline__ void prefetch_row(u32 row) const { prefetch(address(first + static_cast<u64>(row) * row_words)); }
-  __device__ __forceinline__ void advance(u32 rows) {
-    first += static_cast<u64>(rows) * row_words;
-    second += static_cast<u64>(rows) * row_words;
+  __device__ __forceinline__ void advance(u32 rows) { first += static_cast<u64>(rows) * row_words; }
+  // Whether so many rows from here on may be read.
+  __device__ __forceinline__ bool readable(u32 rows, const Bounds& blob) const {
+    return address(first + static_cast<u64>(rows) * row_words) + 8 <= blob.end;
   }
 };

@@ -30,7 +30,7 @@ NETWEIGHT_DEVICE void copy_bytes(const u8* from, u64 count, u8* to, const Bounds
 
 // Raw and constant planes, whose bytes are there, of which the first `done` elements need not be written (0 if they lie next
 // to each other). Both give the plane's bytes after the mode.
-NETWEIGHT_CALLED u64 decode_raw(const u8* from, const Plane& plane, u32 done, const Bounds& blob) {
+NETWEIGHT_CALLED u64 decode_raw(const u8* from, Plane plane, u32 done, Bounds blob) {
   const u64 bytes = static_cast<u64>(plane.count) * plane.width;
   if (plane.contiguous()) {
     copy_bytes(from, bytes, plane.out, blob);
@@ -40,7 +40,7 @@ NETWEIGHT_CALLED u64 decode_raw(const u8* from, const Plane& plane, u32 done, co
   return bytes;
 }
 
-NETWEIGHT_CALLED u64 decode_constant(const u8* from, const Plane& plane, u32 done) {
+NETWEIGHT_CALLED u64 decode_constant(const u8* from, Plane plane, u32 done) {
   const u32 value = plane.width == 1 ? from[0] : read_u16(from);
   const u32 word = plane.width == 1 ? value * 0x01010101u : value * 0x00010001u;
   u32 first = 0, units = 0;  // elements before the aligned ones, and the number of 16 bytes of these
@@ -57,7 +57,7 @@ NETWEIGHT_CALLED u64 decode_constant(const u8* from, const Plane& plane, u32 don
 
 // A packed plane. Every warp adds up all widths and decodes its share of blocks. Gives the bytes after the mode; returns a
 // reason for refusal, the same in all threads.
-NETWEIGHT_CALLED u32 decode_packed(const u8* from, u64 left, const Plane& plane, u64& size) {
+NETWEIGHT_CALLED u32 decode_packed(const u8* from, u64 left, Plane plane, u64& size) {
   if (plane.width != 1) return kBadPacked;
   const u32 blocks = (plane.count + 63) / 64, lane = lane_id(), warps = blockDim.x / kWarp;
   const u8* widths = from;

@@ -83,7 +83,7 @@ NETWEIGHT_DEVICE u32 read_wide_frequencies(const u8* from, u64 left, u32 count, 
 }
 
 // Decodes a plane, by one warp. `left` bytes begin with its mode. Gives the plane's bytes; returns a reason for refusal.
-NETWEIGHT_CALLED u32 decode_wide(const u8* from, u64 left, const Plane& plane, WideTable& table, u64& size) {
+NETWEIGHT_CALLED u32 decode_wide(const u8* from, u64 left, Plane plane, WideTable& table, u64& size) {
   Split split;
   if (left < 2) return kTruncated;
   if (!read_split(from[1], plane.width, split)) return kBadSplit;
@@ -137,5 +137,5 @@ NETWEIGHT_CALLED u32 decode_wide(const u8* from, u64 left, const Plane& plane, W
   used += 1 + 2 * rare.count;
   size = used + 2 * static_cast<u64>(patch_words);
   if (size > left) return kTruncated;
-  return apply_patches(from + used, patch_words, rare, split, plane, StreamOrder{1, 0, 1});
+  return apply_patches(from + used, patch_words, first_patch_word(from + used, patch_words), rare, split, plane, StreamOrder{1, 0, 1});
 }

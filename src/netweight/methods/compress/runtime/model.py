@@ -147,7 +147,10 @@ def compress_(
             bound = max(bound, found.bound)
             changes.update(dict.fromkeys(its_names, found.worst_change))
         before, after = before + dense.nbytes, after + stored.payload.nbytes
+        on_gpu = dense.is_cuda
         del dense, weight, at
+        if on_gpu:  # else the next payload splits the block that this weight left, and the driver never gets the rest
+            torch.cuda.empty_cache()
     return Compression(tuple(names), left, before, after, bound, changes, tuple(fixed))
 
 
