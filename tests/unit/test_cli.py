@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import subprocess
 import sys
 
@@ -36,6 +37,32 @@ def test_an_unknown_command_is_answered_with_the_nearest(call):
     answer = call("docto")
     assert answer.exit_code == 2
     assert "There is no command 'docto'. Nearest: doctor" in answer.stderr
+
+
+def test_a_verbose_command_logs_and_says_where_an_error_comes_from(monkeypatch, call):
+    @click.command()
+    def trial():
+        logging.getLogger("netweight.trial").info("under way")
+        raise errors.UsageError("Broken.")
+
+    named(monkeypatch, trial)
+    monkeypatch.setattr(logging, "basicConfig", lambda **how: None)  # pytest has the root's handlers
+    ours = logging.getLogger("netweight")
+    level = ours.level
+    try:
+        answer = call("-v", "trial")
+        assert ours.level == logging.INFO
+    finally:
+        ours.setLevel(level)
+    assert answer.exit_code == 2
+    assert "Traceback (most recent call last)" in answer.stderr
+    assert answer.stderr.endswith("Error: Broken.\n")
+    assert "Traceback" not in call("trial").stderr
+
+
+@pytest.mark.parametrize("name", ["run", "report"])
+def test_schemas_are_printed(call, name):
+    assert json.loads(call(name, "--schema").stdout)["$schema"].startswith("https://json-schema.org")
 
 
 def test_the_version(call):

@@ -120,6 +120,10 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             click.secho("Interrupted.", fg="yellow", err=True)
             ctx.exit(INTERRUPTED)
+        if ctx.params.get("verbose"):
+            import traceback
+
+            click.echo("".join(traceback.format_exception(failure)), err=True)
         output = ctx.meta.get("netweight.output")
         _report(failure, as_json=output is not None and output.as_json)
         ctx.exit(failure.exit_code)
@@ -135,8 +139,14 @@ def _show_version(context: click.Context, parameter: click.Parameter, value: boo
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
-def netweight() -> None:
-    """Take out of model weights what should not be there, and prove what is left."""
+@click.option("-v", "--verbose", count=True, help="Log to standard error, and say where errors come from; -vv for all.")
+def netweight(verbose: int) -> None:
+    """Treat model weights before you ship them, and attack the result before somebody else does."""
+    if verbose:
+        import logging
+
+        logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
+        logging.getLogger("netweight").setLevel(logging.DEBUG if verbose > 1 else logging.INFO)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 def _print_schema(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
         from netweight.recipes import recipe_schema
+        from netweight.report.report import json_schema
 
-        click.echo(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
+        schema = recipe_schema() if context.info_name == "run" else json_schema()
+        click.echo(json.dumps(schema, indent=2, ensure_ascii=False))
         context.exit()
 
 
@@ -147,6 +149,8 @@ def _as_json(entry: recipes.Done) -> dict[str, Any]:
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--card", "model", type=FOLDER, help="Say in README.md of this model's folder what RUN found.")
+@click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+              help="Print the JSON schema of report.json, and do nothing.")  # fmt: skip
 @output_option
 def report(run: Path, model: Path | None, output: Output) -> None:
     """Write RUN/report.html again from RUN/report.json and say what it found.
