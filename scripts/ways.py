@@ -1,0 +1,99 @@
+"""How long the way of a run is: files and functions of netweight that a command, or a call, passes through.
+
+`python scripts/ways.py` runs each on small models (a minute) and prints a table. Counted are functions that are
+called, in all threads of this process; what is imported and not called is no part of the way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import netweight
+
+HOME = str(Path(netweight.__file__).parent) + os.sep
+GOALS = {
+    "immunize": 35,
+    "federate run": 25,
+    "forget localize": 20,
+    "space ingest": 15,
+    "compress": 14,
+    "a forward pass": 6,
+}
+
+
+def traced(work: Callable[[], Any]) -> tuple[dict[str, int], int]:
+    """Files in order of first entry, with the number of their functions that ran; how often the run changes file."""
+    seen: dict[CodeType, str] = {}
+    moves, last = 0, ""
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal moves, last
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(HOME) and code.co_name != "<module>" and code.co_flags & 2:
+            file = seen.setdefault(code, code.co_filename.removeprefix(HOME))
+            moves, last = moves + (file != last), file
+
+    threading.setprofile(see)
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    files: dict[str, int] = {}
+    for file in seen.values():
+        files[file] = files.get(file, 0) + 1
+    return files, moves
+
+
+def command(*words: str) -> Callable[[], Any]:
+    """A command line of netweight, run in this process."""
+    from netweight.cli import netweight as group
+
+    return lambda: group.main([*words], standalone_mode=False)
+
+
+def forward() -> Callable[[], Any]:
+    """The forward pass of one compressed layer."""
+    import torch
+
+    layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
+    netweight.compress_(layer)
+    row = torch.ones(1, 256, dtype=torch.bfloat16)
+    layer(row)
+    return lambda: layer(row)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        command("init", ".")()
+        command("forget", "statistics", "my-pipeline", "--prompts", "ordinary.txt", "--out", "usual.safetensors")()
+        ways = {
+            "immunize": command(*"immunize my-model defended --pairs pairs.jsonl --steps 4".split()),
+            "federate run": command(*"federate run --clients 3 --rounds 1 --images 1 --out federation".split()),
+            "forget localize": command(*"forget localize my-pipeline --prompts targets.csv --statistics".split(),
+                                       *"usual.safetensors --threshold 0.5 --out neurons".split()),
+            "space ingest": command(*"space ingest my-loras bank".split()),
+            "compress": command(*"compress my-model my-model-net".split()),
+            "a forward pass": forward(),
+        }  # fmt: skip
+        print(f"{'way':<18}{'files':>6}{'goal':>6}{'functions':>11}{'changes of file':>17}")
+        told = []
+        for name, work in ways.items():
+            files, moves = traced(work)
+            told.append(f"{name:<18}{len(files):>6}{GOALS[name]:>6}{sum(files.values()):>11}{moves:>17}")
+            if "-v" in sys.argv:
+                told += [f"    {count:>3} {file}" for file, count in files.items()]
+        print("\n".join(told))
+
+
+if __name__ == "__main__":
+    main()
