@@ -77,7 +77,7 @@ def main() -> None:
         command("init", ".")()
         command("forget", "statistics", "my-pipeline", "--prompts", "ordinary.txt", "--out", "usual.safetensors")()
         ways = {
-            "immunize": command(*"immunize my-model defended --pairs pairs.jsonl --steps 4".split()),
+            "immunize": command(*"immunize my-model defended --pairs pairs.jsonl --batch-size 100".split()),
             "federate run": command(*"federate run --clients 3 --rounds 1 --images 1 --out federation".split()),
             "forget localize": command(*"forget localize my-pipeline --prompts targets.csv --statistics".split(),
                                        *"usual.safetensors --threshold 0.5 --out neurons".split()),

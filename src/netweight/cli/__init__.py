@@ -9,6 +9,7 @@ import errno
 import importlib
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -135,7 +136,11 @@ def _show_version(context: click.Context, parameter: click.Parameter, value: boo
         context.exit()
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+# Click alone wraps at 50 columns and above.
+_WIDTH = max(20, min(shutil.get_terminal_size().columns, 80) - 2)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "terminal_width": _WIDTH})
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
