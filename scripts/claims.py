@@ -8,9 +8,10 @@ A comment ties figures of the paragraph, list or table above it, one per line, t
     -->
 
 `all = FILE, FILE` says that every figure above is a value of these files, as it is or in percent; targets, and what
-is in square brackets, a paper's, apart. A path is a file below benchmarks/results (`published/…`: a paper's numbers;
-`PAGE.md`: a table of a page that is made from results), then keys, joined by `|`; `#` counts entries, and of a list of
-numbers the median is taken. A page that says "Made by" in its first line is tied as a whole: a test makes it again.
+is in square brackets, a paper's, apart. `given = 0.98, 1.3` names settings and published numbers. A path is a file
+below benchmarks/results (`published/…`: a paper's numbers; `PAGE.md`: a table of a page that is made from results),
+then keys, joined by `|`; `#` counts entries, and of a list of numbers the median is taken. A page that says "Made by"
+in its first line is tied as a whole: a test makes it again.
 Fails where a figure is not above its comment, or differs from its result in a digit shown.
 """
 
@@ -29,6 +30,11 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 PUBLISHED = ROOT / "experiments" / "netweight_experiments"
 MOST = 1000  # numbers of a file that may be tied as a whole: among more, any would be found
 COMMENT = re.compile(r"<!-- figures\n(.*?)-->", re.S)
+OTHERS = re.compile(  # a paper's numbers and its own, targets, files, code, shares of intervals, versions
+    r"\[[^]]*\](?!\()|\d{4}\.\d{5}|[≤≥] ?[\d.]+|\([^)]*\.json\)|95 %|N\([^)]*\)|```.*?```|`[^`]*`"
+    r"|<!-- options of.*?<!-- end -->|\b(?:torch|Flower|diffusers|transformers|CUDA|NVRTC|lm-eval|vLLM) \d+\.[\d.]+",
+    re.S,
+)
 MEASURED = re.compile(r"(?<![\w.,/-])\d[\d,]*\.\d+(?![\w/-]|\.\d)|(?<![\w.,/-])\d[\d,]*(?= ?%|×)")  # 0.56, 17 %, 12×
 
 
@@ -81,7 +87,7 @@ def missing(block: str, files: str) -> list[str]:
     known = {number for file in files.split(", ") for number in leaves(read(file))}
     if len(known) > MOST:
         raise ValueError(f"{len(known)} numbers in {files}; name keys")
-    own = MEASURED.findall(re.sub(r"\[[^]]*\](?!\()|[≤≥] ?[\d.]+|\([^)]*\.json\)|95 %|N\([^)]*\)|`[^`]*`", "", block))
+    own = MEASURED.findall(OTHERS.sub("", block))
     return [
         each for each in own
         if not any(abs(scale * leaf - number) <= half * (1 + 1e-6) for number, half in [shown(each)]
@@ -98,6 +104,9 @@ def faults(page: Path) -> tuple[list[str], int]:
             said, _, rule = line.partition(" = ")
             count += len(MEASURED.findall(above)) if said == "all" else 1
             try:
+                if said == "given":
+                    wrong += [f"{page.name}: {each} is not above" for each in rule.split(", ") if each not in above]
+                    continue
                 if said == "all":
                     wrong += [f"{page.name}: {each} is in none of {rule}" for each in missing(above, rule)]
                     continue
@@ -120,10 +129,13 @@ def untied(page: Path) -> list[str]:
     if text.startswith("<!-- Made by"):
         return []
     found = []
-    for block in re.sub(r"```.*?```|`[^`]*`|arXiv [\d.]+", "", text, flags=re.S).split("\n\n"):
-        claims = "\n".join(COMMENT.findall(block))
+    kept: list[str] = []
+    plain = COMMENT.sub(lambda found: kept.append(found[1]) or f"\0{len(kept) - 1}\0", text)
+    for block in OTHERS.sub("", plain).split("\n\n"):
+        claims = "\n".join(kept[int(number)] for number in re.findall("\0(\\d+)\0", block))
         tied = {line.partition(" = ")[0] for line in claims.splitlines()}
-        found += [each for each in MEASURED.findall(COMMENT.sub("", block)) if not tied & {each, "all"}]
+        tied |= set(", ".join(re.findall("^given = (.*)$", claims, re.M)).split(", "))
+        found += [each for each in MEASURED.findall(re.sub("\0\\d+\0", "", block)) if not tied & {each, "all"}]
     return found
 
 

@@ -45,7 +45,18 @@ def test_a_figure_that_differs_is_found(script, tmp_path, text, rule, words):
     assert (wrong == []) if words is None else words in "; ".join(wrong)
 
 
+def test_settings_and_published_numbers_are_said_to_be_given(script, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Stops below 0.98 or 12 %.\n<!-- figures\ngiven = 0.98, 12\n-->\n\n0.98 again.\n")
+    assert script.faults(page)[0] == []
+    assert script.untied(page) == ["0.98"]
+    page.write_text("Stops below 0.98.\n<!-- figures\ngiven = 0.98, 12\n-->\n")
+    assert script.faults(page)[0] == ["page.md: 12 is not above"]
+
+
 def test_what_is_not_tied_is_listed(script, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("Keeps 0.66 of it, `0.5` in code, 12 %.\n\n68 of 1.5.\n<!-- figures\n1.5 = 1 + 0.5\n-->\n")
     assert script.untied(page) == ["0.66", "12"]
+    page.write_text("torch 2.13 and arXiv 2412.07097, 2502.05209.\n\n```python\nx = 0.5\n```\n")
+    assert script.untied(page) == []
