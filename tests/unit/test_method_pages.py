@@ -37,6 +37,9 @@ def test_the_page_opens_like_the_others(page):
         "\n## The options that matter\n",
     ]
     places = [text.index(part) for part in opening]
+    shown = re.findall(r"^!\[[^]]+\]\((.*?)\)$", text[: text.index("\n## ")], re.M)
+    assert shown, "a picture of what it comes to"
+    assert all((DOCS / picture).is_file() for picture in shown)
     assert places == sorted(places)
     assert re.findall(r"^## (.*)$", text, re.M)[:2] == ["What an attacker can still do", "The options that matter"]
     assert len(text[: places[0]].split()) > 20  # what it is
