@@ -1,6 +1,6 @@
 """How long the way of a run is: files and functions of netweight that a command, or a call, passes through.
 
-`python scripts/ways.py` runs each on small models (a minute) and prints a table. Counted are functions that are
+`python scripts/ways.py [WAY …]` runs each on small models (a minute) and prints a table. Counted are functions that are
 called, in all threads of this process; what is imported and not called is no part of the way.
 """
 
@@ -20,7 +20,7 @@ import netweight
 HOME = str(Path(netweight.__file__).parent) + os.sep
 GOALS = {
     "immunize": 35,
-    "federate run": 25,
+    "a federated round": 25,
     "forget localize": 20,
     "space ingest": 15,
     "compress": 14,
@@ -60,35 +60,44 @@ def command(*words: str) -> Callable[[], Any]:
     return lambda: group.main([*words], standalone_mode=False)
 
 
-def forward() -> Callable[[], Any]:
-    """The forward pass of one compressed layer."""
-    import torch
+def federated_round() -> Callable[[], Any]:
+    """A round of HyperFL with three clients, from the task to the new state."""
+    from netweight.data import images as data
+    from netweight.methods import federate
+    from netweight.methods.federate.partition import federated_images
+    from netweight.methods.federate.task import small_cnn
 
-    layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
-    netweight.compress_(layer)
-    row = torch.ones(1, 256, dtype=torch.bfloat16)
-    layer(row)
-    return lambda: layer(row)
+    body, head = small_cnn(channels=1, size=28, classes=10)
+    task = federate.Task(body, head, federated_images(data.load("digits"), clients=3))
+    return lambda: federate.train(task, federate.HyperFL(), federate.Federation(rounds=1))
 
 
 def main() -> None:
+    import torch
+
+    layer, row = torch.nn.Linear(256, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
+    netweight.compress_(layer)
+    layer(row)  # what the first pass alone sets up is no part of it
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        command("init", ".")()
-        command("forget", "statistics", "my-pipeline", "--prompts", "ordinary.txt", "--out", "usual.safetensors")()
+        asked = [name for name in GOALS if name in sys.argv] or [*GOALS]
+        if {*asked} - {"a federated round", "a forward pass"}:
+            command("init", ".")()
+        if "forget localize" in asked:
+            command(*"forget statistics my-pipeline --prompts ordinary.txt --out usual.safetensors".split())()
         ways = {
             "immunize": command(*"immunize my-model defended --pairs pairs.jsonl --batch-size 100".split()),
-            "federate run": command(*"federate run --clients 3 --rounds 1 --images 1 --out federation".split()),
+            "a federated round": federated_round(),
             "forget localize": command(*"forget localize my-pipeline --prompts targets.csv --statistics".split(),
                                        *"usual.safetensors --threshold 0.5 --out neurons".split()),
             "space ingest": command(*"space ingest my-loras bank".split()),
             "compress": command(*"compress my-model my-model-net".split()),
-            "a forward pass": forward(),
+            "a forward pass": lambda: layer(row),
         }  # fmt: skip
         print(f"{'way':<18}{'files':>6}{'goal':>6}{'functions':>11}{'changes of file':>17}")
         told = []
-        for name, work in ways.items():
-            files, moves = traced(work)
+        for name in asked:
+            files, moves = traced(ways[name])
             told.append(f"{name:<18}{len(files):>6}{GOALS[name]:>6}{sum(files.values()):>11}{moves:>17}")
             if "-v" in sys.argv:
                 told += [f"    {count:>3} {file}" for file, count in files.items()]

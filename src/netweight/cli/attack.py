@@ -87,8 +87,8 @@ def embedding(
 ) -> None:
     """Search for text embeddings that make MODEL, an edited diffusion pipeline, generate memorized images again.
 
-    The same searches are made in the pipeline before its edit and for images that were never trained on: without
-    these nobody knows what the search generates by itself. OUT receives searches.jsonl, from which a second call
+    The same searches are made in the pipeline before its edit and for images that were never trained on, which show
+    what the search generates by itself. OUT receives searches.jsonl, from which a second call
     continues, the embeddings and images of every search, and a report.
 
     Exits with 1 if a finding fails.

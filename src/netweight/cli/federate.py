@@ -34,7 +34,7 @@ def federate() -> None:
 @click.option("--audit/--no-audit", default=True, show_default=True, help="Attack what was trained at the end.")
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("federation"), show_default=True,
-    help="Folder for the checkpoint and the report; a run that was stopped goes on from there.",
+    help="Folder for the checkpoint and the report; a run that was stopped continues from there.",
 )  # fmt: skip
 @output_option
 @click.pass_context

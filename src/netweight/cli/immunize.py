@@ -23,10 +23,9 @@ from netweight.methods.immunize.settings import ImmunizeSettings
 def immunize(model: Path, destination: Path, settings: ImmunizeSettings, card: bool, output: Output) -> None:
     """Train a defense against harmful fine-tuning into MODEL and write it to DESTINATION.
 
-    MODEL is a folder of transformers and stays as it is. DESTINATION is an ordinary one; beside the weights lie
-    immunize.json, what was done step by step, and immunize-report, what that changed inside of the model. The same
-    command goes on where an earlier one was stopped. How long the defense holds is for `netweight attack finetune` to
-    say.
+    MODEL is a folder of transformers and is not changed. DESTINATION is another, with immunize.json, what was done step
+    by step, and immunize-report, what that changed inside the model. The same command continues a run that was stopped.
+    `netweight attack finetune` measures how long the defense holds.
     """
     from netweight.methods.immunize.checkpoint import RECORD
     from netweight.methods.immunize.folder import immunize_folder

@@ -331,7 +331,7 @@ def predict(bank: Path, adapters: tuple[Path, ...], settings: PredictSettings, o
     """Read attributes off weights alone: of adapters in BANK that have no label, and of each FILE.
 
     A network that no basis of the factors changes and a linear probe of the changes are fitted to the labels. Both
-    held-out scores are told; what is predicted is what the better one of an attribute says.
+    held-out scores are reported; the better one of an attribute predicts it.
     """
     from netweight.methods.space.folder import predict_files
 

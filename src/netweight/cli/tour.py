@@ -31,9 +31,8 @@ def tour(context: click.Context, out: Path, only: str | None, keep: bool, output
     A recipe, whose chapters are federate (sites train together, and a server looks), forget and distil (a painting
     model that repeats pictures), immunize (a language model that resists fine-tuning), space and adapters (hundreds of
     adapters as one space), compress and bf16 (a real model of 22.7 million weights, bit for bit). Writes a report.
-    Needs the extra `tour` and no network; takes some minutes. A tour that is interrupted goes on where it was, step by
-    step, when the same command is given again. Exits with 1 if a target is missed; attacks that succeed are told in the
-    report.
+    Needs the extra `tour` and no network; takes some minutes. The same command continues a tour that was interrupted,
+    step by step. Exits with 1 if a target is missed; the report names attacks that succeed.
     """
     from netweight.core.progress import QUIET, Progress
     from netweight.tour import run_tour
@@ -49,7 +48,7 @@ def tour(context: click.Context, out: Path, only: str | None, keep: bool, output
             say=lambda text: output.line(text),
         )
     except KeyboardInterrupt:
-        output.warn(f"What is done so far is kept in {out / 'models'}: the same command goes on from there.")
+        output.warn(f"What is done so far is kept in {out / 'models'}: the same command continues from there.")
         raise
     missed = [finding.name for finding in done.findings if finding.passed is False]
     for name in missed:

@@ -1,6 +1,6 @@
 """The tour: the recipe `tour.yaml`, run on models and data that come with the package, written as users' files.
 
-A tour that was interrupted goes on: the recipe knows its finished steps again.
+A tour that was interrupted continues: the recipe recognizes its finished steps.
 """
 
 from __future__ import annotations
