@@ -95,6 +95,22 @@ def test_a_target_that_was_not_measured_fails(page):
     assert verdict(section) == ("fail", "Not measured: x.")
 
 
+def test_what_is_left_to_do_follows_from_the_findings():
+    def left(*findings):
+        page = render(Report("r").add(Section("s", findings)))
+        return re.findall(r"<li>(.*?)</li>", page.partition('id="next"')[2].partition("</section>")[0])
+
+    aimed = {"better": "higher", "target": 2.0}
+    missed, met, absent = Finding("a", 1.0, **aimed), Finding("b", 3.0, **aimed), Finding("c", None, **aimed)
+    assert left(met) == []
+    assert left(missed, met) == ["Missed targets, to be mended or stated: s: a."]
+    assert left(absent) == ["To be measured, since there is a target: s: c."]
+    assert left(Finding("d", 1.0, seeds=(5,))) == ["To be run again from other seeds: all of this is of one."]
+    assert left(Finding("d", 1.0, seeds=(5, 6))) == []
+    many = [Finding(f"n{number}", 1.0, **aimed) for number in range(5)]
+    assert left(*many)[0].endswith("s: n2; and 2 more.")
+
+
 def test_a_treatment_without_its_audit_is_shown_in_red(monkeypatch):
     monkeypatch.setattr(audit, "_AUDITS", {})
     declare_audits("shrink", {"identity": None, "speed": None})

@@ -39,8 +39,28 @@ def render(document: Any) -> str:
         seen |= {alike} if alike == "Histograms" else set()
     template = page_template("netweight.report", "template.html")
     return template.render(
-        report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment)
-    )
+        report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment),
+        left=_left(document),
+    )  # fmt: skip
+
+
+def _left(document: Any) -> list[str]:
+    """What is left to do, by what was found."""
+
+    def listed(words: str, names: list[str]) -> list[str]:
+        more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
+        return [f"{words} {'; '.join(names[:3])}{more}."] if names else []
+
+    findings = [(section.title, each) for section in document.sections for each in section.findings]
+    aimed = [(f"{title}: {each.name}", each) for title, each in findings if each.target is not None]
+    audits = [f"{each.title}: {audit}" for each in document.sections for audit in each.missing_audits]
+    single = len({seed for _, each in findings for seed in each.seeds}) == 1
+    return [
+        *listed("Missed targets, to be mended or stated:", [n for n, e in aimed if e.passed is False]),
+        *listed("To be measured, since there is a target:", [n for n, e in aimed if e.value is None]),
+        *listed("Audits to be run:", audits),
+        *(["To be run again from other seeds: all of this is of one."] if single else []),
+    ]
 
 
 @cache
