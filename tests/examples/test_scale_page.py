@@ -1,4 +1,4 @@
-"""docs/scale.md: its arithmetic comes to what it says, from figures that scripts/claims.py compares with the results."""
+"""docs/scale.md: its arithmetic comes to what it says, from figures that are tied to results (scripts/claims.py)."""
 
 import re
 from pathlib import Path

@@ -20,7 +20,7 @@ from netweight.data.prompts import image_size
 from netweight.data.rows import Row, RowErrors, read_rows
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image, text_to_image, trained_prediction
-from netweight.hf.train_adapters import ATTENTION, SliderPairs, train_sliders
+from netweight.hf.train_adapters import ATTENTION
 from netweight.methods.space.edits import perceptual_distance
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.settings import INVERSIONS, InversionSettings
@@ -35,6 +35,7 @@ from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances,
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read_faces
 from netweight_experiments.tables.setups import TablesRecipe
 from netweight_experiments.tables.w2w.setup import Fitting, Setup, Stranger, Wanted
+from netweight_experiments.tables.w2w.sliders import SliderPairs, train_sliders
 
 if TYPE_CHECKING:
     from netweight.hf.clip import Clip
