@@ -9,6 +9,7 @@
 #include "blob.h"
 #include "buffer_pool.h"
 #include "job_queue.h"
+#include "plane.h"
 
 namespace nb = nanobind;
 using namespace netweight;
@@ -137,12 +138,13 @@ nb::tuple encode_chunk_alone(nb::handle numbers, const std::string& dtype_name, 
   const Kernels& kernels = kernels_by_name(path.c_str());
   if (in.size() % dtype.unit_bytes || in.size() / dtype.unit_bytes > size_t{1} << kMaxChunkLog2) throw nb::value_error("a chunk has another size");
   const Encoding how = encoding_of(dtype, level, 0, kVersion, other.of(in.size()));
+  const Room room(encode_one_bound(dtype, in.size()));  // bytes that are cut to size would be new pages every time
   EncodedChunk found;
-  nb::object chunk = written(encode_one_bound(dtype, in.size()), [&](u8* to) {
-    found = encode_one(in.bytes(), dtype, how, kernels, to);
-    return found.size;
-  });
-  return nb::make_tuple(chunk, found.check, found.base_check, found.new_modes);
+  {
+    nb::gil_scoped_release release;
+    found = encode_one(in.bytes(), dtype, how, kernels, room.get());
+  }
+  return nb::make_tuple(nb::bytes(reinterpret_cast<const char*>(room.get()), found.size), found.check, found.base_check, found.new_modes);
 }
 
 // Words of a lossy blob: a plain blob of type U16, split where floating-point numbers of so many mantissa bits would be.
@@ -202,14 +204,6 @@ void check_size(u64 output, u64 tensor) {
   if (output == tensor) return;
   const std::string sizes = "the output has " + std::to_string(output) + " bytes where the tensor has " + std::to_string(tensor);
   throw nb::value_error(sizes.c_str());
-}
-
-void decode_into(nb::handle blob, nb::handle out, int threads, bool check, const std::string& path, nb::handle base) {
-  Buffer in(blob, false), to(out, true);
-  const Kernels& kernels = kernels_by_name(path.c_str());
-  const BlobHeader h = read_header(in.bytes());
-  check_size(to.size(), h.nbytes);
-  decode_to(in.bytes(), h, 0, h.numbers, to.data(), threads, check, kernels, Base(base));
 }
 
 // Numbers [first, last) of a tensor to memory of the caller's that is known by address and size, which is quicker to ask of a torch tensor than a buffer.
@@ -350,8 +344,6 @@ NB_MODULE(_native, m) {
       },
       nb::arg("blob"), nb::arg("size") = nb::none());
   m.def("decode", &decode, nb::arg("blob"), nb::arg("threads"), nb::arg("check"), nb::arg("path"), nb::arg("base") = nb::none());
-  m.def("decode_into", &decode_into, nb::arg("blob"), nb::arg("out"), nb::arg("threads"), nb::arg("check"), nb::arg("path"),
-        nb::arg("base") = nb::none());
   m.def("decode_to_address", &decode_to_address, nb::arg("blob"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("check"),
         nb::arg("path"), nb::arg("base") = nb::none(), nb::arg("first") = 0, nb::arg("last") = nb::none());
   m.def("decode_numbers", &decode_numbers, nb::arg("blob"), nb::arg("first"), nb::arg("last"), nb::arg("threads"), nb::arg("check"), nb::arg("path"),

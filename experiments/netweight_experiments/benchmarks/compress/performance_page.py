@@ -35,14 +35,39 @@ Measured by `netweight benchmark codec` on {date}: {rounds} rounds on {machine}.
 {warning}
 ## Targets
 
-Set for a core with AVX-512 (VBMI2) before the code was written.
+Set before the code was written, for a core with AVX-512 (VBMI2) where they name no other.{other}
 
 """
 
+OTHER = """ That machine has
+none; what needs it was measured on {date} on {machine} with the code of that day
+([figures](../benchmarks/results/{name}))."""
 LIMITS = """
 memcpy in the same rounds, which is the limit of what comes from memory:
 
 """
+
+SKEWED = """
+## Skewed data, and checks
+
+One thread of a busy machine ({where}, [{date}](../benchmarks/results/{name})); the best of zipnn and of zstd -3 on byte
+planes. Targets: within 1 % of its size; 3 times its decoding; checks for at most a tenth of the speed.
+
+"""
+FOLDER_TARGETS = (
+    ("folder", "two threads against one, wall", "≥ 1.8"),
+    ("folder", "one thread against zipnn, processor", "≥ 3"),
+    ("many small tensors", "netweight against safetensors, processor", "≤ 2"),
+)
+SKEWED_HEAD = (
+    "",
+    "ratio",
+    "best peer",
+    "entropy of numbers",
+    "decode GB/s",
+    "against the best peer",
+    "checked / unchecked",
+)
 
 HOW = """
 ## Method
@@ -58,19 +83,74 @@ HOW = """
 
 
 def page(result: Result, name: str) -> str:
-    """Return the page for a result that lies in benchmarks/results/ under a name."""
+    """Return the page for a result in benchmarks/results/, and for what it lacks of AVX-512 from the newest with it."""
+    load = result.load["before"][0]
+    fields = {
+        "name": name,
+        "date": result.created[:10],
+        "rounds": result.repeats,
+        "machine": machine(result),
+        "other": "",
+    }
+    results = [result]
+    if "avx512" not in result.environment["codec_paths"] and (path := newest("avx512")):
+        results.append(read_result(path))
+        fields["other"] = OTHER.format(name=path.name, date=results[1].created[:10], machine=machine(results[1]))
+    text = HEAD.format(**fields, warning=BUSY.format(load=load) if load > QUIET else "")
+    text += table(("what", "target", "measured", "95 % interval", ""), target_table(*results))
+    text += limits(result)
+    for each in results:
+        for part in speed_tables(each):
+            if part.title == SHOWN:
+                text += f"\n## {part.title}, {each.environment['cpu']}\n\n{table(part.headers, part.lines)}"
+    return text + skewed_part() + memory_part() + folder_part() + HOW + foot(result)
+
+
+def folder_part() -> str:
+    """Return what end_to_end.py found last: folders by one thread, by two and by zipnn, and many small tensors."""
+    paths = [(json.loads(path.read_text())["created"], path) for path in RESULTS.glob("compress-end-to-end-*.json")]
+    if not paths:
+        return ""
+    created, path = max(paths)
+    found = json.loads(path.read_text())
+    rows = []
+    for part, name, target in FOLDER_TARGETS:
+        ratio = found[part][name]
+        rounds = f"{min(ratio['rounds']):.2f} to {max(ratio['rounds']):.2f}"
+        rows.append((name, target, f"{ratio['median']:.2f}", rounds))
+    rows.append(("container beyond the blobs", "≤ 3 %", f"{found['many small tensors']['beyond the blobs']:.1%}", ""))
+    load = max(values[0] for values in found["load"].values())
+    where = f"[{created[:10]}](../benchmarks/results/{path.name})"
+    return f"\nFolders, and 10,000 small tensors, at a load of {load:.0f} ({where}):\n\n" + table(
+        ("what", "target", "measured", "rounds"), rows
+    )
+
+
+def skewed_part() -> str:
+    """Return the part on skewed data and on checks, from the newest whole result of skewed.py; empty without one."""
+    found = [json.loads(path.read_text()) | {"path": path} for path in RESULTS.glob("skewed-*.json")]
+    found = [each for each in found if each["options"].get("only") in (None, [""])]
+    if not found:
+        return ""
+    newest = max(found, key=lambda each: each["created"])
+    lines = []
+    for name, row in newest["rows"].items():
+        ours, peers = row["ratio"], [row["ratio"].get(peer, 0) for peer in ("zipnn", "zstd -3, planes")]
+        speed, best = row["GB/s"], max(row["GB/s"].get(f"decode, {peer}", 0) for peer in ("zipnn", "zstd"))
+        ratios = (f"{value:,.{3 if value < 100 else 0}f}" for value in (ours["netweight"], max(peers), ours["order 0"]))
+        cells = (*ratios, f"{speed['decode']:.1f}")
+        checked = row.get("checked per unchecked decode", speed["decode, checked"] / speed["decode"])
+        lines.append((name, *cells, f"{speed['decode'] / best:.1f}×", f"{checked:.2f}"))
+    environment = newest["environment"]
+    where = f"{environment['cpu']}, {environment['codec_path']}"
+    return SKEWED.format(name=newest["path"].name, date=newest["created"][:10], where=where) + table(SKEWED_HEAD, lines)
+
+
+def machine(result: Result) -> str:
+    """Return a processor, its cores and what it knows."""
     environment = result.environment
     flags = [flag for flag in environment["cpu_flags"] if flag in ("avx2", "avx512f", "avx512_vbmi2", "neon", "sve")]
-    machine = f"{environment['cpu']} ({environment['cores']} cores usable, {', '.join(flags)})"
-    load = result.load["before"][0]
-    warning = BUSY.format(load=load) if load > QUIET else ""
-    text = HEAD.format(name=name, date=result.created[:10], rounds=result.repeats, machine=machine, warning=warning)
-    text += table(("what", "target", "measured", "95 % interval", ""), target_table(result))
-    text += limits(result)
-    for part in speed_tables(result):
-        if part.title == SHOWN:
-            text += f"\n## {part.title}\n\n{table(part.headers, part.lines)}"
-    return text + memory_part() + HOW + foot(result)
+    return f"{environment['cpu']} ({environment['cores']} cores usable, {', '.join(flags)})"
 
 
 def limits(result: Result) -> str:
@@ -152,14 +232,17 @@ def table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def newest() -> Path:
-    """Return the newest result by the time it says."""
-    return max(RESULTS.glob("codec-*.json"), key=lambda path: read_result(path).created)
+def newest(path: str = "") -> Path | None:
+    """Return the newest result by the time it says, of those that measured a code path."""
+    results = ((read_result(file), file) for file in RESULTS.glob("codec-*.json"))
+    found = [(result.created, file) for result, file in results if path in ("", *result.environment["codec_paths"])]
+    return max(found)[1] if found else None
 
 
 def main() -> None:
     """Write the page."""
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else newest()
+    assert source, "no result"
     PAGE.write_text(page(read_result(source), source.name), encoding="utf-8")
     print(f"{PAGE} from {source}")
 
