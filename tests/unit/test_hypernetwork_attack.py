@@ -111,7 +111,7 @@ def test_an_image_behind_one_block_is_read_without_label_or_classifier():
     sent = train_client(hypernetwork_for(body), body, head, torch.randn(12), image, torch.tensor([0]))
     found = invert_generated(
         recover_gradient(sent.before, sent.after, **RULE), body, shape=(1, 1, 12, 12), seed=0,
-        config=PeelingConfig(restarts=2, rounds=4),
+        config=PeelingConfig(restarts=2),
     )  # fmt: skip
     assert psnr(found.images, image).mean() > 30
     assert found.objective == min(found.objectives_by_restart) < 0.1
@@ -130,7 +130,7 @@ def test_the_network_of_the_paper_gives_a_letter_away():
     found = recover_gradient(sent.before, sent.after, **RULE)
     assert cosine(found.gradient, sent.first_gradient) >= 0.999
     result = invert_generated(
-        found, body, shape=(1, 1, 28, 28), seed=0, config=PeelingConfig(softening=10, rounds=1)
+        found, body, shape=(1, 1, 28, 28), seed=0, config=PeelingConfig(steps=150)
     )  # fmt: skip
     assert psnr(result.images, image).mean() > 20
 

@@ -130,7 +130,7 @@ def cells(given):
 
 
 def main():
-    parser = script(__doc__, "federated/liars", whole=True)
+    parser = script(__doc__, "federated/liars" + "-deployed" * ("--deployed" in sys.argv), whole=True)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="+", default=[520])
