@@ -159,7 +159,7 @@ class Peel:
         whole = torch.einsum("ikp,jkp->ij", patches, patches)
         outside = torch.kron(torch.eye(channels, dtype=plane.dtype), whole) - inside.T @ inside
         sizes, maps = torch.linalg.eigh(outside)
-        if sizes[0] > 1e-6 * sizes[1]:
+        if sizes[0] > 1e-6 * sizes[1] or sizes[1] < 1e-6 * sizes[-1]:  # no map, or many
             return None
         fits: list[tuple[float, Tensor]] = []
         seen = pooled > 0 if self.block.slope == 0 else torch.ones_like(pooled, dtype=torch.bool)
