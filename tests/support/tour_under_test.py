@@ -37,7 +37,7 @@ def shrink():
     recipe = yaml.safe_load(tour._text())
     chapters = recipe["chapters"]
     chapters["federate"]["treatments"][0]["federate"]["rounds"] = 1
-    chapters["federate"]["attacks"][0]["server"] |= {"images": 1, "steps": 1}
+    chapters["federate"]["attacks"][0]["server"] |= {"images": 1, "softening": 1, "rounds": 1}
     chapters["forget"]["attacks"][0]["embedding"]["search"] |= {"steps": 2}
     chapters["distil"]["treatments"][0]["forget"]["distil"] |= {"steps": 2, "images": 1}
     chapters["immunize"]["attacks"][0]["finetune"] |= {"max_steps": 4, "samples": 64, "check_every": 4}

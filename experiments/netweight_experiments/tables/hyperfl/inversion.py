@@ -118,7 +118,7 @@ def _bounds(images: Images) -> tuple[Tensor, Tensor]:
 def _analytic(run: AttackRun, victim: Run, seen: Observation, images: Images) -> tuple[Reconstruction, float]:
     """Read the gradient and undo the body; return the image and the cosine of the gradient with the true one."""
     recovered = read_update(victim, seen.sent, seen.received())
-    config = PeelingConfig() if run.steps is None else PeelingConfig(steps=run.steps)
+    config = PeelingConfig() if run.steps is None else PeelingConfig(softening=run.steps, rounds=max(1, run.steps // 2))
     shape = (1, *images.shape)
     found = invert_generated(
         recovered, victim.task.body, shape=shape, bounds=_bounds(images), config=config, seed=run.image

@@ -1,4 +1,4 @@
-"""The blocks of a convolutional network, and what one image's gradient tells of a block's input.
+"""Undoing one block of a convolutional network for one image, given its weights and its gradient.
 
 A block is a convolution with max pooling and an activation; `read_chain` finds the blocks that a body begins with.
 """
@@ -114,60 +114,187 @@ def _with(block: Block, *, pool: int | None = None, slope: float | None = None) 
     return replace(block, pool=block.pool if pool is None else pool, slope=block.slope if slope is None else slope)
 
 
+def undone(block: Block, output: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a block's pooled values as far as its output tells, 0 below zero for ReLU, and the gradient by them."""
+    below = output / block.slope if block.slope > 0 else torch.zeros_like(output)
+    return torch.where(output > 0, output, below), torch.where(output > 0, back, back * block.slope)
+
+
+def pool_softly(maps: Tensor, pool: int, temperature: float) -> Tensor:
+    """Return for every window of maps, `(1, C, H, W)`, a mean that leans to its greatest value."""
+    height, width = maps.shape[-2] // pool, maps.shape[-1] // pool
+    cut = maps[..., : height * pool, : width * pool].unflatten(-1, (width, pool)).unflatten(-3, (height, pool))
+    values = cut.transpose(-3, -2).flatten(-2)
+    return (torch.softmax(values / (temperature * values.detach().std()), -1) * values).sum(-1)
+
+
 @final
-@dataclass(frozen=True, eq=False)
 class Peel:
-    """A block with known weights and a known gradient, to be undone for one image; float64."""
+    """A block with known weights and a known gradient, ready to be undone for one image."""
 
-    block: Block
-    weight: Tensor  # shape `(C, c, k, k)`
-    bias: Tensor  # shape `(C,)`
-    gradient: Tensor  # by the weight, its shape
-    size: tuple[int, ...]  # shape `(c, h, w)` of the input
+    def __init__(
+        self, block: Block, weight: Tensor, bias: Tensor, gradient: Tensor, size: tuple[int, int, int]
+    ) -> None:
+        # size: shape `(c, h, w)` of the input
+        self.block, self.weight, self.bias, self.size = block, weight, bias, size  # weight: shape `(C, c, k, k)`
+        channels, self.kernel = weight.shape[1], weight.shape[-1]
+        self.unknowns = size[0] * size[1] * size[2]
+        basis = torch.eye(self.unknowns, dtype=weight.dtype, device=weight.device).view(-1, *size)
+        full = self._convolve(basis)
+        self.full = full.shape[1:]
+        self.response = self._windows(full)
+        plane = basis[: size[1] * size[2], :1]
+        self.patches = F.unfold(plane, self.kernel, padding=block.padding, stride=block.stride)
+        self.wanted = gradient.view(len(weight), channels, -1).permute(0, 2, 1).reshape(-1, channels)
 
-    def pooled(self, inputs: Tensor, weight: Tensor | None = None, temperature: float = 0.0) -> Tensor:
-        """Return what is pooled, `(1, C, h, w)`: the greatest value of a window, or a mean that leans to it."""
-        weight = self.weight if weight is None else weight
-        bias, pool = self.bias.to(weight.dtype), self.block.pool
-        maps = F.conv2d(inputs, weight, bias, self.block.stride, self.block.padding)
-        if temperature <= 0 or pool == 1:
-            return F.max_pool2d(maps, pool)
-        height, width = maps.shape[-2] // pool, maps.shape[-1] // pool
-        cut = maps[..., : height * pool, : width * pool].unflatten(-1, (width, pool)).unflatten(-3, (height, pool))
-        values = cut.transpose(-3, -2).flatten(-2)
-        return (torch.softmax(values / (temperature * values.detach().std()), -1) * values).sum(-1)
+    @property
+    def out(self) -> tuple[int, int, int]:
+        """Shape of the output."""
+        _, channels, height, width, _ = self.response.shape
+        return channels, height, width
 
-    def undone(self, output: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what was pooled as far as the output tells, 0 below zero for ReLU, and the gradient by it."""
-        below = output / self.block.slope if self.block.slope > 0 else torch.zeros_like(output)
-        return torch.where(output > 0, output, below), torch.where(output > 0, back, back * self.block.slope)
+    def _convolve(self, inputs: Tensor) -> Tensor:
+        return F.conv2d(inputs, self.weight, stride=self.block.stride, padding=self.block.padding)
 
-    def by_span(self, pooled: Tensor, back: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the input, exactly, and the gradient by it, given that by what was pooled; None if it is not told.
+    def _windows(self, maps: Tensor) -> Tensor:
+        """Cut `(n, C, H, W)` into pooling windows, `(n, C, h, w, pool²)`; what no window covers is dropped."""
+        n, c, height, width = maps.shape
+        p, h, w = self.block.pool, height // self.block.pool, width // self.block.pool
+        cut = maps[..., : h * p, : w * p].reshape(n, c, h, p, w, p)
+        return cut.permute(0, 1, 2, 4, 3, 5).reshape(n, c, h, w, p * p)
+
+    def _spread(self, windows: Tensor) -> Tensor:
+        """The reverse of `_windows` for one image: `(C, h, w, pool²)` to `(C, H, W)`, zero where nothing is."""
+        c, h, w, _ = windows.shape
+        p = self.block.pool
+        maps = windows.new_zeros(self.full)
+        maps[..., : h * p, : w * p] = windows.view(c, h, w, p, p).permute(0, 1, 3, 2, 4).reshape(c, h * p, w * p)
+        return maps
+
+    def winners(self, inputs: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return how likely each value of a window is its greatest, and the values pooled with these weights."""
+        values = self._windows(self._convolve(inputs[None]))[0] + self.bias.view(-1, 1, 1, 1)
+        if temperature > 0:
+            shares = torch.softmax(values / (temperature * values.std()), dim=-1)
+        else:
+            shares = F.one_hot(values.argmax(-1), values.shape[-1]).to(values)
+        return shares, (values * shares).sum(-1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the block's output, `(C, h, w)`."""
+        pooled = self.winners(inputs, 0)[1]
+        return pooled * self.slopes(pooled)
+
+    def slopes(self, pooled: Tensor) -> Tensor:
+        """Return the activation's slope at each pooled value."""
+        return torch.where(pooled > 0, 1.0, self.block.slope).to(pooled)
+
+    def delta(self, shares: Tensor, cotangent: Tensor) -> Tensor:
+        """Return the gradient by the convolution's result, `(C, H, W)`, given that by the pooled values."""
+        return self._spread(cotangent[..., None] * shares)
+
+    def pull(self, delta: Tensor) -> Tensor:
+        """Return the gradient by the block's input."""
+        block, short = self.block, 2 * self.block.padding - self.kernel
+        missed = [
+            size - (reached - 1) * block.stride + short
+            for size, reached in zip(self.size[1:], delta.shape[1:], strict=True)
+        ]
+        return F.conv_transpose2d(
+            delta[None], self.weight, stride=block.stride, padding=block.padding, output_padding=missed
+        )[0]
+
+    def gradient_rows(self, delta: Tensor) -> Tensor:
+        """Return the convolution's gradient as rows over one input channel: `(h·w, C·k²)`, the same for each."""
+        return torch.einsum("cp,ikp->ick", delta.flatten(1), self.patches).flatten(1)
+
+    def misfit(self, inputs: Tensor, delta: Tensor) -> float:
+        """Return how far the gradient is from the wanted one, relative to it."""
+        rows = self.gradient_rows(delta)
+        found = rows.T @ inputs.reshape(self.size[0], -1).T
+        return float((found - self.wanted).norm() / self.wanted.norm())
+
+    def output_equations(
+        self, inputs: Tensor, temperature: float, target: Tensor, *, activated: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `A` and `y` of the equations `Aᵀ inputs = y` of the block's output, and the winners held still."""
+        # Both are divided by the norm of the target, so that least squares count relative errors.
+        shares, pooled = self.winners(inputs, temperature)
+        scale = self.slopes(pooled) if activated else torch.ones_like(pooled)
+        rows = torch.einsum("icabk,cabk->icab", self.response, shares * scale[..., None]).flatten(1)
+        rest = (target - self.bias.view(-1, 1, 1) * scale).flatten()
+        if not activated and self.block.slope == 0:  # below zero, ReLU has kept nothing to compare with
+            seen = (target > 0).flatten()
+            rows, rest = rows[:, seen], rest[seen]
+        return rows / target.norm(), rest / target.norm(), shares
+
+    def by_span(self, target: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the input, exactly, and the gradient by it, from the pooled values and theirs; None if not told.
 
         Source: for sequences DAGER (arXiv 2405.15586); for convolutions this library's own.
         """
         # A channel's gradient is a sum of patches of the input. With as many channels as places every patch lies in
-        # the span of these sums, and but for its scale one map alone has all of its patches there.
-        channels, kernel = self.weight.shape[1], self.weight.shape[-1]
-        plane = torch.eye(self.size[1] * self.size[2], dtype=self.weight.dtype).view(-1, 1, *self.size[1:])
-        patches = F.unfold(plane, kernel, padding=self.block.padding, stride=self.block.stride)
-        if patches.shape[-1] > len(self.weight):
+        # the span of these sums, and but for its scale, which the output tells, one map alone has all of its there.
+        places, channels, shift = self.patches.shape[-1], self.size[0], self.bias.view(-1, 1, 1)
+        if places > len(self.weight):
             return None
-        span = torch.linalg.svd(self.gradient.flatten(1), full_matrices=False).Vh[: patches.shape[-1]]
-        inside = torch.einsum("rck,ikp->rpci", span.unflatten(1, (channels, -1)), patches).flatten(2).flatten(0, 1)
-        whole = torch.einsum("ikp,jkp->ij", patches, patches)
-        outside = torch.kron(torch.eye(channels, dtype=plane.dtype), whole) - inside.T @ inside
-        sizes, maps = torch.linalg.eigh(outside)
-        if sizes[0] > 1e-6 * sizes[1] or sizes[1] < 1e-6 * sizes[-1]:  # no map, or many
+        sums = self.wanted.view(len(self.weight), -1, channels)
+        span = torch.linalg.svd(sums.flatten(1), full_matrices=False).Vh[:places].view(places, -1, channels)
+        inside = torch.einsum("rkc,ikp->rpci", span, self.patches).reshape(-1, self.unknowns)
+        whole = torch.einsum("ikp,jkp->ij", self.patches, self.patches)
+        values, maps = torch.linalg.eigh(torch.kron(torch.eye(channels).to(whole), whole) - inside.T @ inside)
+        if values[0] > 1e-6 * values[1] or values[1] < 1e-6 * values[-1]:  # no map, or many
             return None
+        seen = target > 0 if self.block.slope == 0 else torch.ones_like(target, dtype=torch.bool)
         fits: list[tuple[float, Tensor]] = []
-        seen = pooled > 0 if self.block.slope == 0 else torch.ones_like(pooled, dtype=torch.bool)
-        shift = self.bias.view(-1, 1, 1)
-        for found in (maps[:, 0].view(1, *self.size), -maps[:, 0].view(1, *self.size)):
-            got, wanted = (self.pooled(found) - shift)[seen], (pooled - shift)[seen]
+        for one in (maps[:, 0].view(self.size), -maps[:, 0].view(self.size)):
+            got, wanted = (self.winners(one, 0)[1] - shift)[seen], (target - shift)[seen]
             scale = got @ wanted / (got @ got)
-            fits.append((float((scale * got - wanted).norm()), scale * found))
-        found = min(fits, key=lambda fit: fit[0])[1].requires_grad_()
-        (cotangent,) = torch.autograd.grad((self.pooled(found) * back).sum(), found)
-        return found.detach(), cotangent
+            fits.append((float((scale * got - wanted).norm()), scale * one))
+        found = min(fits, key=lambda fit: fit[0])[1]
+        return found, self.pull(self.delta(self.winners(found, 0)[0], cotangent))
+
+    def solve(
+        self, expected: Tensor, temperature: float, target: Tensor, cotangent: Tensor, *, activated: bool, weight: float
+    ) -> Tensor:
+        """Return the input by the equations of the output and of the convolution's gradient, near the expected one."""
+        # The gradient's equations are the same for every input channel, so their matrix is small and inverted first;
+        # the output's come in as a change of low rank (Woodbury), which takes a fifth of the time of one large system.
+        rows, rest, shares = self.output_equations(expected, temperature, target, activated=activated)
+        steps = self.gradient_rows(self.delta(shares, cotangent)) / self.wanted.norm()
+        block = steps @ steps.T
+        pull = weight * (rows.square().sum() / self.unknowns + block.diagonal().mean())
+        block.diagonal().add_(pull)
+        factor, channels = torch.linalg.cholesky(block), self.size[0]
+
+        def undo(values: Tensor) -> Tensor:
+            """Divide by the gradient's part of the matrix, one channel like another."""
+            columns = values.view(channels, len(block), -1).transpose(0, 1).reshape(len(block), -1)
+            solved = torch.cholesky_solve(columns, factor).view(len(block), channels, -1)
+            return solved.transpose(0, 1).reshape(values.shape)
+
+        right = rows @ rest + pull * expected.flatten()
+        right = right + (steps @ (self.wanted / self.wanted.norm())).T.reshape(-1)
+        first, spread = undo(right), undo(rows)
+        small = rows.T @ spread
+        small.diagonal().add_(1)
+        correction: Tensor = torch.linalg.solve(small, rows.T @ first)
+        return (first - spread @ correction).view(expected.shape)
+
+
+def solve_in_box(
+    matrix: Tensor, right: Tensor, start: Tensor, low: Tensor, high: Tensor, *, rounds: int = 12
+) -> Tensor:
+    """Minimize `½ xᵀMx - rᵀx` with `low ≤ x ≤ high`: values at a bound are held and the others solved, in turns."""
+    found, free = start, torch.ones_like(start, dtype=torch.bool)
+    for _ in range(rounds):
+        held = right[free] - matrix[free][:, ~free] @ found[~free]
+        found = found.clone()
+        found[free] = torch.linalg.solve(matrix[free][:, free], held)
+        found = found.clamp(low, high)
+        slope = matrix @ found - right
+        now_free = ~(((found <= low) & (slope > 0)) | ((found >= high) & (slope < 0)))
+        if bool((now_free == free).all()) or not bool(now_free.any()):
+            break
+        free = now_free
+    return found

@@ -2,13 +2,12 @@
 
 Rows of the first linear layer's gradient are its input times a number, and that number is the bias's gradient; so one
 image's features are exact, and so is the gradient that flows back from them, without label, classifier or embedding.
-From there blocks with as many channels as places are undone exactly (`peeling.py`), and the image is searched whose
-maps and whose kernels' gradients are those known.
+From there each block of the feature extractor is undone (`peeling.py`), from the last to the first, and then all of
+them again with what the image says.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import final
 
@@ -20,31 +19,38 @@ from torch.func import functional_call
 from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, state_gradient
 from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
 from netweight.attacks.gradient_inversion.matching import Bounds, total_variation
-from netweight.attacks.gradient_inversion.optimize import descend
-from netweight.attacks.gradient_inversion.peeling import Peel, read_chain
+from netweight.attacks.gradient_inversion.optimize import Descended, descend
+from netweight.attacks.gradient_inversion.peeling import Chain, Peel, pool_softly, read_chain, solve_in_box, undone
 from netweight.core import seeds
-from netweight.core.progress import QUIET, Progress
+from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
 from netweight.nn.hypernetwork import ParameterLayout, hidden_code
 
-# Temperatures of the search, in standard deviations of the values compared.
-_SOFT, _SHARP = 1.0, 0.02
+# Temperatures of the first descent, in standard deviations of the values compared.
+_SOFT, _SHARP = 2.0, 0.07
+_START, _END = 1.0, 0.02  # of the search
+# Blocks that can be undone one after another; what is left open of each adds up.
+_PEELED = 2
 
 
 @final
 @dataclass(frozen=True)
 class PeelingConfig:
-    """How the image is searched whose maps and gradients are known."""
+    """How blocks are undone."""
 
-    steps: int = 400
-    # Weight of the mean difference of neighboring pixels, at the start and at the end.
-    variation: tuple[float, float] = (2.0, 0.2)
+    softening: int = 26  # steps from soft to sharp guesses of the winners, for each block
+    rounds: int = 16  # rounds over all blocks after that
+    prior: float = 0.5  # weight of what the image says about a hidden map, against its equations
+    # Weight of squared differences between neighboring pixels, at the first descent; it falls with it.
+    smoothness: float = 0.01
+    steps: int = 400  # of the search that takes over where there are too many blocks to be undone
+    variation: float = 2.0  # weight of the mean difference of neighboring pixels there; it falls to a tenth
     restarts: int = 1  # starting points; the one whose image imitates the gradient best is kept
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        if min(self.steps, self.restarts) < 1 or min(self.variation) <= 0:
-            raise UsageError(f"An image cannot be searched with {self}.", cure="All numbers are positive.")
+        if min(self.softening, self.rounds, self.steps, self.restarts) < 1 or self.prior <= 0 or self.smoothness < 0:
+            raise UsageError(f"Peeling cannot run with {self}.", cure="Counts are at least 1, weights positive.")
 
 
 def invert_generated(
@@ -64,7 +70,7 @@ def invert_generated(
         body: The feature extractor: convolutions, max pooling and (leaky) ReLU in a chain up to a linear layer.
         shape: Shape of the image, `(1, c, h, w)`.
         bounds: Least and greatest value of a pixel.
-        config: How the image is searched.
+        config: How blocks are undone.
         seed: Seed of the first guesses.
         progress: Where progress is shown.
 
@@ -79,11 +85,48 @@ def invert_generated(
     """
     config = config or PeelingConfig()
     if len(shape) != 4 or shape[0] != 1:
-        raise UsageError(f"One image of shape (1, c, h, w) can be searched, not {shape}.")
-    peels, pooled, back = _undone(recovered, body, shape[1:])
+        raise UsageError(f"One image of shape (1, c, h, w) can be peeled, not {shape}.")
+    if len(read_chain(body).blocks) > _PEELED:
+        return _matched(recovered, body, shape, bounds, config, seed, progress)
+    problem = _Problem.of(recovered, body, shape, bounds)
+    found = []
+    with progress.task("peeling", config.restarts * (config.rounds + 1), unit="rounds") as bar:
+        for restart in range(config.restarts):
+            found.append(_attempt(problem, config, seeds.derive(seed, "restart", restart), bar))
+    objectives = tuple(history[-1] for _, history in found)
+    best = min(range(len(found)), key=objectives.__getitem__)
+    image, history = found[best]
+    return Descended((image,), objectives, best, tuple(history)).reconstruction(
+        image[None].to(torch.get_default_dtype()), torch.empty(0, dtype=torch.int64),
+        steps=config.softening + config.rounds, attack="hypernetwork, analytic then peeling",
+    )  # fmt: skip
+
+
+def _matched(
+    recovered: RecoveredGradient, body: nn.Module, shape: tuple[int, ...], bounds: Bounds, config: PeelingConfig,
+    seed: int, progress: Progress,
+) -> Reconstruction:  # fmt: skip
+    """Search the image whose maps and whose convolutions' gradients are those known, among smooth ones."""
+    # What flows back from the features is known, so that neither label nor classifier is searched or guessed.
+    chain, layout = read_chain(body), ParameterLayout.of(body)
+    weights, slopes = layout.split(recovered.generated), layout.split(recovered.first)
+    blocks, sizes = list(chain.blocks), [shape[1:]]
+    for block in blocks:
+        weight, maps = weights[f"{block.name}.weight"], recovered.first.new_zeros(1, *sizes[-1])
+        sizes.append(F.max_pool2d(F.conv2d(maps, weight, None, block.stride, block.padding), block.pool).shape[1:])
+    target, back = _flattened(chain, weights, slopes, sizes[-1])
+    while len(blocks) > 1:  # blocks with as many channels as places are undone exactly
+        kernel, slope = f"{blocks[-1].name}.weight", slopes[f"{blocks[-1].name}.weight"]
+        bias = weights[f"{blocks[-1].name}.bias"]
+        found = Peel(blocks[-1], weights[kernel], bias, slope, sizes[len(blocks) - 1]).by_span(target, back)
+        if found is None:
+            break
+        blocks.pop()
+        target, back = undone(blocks[-1], *found)
+    known, along = target.float()[None], back.float()[None]
+    layers = [(block, *(part[f"{block.name}.{name}"].float() for part, name in (
+        (weights, "weight"), (weights, "bias"), (slopes, "weight")))) for block in blocks]  # fmt: skip
     low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in bounds)
-    known, along = pooled.float(), back.float()
-    kernels, slopes = ([getattr(peel, name).float() for peel in peels] for name in ("weight", "gradient"))
     left = 1.0  # of the way from soft to sharp winners, and from smooth images to free ones
 
     def anneal(share: float) -> None:
@@ -91,54 +134,181 @@ def invert_generated(
         left = (share - 0.1) / 0.9
 
     def objective(image: Tensor) -> Tensor:
-        weights, seen = [kernel.detach().requires_grad_() for kernel in kernels], low + (high - low) * image
-        for number, (peel, weight) in enumerate(zip(peels, weights, strict=True)):
-            seen = F.leaky_relu(seen, peels[number - 1].block.slope) if number else seen
-            seen = peel.pooled(seen, weight, _SHARP * (_SOFT / _SHARP) ** left)
-        seen = seen.relu() if peels[-1].block.slope == 0 else seen
-        found = torch.autograd.grad((seen * along).sum(), weights, create_graph=True)
-        pairs = [(seen, known), *zip(found, slopes, strict=True)]
+        seen, kernels = low + (high - low) * image, []
+        for block, weight, bias, _ in layers:
+            seen = F.leaky_relu(seen, layers[len(kernels) - 1][0].slope) if kernels else seen
+            kernels.append(weight.detach().requires_grad_())
+            seen = F.conv2d(seen, kernels[-1], bias, block.stride, block.padding)
+            seen = pool_softly(seen, block.pool, _END * (_START / _END) ** left)
+        seen = seen.relu() if blocks[-1].slope == 0 else seen
+        found = torch.autograd.grad((seen * along).sum(), kernels, create_graph=True)
+        pairs = [(seen, known), *((one, layer[3]) for one, layer in zip(found, layers, strict=True))]
         errors = [(one - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30) for one, wanted in pairs]
-        start, end = config.variation
-        return torch.stack(errors).sum() + end * (start / end) ** left * total_variation(image)
+        return torch.stack(errors).sum() + config.variation * 0.1 ** (1 - left) * total_variation(image)
 
     start = torch.stack([
         0.5 + 0.01 * torch.randn(shape, generator=seeds.torch_generator(seed, "restart", restart))
         for restart in range(config.restarts)
     ])  # fmt: skip
-    found = descend(
+    searched = descend(
         objective, (start,), steps=config.steps, lr=0.025, schedule="cosine", anneal=anneal, progress=progress,
         project=lambda image: image.clamp_(0, 1), description="matching maps and kernels",
     )  # fmt: skip
-    image, labels = low + (high - low) * found.variables[0], torch.empty(0, dtype=torch.int64)
+    image, labels = low + (high - low) * searched.variables[0], torch.empty(0, dtype=torch.int64)
     name = "hypernetwork, analytic maps then matching"
-    return found.reconstruction(image, labels, steps=config.steps, attack=name)
+    return searched.reconstruction(image, labels, steps=config.steps, attack=name)
 
 
-def _undone(recovered: RecoveredGradient, body: nn.Module, size: tuple[int, ...]) -> tuple[list[Peel], Tensor, Tensor]:
-    """Return the blocks that are left when the last ones are undone, what is pooled there and the gradient by it."""
-    # What flows back from the features is known, so that neither label nor classifier is searched or guessed.
-    chain, layout = read_chain(body), ParameterLayout.of(body)
-    weights, slopes = layout.split(recovered.generated), layout.split(recovered.first)
-    peels: list[Peel] = []
-    for block in chain.blocks:
-        weight, bias = weights[f"{block.name}.weight"], weights[f"{block.name}.bias"]
-        if weight.shape[1] != size[0]:
-            raise UsageError(f"{block.name!r} takes {weight.shape[1]} channels; the shape given leads to {size[0]}.")
-        peels.append(Peel(block, weight, bias, slopes[f"{block.name}.weight"], size))
-        size = tuple(peels[-1].pooled(weight.new_zeros(1, *size)).shape[1:])
+@final
+@dataclass(frozen=True)
+class _Problem:
+    """What is known about one image: its features, what flows back from them, and every block's gradient."""
+
+    peels: tuple[Peel, ...]
+    target: Tensor
+    cotangent: Tensor
+    low: Tensor
+    high: Tensor
+    roughness: Tensor
+
+    @classmethod
+    def of(
+        cls, recovered: RecoveredGradient, body: nn.Module, shape: tuple[int, int, int, int], bounds: Bounds
+    ) -> _Problem:
+        chain, layout = read_chain(body), ParameterLayout.of(body)
+        weights, slopes = layout.split(recovered.generated), layout.split(recovered.first)
+        peels: list[Peel] = []
+        size = shape[1:]
+        for block in chain.blocks:
+            weight, bias = weights[f"{block.name}.weight"], weights[f"{block.name}.bias"]
+            if weight.shape[1] != size[0]:
+                raise UsageError(
+                    f"{block.name!r} takes {weight.shape[1]} channels; the shape given leads to {size[0]}."
+                )
+            peels.append(Peel(block, weight, bias, slopes[f"{block.name}.weight"], size))
+            size = peels[-1].out
+        target, cotangent = _flattened(chain, weights, slopes, size)
+        low, high = (torch.as_tensor(end, dtype=torch.float64).reshape(-1, 1, 1).expand(shape[1:]) for end in bounds)
+        return cls(tuple(peels), target, cotangent, low.flatten(), high.flatten(), _roughness(shape[1:]))
+
+    def maps(self, image: Tensor) -> list[Tensor]:
+        """The input of every block, the image first."""
+        found = [image]
+        for peel in self.peels[:-1]:
+            found.append(peel.forward(found[-1]))
+        return found
+
+    def misfit(self, image: Tensor) -> float:
+        """Mean relative error of the features (before the activation) and of each convolution's gradient."""
+        maps, cotangent = self.maps(image), self.cotangent
+        errors: list[float] = []
+        for peel, inputs in zip(reversed(self.peels), reversed(maps), strict=True):
+            shares, pooled = peel.winners(inputs, 0)
+            if not errors:
+                seen = self.target > 0 if peel.block.slope == 0 else torch.ones_like(self.target, dtype=torch.bool)
+                errors.append(float((pooled - self.target)[seen].norm() / self.target[seen].norm()))
+            else:
+                cotangent = cotangent * peel.slopes(pooled)
+            delta = peel.delta(shares, cotangent)
+            errors.append(peel.misfit(inputs, delta))
+            cotangent = peel.pull(delta)
+        return sum(errors) / len(errors)
+
+    def behind(self, index: int, found: Tensor, cotangent: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """The output of the block before `index`, and the gradient by its pooled values."""
+        peel = self.peels[index]
+        back = peel.pull(peel.delta(peel.winners(found, temperature)[0], cotangent))
+        return found, back * self.peels[index - 1].slopes(found)
+
+    def solve_image(self, rows: Tensor, rest: Tensor, image: Tensor, smoothness: float) -> Tensor:
+        """The image within its box from its equations, smooth as far as they leave it open."""
+        matrix = rows @ rows.T
+        scale = matrix.diagonal().mean()
+        matrix = matrix + smoothness * scale * self.roughness
+        matrix.diagonal().add_(1e-9 * scale)
+        return solve_in_box(matrix, rows @ rest, image.flatten(), self.low, self.high).view(image.shape)
+
+
+def _flattened(
+    chain: Chain, weights: dict[str, Tensor], slopes: dict[str, Tensor], size: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """The last block's pooled values and the gradient by them, from the first linear layer's gradient."""
     gradient, bias = slopes[f"{chain.linear}.weight"], slopes[f"{chain.linear}.bias"]
-    if gradient.shape[1] != math.prod(size):
+    if gradient.shape[1] != size[0] * size[1] * size[2]:
         raise UsageError(
             f"{chain.linear!r} takes {gradient.shape[1]} features, but an image of this shape has {size} of them.",
             cure="Give the shape of the images that the body was made for.",
         )
-    features, back = (bias @ gradient / (bias @ bias)).view(1, *size), weights[f"{chain.linear}.weight"].T @ bias
-    pooled, back = peels[-1].undone(features, back.view(1, *size))
-    while len(peels) > 1 and (found := peels[-1].by_span(pooled, back)) is not None:
-        peels.pop()
-        pooled, back = peels[-1].undone(*found)
-    return peels, pooled, back
+    features, back = bias @ gradient / (bias @ bias), weights[f"{chain.linear}.weight"].T @ bias
+    return undone(chain.blocks[-1], features.view(size), back.view(size))
+
+
+def _attempt(problem: _Problem, config: PeelingConfig, seed: int, bar: Task) -> tuple[Tensor, list[float]]:
+    """One restart: the image with the least misfit on the way, and the misfits, the kept one last."""
+    image = _descend(problem, config, seeds.torch_generator(seed))
+    best, history, doubt = image, [problem.misfit(image)], 0.1
+    bar.update()
+    for _ in range(config.rounds):
+        image, doubt = _again(problem, config, image, doubt)
+        history.append(problem.misfit(image))
+        if history[-1] <= min(history):
+            best = image
+        bar.update()
+    return best, [*history, min(history)]
+
+
+def _descend(problem: _Problem, config: PeelingConfig, generator: torch.Generator) -> Tensor:
+    """From the features to the image, each block's input guessed from nothing but what lies behind it."""
+    target, cotangent = problem.target, problem.cotangent
+    for index in reversed(range(len(problem.peels))):
+        peel, last = problem.peels[index], index == len(problem.peels) - 1
+        steps = config.softening if last else -(-config.softening // 2)
+        found = 0.5 + 0.05 * torch.randn(peel.size, generator=generator, dtype=torch.float64)
+        if index == 0:
+            found = (problem.low + (problem.high - problem.low) * 0.2).view(peel.size)
+        for step in range(steps):
+            part = step / max(steps - 1, 1)
+            temperature = _SOFT * (_SHARP / _SOFT) ** part
+            if index == 0:
+                rows, rest, _ = peel.output_equations(found, temperature, target, activated=not last)
+                found = problem.solve_image(rows, rest, found, config.smoothness * 0.01**part)
+            else:
+                found = peel.solve(found, temperature, target, cotangent, activated=not last, weight=0.01 * 0.04**part)
+        if index > 0:
+            target, cotangent = problem.behind(index, found, cotangent, _SHARP)
+    return found
+
+
+def _again(problem: _Problem, config: PeelingConfig, image: Tensor, doubt: float) -> tuple[Tensor, float]:
+    """Every block once more, its winners guessed from the image, as softly as the last round's maps disagreed."""
+    target, cotangent, maps = problem.target, problem.cotangent, problem.maps(image)
+    for index in range(len(problem.peels) - 1, 0, -1):
+        last = index == len(problem.peels) - 1
+        found = problem.peels[index].solve(
+            maps[index], 0.8 * doubt, target, cotangent, activated=not last, weight=config.prior
+        )
+        target, cotangent = problem.behind(index, found, cotangent, 0.8 * doubt)
+    first, single = problem.peels[0], len(problem.peels) == 1
+    for _ in range(2):
+        rows, rest, _ = first.output_equations(image, 0.4 * doubt, target, activated=not single)
+        image = problem.solve_image(rows, rest, image, 1e-4 * doubt)
+    reached = first.winners(image, 0)[1] if single else first.forward(image)
+    return image, float((reached - target).norm() / target.norm())
+
+
+def _roughness(size: tuple[int, int, int]) -> Tensor:
+    """The matrix of squared differences between neighboring pixels, and a little of the squares themselves."""
+    planes, height, width = size
+    lines = [_second_difference(length) for length in (height, width)]
+    plane = torch.kron(lines[0], torch.eye(width, dtype=torch.float64))
+    plane = plane + torch.kron(torch.eye(height, dtype=torch.float64), lines[1])
+    plane.diagonal().add_(0.02)
+    return torch.kron(torch.eye(planes, dtype=torch.float64), plane)
+
+
+def _second_difference(length: int) -> Tensor:
+    step = torch.eye(length, dtype=torch.float64)[1:] - torch.eye(length, dtype=torch.float64)[:-1]
+    return step.T @ step
 
 
 @final

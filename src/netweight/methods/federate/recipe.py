@@ -53,7 +53,8 @@ class ServerAttack(Settings):
     noise: float = Field(0.01, ge=0, description="Noise that is tried, as a multiple of the norm; 0 leaves it out.")
     clip: float = Field(1.0, gt=0, description="Norm that updates are clipped to where there is noise.")
     summed_over: int = Field(10, ge=1, description="Clients of the secure sum that is tried; 1 leaves it out.")
-    steps: int = Field(400, ge=1, description="Steps of the image search.")
+    softening: int = Field(26, ge=1, description="Steps of the image search from soft to sharp guesses.")
+    rounds: int = Field(16, ge=1, description="Rounds of the image search after that.")
 
 
 def trained(folder: Path) -> Run:
@@ -91,7 +92,7 @@ def _attack(target: Target, settings: ServerAttack, progress: Progress) -> Secti
             careful = replace(run, method=Hardened(run.method, refusal=RefusalLimits()))
             lies = replace(summed, server="thresholds")
             looks |= {lied: (run, lies, 1), f"{lied}, clients look": (careful, lies, 1)}
-    peeling = PeelingConfig(steps=settings.steps)
+    peeling = PeelingConfig(softening=settings.softening, rounds=settings.rounds)
     with progress.task("attacked updates", sum(count for _, _, count in looks.values()), unit="updates") as work:
         seen = {
             each: exposure(
