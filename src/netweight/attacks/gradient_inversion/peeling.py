@@ -123,9 +123,10 @@ def undone(block: Block, output: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
 def pool_softly(maps: Tensor, pool: int, temperature: float) -> Tensor:
     """Return for every window of maps, `(1, C, H, W)`, a mean that leans to its greatest value."""
     height, width = maps.shape[-2] // pool, maps.shape[-1] // pool
-    cut = maps[..., : height * pool, : width * pool].unflatten(-1, (width, pool)).unflatten(-3, (height, pool))
+    cut = maps[..., : height * pool, : width * pool].reshape(*maps.shape[:-2], height, pool, width, pool)
     values = cut.transpose(-3, -2).flatten(-2)
-    return (torch.softmax(values / (temperature * values.detach().std()), -1) * values).sum(-1)
+    shares = torch.softmax(values / (temperature * values.detach().std()), -1)
+    return (shares * values).sum(-1)
 
 
 @final

@@ -110,10 +110,11 @@ def _matched(
     # What flows back from the features is known, so that neither label nor classifier is searched or guessed.
     chain, layout = read_chain(body), ParameterLayout.of(body)
     weights, slopes = layout.split(recovered.generated), layout.split(recovered.first)
-    blocks, sizes = list(chain.blocks), [shape[1:]]
+    blocks, sizes = list(chain.blocks), [(shape[1], shape[2], shape[3])]
     for block in blocks:
         weight, maps = weights[f"{block.name}.weight"], recovered.first.new_zeros(1, *sizes[-1])
-        sizes.append(F.max_pool2d(F.conv2d(maps, weight, None, block.stride, block.padding), block.pool).shape[1:])
+        _, *size = F.max_pool2d(F.conv2d(maps, weight, None, block.stride, block.padding), block.pool).shape
+        sizes.append((size[0], size[1], size[2]))
     target, back = _flattened(chain, weights, slopes, sizes[-1])
     while len(blocks) > 1:  # blocks with as many channels as places are undone exactly
         kernel, slope = f"{blocks[-1].name}.weight", slopes[f"{blocks[-1].name}.weight"]
@@ -124,8 +125,9 @@ def _matched(
         blocks.pop()
         target, back = undone(blocks[-1], *found)
     known, along = target.float()[None], back.float()[None]
-    layers = [(block, *(part[f"{block.name}.{name}"].float() for part, name in (
-        (weights, "weight"), (weights, "bias"), (slopes, "weight")))) for block in blocks]  # fmt: skip
+    kernels = [weights[f"{block.name}.weight"].float() for block in blocks]
+    biases = [weights[f"{block.name}.bias"].float() for block in blocks]
+    gradients = [slopes[f"{block.name}.weight"].float() for block in blocks]
     low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in bounds)
     left = 1.0  # of the way from soft to sharp winners, and from smooth images to free ones
 
@@ -134,17 +136,17 @@ def _matched(
         left = (share - 0.1) / 0.9
 
     def objective(image: Tensor) -> Tensor:
-        seen, kernels = low + (high - low) * image, []
-        for block, weight, bias, _ in layers:
-            seen = F.leaky_relu(seen, layers[len(kernels) - 1][0].slope) if kernels else seen
-            kernels.append(weight.detach().requires_grad_())
-            seen = F.conv2d(seen, kernels[-1], bias, block.stride, block.padding)
+        seen, moved = low + (high - low) * image, [kernel.detach().requires_grad_() for kernel in kernels]
+        for number, (block, kernel) in enumerate(zip(blocks, moved, strict=True)):
+            seen = F.leaky_relu(seen, blocks[number - 1].slope) if number else seen
+            seen = F.conv2d(seen, kernel, biases[number], block.stride, block.padding)
             seen = pool_softly(seen, block.pool, _END * (_START / _END) ** left)
         seen = seen.relu() if blocks[-1].slope == 0 else seen
-        found = torch.autograd.grad((seen * along).sum(), kernels, create_graph=True)
-        pairs = [(seen, known), *((one, layer[3]) for one, layer in zip(found, layers, strict=True))]
+        found = torch.autograd.grad((seen * along).sum(), moved, create_graph=True)
+        pairs = [(seen, known), *zip(found, gradients, strict=True)]
         errors = [(one - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30) for one, wanted in pairs]
-        return torch.stack(errors).sum() + config.variation * 0.1 ** (1 - left) * total_variation(image)
+        rest: Tensor = torch.stack(errors).sum() + config.variation * 0.1 ** (1 - left) * total_variation(image)
+        return rest
 
     start = torch.stack([
         0.5 + 0.01 * torch.randn(shape, generator=seeds.torch_generator(seed, "restart", restart))
