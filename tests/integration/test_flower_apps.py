@@ -5,6 +5,7 @@ and whatever clients may do wrong.
 import math
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -224,6 +225,35 @@ def test_a_client_whose_update_was_refused_goes_on_from_where_it_was(tmp_path):
     grid = new_grid(method, tmp_path / "b", spoil=spoiled(vanished))
     other, _ = serve(grid, method, tmp_path / "second", rounds=3)
     assert same(state, other)
+
+
+@pytest.mark.parametrize("call", ["get_node_ids", "push_messages", "pull_messages"])
+def test_a_superlink_whose_database_is_locked_is_asked_again(call, tmp_path, monkeypatch):
+    """As Flower's grid says it: an error of httpx that holds the response."""
+
+    class Failed(Exception):
+        def __init__(self, code):
+            self.response = SimpleNamespace(status_code=code)
+
+    monkeypatch.setattr(strategy, "_AGAIN", (0.0, 0.0))
+    method, codes = METHODS["fedavg"], [500, 500]
+    plain, _ = serve(new_grid(method), method, tmp_path / "plain", rounds=2)
+    grid = new_grid(method)
+    sound = getattr(grid, call)
+
+    def failing(*arguments):
+        if codes:
+            raise Failed(codes.pop())
+        return sound(*arguments)
+
+    monkeypatch.setattr(grid, call, failing)
+    state, rounds = serve(grid, method, tmp_path, rounds=2)
+    assert same(state, plain)
+    assert not codes
+    assert not any(done.refused for done in rounds)
+    codes.append(403)
+    with pytest.raises(Failed):
+        serve(grid, method, tmp_path / "forbidden", rounds=1)
 
 
 def test_an_exception_in_a_client_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypernetwork_under_test import (
     LR,
     WEIGHT_DECAY,
@@ -19,7 +20,7 @@ from netweight.attacks.gradient_inversion.analytic import (
     separate_clients,
     threshold_trunk,
 )
-from netweight.attacks.gradient_inversion.peeling import Block, read_chain
+from netweight.attacks.gradient_inversion.peeling import Block, Peel, read_chain, undone
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.methods.federate.task import small_cnn
@@ -133,6 +134,33 @@ def test_the_network_of_the_paper_gives_a_letter_away():
         found, body, shape=(1, 1, 28, 28), seed=0, config=PeelingConfig(softening=10, rounds=1)
     )  # fmt: skip
     assert psnr(result.images, image).mean() > 20
+
+
+def block_seen(channels, slope):
+    """A block, what its input is and what its output and its gradient are for one image."""
+    torch.manual_seed(0)
+    inner, last = nn.Conv2d(3, channels, 3).double(), nn.Conv2d(channels, 96, 3, padding=1).double()
+    inputs = F.leaky_relu(inner(torch.rand(1, 3, 8, 8).double())).detach()
+    output, back = F.leaky_relu(F.max_pool2d(last(inputs), 2), slope), torch.randn(1, 96, 3, 3).double()
+    (gradient,) = torch.autograd.grad((output * back).sum(), last.weight)
+    block, size = Block("last", 1, 1, 2, slope), (channels, 6, 6)
+    return inputs[0], block, (last.weight.detach(), last.bias.detach(), gradient), size, (output.detach()[0], back[0])
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.0])
+def test_a_block_with_as_many_channels_as_places_is_undone_exactly(slope):
+    inputs, block, known, size, seen = block_seen(8, slope)
+    found, back = Peel(block, *known, size).by_span(*undone(block, *seen))
+    assert torch.allclose(found, inputs, rtol=1e-6, atol=1e-6)
+    assert back.shape == inputs.shape
+
+
+def test_a_block_whose_input_is_not_told_is_left():
+    _, block, known, size, seen = block_seen(4, 0.01)  # patches of 36 values in 36 places: all lie in any span
+    assert Peel(block, *known, size).by_span(*undone(block, *seen)) is None
+    _, block, known, size, (output, back) = block_seen(8, 0.01)
+    few = Peel(block, *(one[:35] for one in known), size)
+    assert few.by_span(*undone(block, output[:35], back[:35])) is None
 
 
 def test_clients_are_separated_from_their_average_by_their_codes():

@@ -67,7 +67,7 @@ def deployed(given):
             }  # fmt: skip
             end = place.finish(place.run(app, **config), seconds=1800)
             if end != "finished:completed":
-                raise RuntimeError(f"{work.name}: {end}\n{place.log('node-0')[-3000:]}")
+                raise RuntimeError(f"{work.name}: {end}\n{place.log('server')[-6000:]}")
             rounds = [Round.from_json(one) for one in json.loads((work / "history.json").read_text())["rounds"]]
             with open_store(work / CHECKPOINT) as store:
                 state = {name.removeprefix("state|"): store.get(name) for name in store.names() if "state|" in name}
@@ -124,13 +124,14 @@ def cells(given):
     """Yield what is to be measured: seed, lie, clients, liars, aggregator."""
     for seed in given.seeds:
         for lie in (None, *given.lies):
-            for clients, liars in ((7, 2),) if lie == "colluding" else ((5, 1), (7, 2)) if lie is None else ((5, 1),):
+            five, seven = ((5, 1),) * (lie != "colluding"), ((7, 2),) * ("colluding" in (lie or given.lies))
+            for clients, liars in five + seven:
                 for aggregator in given.aggregators:
                     yield seed, lie, clients, liars, aggregator
 
 
 def main():
-    parser = script(__doc__, "federated/liars", whole=True)
+    parser = script(__doc__, "federated/liars" + "-deployed" * ("--deployed" in sys.argv), whole=True)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="+", default=[520])

@@ -30,6 +30,7 @@ from netweight_experiments.benchmarks.script import RESULTS, script, today, writ
 
 CLIP, TARGET_RANGE = 2.0, 2**22  # of integrations/flower/secure_sum.py and of Flower's SecAgg+
 SUMS = "secure sums, refusal, at least 60 steps"
+ROUNDS = 40
 STEPS = 60  # 5 epochs of 600 images in batches of 50: the paper's schedule
 ARMS = {
     "plain": {},
@@ -61,9 +62,9 @@ ROWS = (
 PAGE, MARKS = Path("docs") / "gradient-inversion.md", ("<!-- protections -->", "<!-- end of protections -->")
 
 
-def attacked(changes, threat, images, seed):
+def attacked(data, changes, threat, images, seed):
     """Attack the first round under a protection; return what it gives away, as JSON."""
-    plan = FederationPlan(data="fashion-mnist", **changes)
+    plan = FederationPlan(data=data, **changes)
     task = plan.task()
     method = plan.make_method(task)
     private = {client: method.private_start(task, client, seed=plan.seed) for client in task.clients}
@@ -102,7 +103,7 @@ def table(rows, accuracy):
         cost = f"{last['plain'] - last[arm]:.2f}" if {arm, "plain"} <= last.keys() and arm != "plain" else ""
         label = row["label"].removesuffix(", first round")
         if not row["cosines"]:
-            lines.append(f"| {protection} | {label} | {row['verdict'][1].rstrip('.')} | | | | | **yes** | {cost} |")
+            lines.append(f"| {protection} | {label} | none: the client takes no part | | | | | **yes** | {cost} |")
             continue
         interval = row["findings"][0]["ci95"]
         spread = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval and interval[1] - interval[0] > 0.002 else ""
@@ -156,11 +157,12 @@ def run(arm, rounds, work):
     return {"before and after": curve, "missing": sum(len(r.refused) for r in done.rounds)}
 
 
-def audits(output, images, seed):
-    """Attack row by row, then write the table into the page."""
+def audits(output, data, images, seed, only):
+    """Attack row by row, then write the table into the page, if no row is left out."""
     found = {
         "what": __doc__.splitlines()[0],
         "date": today(),
+        "data": data,
         "images": images,
         "seed": seed,
         "environment": describe(),
@@ -168,11 +170,16 @@ def audits(output, images, seed):
     found["rows"] = json.loads(output.read_text())["rows"] if output.exists() else {}
     for protection, changes, threat, _ in ROWS:
         name = f"{protection}: {json.dumps(threat)}"
-        if name not in found["rows"]:
-            found["rows"][name] = attacked(changes, threat, images, seed)
+        if only in name and name not in found["rows"]:
+            found["rows"][name] = attacked(data, changes, threat, images, seed)
             write(output, found)
             print(name, found["rows"][name]["verdict"], flush=True)
+    if only:
+        return
     accuracy = json.loads(sorted(RESULTS.glob("federated/protections-accuracy-*.json"))[-1].read_text())["arms"]
+    curves = json.loads((RESULTS / "federated" / "fashion-mnist-curves.json").read_text())["runs"]
+    plain = {round: values for round, *values in curves["fashion-mnist-20-hyperfl-520"]["curve"] if round <= ROUNDS}
+    accuracy = {"plain": {"before and after": plain}} | accuracy
     rows = [(p, arm, found["rows"][f"{p}: {json.dumps(threat)}"]) for p, _, threat, arm in ROWS]
     made = table(rows, accuracy)
     text = re.sub(f"(?s){MARKS[0]}.*{MARKS[1]}", lambda _: f"{MARKS[0]}\n{made}\n{MARKS[1]}", PAGE.read_text())
@@ -184,14 +191,16 @@ def main():
     parser.add_argument("--accuracy", action="store_true")
     parser.add_argument("--images", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--data", default="fashion-mnist")
+    parser.add_argument("--only", default="", help="Attack rows alone whose name holds this; the page stays.")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--work", type=Path, default=Path("runs/protections"))
     given = parser.parse_args()
     name = "protections-accuracy" if given.accuracy else "protections"
     output = given.output or RESULTS / "federated" / f"{name}-{today()}.json"
     if not given.accuracy:
-        audits(output, given.images, given.seed)
+        audits(output, given.data, given.images, given.seed, given.only)
         return
     found = {"what": "What clients' protections cost in accuracy.", "date": today(), "seed": FederationPlan().seed,
              "environment": describe()}  # fmt: skip

@@ -114,6 +114,21 @@ def _with(block: Block, *, pool: int | None = None, slope: float | None = None) 
     return replace(block, pool=block.pool if pool is None else pool, slope=block.slope if slope is None else slope)
 
 
+def undone(block: Block, output: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a block's pooled values as far as its output tells, 0 below zero for ReLU, and the gradient by them."""
+    below = output / block.slope if block.slope > 0 else torch.zeros_like(output)
+    return torch.where(output > 0, output, below), torch.where(output > 0, back, back * block.slope)
+
+
+def pool_softly(maps: Tensor, pool: int, temperature: float) -> Tensor:
+    """Return for every window of maps, `(1, C, H, W)`, a mean that leans to its greatest value."""
+    height, width = maps.shape[-2] // pool, maps.shape[-1] // pool
+    cut = maps[..., : height * pool, : width * pool].reshape(*maps.shape[:-2], height, pool, width, pool)
+    values = cut.transpose(-3, -2).flatten(-2)
+    shares = torch.softmax(values / (temperature * values.detach().std()), -1)
+    return (shares * values).sum(-1)
+
+
 @final
 class Peel:
     """A block with known weights and a known gradient, ready to be undone for one image."""
@@ -213,6 +228,32 @@ class Peel:
             seen = (target > 0).flatten()
             rows, rest = rows[:, seen], rest[seen]
         return rows / target.norm(), rest / target.norm(), shares
+
+    def by_span(self, target: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the input, exactly, and the gradient by it, from the pooled values and theirs; None if not told.
+
+        Source: for sequences DAGER (arXiv 2405.15586); for convolutions this library's own.
+        """
+        # A channel's gradient is a sum of patches of the input. With as many channels as places every patch lies in
+        # the span of these sums, and but for its scale, which the output tells, one map alone has all of its there.
+        places, channels, shift = self.patches.shape[-1], self.size[0], self.bias.view(-1, 1, 1)
+        if places > len(self.weight):
+            return None
+        sums = self.wanted.view(len(self.weight), -1, channels)
+        span = torch.linalg.svd(sums.flatten(1), full_matrices=False).Vh[:places].view(places, -1, channels)
+        inside = torch.einsum("rkc,ikp->rpci", span, self.patches).reshape(-1, self.unknowns)
+        whole = torch.einsum("ikp,jkp->ij", self.patches, self.patches)
+        values, maps = torch.linalg.eigh(torch.kron(torch.eye(channels).to(whole), whole) - inside.T @ inside)
+        if values[0] > 1e-6 * values[1] or values[1] < 1e-6 * values[-1]:  # no map, or many
+            return None
+        seen = target > 0 if self.block.slope == 0 else torch.ones_like(target, dtype=torch.bool)
+        fits: list[tuple[float, Tensor]] = []
+        for one in (maps[:, 0].view(self.size), -maps[:, 0].view(self.size)):
+            got, wanted = (self.winners(one, 0)[1] - shift)[seen], (target - shift)[seen]
+            scale = got @ wanted / (got @ got)
+            fits.append((float((scale * got - wanted).norm()), scale * one))
+        found = min(fits, key=lambda fit: fit[0])[1]
+        return found, self.pull(self.delta(self.winners(found, 0)[0], cotangent))
 
     def solve(
         self, expected: Tensor, temperature: float, target: Tensor, cotangent: Tensor, *, activated: bool, weight: float

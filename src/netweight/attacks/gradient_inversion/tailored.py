@@ -20,7 +20,7 @@ from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, sta
 from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
 from netweight.attacks.gradient_inversion.matching import Bounds, total_variation
 from netweight.attacks.gradient_inversion.optimize import Descended, descend
-from netweight.attacks.gradient_inversion.peeling import Chain, Peel, read_chain, solve_in_box
+from netweight.attacks.gradient_inversion.peeling import Chain, Peel, pool_softly, read_chain, solve_in_box, undone
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
@@ -28,6 +28,7 @@ from netweight.nn.hypernetwork import ParameterLayout, hidden_code
 
 # Temperatures of the first descent, in standard deviations of the values compared.
 _SOFT, _SHARP = 2.0, 0.07
+_START, _END = 1.0, 0.02  # of the search
 # Blocks that can be undone one after another; what is left open of each adds up.
 _PEELED = 2
 
@@ -42,8 +43,8 @@ class PeelingConfig:
     prior: float = 0.5  # weight of what the image says about a hidden map, against its equations
     # Weight of squared differences between neighboring pixels, at the first descent; it falls with it.
     smoothness: float = 0.01
-    steps: int = 800  # of the search that takes over where there are too many blocks to be undone
-    variation: float = 5.0  # weight of the mean difference of neighboring pixels in that search
+    steps: int = 400  # of the search that takes over where there are too many blocks to be undone
+    variation: float = 2.0  # weight of the mean difference of neighboring pixels there; it falls to a tenth
     restarts: int = 1  # starting points; the one whose image imitates the gradient best is kept
 
     def __post_init__(self) -> None:
@@ -105,46 +106,59 @@ def _matched(
     recovered: RecoveredGradient, body: nn.Module, shape: tuple[int, ...], bounds: Bounds, config: PeelingConfig,
     seed: int, progress: Progress,
 ) -> Reconstruction:  # fmt: skip
-    """Search the image whose features and whose convolutions' gradients are those known, among smooth ones."""
+    """Search the image whose maps and whose convolutions' gradients are those known, among smooth ones."""
     # What flows back from the features is known, so that neither label nor classifier is searched or guessed.
     chain, layout = read_chain(body), ParameterLayout.of(body)
-    weights, slopes = (
-        {name: value.float() for name, value in layout.split(vector).items()}
-        for vector in (recovered.generated, recovered.first)
-    )
-    gradient, bias = slopes[f"{chain.linear}.weight"].double(), slopes[f"{chain.linear}.bias"].double()
-    features = (bias @ gradient / (bias @ bias)).float()
-    back = weights[f"{chain.linear}.weight"].T @ bias.float()
-    names = [f"{block.name}.weight" for block in chain.blocks]
+    weights, slopes = layout.split(recovered.generated), layout.split(recovered.first)
+    blocks, sizes = list(chain.blocks), [(shape[1], shape[2], shape[3])]
+    for block in blocks:
+        weight, maps = weights[f"{block.name}.weight"], recovered.first.new_zeros(1, *sizes[-1])
+        _, *size = F.max_pool2d(F.conv2d(maps, weight, None, block.stride, block.padding), block.pool).shape
+        sizes.append((size[0], size[1], size[2]))
+    target, back = _flattened(chain, weights, slopes, sizes[-1])
+    while len(blocks) > 1:  # blocks with as many channels as places are undone exactly
+        kernel, slope = f"{blocks[-1].name}.weight", slopes[f"{blocks[-1].name}.weight"]
+        bias = weights[f"{blocks[-1].name}.bias"]
+        found = Peel(blocks[-1], weights[kernel], bias, slope, sizes[len(blocks) - 1]).by_span(target, back)
+        if found is None:
+            break
+        blocks.pop()
+        target, back = undone(blocks[-1], *found)
+    known, along = target.float()[None], back.float()[None]
+    kernels = [weights[f"{block.name}.weight"].float() for block in blocks]
+    biases = [weights[f"{block.name}.bias"].float() for block in blocks]
+    gradients = [slopes[f"{block.name}.weight"].float() for block in blocks]
     low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in bounds)
+    left = 1.0  # of the way from soft to sharp winners, and from smooth images to free ones
 
-    def seen_in(image: Tensor, kernels: list[Tensor]) -> Tensor:
-        for block, kernel in zip(chain.blocks, kernels, strict=True):
-            image = F.conv2d(image, kernel, weights[f"{block.name}.bias"], block.stride, block.padding)
-            image = F.leaky_relu(F.max_pool2d(image, block.pool), block.slope)
-        return image.flatten()
+    def anneal(share: float) -> None:
+        nonlocal left
+        left = (share - 0.1) / 0.9
 
     def objective(image: Tensor) -> Tensor:
-        kernels = [weights[name].detach().requires_grad_() for name in names]
-        seen = seen_in(low + (high - low) * image, kernels)
-        if seen.shape != features.shape:
-            raise UsageError(f"An image of shape {shape} has {len(seen)} features; {len(features)} were read.")
-        found = torch.autograd.grad((seen * back).sum(), kernels, create_graph=True)
-        pairs = [(seen, features), *((one, slopes[name]) for one, name in zip(found, names, strict=True))]
-        misfit = torch.stack([(one - wanted).square().sum() / wanted.square().sum() for one, wanted in pairs]).sum()
-        return misfit + config.variation * total_variation(image)
+        seen, moved = low + (high - low) * image, [kernel.detach().requires_grad_() for kernel in kernels]
+        for number, (block, kernel) in enumerate(zip(blocks, moved, strict=True)):
+            seen = F.leaky_relu(seen, blocks[number - 1].slope) if number else seen
+            seen = F.conv2d(seen, kernel, biases[number], block.stride, block.padding)
+            seen = pool_softly(seen, block.pool, _END * (_START / _END) ** left)
+        seen = seen.relu() if blocks[-1].slope == 0 else seen
+        found = torch.autograd.grad((seen * along).sum(), moved, create_graph=True)
+        pairs = [(seen, known), *zip(found, gradients, strict=True)]
+        errors = [(one - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30) for one, wanted in pairs]
+        rest: Tensor = torch.stack(errors).sum() + config.variation * 0.1 ** (1 - left) * total_variation(image)
+        return rest
 
     start = torch.stack([
         0.5 + 0.01 * torch.randn(shape, generator=seeds.torch_generator(seed, "restart", restart))
         for restart in range(config.restarts)
     ])  # fmt: skip
-    found = descend(
-        objective, (start,), steps=config.steps, lr=0.025, schedule="cosine", progress=progress,
-        project=lambda image: image.clamp_(0, 1), description="matching features and kernels",
+    searched = descend(
+        objective, (start,), steps=config.steps, lr=0.025, schedule="cosine", anneal=anneal, progress=progress,
+        project=lambda image: image.clamp_(0, 1), description="matching maps and kernels",
     )  # fmt: skip
-    image = low + (high - low) * found.variables[0]
-    name = "hypernetwork, analytic features then matching"
-    return found.reconstruction(image, torch.empty(0, dtype=torch.int64), steps=config.steps, attack=name)
+    image, labels = low + (high - low) * searched.variables[0], torch.empty(0, dtype=torch.int64)
+    name = "hypernetwork, analytic maps then matching"
+    return searched.reconstruction(image, labels, steps=config.steps, attack=name)
 
 
 @final
@@ -227,12 +241,8 @@ def _flattened(
             f"{chain.linear!r} takes {gradient.shape[1]} features, but an image of this shape has {size} of them.",
             cure="Give the shape of the images that the body was made for.",
         )
-    features = (bias @ gradient / (bias @ bias)).view(size)
-    slope = chain.blocks[-1].slope
-    positive = features > 0
-    undone = torch.where(positive, features, features / slope if slope > 0 else 0.0)
-    back = (weights[f"{chain.linear}.weight"].T @ bias).view(size)
-    return undone, back * torch.where(positive, 1.0, slope)
+    features, back = bias @ gradient / (bias @ bias), weights[f"{chain.linear}.weight"].T @ bias
+    return undone(chain.blocks[-1], features.view(size), back.view(size))
 
 
 def _attempt(problem: _Problem, config: PeelingConfig, seed: int, bar: Task) -> tuple[Tensor, list[float]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import final
+from typing import TypeVar, final
 
 import safetensors.torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -25,16 +25,31 @@ from netweight.methods.federate.updates import LowRank, Tensors, from_wire, to_w
 from netweight.plugins.flower.records import ARRAYS, ORDER, REPORT, Order, from_record, read_answer, to_record
 
 _LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _POLL = 0.5  # seconds between two looks for replies
+_AGAIN = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds until the SuperLink is asked again that failed
 _PULLED = 4  # replies that are asked for, and then lie in memory, at a time
 # Seconds that a message is valid beyond the time that is waited for its answer: the SuperLink would else answer first,
 # with an error that says less than that nothing came.
 GRACE = 60.0
 
 
+def patiently(call: Callable[..., Iterable[_T]], *arguments: object) -> list[_T]:
+    """Call the SuperLink, again where it says that it failed, as it does while its database is locked."""
+    for seconds in _AGAIN:
+        try:
+            return list(call(*arguments))
+        except Exception as error:  # of httpx, on which Flower's grid is built
+            if getattr(getattr(error, "response", None), "status_code", 0) < 500:
+                raise
+            _LOG.warning("The SuperLink failed and is asked again in %.1f seconds: %s.", seconds, error)
+            time.sleep(seconds)
+    return list(call(*arguments))
+
+
 def exchange(grid: Grid, messages: Sequence[Message], *, timeout: float) -> Iterator[Message]:
     """Send messages; return an iterator over the replies that come within `timeout` seconds, errors included."""
-    waiting = [sent for sent in grid.push_messages(messages) if sent] if messages else []
+    waiting = [sent for sent in patiently(grid.push_messages, messages) if sent] if messages else []
     return _replies(grid, waiting, time.monotonic() + timeout)
 
 
@@ -43,7 +58,7 @@ def _replies(grid: Grid, waiting: list[str], deadline: float) -> Iterator[Messag
     while waiting:
         came = set()
         for start in range(0, len(waiting), _PULLED):
-            for reply in grid.pull_messages(waiting[start : start + _PULLED]):
+            for reply in patiently(grid.pull_messages, waiting[start : start + _PULLED]):
                 came.add(reply.metadata.reply_to_message_id)
                 yield reply
         waiting = [sent for sent in waiting if sent not in came]
@@ -70,7 +85,7 @@ class Nodes:
 
     def connected(self, grid: Grid) -> tuple[dict[int, int], dict[int, str]]:
         """Return client → node for all clients that can be asked, and client → why for those that cannot."""
-        here = list(grid.get_node_ids())
+        here = patiently(grid.get_node_ids)
         self._ask(grid, [node for node in here if node not in self._number])
         claims: dict[int, list[int]] = {}
         for node in here:
@@ -198,7 +213,7 @@ Summed = Callable[[OverGrid, Trial, Mapping[int, Message]], Replies]
 def wait_for_nodes(grid: Grid, wanted: int, patience: float) -> None:
     """Wait until so many nodes are connected, or until patience ends."""
     deadline = time.monotonic() + patience
-    while (here := len(list(grid.get_node_ids()))) < wanted and time.monotonic() < deadline:
+    while (here := len(patiently(grid.get_node_ids))) < wanted and time.monotonic() < deadline:
         time.sleep(_POLL)
     if here < wanted:
         _LOG.warning("%d of %d nodes are connected after %.0f seconds; going on with these.", here, wanted, patience)
