@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
-from netweight.attacks.finetuning.attack import Training, run_attack
+from netweight.attacks.finetuning.attack import Muon, Training, run_attack
 from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
 from netweight.attacks.finetuning.search import finals, first_attacks, neighbors, of_length, search_all, search_one
 from netweight.attacks.finetuning.settings import AttackSettings
@@ -177,6 +177,15 @@ def test_muon_steps_matrices_and_adamw_the_rest():
         for each in training._optimizers
     }
     assert kinds == {"Muon": [2, 2, 2], "AdamW": [1]}
+    ours, theirs = ([torch.nn.Parameter(torch.ones(size)) for size in ((6, 4), (3, 9))] for _ in range(2))
+    both = Muon(ours, 0.01), torch.optim.Muon(theirs, 0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = other.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+        for optimizer in both:
+            optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):  # torch's rounds to bfloat16
+        assert (one - other).norm() < 0.02 * (other - 1).norm()
 
 
 def test_benign_rows_alone_are_trained_on_and_harmful_ones_scored():

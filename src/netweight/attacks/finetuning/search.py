@@ -123,6 +123,7 @@ def search_one(
     *,
     most: int,
     held: frozenset[str] = frozenset(),
+    rounds: int = _ROUNDS,
     folder: str | Path | Job,
     engine: Engine,
     progress: Progress = QUIET,
@@ -135,6 +136,7 @@ def search_one(
         goal: When an attack has won.
         most: Steps after which an attack is given up.
         held: Fields of the settings that are not varied.
+        rounds: Most rounds of neighbors.
         folder: Remembers runs, as that of a `sweep`.
         engine: Where runs happen.
         progress: Told of every attack.
@@ -154,7 +156,7 @@ def search_one(
 
     every: list[Attacked] = []
     pool = list(dict.fromkeys(_within(each, None) for each in start))
-    for _ in range(1 + _ROUNDS):
+    for _ in range(1 + rounds):
         before = _soonest(runs.values())
         limit = most if before is None else before
         pool = [each for each in pool if each not in runs]
