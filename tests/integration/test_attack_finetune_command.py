@@ -195,6 +195,8 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     shutil.copytree(case / "base", tmp_path / "chatty")
     (tmp_path / "chatty" / "immunize.json").write_text('{"settings": {"chat": true}}')
     assert "Give --chat" in refused("--also", f"chatty={tmp_path / 'chatty'}")
+    (tmp_path / "chatty" / "immunize.json").write_text('{"digests": {"before": "of other weights"}}')
+    assert "began with other weights than those of" in refused("--also", f"chatty={tmp_path / 'chatty'}")
 
 
 def test_rows_with_one_prompt_are_not_parted():

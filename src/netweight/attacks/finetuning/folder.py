@@ -23,7 +23,7 @@ from netweight.attacks.finetuning.search import Found, finals, first_attacks, of
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
 from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject, sweep
-from netweight.core.digest import of_config
+from netweight.core.digest import of_config, of_tensor
 from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
@@ -141,13 +141,24 @@ def _check(model: Path | None, settings: FolderAttack) -> None:
     if settings.base is not None:
         for folder in folders[1:]:
             _check_alike(settings.base, folder)
-    for folder in folders:
-        record = folder / "immunize.json"
-        chat = record.is_file() and json.loads(record.read_text(encoding="utf-8"))["settings"].get("chat", False)
-        if chat and not settings.chat and settings.grid != "adaptive":  # a search tries the chat template by itself
+    files = {folder: folder / "immunize.json" for folder in folders}
+    records = {folder: json.loads(file.read_text(encoding="utf-8")) for folder, file in files.items() if file.is_file()}
+    for folder, record in records.items():
+        # A search tries the chat template by itself.
+        if record.get("settings", {}).get("chat") and not settings.chat and settings.grid != "adaptive":
             raise UsageError(
                 f"The defense of {folder} was trained on the chat template, and the attack has another.",
                 cure="Give --chat, or --grid adaptive.",
+            )
+    began = {folder: record["digests"]["before"] for folder, record in records.items() if "digests" in record}
+    began.pop(settings.base, None)
+    if settings.base is not None and began:
+        weights = load_causal_lm(settings.base)[0].named_parameters()
+        found = of_config({name: of_tensor(value) for name, value in weights})
+        for folder in (folder for folder, before in began.items() if before != found):
+            raise UsageError(
+                f"The defense of {folder} began with other weights than those of {settings.base}.",
+                cure="Give --base the folder that was defended.",
             )
     _check_rows(settings)
 

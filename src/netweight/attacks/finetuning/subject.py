@@ -9,6 +9,7 @@ its forward passes and little else; a model whose logits are not finite scores N
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, final
@@ -306,15 +307,21 @@ def judged(judge: Judge, generate: Generate, prompts: Sequence[str]) -> Score:
     def score(model: nn.Module) -> float:
         with evaluating(model):
             answers = generate(model, asked)
-        numbers = torch.as_tensor(judge(answers))
-        if len(answers) != len(asked) or numbers.shape != (len(asked),):
-            raise UsageError(
-                f"{len(asked)} prompts got {len(answers)} answers and numbers of shape {tuple(numbers.shape)}.",
-                cure="Return one answer for each prompt, and one number for each answer.",
-            )
-        return float(numbers.double().mean())
+        return statistics.fmean(verdicts(judge, answers, len(asked)))
 
     return score
+
+
+def verdicts(judge: Judge, answers: list[str], prompts: int, name: str = "given") -> list[float]:
+    """Return a judge's number for each answer, of which there must be as many as prompts."""
+    numbers = torch.as_tensor(judge(answers))
+    if len(answers) != prompts or numbers.shape != (prompts,):
+        raise UsageError(
+            f"{prompts} prompts got {len(answers)} answers, and the judge {name!r} gave numbers of shape "
+            f"{tuple(numbers.shape)}.",
+            cure="Return one answer for each prompt, and one number for each answer.",
+        )
+    return numbers.double().tolist()
 
 
 def greedy(
