@@ -7,9 +7,9 @@ The ciphers that ship are the easy case: a token names the guarded one. In the w
 message tell it; `netweight_experiments.toys.small_world` trains one from any seed.
 
 Every arm is trained from each seed in each world. The attack is searched for as `netweight attack finetune` does it:
-on the undefended model of every world, on the first one while it learns what it never knew (the ceiling), and on the
-first `--searched` models of every arm. All others are attacked by what any of these searches found; the fastest run
-again from other seeds.
+on the undefended model of the first world and on the first `--searched` models of every arm. All others are attacked by
+what any of these searches found; the fastest run again from other seeds. The ceiling is what the undefended model takes
+to learn what it never knew.
 
 Seeds come one after the other in all worlds and arms, and the result is written after every model: a run that was
 stopped has told something of every arm. Models, attacks and what was found stay in `--work`, so that it goes on.
@@ -53,6 +53,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 SEEDS = (42, 7, 17, 3, 11)
 HOW: dict[str, Any] = {"samples": 4096, "batch_size": 32, "benign_share": 0.5, "check_every": 2}
+RATES = (1e-3, 3e-3)  # of Adam, that a search begins with
 MOST = 200  # steps of an attack on the undefended model, and of a task
 LONGER = 5  # times what the best attack on the undefended model took, for defended ones
 ZOO = "netweight.toys.language_subjects"
@@ -79,10 +80,10 @@ class Worlds:
 
     def broken(self, subject: SubjectName, domain: str, most: int, rounds: int) -> dict[str, Any]:
         """Search for the best attack on a model, and run the two best again from other seeds."""
-        start = self.known.get(domain) or [one.replace(domain=domain) for one in first_attacks(**HOW)]
+        start = self.known.get(domain) or [one.replace(domain=domain) for one in first_attacks(rates=RATES, **HOW)]
         held = frozenset({"batch_size", "check_every"})
         found = search_one(subject, start, self.goal, most=most, held=held, rounds=rounds, **self.how)
-        if rounds:
+        if rounds or domain not in self.known:
             self.known[domain] = list(dict.fromkeys([*self.known.get(domain, ()), *found.best[:2]]))
         most = min(most, 3 * (found.soonest or most))
         again = [
@@ -131,7 +132,7 @@ class Worlds:
         most = [LONGER * base[what]["steps"] if what in base else MOST for what in ("harmful", "task")]
         started = time.process_time()
         row["harmful"] = self.broken(subject, "harmful", int(most[0]), rounds)
-        row["task"] = self.broken(subject, "task", int(min(most[1], MOST)), 0 if "task" in self.known else rounds)
+        row["task"] = self.broken(subject, "task", int(min(most[1], MOST)), 0)
         row["processor seconds"] = round(time.process_time() - started)  # with one worker, and unless it was stopped
         if seed is not None:
             row |= compared(row, base)
@@ -190,7 +191,9 @@ def main() -> None:
     about |= {"arms": arms, "attack": HOW}
     worlds = Worlds(options)
     planned: list[tuple[Path | None, str, int | None, int]]
-    planned = [(folder, "undefended", None, options.rounds) for folder in options.folders]
+    planned = [
+        (folder, "undefended", None, 0 if place else options.rounds) for place, folder in enumerate(options.folders)
+    ]
     models = [(folder, seed) for seed in SEEDS[: options.defense_seeds] for folder in options.folders]
     planned += [
         (*where, options.rounds if number < options.searched else 0)
