@@ -150,8 +150,11 @@ def _check(model: Path | None, settings: FolderAttack) -> None:
                 f"The defense of {folder} was trained on the chat template, and the attack has another.",
                 cure="Give --chat, or --grid adaptive.",
             )
-    began = {folder: record["digests"]["before"] for folder, record in records.items() if "digests" in record}
-    began.pop(settings.base, None)
+    began = {
+        folder: record["digests"]["before"]
+        for folder, record in records.items()
+        if "digests" in record and folder != settings.base
+    }
     if settings.base is not None and began:
         weights = load_causal_lm(settings.base)[0].named_parameters()
         found = of_config({name: of_tensor(value) for name, value in weights})
