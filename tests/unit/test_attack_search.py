@@ -12,13 +12,23 @@ from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
 from netweight.attacks.finetuning.attack import Muon, Training, run_attack
 from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
-from netweight.attacks.finetuning.search import finals, first_attacks, neighbors, of_length, search_all, search_one
+from netweight.attacks.finetuning.report import with_searches
+from netweight.attacks.finetuning.search import (
+    finals,
+    first_attacks,
+    neighbors,
+    of_length,
+    search_all,
+    search_one,
+    within,
+)
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
 from netweight.attacks.finetuning.sweep import SubjectName, make_subject
 from netweight.core.engines import in_process
 from netweight.data.examples import Example, collate
 from netweight.errors import Unsupported, UsageError
+from netweight.report.finding import Section
 
 START = AttackSettings(lr=1e-2, samples=60, batch_size=20, schedule="constant", warmup=0.0, check_every=2)
 PLACE = "attacked_models:subject"
@@ -45,7 +55,7 @@ def test_a_search_beats_what_it_began_with_and_finds_the_same_again(tmp_path):
     of_start = [run.result.steps or 36 for run in found.tried if of_length(run.result.settings, None) in start]
     assert found.soonest is not None
     assert found.soonest < min(of_start)
-    last = {of_length(run.result.settings, None): run.result for run in found.tried}
+    last = {within(run.result.settings, None): run.result for run in found.tried}
     assert last[found.best[0]].steps == found.soonest
     longest = [run.result.last_step for run in found.tried]
     assert max(longest) <= 36
@@ -94,6 +104,8 @@ def test_a_falling_rate_ends_by_the_soonest_attack_and_keeps_its_length(tmp_path
     name = SubjectName("one", PLACE, {"weight_scale": 0.2})
     found = search_one(name, falling[:1], Goal(0.9), most=36, held=HELD, folder=tmp_path, engine=in_process)
     assert falling[0] in found.best
+    (table,) = with_searches(Section("audit"), {"one": found}).tables
+    assert falling[0].label in {row[1] for row in table.rows}
     assert {one.steps for one in finals({"one": found}, (1,)) if one.schedule == "cosine"} <= {12, 16, 20, 36}
 
 

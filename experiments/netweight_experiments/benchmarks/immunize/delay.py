@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from netweight.attacks.finetuning.resistance import best_attack, by_attack
-from netweight.attacks.finetuning.search import first_attacks, of_length, search_one
+from netweight.attacks.finetuning.search import first_attacks, search_one, within
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import SubjectName, make_subject, sweep
@@ -87,7 +87,7 @@ class Worlds:
             self.known[domain] = list(dict.fromkeys([*self.known.get(domain, ()), *found.best[:2]]))
         most = min(most, 3 * (found.soonest or most))
         again = [
-            (one if one.schedule == "cosine" else of_length(one, most)).replace(seed=1 + seed)
+            within(one.replace(seed=1 + seed), most)
             for one in found.best[: 2 if rounds else 1]
             for seed in range(self.options.attack_seeds)
         ]

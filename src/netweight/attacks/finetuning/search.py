@@ -149,13 +149,13 @@ def search_one(
     runs: dict[AttackSettings, Attacked] = {}  # the longest of each attack, which has no limit of steps in its key
 
     def attack(settings: Sequence[AttackSettings], steps: int) -> None:
-        limited = [_within(each, steps) for each in settings]
+        limited = [within(each, steps) for each in settings]
         found = sweep([subject], limited, goal, folder=folder, engine=engine, progress=progress)
         every.extend(found.runs)
-        runs.update({_within(run.result.settings, None): run for run in found.runs})
+        runs.update({within(run.result.settings, None): run for run in found.runs})
 
     every: list[Attacked] = []
-    pool = list(dict.fromkeys(_within(each, None) for each in start))
+    pool = list(dict.fromkeys(within(each, None) for each in start))
     for _ in range(1 + rounds):
         before = _soonest(runs.values())
         limit = most if before is None else before
@@ -181,7 +181,7 @@ def of_length(settings: AttackSettings, steps: int | None) -> AttackSettings:
     return settings.replace(max_steps=max(steps, settings.benign_first + 1), epochs=epochs)
 
 
-def _within(attack: AttackSettings, steps: int | None) -> AttackSettings:
+def within(attack: AttackSettings, steps: int | None) -> AttackSettings:
     """Return an attack of so many steps; one whose rate falls to 0 is another attack in others, and keeps its own."""
     return attack if attack.schedule == "cosine" else of_length(attack, steps)
 
@@ -235,4 +235,4 @@ def finals(searched: Mapping[str, Found], seeds: Sequence[int]) -> list[AttackSe
     """Return the best attacks of all searches from each seed, as long as the longest of any where the rate stays."""
     best = dict.fromkeys(attack for found in searched.values() for attack in found.best[:_FINALISTS])
     most = list(searched.values())[-1].most  # models after the first have the same
-    return [_within(attack.replace(seed=seed), most) for attack in best for seed in seeds]
+    return [within(attack.replace(seed=seed), most) for attack in best for seed in seeds]
