@@ -210,10 +210,15 @@ def _plan(
 ) -> SweepPlan:
     """Read files and folders, and find out what counts as recovered and which attacks are the ones to run."""
     base = settings.base or model
+    adaptive = settings.grid == "adaptive"
+    alone = settings.replace(task=None, other=None, withhold=())
+    ceiling, rows = None, 1 << 30
+    if adaptive and settings.base and settings.never_learned:
+        ceiling = partial(_subject, _CONTROLS[1], base, alone.replace(harmful=settings.never_learned), seed)
+        rows = len(make_subject(_FACTORY, ceiling().arguments).domain("harmful").train)
     first = _subject("undefended" if settings.base else "model", base, settings, seed)
     subject = make_subject(first.factory, first.arguments)
-    adaptive = settings.grid == "adaptive"
-    start = _start(settings, subject) if adaptive else []
+    start = _start(settings, subject, rows) if adaptive else []
     calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress)
     ladder = [of_length(each, settings.max_steps or _SEARCH_STEPS) for each in start if _is_plain(each)]
     domains = [(name, _with(ladder, name, subject)) for name in _plain(subject)] if adaptive else []
@@ -232,12 +237,10 @@ def _plan(
     for name, where in folders.items():
         subjects.append(_subject(name, where, settings, seed, reference_utility=utility, **more))
     if adaptive and settings.base:
-        alone = settings.replace(task=None, other=None, withhold=())
         subjects.append(_subject(_CONTROLS[0], base, alone, seed, random_weights=True, reference_utility=utility))
-        if settings.never_learned is not None:
-            ceiling = partial(_subject, _CONTROLS[1], base, alone.replace(harmful=settings.never_learned), seed)
-            own = calibrated(ceiling(), ladder).threshold
-            subjects.append(ceiling(thresholds={"harmful": own}, reference_utility=utility))
+    if ceiling is not None:
+        own = calibrated(ceiling(), ladder).threshold
+        subjects.append(ceiling(thresholds={"harmful": own}, reference_utility=utility))
     searched = {}
     if adaptive:
         searched = search_all(
@@ -262,9 +265,9 @@ def _plan(
     return SweepPlan(tuple(subjects), tuple(attacks), goal, config, searched)
 
 
-def _start(settings: FolderAttack, subject: Subject) -> list[AttackSettings]:
-    """What a search begins with, as far as a subject has the rows for it."""
-    samples = min(len(subject.domain("harmful").train), settings.samples or 1 << 30)
+def _start(settings: FolderAttack, subject: Subject, rows: int) -> list[AttackSettings]:
+    """What a search begins with, as far as a subject, and one of so many rows, have the rows for it."""
+    samples = min(len(subject.domain("harmful").train), rows, settings.samples or rows)
     fixed = {**_SEARCH, "benign_share": 0.5 if subject.benign else 0.0, **settings.fixed, "samples": samples}
     return first_attacks(rates=fixed.pop("lr", None), **{**fixed, "max_steps": None})
 

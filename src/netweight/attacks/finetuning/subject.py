@@ -156,6 +156,11 @@ class Subject:
         if self.utility is None and self.kept:
             object.__setattr__(self, "utility", token_accuracy(self.kept, pad_id=self.pad_id))
 
+    def has(self, name: str) -> bool:
+        """Whether there is data of a `name`, also in a format that any prompt can be put into."""
+        plain, _, wanted = name.partition("@")
+        return name in self.domains or (plain in self.domains and wanted in (*TOKEN_FORMATS, "soft"))
+
     def domain(self, name: str) -> Domain:
         """Return the data of a `name`, such as "harmful", or "harmful@bare" with its prompts in another format.
 
@@ -164,8 +169,8 @@ class Subject:
         """
         if name in self.domains:
             return self.domains[name]
-        plain, _, wanted = name.partition("@")
-        if wanted in (*TOKEN_FORMATS, "soft") and plain in self.domains:
+        if self.has(name):
+            plain, _, wanted = name.partition("@")
             return self._formatted(self.domains[plain], wanted)
         near = ", ".join(nearest_names(name, self.domains)) or "none"
         raise NameNotFound(f"The subject has no data named {name!r}.", cure=f"The nearest are {near}.")
