@@ -9,8 +9,8 @@ message tell it; `netweight_experiments.toys.small_world` trains one from any se
 Every arm is trained from each seed in each world. The attack is searched for as `netweight attack finetune` does it:
 on the undefended model of the first world and on the first `--searched` models of every arm. All others are attacked by
 what any of these searches found; the fastest run again from other seeds. The ceiling is what the undefended model takes
-to learn what it never knew. Seeds come one after the other in all worlds and arms, and the result is written after every
-model. Models, attacks and what was found stay in `--work`, so that a run that was stopped goes on.
+to learn what it never knew. Seeds come one after the other in all worlds and arms, the result is written after every
+model, and a run that was stopped goes on from `--work`.
 
 The targets: 3 times the undefended model's steps or 0.9 of the ceiling, the interval above 2; more than ascent; kept
 ability 0.98; the new domain in at most 1.3 times the steps.
@@ -192,10 +192,9 @@ def main() -> None:
     about = {"date": today(), "settings": settings, "defense": {**DEFENSE_SETTINGS.to_json(), "rows": options.rows}}
     about |= {"arms": arms, "attack": HOW}
     worlds = Worlds(options)
-    planned: list[Any] = [
-        (one, "undefended", None, 0 if n else options.rounds) for n, one in enumerate(options.folders)
-    ]
-    models = [(folder, seed) for seed in SEEDS[: options.defense_seeds] for folder in options.folders]
+    folders = options.folders
+    planned: list[Any] = [(one, "undefended", None, 0 if n else options.rounds) for n, one in enumerate(folders)]
+    models = [(folder, seed) for seed in SEEDS[: options.defense_seeds] for folder in folders]
     planned += [
         (*where, options.rounds if number < options.searched else 0)
         for number, (folder, seed) in enumerate(models)
