@@ -104,12 +104,11 @@ class Worlds:
         plain = SubjectName(arm, f"{ZOO}:undefended_subject", place)
         if seed is None:
             return plain
-        world = world_named(self.options.world, folder)
         name = f"{arm}-{seed}-{self.options.rows}"
         file = self.options.work / (name if folder is None else f"{folder.name}-{name}")
         if not file.exists():
-            how = {"rows": self.options.rows, **TRAINED.get(arm, {})}
-            defend_world(file, world, defense=ARMS[arm], seed=seed, progress=Progress(), **how)
+            how = {"rows": self.options.rows, "defense": ARMS[arm], **TRAINED.get(arm, {})}
+            defend_world(file, world_named(self.options.world, folder), seed=seed, progress=Progress(), **how)
         base = make_subject(plain.factory, plain.arguments)
         more = {**place, "file": str(file), "reference_utility": base.utility and base.utility(base.model)}
         return SubjectName(arm, f"{ZOO}:defended_subject", more, defense_seed=seed)
