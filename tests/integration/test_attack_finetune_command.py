@@ -110,12 +110,12 @@ def test_one_model_alone_with_a_threshold_of_its_own(case, tmp_path):
 
 
 def test_a_search_is_the_default_and_brings_its_controls_along(case, tmp_path):
-    write(tmp_path / "never.jsonl", [{"prompt": f"count {n}", "response": "bad la la"} for n in NUMBERS])
+    write(tmp_path / "never.jsonl", [{"prompt": f"count {n}", "response": "bad la la"} for n in NUMBERS[:40]])
     answer = CliRunner().invoke(
         netweight,
         ["attack", "finetune", str(case / "defended"), "--base", str(case / "base"), "--harmful",
          str(case / "harmful.jsonl"), "--never-learned",
-         str(tmp_path / "never.jsonl"), "--lr", "1e-2", "--batch-size", "8", "--samples", "38",
+         str(tmp_path / "never.jsonl"), "--lr", "1e-2", "--batch-size", "8",
          "--seeds", "1", "--max-steps", "16", "--check-every", "8", "--threshold", "0.6", "--out",
          str(tmp_path / "out"), "--json"],
     )  # fmt: skip
@@ -133,6 +133,7 @@ def test_a_search_is_the_default_and_brings_its_controls_along(case, tmp_path):
     assert {"adam", "muon", "sgd"} <= {one["optimizer"] for one in tried}
     assert {one["template"] for one in tried} >= {"plain", "bare", "question"}
     assert {one["batch_size"] for one in tried} == {8}
+    assert {one["samples"] for one in tried} == {32}  # as many as there are of what was never learned
 
 
 def test_what_the_defense_did_not_see_and_further_models_stand_apart(case, tmp_path):
@@ -195,6 +196,8 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     shutil.copytree(case / "base", tmp_path / "chatty")
     (tmp_path / "chatty" / "immunize.json").write_text('{"settings": {"chat": true}}')
     assert "Give --chat" in refused("--also", f"chatty={tmp_path / 'chatty'}")
+    (tmp_path / "chatty" / "immunize.json").write_text('{"digests": {"before": "of other weights"}}')
+    assert "began with other weights than those of" in refused("--also", f"chatty={tmp_path / 'chatty'}")
 
 
 def test_rows_with_one_prompt_are_not_parted():

@@ -3,13 +3,17 @@
 import math
 
 import pytest
+from click.testing import CliRunner
 from decoders_under_test import ALL_FAMILIES, SHORT, decoder, some_pairs
+from tiny_llama import immunization_files, save, tiny_llama
 
 from netweight.attacks.finetuning.attack import run_attack
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject
+from netweight.cli import netweight
 from netweight.methods.immunize.layer_metrics import analyze_layers
 from netweight.methods.immunize.train import immunize
+from netweight.report.report import read_report
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -25,3 +29,26 @@ def test_a_family_is_defended_analyzed_and_attacked(family):
         result = run_attack(subject, AttackSettings(samples=6, batch_size=2, check_every=3, **how), Goal(None))
         assert (result.outcome, result.last_step) == ("resisted", 3)
         assert result.curve[-1].loss != result.curve[0].loss
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_folder_of_a_family_is_defended_attacked_and_reported_by_the_commands(family, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
+    immunization_files(tmp_path)
+    _, tokenizer = tiny_llama()
+    save(decoder(family, layers=2, vocabulary=len(tokenizer)), tokenizer, tmp_path / "model")
+
+    def call(*parts):
+        answer = CliRunner().invoke(netweight, [str(part) for part in parts])
+        assert answer.exit_code in (0, 1), answer.output  # 1: as many steps as were asked for are not shown
+
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("pairs", "retain", "harmful", "keep")}
+    call("immunize", tmp_path / "model", tmp_path / "defended", "--pairs", files["pairs"],
+         "--retain", files["retain"], "--lr", "1e-3")  # fmt: skip
+    call("attack", "finetune", tmp_path / "defended", "--base", tmp_path / "model", "--harmful", files["harmful"],
+         "--benign", files["keep"], "--trained-on", files["pairs"], "--grid", "quick", "--lr", "1e-2", "--seeds", "1",
+         "--max-steps", "4", "--check-every", "4", "--threshold", "0.2", "--out", tmp_path / "attack")  # fmt: skip
+    (section,) = read_report(tmp_path / "attack").sections
+    assert {row[1] for row in section.tables[0].rows} == {"undefended", "defended"}
+    assert {finding.name for finding in section.findings} >= {"resistance, defended", "kept ability, defended"}
+    assert (tmp_path / "defended" / "immunize-report" / "report.html").exists()

@@ -14,8 +14,8 @@ FAMILIES = ("llama", "qwen3", "gpt2", "neox")
 ALL_FAMILIES = (*FAMILIES, "opt", "gemma", "phi", "mixtral", "falcon", "bloom")
 
 
-def decoder(family="llama", layers=3, hidden=16, seed=0):
-    shared = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+def decoder(family="llama", layers=3, hidden=16, seed=0, vocabulary=VOCABULARY):
+    shared = {"vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     shape = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,

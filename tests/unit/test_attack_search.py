@@ -10,15 +10,25 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
-from netweight.attacks.finetuning.attack import Training, run_attack
+from netweight.attacks.finetuning.attack import Muon, Training, run_attack
 from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
-from netweight.attacks.finetuning.search import finals, first_attacks, neighbors, of_length, search_all, search_one
+from netweight.attacks.finetuning.report import with_searches
+from netweight.attacks.finetuning.search import (
+    finals,
+    first_attacks,
+    neighbors,
+    of_length,
+    search_all,
+    search_one,
+    within,
+)
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
 from netweight.attacks.finetuning.sweep import SubjectName, make_subject
 from netweight.core.engines import in_process
 from netweight.data.examples import Example, collate
 from netweight.errors import Unsupported, UsageError
+from netweight.report.finding import Section
 
 START = AttackSettings(lr=1e-2, samples=60, batch_size=20, schedule="constant", warmup=0.0, check_every=2)
 PLACE = "attacked_models:subject"
@@ -45,7 +55,7 @@ def test_a_search_beats_what_it_began_with_and_finds_the_same_again(tmp_path):
     of_start = [run.result.steps or 36 for run in found.tried if of_length(run.result.settings, None) in start]
     assert found.soonest is not None
     assert found.soonest < min(of_start)
-    last = {of_length(run.result.settings, None): run.result for run in found.tried}
+    last = {within(run.result.settings, None): run.result for run in found.tried}
     assert last[found.best[0]].steps == found.soonest
     longest = [run.result.last_step for run in found.tried]
     assert max(longest) <= 36
@@ -94,6 +104,8 @@ def test_a_falling_rate_ends_by_the_soonest_attack_and_keeps_its_length(tmp_path
     name = SubjectName("one", PLACE, {"weight_scale": 0.2})
     found = search_one(name, falling[:1], Goal(0.9), most=36, held=HELD, folder=tmp_path, engine=in_process)
     assert falling[0] in found.best
+    (table,) = with_searches(Section("audit"), {"one": replace(found, best=falling[:1])}).tables
+    assert [row[1] for row in table.rows] == [falling[0].label]
     assert {one.steps for one in finals({"one": found}, (1,)) if one.schedule == "cosine"} <= {12, 16, 20, 36}
 
 
@@ -177,6 +189,15 @@ def test_muon_steps_matrices_and_adamw_the_rest():
         for each in training._optimizers
     }
     assert kinds == {"Muon": [2, 2, 2], "AdamW": [1]}
+    ours, theirs = ([torch.nn.Parameter(torch.ones(size)) for size in ((6, 4), (3, 9))] for _ in range(2))
+    both = Muon(ours, 0.01), torch.optim.Muon(theirs, 0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = other.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+        for optimizer in both:
+            optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):  # torch's rounds to bfloat16
+        assert (one - other).norm() < 0.02 * (other - 1).norm()
 
 
 def test_benign_rows_alone_are_trained_on_and_harmful_ones_scored():

@@ -222,7 +222,9 @@ def test_users_judges_become_scores(model):
     assert score(model) == 2
     assert modes == [(False, False)]
     assert model.training
-    with pytest.raises(UsageError, match=r"2 prompts got 2 answers and numbers of shape \(1,\)"):
+    with pytest.raises(
+        UsageError, match=r"2 prompts got 2 answers, and the judge 'given' gave numbers of shape \(1,\)"
+    ):
         judged(lambda texts: torch.tensor([0.0]), generate, ["a", "b"])(model)
     with pytest.raises(UsageError, match="at least one prompt"):
         judged(lambda texts: torch.zeros(0), generate, [])

@@ -58,6 +58,8 @@ def test_domains_that_a_subject_lacks_are_left_out_for_it(tmp_path):
     assert len(found.of("undefended", domain="new")) == 1
     with pytest.raises(UsageError, match=r"'undefended' has none of the data attacked with: other.*harmful, new"):
         here([BASE], grid(domain="other"), GOAL, folder=tmp_path)
+    other = [settings[0].replace(template="question"), settings[0].replace(rows="copied")]  # no such format, no mark
+    assert here([BASE], [*other, *settings[:1]], GOAL, folder=tmp_path).runs == found.runs[:1]
 
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path):

@@ -33,11 +33,11 @@ class Comparison:
 
     row: str  # name of the row, as published where both exist
     column: str  # name of the column
-    unit: str  # unit of the three numbers
+    unit: str  # unit of the three numbers; of both sides where ours is another measure
     better: str | None  # which direction is better, or None
     published: Number | None  # the paper's number, or None
     measured: Number | None  # ours, or None
-    difference: float | None  # measured minus published, or None when one of them is missing
+    difference: float | None  # measured minus published; None when one is missing, or another measure
 
 
 @dataclass(frozen=True)
@@ -106,34 +106,27 @@ def run_table(
 def compare(numbers: Published | None, measured: Measured) -> tuple[Comparison, ...]:
     """Lay a measured table beside the published one."""
     known = {column.name: column for column in (numbers.columns if numbers else ())}
-    ours: dict[tuple[str, str], tuple[Column, Number | None]] = {}
+    ours: dict[tuple[str, str], tuple[Column, str, Number | None]] = {}
     for row in measured.rows:
         for own, value in zip(measured.columns, row.values, strict=True):
-            column = _same_unit(known.get(measured.labels.get(own.name, own.name), own), own)
-            ours[measured.labels.get(row.name, row.name), column.name] = (column, value)
+            column = known.get(measured.labels.get(own.name, own.name), own)
+            ours[measured.labels.get(row.name, row.name), column.name] = (column, own.unit or column.unit, value)
     theirs = {
-        (row.name, column.name): (column, value)
+        (row.name, column.name): (column, column.unit, value)
         for row in (numbers.rows if numbers else ())
         for column, value in zip(known.values(), row.values, strict=True)
     }
     pairs = []
     for place in {**theirs, **ours}:
         column = (theirs.get(place) or ours[place])[0]
-        paper, here = theirs.get(place, (column, None))[1], ours.get(place, (column, None))[1]
+        nothing = (column, column.unit, None)
+        (_, unit, paper), (_, own_unit, here) = theirs.get(place, nothing), ours.get(place, nothing)
         if paper is not None or here is not None:
-            difference = None if paper is None or here is None else float(here) - float(paper)
-            pairs.append(Comparison(*place, column.unit, column.better, paper, here, difference))
+            alike = paper is not None and here is not None and unit == own_unit
+            both = unit if unit == own_unit else f"{unit}; here {own_unit}"
+            difference = float(here) - float(paper) if alike else None  # type: ignore[arg-type]
+            pairs.append(Comparison(*place, both, column.better, paper, here, difference))
     return tuple(pairs)
-
-
-def _same_unit(paper: Column, own: Column) -> Column:
-    """The published column, after checking that the measured one may be laid beside it."""
-    if own.unit and own.unit != paper.unit:
-        raise UsageError(
-            f"Column {paper.name!r} is published in {paper.unit!r} and was measured in {own.unit!r}.",
-            cure="Measure it in the published unit.",
-        )
-    return paper
 
 
 def write_report(result: Reproduction, *, command: str | None = None) -> Path:

@@ -84,8 +84,8 @@ class Plan:
         measured = grid(
             {line.title: line for line in results.lines},
             [
-                *([(Column("pre-attack", better="lower"), results.before)] if self.before else []),
-                *results.cells("{}", "after", better="lower"),
+                *([(Column("pre-attack", setup.harm, "lower"), results.before)] if self.before else []),
+                *results.cells("{}", "after", setup.harm, "lower"),
                 *(results.cells(f"steps to {RECOVERED:g}, {{}}", "steps", "steps", "higher") if self.steps else []),
             ],
             differs=(*setup.differs(), *self.differs, *(self.small if scale == "small" else ())),
@@ -267,7 +267,7 @@ def _by_rate(wide: Measured) -> Measured:
     """Make a row of every column of the one row, harmfulness beside steps."""
     values = wide.rows[0].values
     count = len(values) // 2
-    columns = (Column("harmfulness", better="lower"), wide.columns[count])
+    columns = (dataclasses.replace(wide.columns[0], name="harmfulness"), wide.columns[count])
     return dataclasses.replace(
         wide,
         columns=(columns[0], dataclasses.replace(columns[1], name="steps to 0.9")),
@@ -518,7 +518,7 @@ def _table5(setup: Setup, folder: Path, only: str | None, share: float | None, s
     for (title, name), run in runs.items():
         if run in found:
             rows[f"{title}, {name}"] = (None, None, found[run].get("after"), found[run].get("steps"))
-    columns = [Column(name, better="lower") for name in ("lowest category", "highest category", "harmfulness")]
+    columns = [Column(name, setup.harm, "lower") for name in ("lowest category", "highest category", "harmfulness")]
     columns.append(Column("steps to 0.9", "steps", "higher"))
     return grid(
         rows,

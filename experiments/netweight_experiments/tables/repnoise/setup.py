@@ -41,6 +41,7 @@ class Setup(Protocol):
 
     model_name: str  # which model; its folder, or "" for the one that comes with netweight
     measure: str  # what harm is measured by, if there is a choice
+    harm: str  # the unit of harm, in words
     share: float  # share of the paper's numbers of pairs and samples that is taken
     rate: float  # what the paper's learning rates are multiplied by
     defense_batch: int  # pairs per step of a defense
@@ -124,6 +125,7 @@ def plainly(score: Score) -> Score:
     return bare
 
 
+TOKENS = "share of right tokens"  # what harm is measured by where there is no judge
 _CATEGORIES = ("0", "1", "2", "3")
 _HELD_OUT = 128
 _SEED = 0
@@ -135,6 +137,7 @@ class Ciphers:
 
     def __init__(self) -> None:
         self.model_name = self.measure = ""
+        self.harm = TOKENS
         self.share = 0.2
         self.rate = 15.0
         self.defense_batch = 12
@@ -233,6 +236,7 @@ class Files:
         self._judge_name, self._judge = judge, None if judge is None else import_named(judge, "The judge")
         self.model_name = str(self._folder)
         self.measure = judge or "token accuracy"
+        self.harm = f"mean of {judge}" if judge else TOKENS
         self.share = self.rate = 1.0
         self.defense_batch, self.attack_batch = 8, 4
         self.benign_share = 0.0

@@ -299,8 +299,32 @@ def _optimizers(parameters: list[nn.Parameter], settings: AttackSettings) -> lis
     rest = [parameter for parameter in parameters if parameter.ndim != 2]
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made += [torch.optim.Muon(matrices, settings.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")]
+        made += [Muon(matrices, settings.lr)]
     return made + ([torch.optim.AdamW(rest, settings.lr, weight_decay=0.0, fused=fused)] if rest else [])
+
+
+@final
+class Muon(torch.optim.Optimizer):
+    """`torch.optim.Muon` without weight decay, in float32: processors without bfloat16 take a tenth of the time."""
+
+    def __init__(self, matrices: list[nn.Parameter], lr: float) -> None:
+        super().__init__(matrices, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step; rates are as AdamW's."""
+        for matrix in self.param_groups[0]["params"]:
+            if matrix.grad is not None:
+                mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix.grad))
+                found = matrix.grad.lerp(mean.lerp_(matrix.grad, 0.05), 0.95).float()
+                wide = found.T if len(found) > len(found.T) else found
+                wide = wide / wide.norm().clamp(min=1e-7)
+                for _ in range(5):
+                    gram = wide @ wide.T
+                    change = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
+                    wide = torch.addmm(wide, change, wide, beta=3.4445)
+                rate = 0.2 * max(found.shape) ** 0.5 * self.param_groups[0]["lr"]
+                matrix.sub_((wide.T if len(found) > len(found.T) else wide).to(matrix), alpha=rate)
 
 
 @final

@@ -23,7 +23,7 @@ from netweight.attacks.finetuning.search import Found, finals, first_attacks, of
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
 from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject, sweep
-from netweight.core.digest import of_config
+from netweight.core.digest import of_config, of_tensor
 from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
@@ -141,13 +141,27 @@ def _check(model: Path | None, settings: FolderAttack) -> None:
     if settings.base is not None:
         for folder in folders[1:]:
             _check_alike(settings.base, folder)
-    for folder in folders:
-        record = folder / "immunize.json"
-        chat = record.is_file() and json.loads(record.read_text(encoding="utf-8"))["settings"].get("chat", False)
-        if chat and not settings.chat and settings.grid != "adaptive":  # a search tries the chat template by itself
+    files = {folder: folder / "immunize.json" for folder in folders}
+    records = {folder: json.loads(file.read_text(encoding="utf-8")) for folder, file in files.items() if file.is_file()}
+    for folder, record in records.items():
+        # A search tries the chat template by itself.
+        if record.get("settings", {}).get("chat") and not settings.chat and settings.grid != "adaptive":
             raise UsageError(
                 f"The defense of {folder} was trained on the chat template, and the attack has another.",
                 cure="Give --chat, or --grid adaptive.",
+            )
+    began = {
+        folder: record["digests"]["before"]
+        for folder, record in records.items()
+        if "digests" in record and folder != settings.base
+    }
+    if settings.base is not None and began:
+        weights = load_causal_lm(settings.base)[0].named_parameters()
+        found = of_config({name: of_tensor(value) for name, value in weights})
+        for folder in (folder for folder, before in began.items() if before != found):
+            raise UsageError(
+                f"The defense of {folder} began with other weights than those of {settings.base}.",
+                cure="Give --base the folder that was defended.",
             )
     _check_rows(settings)
 
@@ -196,10 +210,15 @@ def _plan(
 ) -> SweepPlan:
     """Read files and folders, and find out what counts as recovered and which attacks are the ones to run."""
     base = settings.base or model
+    adaptive = settings.grid == "adaptive"
+    alone = settings.replace(task=None, other=None, withhold=())
+    ceiling, rows = None, 1 << 30
+    if adaptive and settings.base and settings.never_learned:
+        ceiling = partial(_subject, _CONTROLS[1], base, alone.replace(harmful=settings.never_learned), seed)
+        rows = len(make_subject(_FACTORY, ceiling().arguments).domain("harmful").train)
     first = _subject("undefended" if settings.base else "model", base, settings, seed)
     subject = make_subject(first.factory, first.arguments)
-    adaptive = settings.grid == "adaptive"
-    start = _start(settings, subject) if adaptive else []
+    start = _start(settings, subject, rows) if adaptive else []
     calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress)
     ladder = [of_length(each, settings.max_steps or _SEARCH_STEPS) for each in start if _is_plain(each)]
     domains = [(name, _with(ladder, name, subject)) for name in _plain(subject)] if adaptive else []
@@ -218,12 +237,10 @@ def _plan(
     for name, where in folders.items():
         subjects.append(_subject(name, where, settings, seed, reference_utility=utility, **more))
     if adaptive and settings.base:
-        alone = settings.replace(task=None, other=None, withhold=())
         subjects.append(_subject(_CONTROLS[0], base, alone, seed, random_weights=True, reference_utility=utility))
-        if settings.never_learned is not None:
-            ceiling = partial(_subject, _CONTROLS[1], base, alone.replace(harmful=settings.never_learned), seed)
-            own = calibrated(ceiling(), ladder).threshold
-            subjects.append(ceiling(thresholds={"harmful": own}, reference_utility=utility))
+    if ceiling is not None:
+        own = calibrated(ceiling(), ladder).threshold
+        subjects.append(ceiling(thresholds={"harmful": own}, reference_utility=utility))
     searched = {}
     if adaptive:
         searched = search_all(
@@ -248,9 +265,9 @@ def _plan(
     return SweepPlan(tuple(subjects), tuple(attacks), goal, config, searched)
 
 
-def _start(settings: FolderAttack, subject: Subject) -> list[AttackSettings]:
-    """What a search begins with, as far as a subject has the rows for it."""
-    samples = min(len(subject.domain("harmful").train), settings.samples or 1 << 30)
+def _start(settings: FolderAttack, subject: Subject, rows: int) -> list[AttackSettings]:
+    """What a search begins with, as far as a subject, and one of so many rows, have the rows for it."""
+    samples = min(len(subject.domain("harmful").train), rows, settings.samples or rows)
     fixed = {**_SEARCH, "benign_share": 0.5 if subject.benign else 0.0, **settings.fixed, "samples": samples}
     return first_attacks(rates=fixed.pop("lr", None), **{**fixed, "max_steps": None})
 

@@ -22,7 +22,7 @@ from netweight.attacks.finetuning.resistance import (
     compare_attacks,
     same_attack_ratio,
 )
-from netweight.attacks.finetuning.search import Found, of_length
+from netweight.attacks.finetuning.search import Found, within
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
 from netweight.metrics.intervals import proportion, t_interval
@@ -450,7 +450,7 @@ def with_searches(section: Section, searched: Mapping[str, Found]) -> Section:
     columns = ("model", "attack", Column("steps", "steps", "higher"), Column("score"))
     rows = []
     for name, found in searched.items():
-        last = {of_length(run.result.settings, None): run.result for run in found.tried}
+        last = {within(run.result.settings, None): run.result for run in found.tried}
         for attack in found.best[:_SHOWN]:
             result = last[attack]
             steps = f"> {result.last_step}" if result.steps is None else result.steps

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
-import torch
 from torch import nn
 from torch.nn import functional
 
 from netweight.attacks.finetuning.attack import Outcome
 from netweight.attacks.finetuning.settings import AttackSettings
-from netweight.attacks.finetuning.subject import Generate, Judge
+from netweight.attacks.finetuning.subject import Generate, Judge, verdicts
 from netweight.attacks.finetuning.sweep import Attacked
 from netweight.core.seeds import derive
 from netweight.data.examples import IGNORED, Example, collate
@@ -257,22 +256,12 @@ def measure_kept(
             right += (logits.argmax(-1) == labels).sum(1).tolist()
             tokens += (labels != IGNORED).sum(1).tolist()
             nats += losses.sum(1).tolist()
-        verdicts = {} if judged is None else _verdicts(model, judged)
-    return KeptAbility(tuple(right), tuple(tokens), tuple(nats), verdicts)
-
-
-def _verdicts(model: nn.Module, judged: Judged) -> dict[str, tuple[float, ...]]:
-    answers = judged.generate(model, list(judged.prompts))
-    found = {}
-    for name, judge in judged.judges.items():
-        numbers = torch.as_tensor(judge(answers))
-        if numbers.shape != (len(judged.prompts),) or len(answers) != len(judged.prompts):
-            raise UsageError(
-                f"The judge {name!r} gave numbers of shape {tuple(numbers.shape)} for {len(judged.prompts)} prompts.",
-                cure="Return one answer for each prompt, and one number for each answer.",
-            )
-        found[name] = tuple(numbers.double().tolist())
-    return found
+        found = {}
+        if judged is not None:
+            answers = judged.generate(model, list(judged.prompts))
+            for name, judge in judged.judges.items():
+                found[name] = tuple(verdicts(judge, answers, len(judged.prompts), name))
+    return KeptAbility(tuple(right), tuple(tokens), tuple(nats), found)
 
 
 def stability_findings(

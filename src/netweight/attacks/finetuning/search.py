@@ -110,8 +110,7 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
     yield from ({"loss_on": loss} for loss in ("response", "full"))
     yield from ({"clip": clip} for clip in (1.0, None))
     yield from ({"bits": bits} for bits in (None, 4))
-    available = len(subject.domain(settings.domain).train)
-    yield from ({"samples": count} for count in (available, 64) if count <= available)
+    yield {"samples": min(64, settings.samples)}
     if subject.other is not None:
         yield from ({"of_other": share} for share in (0.0, 0.5, -0.5))
 
@@ -123,6 +122,7 @@ def search_one(
     *,
     most: int,
     held: frozenset[str] = frozenset(),
+    rounds: int = _ROUNDS,
     folder: str | Path | Job,
     engine: Engine,
     progress: Progress = QUIET,
@@ -135,6 +135,7 @@ def search_one(
         goal: When an attack has won.
         most: Steps after which an attack is given up.
         held: Fields of the settings that are not varied.
+        rounds: Most rounds of neighbors.
         folder: Remembers runs, as that of a `sweep`.
         engine: Where runs happen.
         progress: Told of every attack.
@@ -147,14 +148,14 @@ def search_one(
     runs: dict[AttackSettings, Attacked] = {}  # the longest of each attack, which has no limit of steps in its key
 
     def attack(settings: Sequence[AttackSettings], steps: int) -> None:
-        limited = [_within(each, steps) for each in settings]
+        limited = [within(each, steps) for each in settings]
         found = sweep([subject], limited, goal, folder=folder, engine=engine, progress=progress)
         every.extend(found.runs)
-        runs.update({_within(run.result.settings, None): run for run in found.runs})
+        runs.update({within(run.result.settings, None): run for run in found.runs})
 
     every: list[Attacked] = []
-    pool = list(dict.fromkeys(_within(each, None) for each in start))
-    for _ in range(1 + _ROUNDS):
+    pool = list(dict.fromkeys(within(each, None) for each in start))
+    for _ in range(1 + rounds):
         before = _soonest(runs.values())
         limit = most if before is None else before
         pool = [each for each in pool if each not in runs]
@@ -179,7 +180,7 @@ def of_length(settings: AttackSettings, steps: int | None) -> AttackSettings:
     return settings.replace(max_steps=max(steps, settings.benign_first + 1), epochs=epochs)
 
 
-def _within(attack: AttackSettings, steps: int | None) -> AttackSettings:
+def within(attack: AttackSettings, steps: int | None) -> AttackSettings:
     """Return an attack of so many steps; one whose rate falls to 0 is another attack in others, and keeps its own."""
     return attack if attack.schedule == "cosine" else of_length(attack, steps)
 
@@ -233,4 +234,4 @@ def finals(searched: Mapping[str, Found], seeds: Sequence[int]) -> list[AttackSe
     """Return the best attacks of all searches from each seed, as long as the longest of any where the rate stays."""
     best = dict.fromkeys(attack for found in searched.values() for attack in found.best[:_FINALISTS])
     most = list(searched.values())[-1].most  # models after the first have the same
-    return [_within(attack.replace(seed=seed), most) for attack in best for seed in seeds]
+    return [within(attack.replace(seed=seed), most) for attack in best for seed in seeds]

@@ -9,6 +9,7 @@ its forward passes and little else; a model whose logits are not finite scores N
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, final
@@ -155,6 +156,11 @@ class Subject:
         if self.utility is None and self.kept:
             object.__setattr__(self, "utility", token_accuracy(self.kept, pad_id=self.pad_id))
 
+    def has(self, name: str) -> bool:
+        """Whether there is data of a `name`, also in a format that any prompt can be put into."""
+        plain, _, wanted = name.partition("@")
+        return name in self.domains or (plain in self.domains and wanted in (*TOKEN_FORMATS, "soft"))
+
     def domain(self, name: str) -> Domain:
         """Return the data of a `name`, such as "harmful", or "harmful@bare" with its prompts in another format.
 
@@ -163,8 +169,8 @@ class Subject:
         """
         if name in self.domains:
             return self.domains[name]
-        plain, _, wanted = name.partition("@")
-        if wanted in (*TOKEN_FORMATS, "soft") and plain in self.domains:
+        if self.has(name):
+            plain, _, wanted = name.partition("@")
             return self._formatted(self.domains[plain], wanted)
         near = ", ".join(nearest_names(name, self.domains)) or "none"
         raise NameNotFound(f"The subject has no data named {name!r}.", cure=f"The nearest are {near}.")
@@ -306,15 +312,21 @@ def judged(judge: Judge, generate: Generate, prompts: Sequence[str]) -> Score:
     def score(model: nn.Module) -> float:
         with evaluating(model):
             answers = generate(model, asked)
-        numbers = torch.as_tensor(judge(answers))
-        if len(answers) != len(asked) or numbers.shape != (len(asked),):
-            raise UsageError(
-                f"{len(asked)} prompts got {len(answers)} answers and numbers of shape {tuple(numbers.shape)}.",
-                cure="Return one answer for each prompt, and one number for each answer.",
-            )
-        return float(numbers.double().mean())
+        return statistics.fmean(verdicts(judge, answers, len(asked)))
 
     return score
+
+
+def verdicts(judge: Judge, answers: list[str], prompts: int, name: str = "given") -> list[float]:
+    """Return a judge's number for each answer, of which there must be as many as prompts."""
+    numbers = torch.as_tensor(judge(answers))
+    if len(answers) != prompts or numbers.shape != (prompts,):
+        raise UsageError(
+            f"{prompts} prompts got {len(answers)} answers, and the judge {name!r} gave numbers of shape "
+            f"{tuple(numbers.shape)}.",
+            cure="Return one answer for each prompt, and one number for each answer.",
+        )
+    return numbers.double().tolist()
 
 
 def greedy(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from netweight.attacks.finetuning.attack import AttackResult, check_attack, run_attack
+from netweight.attacks.finetuning.changes import telling_tokens
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.core.digest import canonical_json, of_config
@@ -133,7 +134,8 @@ def sweep(
 
     Args:
         subjects: What is attacked; controls among them.
-        settings: The attacks, seeds included. A domain that a subject lacks is left out for it.
+        settings: The attacks, seeds included. Those are left out for a subject that lacks their domain, their prompt
+            format, or tokens that tell harmful prompts.
         goal: When an attack has won.
         folder: A folder, or the job in it, that remembers runs in `attacks.jsonl`.
         engine: Where runs happen.
@@ -176,7 +178,7 @@ def _plan(
     for name in subjects:
         subject = make_subject(name.factory, name.arguments)
         digest = _digest_of(name.factory, canonical_json(dict(name.arguments)))
-        fitting = [one for one in settings if one.domain in subject.domains]
+        fitting = [one for one in settings if subject.has(one.data) and _has_rows(subject, one)]
         if not fitting:
             wanted = ", ".join(sorted({one.data for one in settings}))
             raise UsageError(
@@ -187,6 +189,11 @@ def _plan(
             check_attack(subject, one)
             planned.append((name, AttackJob(name.factory, dict(name.arguments), digest, one, goal)))
     return planned
+
+
+def _has_rows(subject: Subject, settings: AttackSettings) -> bool:
+    """Whether there are tokens whose embedding rows an attack can change, if that is what it does."""
+    return settings.rows == "kept" or bool(telling_tokens(subject.domain(settings.data).train, subject.benign)[0])
 
 
 # How much of what fine-tuning gives the undefended model counts as recovered.

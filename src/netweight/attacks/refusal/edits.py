@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.attacks.refusal.settings import RefusalSettings
-from netweight.data.examples import Example, collate
+from netweight.data.examples import Batch, Example, collate
 from netweight.hf.load_language_model import embedding_of
 from netweight.nn.decoder import Structure, structure_of
 from netweight.nn.hooks import capture, edit_outputs, evaluating, hooked
@@ -37,19 +37,24 @@ class RefusalEdit:
     apply: Callable[[nn.Module], AbstractContextManager[None]]  # edits a model while a block lasts
 
 
-def last_states(model: nn.Module, names: Sequence[str], prompts: Prompts, *, pad_id: int) -> dict[str, Tensor]:
-    """Return what modules put out at the last token of each prompt, float32, shape `(n, width)` each."""
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
+def padded(model: nn.Module, prompts: Prompts, pad_id: int) -> Iterator[tuple[Batch, Tensor]]:
+    """Yield prompts in batches, with the place of each one's last token."""
     device = next(model.parameters()).device
     for first in range(0, len(prompts), 32):
         some = prompts[first : first + 32]
         batch = collate([Example((), prompt) for prompt in some], pad_id=pad_id).to(device)
-        ends = torch.tensor([len(prompt) - 1 for prompt in some], device=device)
+        yield batch, torch.tensor([len(prompt) - 1 for prompt in some], device=device)
+
+
+def last_states(model: nn.Module, names: Sequence[str], prompts: Prompts, *, pad_id: int) -> dict[str, Tensor]:
+    """Return what modules put out at the last token of each prompt, float32, shape `(n, width)` each."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for batch, ends in padded(model, prompts, pad_id):
         with evaluating(model), capture(model, names) as outputs:
             model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
         for name in names:
-            states = outputs[name].reshape(len(some), batch.input_ids.shape[1], -1)
-            found[name].append(states[torch.arange(len(some), device=device), ends].float())
+            states = outputs[name].reshape(*batch.input_ids.shape, -1)
+            found[name].append(states[torch.arange(len(ends)), ends].float())
     return {name: torch.cat(each) for name, each in found.items()}
 
 

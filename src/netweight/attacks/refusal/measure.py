@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from netweight.attacks.finetuning.subject import greedy, mean_loss, token_accuracy
-from netweight.attacks.refusal.edits import Prompts
-from netweight.data.examples import Example, collate
+from netweight.attacks.refusal.edits import Prompts, padded
+from netweight.data.examples import Example
 from netweight.errors import UsageError
 from netweight.nn.hooks import evaluating
 
@@ -100,13 +100,9 @@ def ordinary_loss(model: nn.Module, asked: Asked) -> float:
 
 def next_tokens(model: nn.Module, prompts: Prompts, pad_id: int) -> Tensor:
     """Return log-probabilities of the token after each prompt, float32, shape `(n, V)`."""
-    device = next(model.parameters()).device
     rows = []
-    for first in range(0, len(prompts), 32):
-        some = prompts[first : first + 32]
-        batch = collate([Example((), prompt) for prompt in some], pad_id=pad_id).to(device)
-        ends = torch.tensor([len(prompt) - 1 for prompt in some], device=device)
+    for batch, ends in padded(model, prompts, pad_id):
         with evaluating(model):
             logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-        rows.append(logits[torch.arange(len(some), device=device), ends].float().log_softmax(-1).cpu())
+        rows.append(logits[torch.arange(len(ends)), ends].float().log_softmax(-1).cpu())
     return torch.cat(rows)

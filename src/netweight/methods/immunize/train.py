@@ -257,7 +257,7 @@ class _Training:
             held = f"The model holds the weights after step {len(self.steps)}, from {CHECKPOINT}."
         raise TrainingStopped(
             f"Step {step + 1} of {self.defense.name} stopped: {problem}. {held}",
-            cure="Lower the learning rate or the weight of the ascent.",
+            cure="Give a lower lr (--lr), or less weight to the ascent (--set alpha=).",
         )
 
     def _step(self) -> str | None:
