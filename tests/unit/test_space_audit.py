@@ -178,8 +178,8 @@ def test_entanglement_falls_with_models_and_counts_true_overlap():
 def test_directions_are_audited():
     scores, labels, _ = known_scores(200)
     directions = [fit_direction(scores, labels, name) for name in ("beard", "width")]
-    found = audits.direction_findings(directions, None, seed=0, progress=QUIET)
+    found = audits.direction_findings(directions)
     assert [each.name for each in found[:2]] == ["held-out AUC of beard", "held-out R² of width"]
     assert found[2].value == pytest.approx(abs(directions[0].cosine(directions[1])))
     with pytest.raises(UsageError, match="no held-out score"):
-        audits.direction_findings([fit_direction(scores, labels, "hue", folds=0)], None, seed=0, progress=QUIET)
+        audits.direction_findings([fit_direction(scores, labels, "hue", folds=0)])

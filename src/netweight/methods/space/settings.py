@@ -60,7 +60,7 @@ class CorrectionSettings(Settings):
     effect: Annotated[float, Cli(own=False)] = Field(
         default=0.6, description="Effect that is sought, as a share of the attribute's range; below 0 for less of it."
     )
-    rounds: int = Field(default=3, ge=0, description="Rounds of a correction after the first.")
+    rounds: int = Field(default=3, ge=1, description="Rounds of a correction after the first.")
     noises: Annotated[int, Cli(own=False)] = Field(
         default=3, ge=1, description="Noises of the first round, and half of those of each other one."
     )
