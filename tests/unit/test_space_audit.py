@@ -6,7 +6,6 @@ import torch
 from known_spaces import known_scores
 
 import netweight.methods.space.report as audits
-from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import direction_of, fit_direction
 from netweight.methods.space.edits import (

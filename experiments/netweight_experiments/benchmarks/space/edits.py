@@ -45,14 +45,10 @@ def people(folder, seed):
     return space, labels, order[:EVALUATED], order[EVALUATED:]
 
 
-def of_rows(labels, rows):
-    columns = {name: LabelColumn(name, labels[name].values[rows]) for name in ATTRIBUTES}
-    return Labels(tuple(labels.names[row] for row in rows), columns)
-
-
 def steps_of(model, space, labels, others, points, name, seed):
     """The plain encoder's step, and one corrected for each point; nothing here knows of labels of the points."""
-    part = of_rows(labels, others)
+    columns = {each: LabelColumn(each, labels[each].values[others]) for each in ATTRIBUTES}
+    part = Labels(tuple(labels.names[row] for row in others), columns)
     fitted = [
         fit_direction(space.scores[others], part, each, confounders=[one for one in ATTRIBUTES if one != each], folds=0)
         for each in ATTRIBUTES

@@ -170,14 +170,11 @@ print(large_folders.exported({str(folder)!r}, {count}))
 def _linked(bank, count):
     """Fill a bank up with links to its own shards, whose adapters have other names."""
     record = read_bank_record(bank)
-    shards, there = list(record.shards), len(record.names)
-    while there < count:
-        one = shards[len(shards) % len(record.shards)]
-        new = replace(one, file=f"shard-{len(shards):05d}.safetensors",
-                      names=tuple(f"model-{there + number:06d}" for number in range(len(one.names))))  # fmt: skip
-        os.link(bank / one.file, bank / new.file)
-        shards.append(new)
-        there += len(new.names)
+    shards = list(record.shards)
+    while sum(len(one.names) for one in shards) < count:
+        one, copy = shards[len(shards) % len(record.shards)], len(shards)
+        shards.append(replace(one, file=f"again-{copy}-{one.file}", names=tuple(f"{n}-{copy}" for n in one.names)))
+        os.link(bank / one.file, bank / shards[-1].file)
     replace(record, shards=tuple(shards)).write(bank)
 
 

@@ -184,14 +184,8 @@ def _corrected(setup: Setup, wanted: Wanted, direction: Direction) -> Any:
         if name != wanted.column:
             held = tuple(other for other in setup.attributes if other != name)
             found[name] = direction_of(setup, replace(wanted, column=name, confounders=held))
-    generate = partial(
-        generate_differentiably,
-        setup.model,
-        setup.space,
-        prompts=setup.prompts,
-        guidance=setup.guidance,
-        steps=min(setup.steps, 10),
-    )
+    how: Any = {"prompts": setup.prompts, "guidance": setup.guidance, "steps": min(setup.steps, 10)}
+    generate = partial(generate_differentiably, setup.model, setup.space, **how)
 
     def make(points: Tensor, strength: float) -> Tensor:
         if (key := of_tensor(points)) not in steps:
