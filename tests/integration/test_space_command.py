@@ -8,8 +8,10 @@ from adapters_under_test import TO_Q, random_adapter
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from netweight import AdapterBank, read_adapter, write_adapter
+from netweight import AdapterBank, WeightSpace, read_adapter, write_adapter
 from netweight.cli import netweight
+from netweight.methods.space.directions import direction_of
+from netweight.methods.space.points import write_direction
 from netweight.nn.lora import Adapter, LowRank
 
 
@@ -56,6 +58,9 @@ def test_a_bad_adapter_ends_it_or_is_listed(source, tmp_path):
 
 def test_damage_and_missing_banks_have_their_exit_codes(source, tmp_path):
     run("ingest", source, tmp_path / "bank")
+    assert run("fit", tmp_path / "bank", tmp_path / "fitted").exit_code == 0
+    space = WeightSpace.open(tmp_path / "fitted")
+    write_direction(direction_of(space.scores, torch.ones(space.components), name="x", kind="encoder"), tmp_path / "x")
     shard = next((tmp_path / "bank").glob("shard-*"))
     data = bytearray(shard.read_bytes())
     data[-30] ^= 1
@@ -66,6 +71,10 @@ def test_damage_and_missing_banks_have_their_exit_codes(source, tmp_path):
     assert run("info", tmp_path / "bank").exit_code == 3  # its table of ranks
     fitted = run("fit", tmp_path / "bank", tmp_path / "space")
     assert (fitted.exit_code, shard.name in fitted.stderr) == (3, True)
+    edited = run("edit", tmp_path / "fitted", "1", "--move", tmp_path / "x", 1, "--out", tmp_path / "moved.json")
+    assert (edited.exit_code, shard.name in edited.stderr) == (3, True)
+    exported = run("export", tmp_path / "fitted", "mean", tmp_path / "out")
+    assert (exported.exit_code, shard.name in exported.stderr) == (3, True)
     assert run("info", source).exit_code == 2
     assert run("ingest", source, tmp_path / "no" / "bank").exit_code == 2
 

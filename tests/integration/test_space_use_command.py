@@ -96,11 +96,12 @@ def test_a_direction_is_corrected_by_what_it_changes_in_images(place, beard, ope
                    "--out", tmp_path / "corrected.json")  # fmt: skip
     assert "reads them" in error(*arguments)["message"]
     found = run(*arguments, "--pipeline", place / "pipeline", "--reader", "image_readers:colors", "--steps", 2,
-                "--rounds", 1)  # fmt: skip
+                "--rounds", 1, "--at", opened.names[3])  # fmt: skip
     assert found["kind"] == "corrected"
     corrected, plain = read_direction(tmp_path / "corrected.json"), read_direction(beard[0])
     corrected.check(opened.scores)
     assert abs(corrected.cosine(plain)) < 0.999
+    assert torch.equal(corrected.step(1, "raw"), corrected.vector)
 
 
 def test_an_edit_is_exported_at_its_rank_and_loaded_by_diffusers(place, beard, opened, tmp_path):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from netweight.methods.space.view.content import AdapterMap, Neighbors, Samples, Traversal, View
+from netweight.methods.space.view.content import AdapterMap, NearestAdapters, Samples, Traversal, View
 
 SIDE = 8
 STRENGTHS = (-2.0, -0.5, 1.0)
@@ -34,7 +34,7 @@ def adapter_map(**changes):
             "many": [1.0, 2.0, 3.0, 4.0],
             "glasses": [True, False, None, True],
         },
-        "neighbors": Neighbors(near, np.array([[0.9, 0.2], [0.9, -0.125], [0.3, 0.1], [0.5, 0.4]])),
+        "neighbors": NearestAdapters(near, np.array([[0.9, 0.2], [0.9, -0.125], [0.3, 0.1], [0.5, 0.4]])),
     }
     return AdapterMap(**{**parts, **changes})
 
@@ -42,7 +42,7 @@ def adapter_map(**changes):
 def samples(**changes):
     parts = {
         "images": np.stack([flat((0, 90, 0), (0, 91, 0)), flat((0, 190, 0), (0, 191, 0))]),
-        "neighbors": Neighbors(np.array([[2], [1]]), np.array([[0.75], [0.5]])),
+        "neighbors": NearestAdapters(np.array([[2], [1]]), np.array([[0.75], [0.5]])),
         "coordinates": np.array([[1.0, 1.0, 0.0], [-1.0, -1.0, 0.0]]),
         "note": "Drawn <at> random.",
     }

@@ -6,12 +6,11 @@ import torch
 from known_spaces import known_scores
 
 import netweight.methods.space.report as audits
-from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import direction_of, fit_direction
 from netweight.methods.space.edits import (
     EditCurve,
-    corrected,
+    corrected_steps,
     curve_findings,
     edit_curve,
     identity,
@@ -105,25 +104,38 @@ def test_a_correction_takes_back_what_an_edit_changed_besides():
         seen = scores[:, :3] @ mixing
         return painted(torch.cat([seen + 0.05 * seen.square(), scores[:, 3:]], 1))[:, : len(seeds)]
 
+    def widely(scores, seeds):
+        return bent(scores, (0,)).expand(-1, len(seeds), -1, -1, -1)
+
     directions = [
         direction_of(training, torch.eye(5)[place], name=name, kind="encoder") for place, name in enumerate(NAMES)
     ]
-    ranges, how = [1.0, 1.0, 0.5], CorrectionSettings(strength=1.0, effect=0.1)
-    found = corrected(bent, seen, training[:20], training, directions, "red", how, ranges=ranges)
-    curves = [
-        edit_curve(bent, seen, training[20:40], each, names=NAMES, ranges=ranges, strengths=[0.5, 1.0])
-        for each in (directions[0], found)
-    ]
-    plain, better = (float(each.costs[2].mean() / each.effects[2].mean()) for each in curves)
-    assert better < 0.4 * plain
-    assert found.kind == "corrected"
-    assert found.length == pytest.approx(1)
+    ranges, points = [1.0, 1.0, 0.5], training[20:40]
+
+    def steps(target="red", directions=directions, ranges=ranges, **how):
+        return corrected_steps(
+            widely, seen, points, directions, target, CorrectionSettings(**{"effect": 0.1, **how}), ranges=ranges,
+            deviations=training.std(0),
+        )  # fmt: skip
+
+    def apart(step):
+        """How much of the attribute an edit changes, and of the others on average."""
+        both = [seen(bent(each.float()).flatten(0, 1)).view(20, 2, 3).mean(1) for each in (points, points + step)]
+        change = (both[1] - both[0]) / torch.tensor(ranges)
+        return change[:, 0], change[:, 1:].abs().mean()
+
+    plain, (effects, cost) = apart(0.1 * directions[0].vector), apart(found := steps())
+    assert found.shape == points.shape
+    assert torch.allclose(effects, torch.full_like(effects, 0.1), atol=0.01)
+    assert cost / effects.mean() < 0.1 * plain[1] / plain[0].mean()
+    less = apart(steps(effect=-0.1))[0]
+    assert torch.allclose(less, torch.full_like(less, -0.1), atol=0.01)
     with pytest.raises(NameNotFound, match="'pink'"):
-        corrected(bent, seen, training[:9], training, directions, "pink", how, ranges=ranges)
+        steps("pink")
     with pytest.raises(UsageError, match="correct nothing"):
-        corrected(bent, seen, training[:9], training, directions[:1], "red", how, ranges=[1.0])
+        steps(directions=directions[:1], ranges=[1.0])
     with pytest.raises(UsageError, match="2 attributes"):
-        corrected(bent, seen, training[:9], training, directions[:2], "red", how, ranges=[1.0, 1.0])
+        steps(directions=directions[:2], ranges=[1.0, 1.0])
 
 
 def test_comparisons_say_what_they_are():
@@ -165,8 +177,8 @@ def test_entanglement_falls_with_models_and_counts_true_overlap():
 def test_directions_are_audited():
     scores, labels, _ = known_scores(200)
     directions = [fit_direction(scores, labels, name) for name in ("beard", "width")]
-    found = audits.direction_findings(directions, None, seed=0, progress=QUIET)
+    found = audits.direction_findings(directions)
     assert [each.name for each in found[:2]] == ["held-out AUC of beard", "held-out R² of width"]
     assert found[2].value == pytest.approx(abs(directions[0].cosine(directions[1])))
     with pytest.raises(UsageError, match="no held-out score"):
-        audits.direction_findings([fit_direction(scores, labels, "hue", folds=0)], None, seed=0, progress=QUIET)
+        audits.direction_findings([fit_direction(scores, labels, "hue", folds=0)])

@@ -12,7 +12,7 @@ from views_under_test import STRENGTHS, adapter_map, flat, samples, view, walk
 
 from netweight.errors import OutputExists, UsageError
 from netweight.methods.space.view import page as view_page
-from netweight.methods.space.view.content import Neighbors, Traversal
+from netweight.methods.space.view.content import NearestAdapters, Traversal
 from netweight.methods.space.view.page import render_view, write_view
 from netweight.metrics.images import png_bytes
 
@@ -112,10 +112,10 @@ nan = float("nan")
         (lambda: adapter_map(labels={"age": [1, 2, 3]}), "'age' has 3 values for 4"),
         (lambda: adapter_map(labels={"age": [1, "x", None, 3]}), "'age' mixes"),
         (lambda: adapter_map(labels={"age": [1, nan, None, 3]}), "'age' is NaN"),
-        (lambda: adapter_map(neighbors=Neighbors(np.full((4, 1), 4), np.zeros((4, 1)))), "outside 0 to 3"),
-        (lambda: adapter_map(neighbors=Neighbors(np.zeros((2, 1), int), np.zeros((2, 1)))), "has 4"),
-        (lambda: Neighbors(np.zeros((2, 1), int), np.zeros((2, 2))), "do not fit similarities"),
-        (lambda: Neighbors(np.zeros((1, 1), int), np.full((1, 1), nan)), "similarity is NaN"),
+        (lambda: adapter_map(neighbors=NearestAdapters(np.full((4, 1), 4), np.zeros((4, 1)))), "outside 0 to 3"),
+        (lambda: adapter_map(neighbors=NearestAdapters(np.zeros((2, 1), int), np.zeros((2, 1)))), "has 4"),
+        (lambda: NearestAdapters(np.zeros((2, 1), int), np.zeros((2, 2))), "do not fit similarities"),
+        (lambda: NearestAdapters(np.zeros((1, 1), int), np.full((1, 1), nan)), "similarity is NaN"),
         (lambda: view(samples=samples(coordinates=np.zeros((2, 2)))), r"the samples have shape \(2, 2\)"),
         (lambda: samples(images=np.zeros((0, 1, 8, 8, 3), np.uint8)), "images of samples"),
     ],

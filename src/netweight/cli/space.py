@@ -295,9 +295,7 @@ def merge(
     """
     from netweight.methods.space.folder import merge_files
 
-    found = merge_files(adapters, destination, settings, overwrite=overwrite)
-    output.table(("rank", "relative error", "where"), [_cells(found)])
-    output.result(_payload(found))
+    _show_written(merge_files(adapters, destination, settings, overwrite=overwrite), output)
 
 
 @space.command()
@@ -314,9 +312,7 @@ def convert(adapter: Path, destination: Path, settings: ConvertSettings, overwri
     """
     from netweight.methods.space.folder import convert_file
 
-    found = convert_file(adapter, destination, settings, overwrite=overwrite)
-    output.table(("rank", "relative error", "where"), [_cells(found)])
-    output.result(_payload(found))
+    _show_written(convert_file(adapter, destination, settings, overwrite=overwrite), output)
 
 
 space.add_command(convert, "resize")
@@ -367,6 +363,11 @@ def _cells(found: Exported) -> tuple[str, str, str]:
 
 def _payload(found: Exported) -> dict[str, Any]:
     return {"path": str(found.path), "ranks": list(found.ranks), "relative_error": found.relative_error}
+
+
+def _show_written(found: Exported, output: Output) -> None:
+    output.table(("rank", "relative error", "where"), [_cells(found)])
+    output.result(_payload(found))
 
 
 @space.command()
@@ -430,18 +431,7 @@ def _miniature(settings: FolderView, bank: Path | None, how: Any) -> View:
 @click.option("--stable-diffusion", is_flag=True,
               help="A published matrix has no weight_dimensions.pt: take Stable Diffusion 1's order.")  # fmt: skip
 @output_option
-def ingest(
-    source: Path,
-    destination: Path,
-    compress: bool,
-    skip_bad: bool,
-    select: str | None,
-    base: str | None,
-    convert: int | None,
-    weights: Path | None,
-    stable_diffusion: bool,
-    output: Output,
-) -> None:
+def ingest(source: Path, destination: Path, stable_diffusion: bool, output: Output, **how: Any) -> None:
     """Collect adapters into a bank, or add them to one.
 
     SRC is a folder with LoRAs in the layouts of peft, diffusers and kohya, at any depth, or the published files of
@@ -452,15 +442,12 @@ def ingest(
     from netweight.store.bank.bank import AdapterBank
     from netweight.store.bank.published import import_published, stable_diffusion_dimensions
 
-    how: Any = {"compress": compress, "skip_bad": skip_bad, "progress": _progress(output)}
-    if stable_diffusion:
-        import_published(source, destination, dimensions=stable_diffusion_dimensions(), **how)
-        bank = AdapterBank.open(destination)
-    else:
-        bank = AdapterBank.ingest(
-            source, destination, select=select, base=base, convert=convert, weights=weights, **how
-        )
-    _show_bank(bank, output)
+    if not stable_diffusion:
+        _show_bank(AdapterBank.ingest(source, destination, progress=_progress(output), **how), output)
+        return
+    known = {"compress": how["compress"], "skip_bad": how["skip_bad"], "progress": _progress(output)}
+    import_published(source, destination, dimensions=stable_diffusion_dimensions(), **known)
+    _show_bank(AdapterBank.open(destination), output)
 
 
 @space.command("import")
@@ -501,9 +488,7 @@ def extract(
     from netweight.store.lora_formats.files import differences, export_adapter
 
     how = {**dict(settings), "base": settings.base or str(source)}
-    found = export_adapter(differences(source, tuned), destination, overwrite=overwrite, **how)
-    output.table(("rank", "relative error", "where"), [_cells(found)])
-    output.result(_payload(found))
+    _show_written(export_adapter(differences(source, tuned), destination, overwrite=overwrite, **how), output)
 
 
 @space.command()

@@ -3,10 +3,10 @@
     python -m netweight_experiments.benchmarks.space.edits BANK BANK BANK --work FOLDER [--seeds 0 1 2]
 
 A BANK is a folder of `python -m netweight_experiments.toys.face_bank`. In every bank and for every seed, 96 people are
-set aside. Directions are fitted to the labels of the others, and corrected on those of these who have little of the
-attribute, by the package's reader and random noises. Measured is the effect where the other seven attributes have
-changed by .05 of their range, on people set aside who have little of the attribute, four noises of their own, by
-another network that was trained from another seed. What a run found is kept in FOLDER. Settings were chosen on the bank
+set aside. Directions are fitted to the labels of the others. Measured is the effect where the other seven attributes
+have changed by .05 of their range, on people set aside who have little of the attribute, four noises of their own, by
+another network that was trained from another seed. A corrected edit sees the model that it edits, through the package's
+reader and other noises; no label of these people. What a run found is kept in FOLDER. Settings were chosen on the bank
 in the package with a seed that is not among these.
 """
 
@@ -19,10 +19,9 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from netweight import AdapterBank, WeightSpace
 from netweight.core.environment import describe
-from netweight.core.progress import Progress
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.directions import fit_direction
-from netweight.methods.space.edits import COST_TARGET, corrected, edit_curve
+from netweight.methods.space.edits import COST_TARGET, EditCurve, corrected_steps
 from netweight.methods.space.inversion import generate_differentiably, generate_images
 from netweight.methods.space.labels import LabelColumn, Labels, read_labels
 from netweight.methods.space.settings import CorrectionSettings
@@ -32,7 +31,8 @@ from netweight_experiments.benchmarks.script import now, options_of, script, wri
 from netweight_experiments.benchmarks.space.samples import reader
 
 EDITED, STEPS, EVALUATED, MOST = ("beard", "width"), 15, 96, 20
-STRENGTHS = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0]
+# Of the farthest model for the encoder, of the step for corrected ones.
+STRENGTHS = {"encoder": [0.75, 1.25, 1.75, 2.5], "corrected": [0.5, 0.75, 1.0, 1.3, 1.7]}
 RANGES = [2.0] * len(ATTRIBUTES)  # every attribute reaches from -1 to 1
 CAPTIONS = [caption(ground) for ground in GROUNDS][:4]
 
@@ -45,44 +45,47 @@ def people(folder, seed):
     return space, labels, order[:EVALUATED], order[EVALUATED:]
 
 
-def of_rows(labels, rows):
-    columns = {name: LabelColumn(name, labels[name].values[rows]) for name in ATTRIBUTES}
-    return Labels(tuple(labels.names[row] for row in rows), columns)
-
-
-def directions(model, space, labels, others, name, seed, settings, progress):
-    """The encoder of an attribute, and the corrected one; nothing here knows of the people set aside."""
-    scores, part = space.scores[others], of_rows(labels, others)
+def steps_of(model, space, labels, others, points, name, seed):
+    """The plain encoder's step, and one corrected for each point; nothing here knows of labels of the points."""
+    columns = {each: LabelColumn(each, labels[each].values[others]) for each in ATTRIBUTES}
+    part = Labels(tuple(labels.names[row] for row in others), columns)
     fitted = [
-        fit_direction(scores, part, each, confounders=[one for one in ATTRIBUTES if one != each], folds=0)
+        fit_direction(space.scores[others], part, each, confounders=[one for one in ATTRIBUTES if one != each], folds=0)
         for each in ATTRIBUTES
     ]
-    little = scores[part[name].values < 0]
 
-    def generate(points, seeds):
-        return generate_differentiably(model, space, points, seeds, prompts=CAPTIONS, guidance=1.0, steps=10)
+    def generate(moved, seeds):
+        return generate_differentiably(model, space, moved, seeds, prompts=CAPTIONS, guidance=1.0, steps=10)
 
-    found = corrected(
-        generate, lambda images: read_faces(images).attributes, little, scores, fitted, name, settings, ranges=RANGES,
-        seed=seed, progress=progress,
+    found = corrected_steps(
+        generate, lambda images: read_faces(images).attributes, points, fitted, name, CorrectionSettings(),
+        ranges=RANGES, deviations=space.scores[others].std(0), seed=seed,
     )  # fmt: skip
-    return {"encoder": fitted[ATTRIBUTES.index(name)], "corrected": found}
+    return {"encoder": fitted[ATTRIBUTES.index(name)].step(1.0, "reach"), "corrected": found}
 
 
-def measured(model, space, labels, aside, name, found, network, seed):
-    """Effect and costs of each direction on people set aside."""
+def measured(model, space, labels, aside, others, name, network, seed):
+    """Effect and costs of each kind of edit on people set aside."""
     little = [row for row in aside if labels[name].values[row] < 0][:MOST]
     noises = torch.randint(1 << 31, (4,), generator=torch.Generator().manual_seed(7_000_000 + seed)).tolist()
+    points, index = space.scores[little].double(), ATTRIBUTES.index(name)
+    rest = [place for place in range(len(ATTRIBUTES)) if place != index]
 
-    def generate(points):
-        return generate_images(model, space, points, CAPTIONS, noises, guidance=1.0, steps=STEPS)
+    def seen(moved):
+        images = generate_images(model, space, moved.float(), CAPTIONS, noises, guidance=1.0, steps=STEPS)
+        return (
+            network(images.flatten(0, 1))[:, : len(ATTRIBUTES)].double().view(len(moved), -1, len(ATTRIBUTES)).mean(1)
+        )
 
-    for kind, direction in found.items():
-        curve = edit_curve(
-            generate, lambda images: network(images)[:, : len(ATTRIBUTES)], space.scores[little], direction,
-            names=ATTRIBUTES, ranges=RANGES, strengths=STRENGTHS, label=kind,
+    before = seen(points)
+    for kind, step in steps_of(model, space, labels, others, points, name, seed).items():
+        strengths = STRENGTHS[kind]
+        changes = [(seen(points + strength * step) - before) / 2 for strength in (0.0, *strengths)]
+        curve = EditCurve(
+            name, torch.tensor([0.0, *strengths]), "raw", torch.stack([each[:, index] for each in changes]),
+            torch.stack([each[:, rest].abs().mean(1) for each in changes]), kind,
         )  # fmt: skip
-        yield {"kind": kind, "people": len(little), "effect": curve.effect_at(COST_TARGET),
+        yield {"kind": kind, "people": len(little), "effect": curve.effect_at(COST_TARGET), "strengths": strengths,
                "effects": curve.effects.mean(1).tolist(), "costs": curve.costs.mean(1).tolist()}  # fmt: skip
 
 
@@ -116,11 +119,10 @@ def main():
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--reader-steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(1)
     network, explained = reader(options.work, options.reader_steps)
-    model, progress, settings = text_to_image(faces_pipeline()), Progress(), CorrectionSettings(rounds=options.rounds)
+    model = text_to_image(faces_pipeline())
     kept = options.work / "edits.jsonl"
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
     for seed in options.seeds:
@@ -130,8 +132,7 @@ def main():
                 at = {"bank": folder.name, "seed": seed, "attribute": name}
                 if any(at.items() <= row.items() for row in rows):
                     continue
-                found = directions(model, space, labels, others, name, seed, settings, progress)
-                new = [at | row for row in measured(model, space, labels, aside, name, found, network, seed)]
+                new = [at | row for row in measured(model, space, labels, aside, others, name, network, seed)]
                 with kept.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in new)
                 rows += new
@@ -141,7 +142,7 @@ def main():
         print(name, json.dumps(each))
     write(options.output, {
         "what": "effect of an edit where other attributes changed by .05, by people, noises and a reader set aside",
-        "when": now(), "options": options_of(options), "settings": settings.to_json(),
+        "when": now(), "options": options_of(options), "settings": CorrectionSettings().to_json(),
         "reader": {"r_squared": explained}, "summary": found, "rows": rows, "environment": describe(),
     })  # fmt: skip
 

@@ -11,15 +11,17 @@ dedupe  the same, with near-doubles among them: for each of 4 in 100 a copy in a
         one with noise (cosine .99), one cut at rank 3 of 4 with the rest small (cosine .99), and as a control one of
         cosine .90, which is none at .98.
 export  banks of rank 1 for the queries and values of Stable Diffusion 1 (99,648 numbers each, fp32), one point of eight
-        components whose weights are random, exported at rank 16.
+        components whose weights are random, exported at rank 16. Of 4,000 adapters and more, later shards are links to
+        the first ones under other names: what is read and summed is as much as of others.
 """
 
 import json
-import resource
+import os
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,6 +34,7 @@ from netweight.methods.space.fitting.basis import CombinationBasis
 from netweight.methods.space.folder import find_duplicates
 from netweight.nn.lora import Adapter, LowRank, combined
 from netweight.store.bank.published import stable_diffusion_dimensions
+from netweight.store.bank.record import read_bank_record
 from netweight.store.bank.shard import Rows
 from netweight.store.bank.write import BankWriter
 from netweight.store.lora_formats.files import export_adapter, read_adapter
@@ -114,8 +117,8 @@ def measured(work, count):
     started, wall = time.process_time(), time.perf_counter()
     work()
     spent, wall = time.process_time() - started, time.perf_counter() - wall
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return {"count": count, "processor_s": spent, "wall_s": wall, "ms_each": 1e3 * spent / count, "peak_gb": peak}
+    each = 1e3 * spent / count
+    return {"count": count, "processor_s": spent, "wall_s": wall, "ms_each": each, "peak_gb": peak_gb()}
 
 
 def dedupe(folder, count):
@@ -143,8 +146,8 @@ def export(folder, count):
     names = sorted(modules)
     sizes = {name: (modules[name]["B"][0], modules[name]["A"][1]) for name in names}
     with BankWriter(folder / "large") as writer:
-        for start in range(0, count, 500):
-            n = min(500, count - start)
+        for start in range(0, drawn := min(count, 4000), 500):
+            n = min(500, drawn - start)
             down = {name: torch.randn(n, sizes[name][1], generator=generator) for name in names}
             up = {name: torch.randn(n, sizes[name][0], generator=generator) for name in names}
             rows = Rows(
@@ -153,6 +156,7 @@ def export(folder, count):
             contents = [f"simulated:{start + row}" for row in range(n)]
             writer.add_rows([f"model-{start + row:06d}" for row in range(n)], rows, sizes, contents=contents)
     del rows, down, up
+    _linked(folder / "large", count)
     code = f"""
 import torch
 from netweight_experiments.benchmarks.space import large_folders
@@ -163,13 +167,30 @@ print(large_folders.exported({str(folder)!r}, {count}))
     return json.loads(found.splitlines()[-1])
 
 
+def _linked(bank, count):
+    """Fill a bank up with links to its own shards, whose adapters have other names."""
+    record = read_bank_record(bank)
+    shards = list(record.shards)
+    while sum(len(one.names) for one in shards) < count:
+        one, copy = shards[len(shards) % len(record.shards)], len(shards)
+        shards.append(replace(one, file=f"again-{copy}-{one.file}", names=tuple(f"{n}-{copy}" for n in one.names)))
+        os.link(bank / one.file, bank / shards[-1].file)
+    replace(record, shards=tuple(shards)).write(bank)
+
+
+def peak_gb():
+    """Most memory of this process alone: what `getrusage` says begins with that of the process that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e9
+
+
 def exported(folder, count):
     """Export a point, alone in its process; returns JSON."""
     torch.set_num_threads(1)
     bank = AdapterBank.open(Path(folder) / "large")
     weights = torch.randn(count, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) / count**0.5
     basis = CombinationBasis(bank, weights, torch.zeros(8), 1.0, None)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    before = peak_gb()
     row = measured(
         lambda: export_adapter(basis.factors(torch.ones(8)), Path(folder) / "point", rank=16, overwrite=True), count
     )

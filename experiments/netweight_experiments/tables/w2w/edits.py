@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor
 
+from netweight.core.digest import of_tensor
 from netweight.methods.space.directions import fit_direction
-from netweight.methods.space.edits import Move, corrected, edit, identity
+from netweight.methods.space.edits import Move, corrected_steps, edit, identity
 from netweight.methods.space.inversion import generate_differentiably, generate_images
 from netweight.methods.space.points import Direction
 from netweight.methods.space.settings import CorrectionSettings
@@ -156,7 +157,7 @@ def _measure(setup: Setup, wanted: Wanted, way: Way) -> dict[str, Any]:
         images = painted(setup, points, prompts=(str(wanted.prompt),))
         return {"strength": None, "reached": True, **measured(setup, wanted, images, painted(setup, points))}
     strength, reached = 1.0, True
-    make = _slide(setup, wanted) if way == "Concept Sliders" else _move(setup, wanted, way, others)
+    make = _slide(setup, wanted) if way == "Concept Sliders" else _move(setup, wanted, way)
     if setup.effect is not None and way != "w2w, the paper's directions":
         points = setup.space.scores[others]
         before = _mean_match(setup, wanted, painted(setup, points))
@@ -167,34 +168,34 @@ def _measure(setup: Setup, wanted: Wanted, way: Way) -> dict[str, Any]:
     return {"strength": strength, "reached": reached, **found}
 
 
-def _move(setup: Setup, wanted: Wanted, way: Way, others: Sequence[int]) -> Any:
+def _move(setup: Setup, wanted: Wanted, way: Way) -> Any:
     direction = direction_of(setup, wanted, reference=way == "w2w, the paper's directions")
     if way == "w2w, corrected by images":
-        direction = _corrected(setup, wanted, direction, others)
+        return _corrected(setup, wanted, direction)
     return lambda points, strength: painted(setup, edit(points, [Move(direction, strength, "reach")]))
 
 
-def _corrected(setup: Setup, wanted: Wanted, direction: Direction, others: Sequence[int]) -> Direction:
-    """Correct a direction by what it does to images of people who are not measured."""
+def _corrected(setup: Setup, wanted: Wanted, direction: Direction) -> Any:
+    """Edits that are corrected for each person by what they do to images."""
     assert setup.read is not None
-    found = {wanted.column: direction}
+    read, found = setup.read, {wanted.column: direction}
+    steps: dict[str, Tensor] = {}
     for name in setup.attributes:
         if name != wanted.column:
             held = tuple(other for other in setup.attributes if other != name)
             found[name] = direction_of(setup, replace(wanted, column=name, confounders=held))
-    generate = partial(
-        generate_differentiably,
-        setup.model,
-        setup.space,
-        prompts=setup.prompts,
-        guidance=setup.guidance,
-        steps=min(setup.steps, 10),
-    )
-    return corrected(
-        generate, setup.read, setup.space.scores[list(others)], setup.part()[0],
-        [found[name] for name in setup.attributes], wanted.column, CorrectionSettings(),
-        ranges=[2.0] * len(setup.attributes),
-    )  # fmt: skip
+    how: Any = {"prompts": setup.prompts, "guidance": setup.guidance, "steps": min(setup.steps, 10)}
+    generate = partial(generate_differentiably, setup.model, setup.space, **how)
+
+    def make(points: Tensor, strength: float) -> Tensor:
+        if (key := of_tensor(points)) not in steps:
+            steps[key] = corrected_steps(
+                generate, read, points, [found[name] for name in setup.attributes], wanted.column,
+                CorrectionSettings(), ranges=[2.0] * len(setup.attributes), deviations=setup.part()[0].std(0),
+            ).float()  # fmt: skip
+        return painted(setup, points + strength * steps[key])
+
+    return make
 
 
 def _slide(setup: Setup, wanted: Wanted) -> Any:
@@ -282,8 +283,8 @@ def _differs(setup: Setup) -> tuple[str, ...]:
         how,
         f"Sliders and w2w are made so strong that the match moves by {setup.effect:g} on other people, since ways "
         "can only be compared at the same effect; the paper's directions are those of its code, at its strength.",
-        "Corrected by images: what the edit changed beside its attribute, on average over people who are not measured, "
-        "is taken back along other directions.",
+        "Corrected by images: each person's edit takes back what it changes beside its attribute in images of that "
+        "person, with noises that are not measured.",
     )
 
 

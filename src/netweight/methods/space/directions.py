@@ -112,7 +112,7 @@ def direction_of(
     if not length > 0:
         raise UsageError(f"The direction {name!r} has length 0: nothing in the scores goes with it.")
     along = (scores.double() - scores.double().mean(0)) @ (vector / length)
-    kept = vector if kind == "reference" else vector / length
+    kept = vector if kind in ("reference", "corrected") else vector / length
     return Direction(
         name, kind, kept, float(along.std()), float(along.max()), scores_digest(scores), tuple(findings)
     )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space.directions import PENALTIES, direction_of, middle
+from netweight.methods.space.directions import middle
 from netweight.methods.space.points import Direction
 from netweight.methods.space.settings import CorrectionSettings, Unit
 from netweight.metrics.images import lpips, ssim
@@ -41,6 +41,7 @@ EFFECT_TARGET = 0.6  # least effect, as a share of the attribute's range, at no 
 COST_TARGET = 0.05  # most mean change of the other attributes, as a share of their ranges
 
 _RESAMPLES = 500
+_DAMPING = 0.1  # of a correction, in mean squares of slopes
 
 
 @final
@@ -152,6 +153,11 @@ def edit_curve(
 ) -> EditCurve:
     """Edit points `(b, k)` at several strengths and read what became of their images."""
     # `strengths`: other than 0, all of one sign and growing; 0 is put in front. 1 "reach" is the paper's strength.
+
+    def seen(points: Tensor) -> Tensor:
+        with torch.no_grad():
+            return _seen(generate(points), read, len(points), len(names)).double()
+
     target = target or direction.name
     if target not in names:
         raise NameNotFound(f"{target!r} is none of the attributes {list(names)}.", cure="Say `target`.")
@@ -160,14 +166,14 @@ def edit_curve(
     if len(places) < 2 or any(sign * b <= sign * a for a, b in itertools.pairwise(places)):
         raise UsageError(f"The strengths {list(strengths)} do not grow from 0.", cure="Give such as 0.25, 0.5, 1.")
     scale = torch.tensor(ranges, dtype=torch.float64)
-    before = _seen(generate, read, scores, len(names))
+    before = seen(scores)
     index, others = list(names).index(target), [name for name in names if name != target]
     rest = [list(names).index(name) for name in others]
     effects, costs = [], []
     with progress.task(f"edit {target}", len(places), unit="strengths") as task:
         for strength in places:
             moved = edit(scores, [Move(direction, strength, unit)]) if strength else scores
-            after = _seen(generate, read, moved, len(names)) if strength else before
+            after = seen(moved) if strength else before
             change = (after - before) / scale
             effects.append(sign * change[:, index])
             costs.append(change[:, rest].abs().mean(1) if rest else torch.zeros(len(scores), dtype=torch.float64))
@@ -204,18 +210,16 @@ def curve_findings(curve: EditCurve, *, seed: int = 0) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _seen(generate: Generate, read: Read, scores: Tensor, width: int) -> Tensor:
-    """Attributes of points, the mean over each point's images, shape `(b, a)`."""
-    with torch.no_grad():
-        images = generate(scores)
-        said = read(images.flatten(0, 1)).double().cpu()
-    if images.ndim != 5 or len(images) != len(scores) or said.shape != (images.shape[0] * images.shape[1], width):
+def _seen(images: Tensor, read: Read, count: int, width: int) -> Tensor:
+    """Attributes of points, the mean over each one's images, shape `(count, width)`; differentiable."""
+    said = read(images.flatten(0, 1)).cpu()
+    if images.ndim != 5 or len(images) != count or said.shape != (count * images.shape[1], width):
         raise UsageError(
-            f"Images {tuple(images.shape)} and readings {tuple(said.shape)} do not fit {len(scores)} points and "
-            f"{width} attributes.",
+            f"Images {tuple(images.shape)} and readings {tuple(said.shape)} do not fit {count} points and {width} "
+            "attributes.",
             cure="Generate (b, m, 3, height, width), and read one row of attributes per image.",
         )
-    return said.reshape(*images.shape[:2], width).mean(1)
+    return said.view(count, -1, width).mean(1)
 
 
 def _crossing(rising: Tensor, values: Tensor, limit: float) -> tuple[float, bool]:
@@ -228,34 +232,34 @@ def _crossing(rising: Tensor, values: Tensor, limit: float) -> tuple[float, bool
     return float(values[-1]), False
 
 
-def corrected(
+def corrected_steps(
     generate: Callable[[Tensor, Sequence[int]], Tensor],
     read: Read,
     points: Tensor,
-    training: Tensor,
     directions: Sequence[Direction],
     target: str,
     how: CorrectionSettings,
     *,
     ranges: Sequence[float],
+    deviations: Tensor,
     seed: int = 0,
     progress: Progress = QUIET,
-) -> Direction:
-    """Correct a direction so that its edit changes other attributes of images less, person by person.
+) -> Tensor:
+    """Find a step for every point that moves one attribute of its images and leaves the others, shape `(b, k)`, fp64.
 
-    In each round the edit is linearized at many points, each with noises of its own, and the step is moved by ridge
-    regression to where these points' other attributes stay and the target reaches its goal on average. The penalty is
-    the one that other points, with other noises, ask for.
+    What a linear direction changes besides differs from model to model. So each point's edit is linearized through the
+    sampling, where the direction leads, and the least step is taken that reaches the goal and takes back what else has
+    changed; then again by the same slopes, with other noises in every round.
 
     Args:
         generate: From points `(b, k)` and seeds to images `(b, seeds, 3, height, width)`; differentiable.
         read: Measures the attributes of `directions`, in their order; differentiable.
-        points: Points to try edits on, shape `(n, k)`. Audit the result on others, with another reader.
-        training: Scores of the training models, shape `(m, k)`.
+        points: The points that are edited, shape `(b, k)`. Judge the result with other noises and another reader.
         directions: One of each attribute.
         target: The attribute that is edited.
-        how: Rounds and sizes.
+        how: Goal, rounds and noises.
         ranges: How far each attribute reaches.
+        deviations: Of the training models' scores, shape `(k,)`; steps are measured in them.
         seed: Decides on noises.
         progress: Where to show it.
 
@@ -271,69 +275,34 @@ def corrected(
             f"{len(directions)} directions and {len(ranges)} ranges correct nothing.",
             cure="Give a direction and a range for every attribute that is read.",
         )
-    index, scale = names.index(target), torch.tensor(ranges)
-    deviations, draw = training.double().std(0), torch_generator(seed, "correction", target)
-    step = directions[index].step(how.strength, "reach")
-    with progress.task(f"correct {target}", how.rounds * len(points), unit="points") as task:
-        for _ in range(how.rounds):
-            groups = []
-            for group in torch.split(points[torch.randperm(len(points), generator=draw)].double(), how.points):
-                seeds = torch.randint(1 << 31, (how.noises,), generator=draw).tolist()
-                change, slopes = _linearized(generate, read, group, step, seeds, scale)
-                groups.append((change, slopes * deviations))
-                task.update(len(group))
-            step = step + deviations * _least_besides(groups, index, how.effect)
-    return direction_of(training, step, name=target, kind="corrected")
+    index, scale, unit = names.index(target), torch.tensor(ranges), deviations.double().cpu()
+    points, draw = points.double().cpu(), torch_generator(seed, "correction", target)
 
+    def changed(moved: Tensor, count: int) -> Tensor:
+        seeds = torch.randint(1 << 31, (count,), generator=draw).tolist()
+        after, before = (
+            _seen(generate(each.float(), seeds), read, len(points), len(names)) for each in (moved, points)
+        )
+        return (after - before.detach()) / scale
 
-def _linearized(
-    generate: Callable[[Tensor, Sequence[int]], Tensor], read: Read, points: Tensor, step: Tensor, seeds: Sequence[int],
-    scale: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What a step changes of attributes, shape `(n, a)`, and the slopes of that by scores, shape `(n, a, k)`; fp64."""
-    with torch.no_grad():
-        before = _attributes(generate, read, points, seeds, len(scale))
-    moved = (points + step).requires_grad_()
-    change = (_attributes(generate, read, moved, seeds, len(scale)) - before) / scale
-    slopes = [torch.autograd.grad(one.sum(), moved, retain_graph=True)[0] for one in change.T]
-    return change.detach().double(), torch.stack(slopes, 1)
-
-
-def _least_besides(groups: Sequence[tuple[Tensor, Tensor]], index: int, goal: float) -> Tensor:
-    """What to add to a step, in deviations: by ridge regression, of the penalty that groups left out ask for."""
-
-    def solved(chosen: Sequence[tuple[Tensor, Tensor]], share: float) -> Tensor:
-        change, slopes = (torch.cat(parts) for parts in zip(*chosen, strict=True))
-        others = [place for place in range(change.shape[1]) if place != index]
-        rows, wanted = slopes[:, others].flatten(0, 1), -change[:, others].flatten()
-        mean, lacking = slopes[:, index].mean(0), goal - change[:, index].mean()
-        weight = float(len(rows))  # the goal counts as much as all that is to stay
-        energy = rows.square().sum() / rows.shape[1]
-        moments = rows.T @ rows + weight * torch.outer(mean, mean) + share * energy * torch.eye(rows.shape[1]).double()
-        found: Tensor = torch.linalg.solve(moments, rows.T @ wanted + weight * lacking * mean)
-        return found
-
-    def left_out(share: float) -> float:
-        total = 0.0
-        for place, (change, slopes) in enumerate(groups):
-            after = change + slopes @ solved([*groups[:place], *groups[place + 1 :]], share)
-            after[:, index] = 0
-            total += float(after.abs().sum())
-        return total
-
-    return solved(groups, min(PENALTIES, key=left_out) if len(groups) > 1 else 1.0)
-
-
-def _attributes(
-    generate: Callable[[Tensor, Sequence[int]], Tensor], read: Read, points: Tensor, seeds: Sequence[int], width: int
-) -> Tensor:
-    """Attributes of points, the mean over images of these noises, shape `(b, width)`."""
-    images = generate(points.float(), seeds)
-    said = read(images.flatten(0, 1)).float()
-    if said.shape != (len(points) * len(seeds), width):
-        raise UsageError(f"Readings of shape {tuple(said.shape)} are not of {width} attributes.",
-                         cure="Read one row of attributes per image.")  # fmt: skip
-    return said.view(len(points), len(seeds), width).mean(1)
+    step = directions[index].step(2 * how.effect, "reach").expand(points.shape)
+    wanted = torch.zeros(len(names), dtype=torch.float64)
+    wanted[index] = how.effect
+    with progress.task(f"correct {target}", 1 + how.rounds, unit="rounds") as task:
+        found = changed(moved := (points + step).requires_grad_(), how.noises)
+        slopes = unit * torch.stack([
+            torch.autograd.grad(one.sum(), moved, retain_graph=True)[0] for one in found.T
+        ], 1)  # fmt: skip
+        products = slopes @ slopes.mT
+        products = products + _DAMPING * products.diagonal(dim1=1, dim2=2).mean() * torch.eye(len(names)).double()
+        for number in range(1 + how.rounds):
+            if number:
+                with torch.no_grad():
+                    found = changed(points + step, 2 * how.noises)
+            lacking = torch.linalg.solve(products, (wanted - found.detach().double())[..., None])
+            step = step + unit * (slopes.mT @ lacking)[..., 0] / max(1.0, (number + 1) / 2)
+            task.update()
+    return step
 
 
 def identity(embed: Descriptor) -> tuple[str, Compare]:

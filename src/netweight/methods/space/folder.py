@@ -17,10 +17,10 @@ from netweight.core.names import Select, nearest_names
 from netweight.core.progress import Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, NetweightError, UsageError
-from netweight.methods.space.directions import bootstrap_cosine, fit_direction
+from netweight.methods.space.directions import bootstrap_cosine, direction_of, fit_direction
 from netweight.methods.space.edits import Move, edit
-from netweight.methods.space.fitting.basis import Sketch
-from netweight.methods.space.fitting.gram import inner_products, norms_of, stacks_of
+from netweight.methods.space.fitting.basis import CombinationBasis, Sketch
+from netweight.methods.space.fitting.gram import inner_products, norms_of, read_blocks
 from netweight.methods.space.inversion import InversionTarget, InversionTask, invert_targets
 from netweight.methods.space.labels import Labels, read_labels
 from netweight.methods.space.points import Direction, Points, read_direction, read_points, scores_digest
@@ -89,29 +89,28 @@ def find_direction(
 
 
 def _corrected(space: WeightSpace, labels: Labels, how: DirectionSettings, progress: Progress) -> Direction:
-    """A direction that images correct, by all attributes that are both read and labeled."""
+    """A direction that images correct for a point, by all attributes that are both read and labeled."""
     from netweight.hf.load_pipeline import load_text_to_image
-    from netweight.methods.space.edits import corrected
+    from netweight.methods.space.edits import corrected_steps
     from netweight.methods.space.inversion import generate_differentiably
 
-    read = import_named(str(how.reader), "The reader")
+    points, read = points_of(space, how.at).scores, import_named(str(how.reader), "The reader")
     model = load_text_to_image(str(how.pipeline), dtype=torch.float32, device=how.device)
     generate = partial(
         generate_differentiably, model, space, prompts=how.prompts, guidance=how.guidance, steps=how.steps
     )
-    names = [name for name in read(generate(space.scores[:1], [0]).flatten(0, 1)) if name in labels.columns]
-    columns = [labels[name] for name in names]
+    names = [name for name in read(generate(points[:1], [0]).flatten(0, 1)) if name in labels.columns]
+    levels = [labels[name].levels for name in names]
     fitted = [
         fit_direction(space.scores, labels, name, confounders=[one for one in names if one != name], folds=0)
         for name in names
     ]
-    target = labels[how.column].values
-    little = space.scores[target.nan_to_num(torch.inf) <= target.nanmean()]
-    return corrected(
-        generate, lambda images: torch.stack([read(images)[name] for name in names], 1), little, space.scores, fitted,
-        how.column, how, ranges=[max(one.levels) - min(one.levels) for one in columns], seed=how.seed,
+    steps = corrected_steps(
+        generate, lambda images: torch.stack([read(images)[name] for name in names], 1), points, fitted, how.column,
+        how, ranges=[max(each) - min(each) for each in levels], deviations=space.deviations, seed=how.seed,
         progress=progress,
     )  # fmt: skip
+    return direction_of(space.scores, steps.mean(0), name=how.column, kind="corrected")
 
 
 def predict_files(bank: Path, adapters: Sequence[Path], how: PredictSettings, progress: Progress) -> Predicted:
@@ -135,6 +134,9 @@ def points_of(space: WeightSpace, text: str) -> Points:
     identity = scores_digest(space.scores)
     if text in space.names:
         row = list(space.names).index(text)
+        if isinstance(space.basis, CombinationBasis) and row < len(space.basis.bank):
+            # Of some modules only the shard's own digest tells, so that a damaged one stops it here, by name.
+            space.basis.bank.stack(row, row + 1, sorted(space.shapes)[:1])
         return Points((text,), space.scores[row : row + 1].float().cpu(), identity)
     if text == "mean":
         return Points((text,), space.scores.new_zeros(1, space.components).float().cpu(), identity)
@@ -256,7 +258,7 @@ def find_similar(file: Path, bank: Path, count: int, progress: Progress) -> list
     if not shared:
         raise UsageError(f"{file} changes no module that {bank} does, in the same shape.", cure="Name another bank.")
     whole, found = wanted.norm(), []
-    for start, stack in stacks_of(opened, len(opened), description="Adapters", progress=progress):
+    for start, stack in read_blocks(opened, len(opened), description="Adapters", progress=progress):
         part = stack.only(shared)
         squares, alike = norms_of(stack), norms_of(part)
         # Of the file, the modules that each has: a lacking one has rank 0.

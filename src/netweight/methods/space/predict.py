@@ -21,7 +21,7 @@ from netweight.core.seeds import derive
 from netweight.errors import UsageError
 from netweight.methods.space.directions import Design, folds_of, held_out_score, logistic, ridge
 from netweight.methods.space.fitting.basis import Sketch
-from netweight.methods.space.fitting.gram import Bank, stacks_of
+from netweight.methods.space.fitting.gram import Bank, read_blocks
 from netweight.methods.space.labels import Labels
 from netweight.nn.lora import Adapter
 from netweight.report.finding import Finding
@@ -96,7 +96,7 @@ def predict(
         for one, of_class in zip((labels[name] for name in columns), binary, strict=True)
     ], 1)  # fmt: skip
     sketch = Sketch(dict(bank.shapes), _SIDE, 0)
-    stacks = stacks_of(bank, len(bank), description="Reading adapters", progress=progress)
+    stacks = read_blocks(bank, len(bank), description="Reading adapters", progress=progress)
     rows = torch.cat([sketch.rows(stack) for _, stack in stacks])
     others = [_row(adapter, sketch) for adapter in adapters.values()]
     among = folds_of("predict", wanted[:, 0].nan_to_num(), binary[0], folds, seed)

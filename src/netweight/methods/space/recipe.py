@@ -4,13 +4,14 @@ A folder of points holds `points.json` and, after edits, the directions that wer
 lies, as seen from the folder, so that a recipe's output can be moved as a whole.
 
 A step takes `(source, destination, settings, progress)`; `_check_…` refuses before any work what would fail later, and
-`_examine_…` returns the subject of an audit.
+`examine` returns the subject of an audit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move
-from netweight.methods.space.fitting.fit import Accuracy
 from netweight.methods.space.folder import EXPORTED, ExportRecord, draw, fit_folder, moved, points_of
 from netweight.methods.space.labels import check_columns, read_labels
 from netweight.methods.space.points import Direction, Points, read_direction, read_points, write_direction, write_points
@@ -62,12 +62,6 @@ def _check_fit(source: Path | None, settings: FolderFit) -> None:
             raise UsageError(f"A bank of {count} has at most {count - 1} principal components.", cure="Ask for fewer.")
 
 
-def _examine_fit(
-    audit: str, destination: Path, source: Path, settings: Any, progress: Progress
-) -> tuple[Accuracy, None]:
-    return WeightSpace.open(destination).accuracy, None
-
-
 def _sample(source: Path, destination: Path, settings: SampleSettings, progress: Progress) -> None:
     with whole_folder(destination) as part:
         _write_points(draw(WeightSpace.open(source), settings), part, destination, source)
@@ -79,11 +73,9 @@ def _check_sample(source: Path | None, settings: SampleSettings) -> None:
     _check_space(source)
 
 
-def _examine_sample(
-    audit: str, destination: Path, source: Path, settings: Any, progress: Progress
-) -> tuple[tuple[Tensor, Tensor], None]:
-    space, _, points = points_in(destination, "")
-    return (points.scores, space.scores), None
+def _drawn(points: Path) -> tuple[Tensor, Tensor]:
+    space, _, found = points_in(points, "")
+    return found.scores, space.scores
 
 
 def _edit(source: Path, destination: Path, settings: EditSettings, progress: Progress) -> None:
@@ -107,12 +99,6 @@ def _edit(source: Path, destination: Path, settings: EditSettings, progress: Pro
 def _check_edit(source: Path | None, settings: EditSettings) -> None:
     check_columns(settings.labels, [*settings.moves, *settings.confounders], key=settings.name_column)
     _check_space(source, settings.point)
-
-
-def _examine_edit(
-    audit: str, destination: Path, source: Path, settings: Any, progress: Progress
-) -> tuple[list[Direction], None]:
-    return directions_in(destination), None
 
 
 def _export(source: Path, destination: Path, settings: FolderExport, progress: Progress) -> None:
@@ -162,6 +148,11 @@ def directions_in(folder: Path) -> list[Direction]:
     return [read_direction(file) for file in sorted((folder / _DIRECTIONS).glob("*.json"))]
 
 
+def _subject(read: Callable[[Path], Any]) -> Callable[..., tuple[Any, None]]:
+    """How an audit's subject is read from what a step wrote."""
+    return lambda audit, destination, source, settings, progress: (read(destination), None)
+
+
 def _places(points: Points) -> list[str]:
     """Folders of adapters by points: their names, with numbers where these cannot be names of folders."""
     return [
@@ -203,7 +194,7 @@ SPACE_FIT = Method(
     FolderFit,
     audits={"fit": fitted_space},
     apply=_fit,
-    examine=_examine_fit,
+    examine=_subject(lambda place: WeightSpace.open(place).accuracy),
     check=_check_fit,
     takes=("bank",),
     makes="space",
@@ -214,7 +205,7 @@ SPACE_SAMPLE = Method(
     audits={"neighbors": drawn_points, IMAGES: None},
     apply=_sample,
     by_attack={IMAGES: IMAGES},
-    examine=_examine_sample,
+    examine=_subject(_drawn),
     check=_check_sample,
     takes=("space",),
     makes="points",
@@ -225,7 +216,7 @@ SPACE_EDIT = Method(
     audits={"directions": moved_points, IMAGES: None},
     apply=_edit,
     by_attack={IMAGES: IMAGES},
-    examine=_examine_edit,
+    examine=_subject(directions_in),
     check=_check_edit,
     takes=("space", "points"),
     makes="points",

@@ -48,12 +48,12 @@ def _audit(title: str, question: str, found: Callable[..., list[Finding]]) -> Au
     """The audit whose section holds what a function finds."""
 
     def audit(run: Any, settings: Any, /, *, seed: int, progress: Progress) -> Section:
-        return Section(title, found(run, settings, seed=seed, progress=progress), question=question)
+        return Section(title, found(run), question=question)
 
     return audit
 
 
-def _fit_findings(subject: Accuracy, config: object, *, seed: int, progress: Progress) -> list[Finding]:
+def _fit_findings(subject: Accuracy) -> list[Finding]:
     """Return how much of the adapters' variance the components hold, of seen adapters and of others."""
     found = [Finding("captured share of variance", subject.captured, better="higher", detail={"by": subject.solver})]
     if subject.halves is not None:
@@ -65,7 +65,7 @@ def _fit_findings(subject: Accuracy, config: object, *, seed: int, progress: Pro
     return found
 
 
-def _point_findings(subject: tuple[Tensor, Tensor], config: object, *, seed: int, progress: Progress) -> list[Finding]:
+def _point_findings(subject: tuple[Tensor, Tensor]) -> list[Finding]:
     """Return whether drawn points lie where models lie without being copies of them."""
     # `subject`: scores of the points and of the models, each with a row per point; shapes `(b, k)` and `(n, k)`
     points, models = subject
@@ -75,7 +75,7 @@ def _point_findings(subject: tuple[Tensor, Tensor], config: object, *, seed: int
     return neighbor_findings(points, models)
 
 
-def _written_findings(subject: WrittenSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
+def _written_findings(subject: WrittenSubject) -> list[Finding]:
     """Read adapters back and return how far they are from the points that they were written of."""
     # Returns: The largest relative error: norm of the difference over the norm of the whole change. Where ranks were
     # not cut it is to be at most `EXACT`.
@@ -92,7 +92,7 @@ def _error(point: Adapter, written: Adapter) -> float:
     return combined([point, written], [1.0, -1.0]).norm() / (point.norm() or 1.0)
 
 
-def direction_findings(subject: Sequence[Direction], config: object, *, seed: int, progress: Progress) -> list[Finding]:
+def direction_findings(subject: Sequence[Direction]) -> list[Finding]:
     """Return how well each direction tells held-out models apart, and the cosines between directions."""
     bare = [each.name for each in subject if not each.findings]
     if bare or not subject:

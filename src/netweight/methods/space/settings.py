@@ -55,17 +55,15 @@ class FolderFit(FitSettings):
 
 
 class CorrectionSettings(Settings):
-    """How a direction is corrected by what edits along it change in images."""
+    """How an edit of a point is corrected by what it changes in images."""
 
-    strength: Annotated[float, Cli(own=False)] = Field(
-        default=2.0, gt=0, description="Where a correction starts, in distances of the farthest model."
-    )
     effect: Annotated[float, Cli(own=False)] = Field(
-        default=0.65, gt=0, description="Effect that is sought on average, as a share of the attribute's range."
+        default=0.6, description="Effect that is sought, as a share of the attribute's range; below 0 for less of it."
     )
-    rounds: int = Field(default=3, ge=1, description="Rounds of a correction.")
-    points: Annotated[int, Cli(own=False)] = Field(default=12, ge=1, description="Models that are edited at a time.")
-    noises: Annotated[int, Cli(own=False)] = Field(default=1, ge=1, description="Noises of each time, of no other.")
+    rounds: int = Field(default=3, ge=1, description="Rounds of a correction after the first.")
+    noises: Annotated[int, Cli(own=False)] = Field(
+        default=3, ge=1, description="Noises of the first round, and half of those of each other one."
+    )
 
 
 class DirectionSettings(CorrectionSettings):
@@ -89,8 +87,9 @@ class DirectionSettings(CorrectionSettings):
         default=0, ge=0, description="Also refit to so many resamples of the models, to see how stable it is."
     )
     corrected: bool = Field(
-        default=False, description="Correct it by what its edits change in images, which --reader reads."
+        default=False, description="Correct it for --at, by what the edit changes in images, which --reader reads."
     )
+    at: Annotated[str, Cli(metavar="POINT")] = Field(default="mean", description="The point to be edited.")
     pipeline: DirectoryPath | None = Field(default=None, description="The base model, a pipeline, for --corrected.")
     reader: str | None = Field(
         default=None, description='What measures labeled attributes in images, "module:function".'

@@ -24,9 +24,9 @@ from netweight.methods.space.fitting.gram import (
     normalized,
     normalizing,
     norms_of,
+    read_blocks,
     same_fingerprints,
     scaled,
-    stacks_of,
 )
 from netweight.methods.space.points import row_of
 from netweight.methods.space.sampling import GaussianSampler
@@ -235,7 +235,7 @@ class WeightSpace:
             )
         found = [
             self.basis.project(self._normalized(stack))
-            for _, stack in stacks_of(bank, len(bank), description="New adapters", progress=progress, first=known)
+            for _, stack in read_blocks(bank, len(bank), description="New adapters", progress=progress, first=known)
         ]
         scores, squares = (torch.cat(parts) for parts in zip(*found, strict=True))
         scores = torch.cat([self.scores, scores])

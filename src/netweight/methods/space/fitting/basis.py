@@ -16,7 +16,7 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.methods.space.fitting.gram import Bank, inner_products, norms_of, stack_of, stacks_of
+from netweight.methods.space.fitting.gram import Bank, inner_products, norms_of, read_blocks, stack_of
 from netweight.nn.lora import Adapter, AdapterStack, LowRank
 from netweight.nn.pca import Basis
 
@@ -209,7 +209,7 @@ class CombinationBasis:
             return basis.project(sketch.rows(stack))
         found = torch.zeros(len(stack), self.weights.shape[1], dtype=torch.float64)
         with_mean = torch.zeros(len(stack), dtype=torch.float64)
-        for start, some in stacks_of(self.bank, len(self.weights), description="Projecting"):
+        for start, some in read_blocks(self.bank, len(self.weights), description="Projecting"):
             products = inner_products(stack, some)
             found += products @ self.weights[start : start + len(some)]
             with_mean += products.sum(dim=1) / len(self.weights)
@@ -252,12 +252,12 @@ class CombinationBasis:
             while left and (not sums or sum(one.nbytes for one in sums.values()) < _DENSE_BYTES):
                 name = left.pop(0)
                 sums[name] = torch.zeros(self.bank.shapes[name])
-            for start, stack in stacks_of(self.bank, len(self.weights), description="Summing", modules=sums.keys()):
+            for start, stack in read_blocks(self.bank, len(self.weights), description="Summing", modules=sums.keys()):
                 for name, total in sums.items():
                     weights = (found[start : start + len(stack)] * stack.scale[name]).float()
                     ups = stack.up[name].float() * weights[:, None, None]
                     total.addmm_(ups.transpose(0, 1).flatten(1), stack.down[name].float().flatten(0, 1))
-            yield from ((name, LowRank.of(sums[name])) for name in list(sums))
+            yield from ((name, LowRank.of(sums.pop(name))) for name in list(sums))
 
     @property
     def dense(self) -> bool:
@@ -274,7 +274,7 @@ class CombinationBasis:
 
     def _read(self, dtype: torch.dtype, device: torch.device) -> dict[str, _Module]:
         parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in self.bank.shapes}
-        for start, stack in stacks_of(self.bank, len(self.weights), description="Reading adapters"):
+        for start, stack in read_blocks(self.bank, len(self.weights), description="Reading adapters"):
             for name, found in parts.items():
                 rank = stack.down[name].shape[1]
                 real = torch.arange(rank) < stack.ranks[name][:, None]  # (n, rank): not the zeros of filling up

@@ -85,7 +85,7 @@ Bank: TypeAlias = AdapterBank | StackBank | NormalizedBank
 
 def normalized(bank: AdapterBank | StackBank, progress: Progress = QUIET) -> tuple[NormalizedBank, float]:
     """A bank with all adapters at their median strength, and that strength, the norm of a change."""
-    stacks = stacks_of(bank, len(bank), description="Strengths", progress=progress)
+    stacks = read_blocks(bank, len(bank), description="Strengths", progress=progress)
     norms = torch.cat([norms_of(stack) for _, stack in stacks]).sqrt()
     strength = float(norms.median())
     return NormalizedBank(bank, normalizing(norms, strength)), strength
@@ -117,7 +117,7 @@ def stack_of(bank: Bank, start: int, stop: int, modules: Collection[str] | None 
     return stack
 
 
-def stacks_of(
+def read_blocks(
     bank: Bank,
     count: int,
     *,
@@ -199,7 +199,7 @@ def _unscaled_products(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor])
 
 def fingerprints(bank: Bank, count: int | None = None) -> Tensor:
     """A number per adapter, to know it again by: its inner product with a random adapter; shape `(count,)`, fp64."""
-    stacks = stacks_of(bank, len(bank) if count is None else count, description="Fingerprints")
+    stacks = read_blocks(bank, len(bank) if count is None else count, description="Fingerprints")
     return torch.cat([_fingerprints(stack) for _, stack in stacks])
 
 

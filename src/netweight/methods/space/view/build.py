@@ -19,7 +19,7 @@ from netweight.methods.space.points import Direction, scores_digest
 from netweight.methods.space.sampling import PairSampler, Sampler
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.content import AdapterMap, Neighbors, Samples, SliderSpace, Traversal, View
+from netweight.methods.space.view.content import AdapterMap, NearestAdapters, Samples, SliderSpace, Traversal, View
 from netweight.methods.space.view.live import Reader, live_pipeline
 from netweight.nn.text_to_image import TextToImage
 
@@ -208,7 +208,7 @@ def _coordinates(space: WeightSpace, points: Tensor) -> NDArray[np.float64]:
 
 def _nearest(
     space: WeightSpace, points: Tensor, shown: Sequence[int], count: int, *, themselves: bool = False
-) -> Neighbors | None:
+) -> NearestAdapters | None:
     """Models on the map nearest to points, by the cosine of what both add to the mean of all models."""
     # Where the points are the models on the map themselves, none is its own neighbor.
     count = min(count, len(shown) - themselves)
@@ -220,4 +220,4 @@ def _nearest(
     if themselves:
         cosines.fill_diagonal_(-torch.inf)
     found = cosines.topk(count)
-    return Neighbors(found.indices.numpy(), found.values.numpy())
+    return NearestAdapters(found.indices.numpy(), found.values.numpy())

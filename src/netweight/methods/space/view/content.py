@@ -48,7 +48,7 @@ class Traversal:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Neighbors:
+class NearestAdapters:
     """The adapters nearest to each of n points."""
 
     numbers: NDArray[np.int64]  # shape `(n, m)`: numbers of adapters on the map, the nearest first
@@ -58,7 +58,7 @@ class Neighbors:
     def __post_init__(self) -> None:
         if self.numbers.ndim != 2 or self.numbers.shape != self.similarities.shape or self.numbers.dtype.kind != "i":
             raise UsageError(
-                f"Neighbors {self.numbers.shape} of type {self.numbers.dtype} do not fit similarities "
+                f"NearestAdapters {self.numbers.shape} of type {self.numbers.dtype} do not fit similarities "
                 f"{self.similarities.shape}.",
                 cure="Give whole numbers and similarities of one shape (n, m).",
             )
@@ -77,7 +77,7 @@ class AdapterMap:
     thumbnails: Images  # shape `(n, height, width, 3)`, uint8: an image by each adapter
     # Name → n values, all numbers or all texts (or truth values); None where one is not known.
     labels: Mapping[str, Sequence[float | str | None]] = field(default_factory=dict)
-    neighbors: Neighbors | None = None
+    neighbors: NearestAdapters | None = None
     note: str = ""  # a line above the map, such as which adapters of how many are on it
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class Samples:
     """Models drawn from the space, which nobody trained."""
 
     images: Images  # shape `(n, noises, height, width, 3)`, uint8
-    neighbors: Neighbors | None = None
+    neighbors: NearestAdapters | None = None
     coordinates: NDArray[np.float64] | None = None  # shape `(n, d)` as on the map, to show them there; None for not
     note: str = ""  # a line above them, such as how they were drawn
 
@@ -230,10 +230,10 @@ def _check_label(name: str, values: Sequence[Any], n: int) -> None:
         raise UsageError(f"A value of the label {name!r} is NaN or infinite.", cure="Give None for unknown.")
 
 
-def _check_neighbors(what: str, neighbors: Neighbors, n: int, adapters: int) -> None:
+def _check_neighbors(what: str, neighbors: NearestAdapters, n: int, adapters: int) -> None:
     if len(neighbors.numbers) != n or (neighbors.numbers < 0).any() or (neighbors.numbers >= adapters).any():
         raise UsageError(
-            f"Neighbors of {what} are {neighbors.numbers.shape} numbers, some outside 0 to {adapters - 1}."
+            f"NearestAdapters of {what} are {neighbors.numbers.shape} numbers, some outside 0 to {adapters - 1}."
             if len(neighbors.numbers) == n
             else f"There are neighbors of {len(neighbors.numbers)} points, and {what} has {n}.",
             cure=f"Give {n} rows of numbers of adapters.",

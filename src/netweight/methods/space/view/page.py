@@ -19,7 +19,7 @@ from netweight.methods.space.points import POINTS_VERSION
 from netweight.methods.space.view.content import (
     AdapterMap,
     LivePipeline,
-    Neighbors,
+    NearestAdapters,
     Samples,
     SliderSpace,
     Traversal,
@@ -195,7 +195,7 @@ def _sample_data(samples: Samples) -> dict[str, Any]:
     return {"count": len(samples.images), "coordinates": coordinates, "neighbors": _neighbor_data(samples.neighbors)}
 
 
-def _neighbor_data(neighbors: Neighbors | None) -> dict[str, Any] | None:
+def _neighbor_data(neighbors: NearestAdapters | None) -> dict[str, Any] | None:
     if neighbors is None:
         return None
     return {
