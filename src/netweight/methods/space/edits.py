@@ -259,7 +259,7 @@ def corrected_steps(
         target: The attribute that is edited.
         how: Goal, rounds and noises.
         ranges: How far each attribute reaches.
-        deviations: Of the training models' scores, shape `(k,)`; steps are measured in them.
+        deviations: Deviations of the training models' scores, shape `(k,)`; steps are measured in them.
         seed: Decides on noises.
         progress: Where to show it.
 
