@@ -65,6 +65,8 @@ def test_rows_run_by_themselves_and_tables_share_them(out):
     columns = {column.name for column in first.published.columns}
     assert {row for row, _ in measured(first)} == {"Base"}
     assert {column for _, column in measured(first)} == {name for name in columns if "10k" not in name}
+    beside = {(c.unit, c.difference) for c in first.comparisons if c.measured is not None}
+    assert beside == {("mean probability; here share of right tokens", None)}
     assert len(ledger(out)) == known + 3
     more = tried("repnoise-table1", out, "*@3e-05-1000-*")
     assert len(ledger(out)) == known + 3 + len(more.published.rows)  # all but the base, and the corrected loss

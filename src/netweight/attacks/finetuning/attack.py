@@ -305,7 +305,7 @@ def _optimizers(parameters: list[nn.Parameter], settings: AttackSettings) -> lis
 
 @final
 class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` without weight decay, in float32: processors without bfloat16 take a tenth of the time."""
+    """`torch.optim.Muon` without weight decay, in float32: processors without bfloat16 need a quarter of the time."""
 
     def __init__(self, matrices: list[nn.Parameter], lr: float) -> None:
         super().__init__(matrices, {"lr": lr})

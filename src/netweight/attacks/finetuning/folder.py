@@ -88,11 +88,15 @@ def attack_folders(
     progress: Progress = QUIET,
     title: str = "Resistance to fine-tuning",
     planned: Callable[[SweepPlan], object] = lambda plan: None,
+    earlier: bool = False,
 ) -> tuple[SweepPlan, Section]:
-    """Attack a model folder and those it is compared with; what an earlier call did is not done again."""
+    """Attack a model folder and those it is compared with; what an earlier call did is not done again.
+
+    The base is to be what the defense began with, unless it may be from `earlier` steps of a recipe.
+    """
     if settings.also and settings.base is None:
         raise UsageError("Further defended models are compared with a base, and there is none.", cure="Give the base.")
-    _check(Path(model), settings)
+    _check(Path(model), settings, earlier=earlier)
     with settings.running() as engine:
         plan = _plan(settings, Path(model), folder=folder, engine=engine, seed=seed, progress=progress)
         planned(plan)
@@ -125,7 +129,7 @@ def _with_costs(section: Section, plan: SweepPlan) -> Section:
     return replace(section, findings=[*section.findings, *costs])
 
 
-def _check(model: Path | None, settings: FolderAttack) -> None:
+def _check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) -> None:
     """Refuse before hours of work what would fail after them, or say nothing."""
     missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
@@ -155,7 +159,7 @@ def _check(model: Path | None, settings: FolderAttack) -> None:
         for folder, record in records.items()
         if "digests" in record and folder != settings.base
     }
-    if settings.base is not None and began:
+    if settings.base is not None and began and not earlier:
         weights = load_causal_lm(settings.base)[0].named_parameters()
         found = of_config({name: of_tensor(value) for name, value in weights})
         for folder in (folder for folder, before in began.items() if before != found):
@@ -466,8 +470,9 @@ def _texts(file: str, other: str) -> list[TextExample]:
 
 
 def _run(target: Target, settings: FolderAttack, progress: Progress) -> Section:
-    settings = settings.replace(base=settings.base or target.before)
-    plan, section = attack_folders(settings, target.model, folder=target.output, seed=target.seed, progress=progress)
+    own, settings = settings.base, settings.replace(base=settings.base or target.before)
+    how: Any = {"folder": target.output, "seed": target.seed, "progress": progress, "earlier": own is None}
+    plan, section = attack_folders(settings, target.model, **how)
     return replace(section, intro=f"{section.intro}\n\nRecovered means: {plan.recovered}.".strip())
 
 
