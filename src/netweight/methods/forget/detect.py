@@ -324,12 +324,16 @@ def noise_difference(noise: Tensor, latents: Tensor) -> Tensor:
     return (found - low) / (high - low).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def similarity(first: Tensor, second: Tensor, windows: Windows | None = None, *, together: int = 0) -> Tensor:
+def similarity(
+    first: Tensor, second: Tensor, windows: Windows | None = None, *, together: int = 0, bound: bool = False
+) -> Tensor:
     """Return the (multi-scale) structural similarity of each pair of samples, within 0 and 1."""
     # Source: Wang et al. 2003; constants 0.01 and 0.03, averaged over channels. Coarser scales look within the image;
     # the last reflects its edges, as torchmetrics does, which the paper's code uses.
     # `together`: so many consecutive pairs share a range of values, taken anew at every scale, as in the released code;
     # with 0 the range is that of noise differences, 1.
+    # `bound`: what similarities are at least, whatever further pairs share the range: a larger range raises light and
+    # contrast towards 1, and where contrast is negative a light of 1 makes their product least.
     windows = windows or windows_for(*first.shape[-2:])
     if first.device.type != "mps":  # which has no doubles; where nothing varies, float32 would lose four digits
         first, second = first.double(), second.double()
@@ -338,7 +342,7 @@ def similarity(first: Tensor, second: Tensor, windows: Windows | None = None, *,
         if scale:
             first, second = F.avg_pool2d(first, 2), F.avg_pool2d(second, 2)
         span = _spans(first, second, together) if together else torch.ones_like(result)
-        whole, contrast = _structure(first, second, windows.kernel, span[:, None, None, None])
+        whole, contrast = _structure(first, second, windows.kernel, span[:, None, None, None], bound=bound)
         last = scale == len(windows.weights) - 1
         result = result * (whole if last else contrast).clamp_min(0) ** weight
     return result.float()
@@ -382,7 +386,9 @@ def pairwise(differences: Tensor, *, published: bool = False) -> Tensor:
     return result
 
 
-def _structure(first: Tensor, second: Tensor, kernel: int, span: Tensor) -> tuple[Tensor, Tensor]:
+def _structure(
+    first: Tensor, second: Tensor, kernel: int, span: Tensor, *, bound: bool = False
+) -> tuple[Tensor, Tensor]:
     """Means over windows and channels: of similarity, edges reflected, and of contrast, within the image."""
     edge = kernel // 2
     stacked = torch.stack([first, second, first * first, second * second, first * second])
@@ -392,7 +398,8 @@ def _structure(first: Tensor, second: Tensor, kernel: int, span: Tensor) -> tupl
     contrast = (2 * (product - mean_a * mean_b) + small) / (variances + small)
     light = (2 * mean_a * mean_b + dark) / (mean_a.square() + mean_b.square() + dark)
     inside = contrast[..., edge:-edge, edge:-edge]
-    return (light * contrast).mean((1, 2, 3)), inside.mean((1, 2, 3))
+    whole = torch.minimum(contrast, light * contrast) if bound else light * contrast
+    return whole.mean((1, 2, 3)), inside.mean((1, 2, 3))
 
 
 def _smooth(images: Tensor, kernel: int) -> Tensor:

@@ -140,7 +140,8 @@ class Trials:
 
     # `unblocked`: noise differences of the seeds without any neuron blocked, `(seeds, channels, height, width)`
     # `released`: predictions, to compare all seeds of a trial at once, as the released code does, whose range of values
-    # is theirs; where rounding could decide, by its very operations
+    # is theirs; where rounding could decide, by its very operations. Of some seeds of a trial only what their
+    # similarities are at least is known
 
     def __init__(
         self, prompt: PromptText, seeds: Sequence[int], unblocked: Tensor, costs: Costs,
@@ -149,6 +150,8 @@ class Trials:
         self._prompt, self._seeds, self._unblocked, self._costs = prompt, seeds, unblocked, costs
         self._released, self.limit = released, limit  # what greatest similarities are compared with
         self._known: dict[tuple[Hashable, int], float] = {}
+        self._least: dict[tuple[Hashable, int], float] = {}
+        self._seen: dict[tuple[Hashable, int], Tensor] = {}  # noise differences of what was bounded last
         self._settled: dict[Hashable, list[float]] = {}
 
     def settled(self, trial: Blocked) -> list[float]:
@@ -164,26 +167,33 @@ class Trials:
     def evaluate(self, trials: Sequence[Blocked], seeds: Sequence[int] | None = None) -> Search[list[list[float]]]:
         """Return the similarities of some seeds, or all, for each trial."""
         chosen = range(len(self._seeds)) if seeds is None else seeds
-        found = iter((yield from self._similarities([(trial, seed) for trial in trials for seed in chosen])))
+        pairs = [(trial, seed) for trial in trials for seed in chosen]
+        together = len(self._seeds) if self._released and seeds is None else 0
+        found = iter((yield from self._similarities(pairs, together)))
         return [[next(found) for _ in chosen] for _ in trials]
 
-    def _similarities(self, pairs: Sequence[tuple[Blocked, int]]) -> Search[list[float]]:
+    def _similarities(self, pairs: Sequence[tuple[Blocked, int]], together: int) -> Search[list[float]]:
         keys = [(_key(trial), seed) for trial, seed in pairs]
-        if self._released:
-            pairs = [(trial, seed) for trial, _ in pairs for seed in range(len(self._seeds))]
-        named = {(_key(trial), seed): (trial, seed) for trial, seed in pairs}
-        new = {key: pair for key, pair in named.items() if key not in self._known}
+        bounded = bool(self._released) and not together
+        new = {key: pair for key, pair in zip(keys, pairs, strict=True)
+               if key not in self._known and not (bounded and key in self._least)}  # fmt: skip
         if new:
-            rows = [MaskedRow(self._prompt, trial, self._seeds[seed]) for trial, seed in new.values()]
-            differences = yield from predicted(rows, self._costs)
-            unblocked = self._unblocked[[seed for _, seed in new.values()]]
-            found = similarity(differences, unblocked, together=len(self._seeds) if self._released else 0)
-            self._known |= zip(new, found.tolist(), strict=True)
-        for trial in {_key(trial): trial for trial, _ in pairs}.values() if self._released else ():
+            asked = [key for key in new if key not in self._seen]
+            rows = [MaskedRow(self._prompt, new[key][0], self._seeds[new[key][1]]) for key in asked]
+            made = (yield from predicted(rows, self._costs)) if rows else ()
+            found = self._seen | dict(zip(asked, made, strict=True))
+            differences, unblocked = (torch.stack([found[key] for key in new]), self._unblocked[[at for _, at in new]])
+            values = similarity(differences, unblocked, together=1 if bounded else together, bound=bounded)
+            if bounded:
+                self._seen = {key: found[key] for key in new}
+                self._least |= zip(new, (values - _ROUNDING).tolist(), strict=True)
+            else:
+                self._known |= zip(new, values.tolist(), strict=True)
+        for trial in {_key(trial): trial for trial, _ in pairs}.values() if together else ():
             highest = max(self._known[_key(trial), seed] for seed in range(len(self._seeds)))
             if abs(highest - self.limit) <= _ROUNDING:
                 self.settled(trial)
-        return [self._known[key] for key in keys]
+        return [self._known[key] if key in self._known else self._least[key] for key in keys]
 
 
 def _key(trial: Blocked) -> Hashable:
