@@ -129,12 +129,13 @@ def test_what_is_localized_applied_and_undone(folder, tmp_path):
     (name, taken), *_ = units.items()
     free = next(index for index in range(max(taken) + 2) if index not in taken)
     for each in others["prompts"]:
-        each["neurons"]["units"] = {name: [free]}
+        each["neurons"]["units"] = {name: [min(taken), free]}
     (tmp_path / "others.json").write_text(json.dumps(others))
     second = run("apply", tmp_path / "edited", tmp_path / "twice", "--neurons", tmp_path / "others.json",
                  "--factor", "0.5", "--card")  # fmt: skip
     assert "| edits | 2 |" in (tmp_path / "twice" / "README.md").read_text()
-    assert second["before"] == done["after"]
+    assert (second["before"], second["neurons"]) == (done["after"], 1)  # what was off already is not scaled again
+    assert torch.equal(weights(tmp_path / "twice")[f"{name}.weight"][free], 0.5 * before[f"{name}.weight"][free])
     assert sorted(path.name for path in (tmp_path / "twice" / "forget").iterdir()) == [
         "001.json", "001.safetensors", "002.json", "002.safetensors",
     ]  # fmt: skip

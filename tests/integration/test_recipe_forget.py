@@ -108,14 +108,20 @@ def audit(folder, edited, out, *more, code=(0,)):
 def test_an_audit_without_a_search_says_so_in_red_and_goes_on_from_what_it_painted(done, tmp_path):
     folder, result, _ = done
     edited = folder / result["steps"][0]["path"]
-    found = audit(folder, edited, tmp_path, "--no-search")
+    (folder / "others.csv").write_text("caption\nsmall red harbor lights\na blue letter\n")
+    others = ("--others", folder / "others.csv", "--column", "caption,prompt")
+    found = audit(folder, edited, tmp_path, "--no-search", *others)
     assert set(found["suppressed"]) == {WORLD.planted[number].caption for number in (0, 3, 6)}
     assert found["searched"] == {}
     images, detection, neurons = read_report(tmp_path).sections
     assert images.missing_audits == ("embedding search",)
     assert (detection.title, neurons.title) == ("Detection", "Neurons")
     painted = {path: path.stat().st_mtime_ns for path in (tmp_path / "painted").iterdir()}
-    assert len(painted) == 2 * (3 + 8) + 3  # two models, prompts and ordinary ones; and random neurons
+    assert len(painted) == 2 * (3 + 8 + 2) + 3  # two models, prompts, ordinary and other ones; and random neurons
+    changed = {each.name: each for each in images.findings if each.name.endswith("changed")}
+    assert [(name, each.n) for name, each in changed.items()] == [
+        ("NCC, ordinary prompts, changed", 8), ("NCC, other prompts, changed", 2),
+    ]  # fmt: skip
     search = ("--steps", 1, "--restarts", 1, "--draws", 1, "--images", 1, "--threshold", 0.99)
     found = audit(folder, edited, tmp_path, *search)
     assert "survived searches" in found["searched"]["edited"] or "brought back" in found["searched"]["edited"]
@@ -203,4 +209,7 @@ def test_what_audits_cannot_use_is_named_before_any_work(done, tmp_path):
     both.write_text("\n".join([WORLD.planted[0].caption, *WORLD.ordinary_captions[:5]]))
     wrong = audit(folder, edited, tmp_path / "out", "--ordinary", both, code=(2,))["error"]["message"]
     assert "among the ordinary and the memorized" in wrong
+    both.write_text(WORLD.ordinary_captions[0])
+    wrong = audit(folder, edited, tmp_path / "out", "--others", both, code=(2,))["error"]["message"]
+    assert "among the ordinary and the other" in wrong
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,6 @@ from netweight.attacks.embedding_search.compare import (
 from netweight.attacks.embedding_search.descent import Descent, denoising_error
 from netweight.attacks.embedding_search.search import (
     Trial,
-    descend,
     noise_like,
     paired,
     search,
@@ -33,6 +32,14 @@ from netweight.nn.text_to_image import Text
 correlation = paired()
 SETTINGS = SearchSettings(steps=20, images=3, guidance=3, generation_steps=8, threshold=0.8)
 IMAGES = planted_images()
+
+
+def descend(model, latents, start, seeds):
+    """Search to the last step; return the embeddings and their last errors."""
+    descent, rows = Descent(model, latents, start, SETTINGS, seeds), range(len(start))
+    with descent.changed():
+        errors = [descent.step(rows) for _ in range(SETTINGS.steps)][-1]
+    return descent.text(rows), errors
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +88,17 @@ def test_a_row_goes_its_way_whatever_else_is_in_the_batch(original):
     seeds = [1, 2, 3]
     start = Text.joined([original.embed([ORDINARY[place]]) for place in range(3)])
     latents = original.to_latents(IMAGES[[0, 1, 0]])
-    together, errors = descend(original, latents, start, SETTINGS, seeds)
-    alone, error = descend(original, latents[1:2], start.rows([1]), SETTINGS, seeds[1:2])
+    together, errors = descend(original, latents, start, seeds)
+    alone, error = descend(original, latents[1:2], start.rows([1]), seeds[1:2])
     assert torch.allclose(together.states[1], alone.states[0], atol=1e-4)
     assert errors[1] == pytest.approx(error[0], rel=1e-3)
-    other, _ = descend(original, latents[1:2], start.rows([1]), SETTINGS, [9])
+    other, _ = descend(original, latents[1:2], start.rows([1]), [9])
     assert not torch.allclose(other.states, alone.states, atol=1e-3)
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_changes_nothing(original, monkeypatch):
     latents, start = original.to_latents(IMAGES), original.embed(ORDINARY[:2])
-    whole, _ = descend(original, latents, start, SETTINGS, [1, 2])
+    whole, _ = descend(original, latents, start, [1, 2])
     sizes = []
     predict = original.predict
 
@@ -102,13 +109,13 @@ def test_a_batch_that_does_not_fit_is_halved_and_changes_nothing(original, monke
         return predict(noisy, *rest)
 
     monkeypatch.setattr(original, "predict", small)
-    parted, _ = descend(original, latents, start, SETTINGS, [1, 2])
+    parted, _ = descend(original, latents, start, [1, 2])
     assert sizes[:7] == [16, 8, 4, 4, 4, 4, 4]
     assert max(sizes[7:]) == 4  # what was learned of memory holds
     assert torch.allclose(parted.states, whole.states, atol=1e-4)
     monkeypatch.setattr(original, "predict", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
     with pytest.raises(torch.OutOfMemoryError):
-        descend(original, latents, start, SETTINGS, [1, 2])
+        descend(original, latents, start, [1, 2])
 
 
 def test_one_step_is_that_of_adam_on_the_denoising_loss(original):

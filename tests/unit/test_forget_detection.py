@@ -343,8 +343,11 @@ def test_prompts_come_from_every_kind_of_file(tmp_path):
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        column = "Caption" if name == "b.csv" else "prompt"
-        assert read_prompts(tmp_path / name, column=column) == ["first, one", "second"]
+        assert read_prompts(tmp_path / name, column="Caption, prompt") == ["first, one", "second"]
+        assert read_prompts(tmp_path / name, column="Caption" if name == "b.csv" else "prompt") == [
+            "first, one",
+            "second",
+        ]
 
 
 def test_files_without_prompts_are_refused_with_the_reason(tmp_path):

@@ -9,16 +9,18 @@ pytest.importorskip("transformers", reason="transformers is in the diffusion ext
 from small_pipelines import WORDS, stable_diffusion
 from tiny_diffusion import ORDINARY, PLANTED, picture, planted_images, trained
 
-from netweight.attacks.embedding_search.further import Relearning, TypedTokens
+from netweight.attacks.embedding_search.further import OtherSampling, Relearning, TypedTokens
 from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image
+from netweight.nn.batching import Batches
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld, memorized
 
 correlation = paired()
-FURTHER = ("soft", "typed", "noised", "inverted", "relearn", "relearn-few", "relearn-one", "lora", "zeroed")
+FURTHER = ("soft", "typed", "noised", "inverted", "sampled", "relearn", "relearn-few", "relearn-one", "lora",
+           "zeroed")  # fmt: skip
 SETTINGS = SearchSettings(steps=2, draws=2, rates=(0.3,), images=2, generation_steps=4, error="noise", starts=FURTHER)
 OTHERS = [(f"a {color} circle", torch.full((3, 16, 16), 0.2 * number)) for number, color in enumerate(("red", "blue"))]
 
@@ -40,12 +42,21 @@ def test_all_of_them_are_trials_and_leave_every_weight(pipeline):
     flags = [weight.requires_grad for weight in pipeline.denoiser.parameters()]
     found = run(pipeline)
     assert [(trial.start, trial.lr) for trial in found.trials] == [
-        ("soft", 0.1), ("soft", 0.3), ("typed", None), ("noised", None), ("inverted", None), ("relearn", 1e-3),
+        ("soft", 0.1), ("soft", 0.3), ("typed", None), ("noised", None), ("inverted", None),
+        *[("sampled", None)] * 4, ("relearn", 1e-3),
         ("relearn-few", 1e-3), ("relearn-one", 1e-3), ("lora", 1e-2), ("zeroed", 1e-3),
     ]  # fmt: skip
     assert pipeline.digest() == before
     assert [weight.requires_grad for weight in pipeline.denoiser.parameters()] == flags
-    assert found.after.shape == (10, 2, 3, 16, 16)
+    assert found.after.shape == (14, 2, 3, 16, 16)
+
+
+def test_other_sampling_is_the_prompts_own_with_other_guidance_and_steps(pipeline):
+    walk = OtherSampling(pipeline, "a circle", SETTINGS.replace(guidance=3, generation_steps=4))
+    made = walk.images([0, 0, 1, 2, 3], [5, 6, 5, 5, 5], Batches(8))
+    for place, (seed, guidance, steps) in enumerate([(5, 1, 4), (6, 1, 4), (5, 6, 4), (5, 3, 2), (5, 3, 8)]):
+        alone = pipeline.generate(pipeline.embed(["a circle"]), [seed], guidance=guidance, steps=steps)[0]
+        assert torch.allclose(made[place], alone, atol=1e-4)
 
 
 def test_training_on_a_picture_brings_that_one_to_a_model_that_never_saw_it():

@@ -21,12 +21,14 @@ from netweight.nn.text_to_image import TextToImage
 
 
 def read_prompts(path: str | Path, *, column: str = "prompt") -> list[str]:
-    """Read prompts, each once: the lines of a .txt, or a column of what `read_rows` takes."""
+    """Read prompts, each once: the lines of a .txt, or of what `read_rows` takes the first column of those named."""
     path = Path(path)
     if path.suffix == ".txt" and path.is_file():
         found = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     else:
         rows = read_rows(path)
+        named = [name.strip() for name in column.split(",")]
+        column = next((name for name in named if name in rows.columns), named[0])
         rows.need(column, by="--column")
         errors, found = RowErrors(rows.name), []
         for row in rows.rows:

@@ -5,6 +5,7 @@ Each is a `Walk`, so that all are evaluated and reported alike.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast, final
@@ -18,7 +19,7 @@ from netweight.attacks.embedding_search.settings import SearchSettings, Start
 from netweight.core.seeds import torch_generator
 from netweight.errors import Unsupported, UsageError
 from netweight.nn.batching import Batches
-from netweight.nn.text_to_image import OpenTextToImage, Text, TextToImage, denoised
+from netweight.nn.text_to_image import OpenTextToImage, Text, TextToImage, denoised, generated
 
 _RANK = 4  # of LoRA
 _WORDS = 8  # that are typed
@@ -41,6 +42,9 @@ def further(
             )
         rate = settings.relearning * (10 if kind == "lora" else 1)
         return Relearning(model, kind, prompt, shown, settings, rate, seed), [rate]
+    if kind == "sampled":
+        walk = OtherSampling(model, prompt, settings)
+        return walk, [None] * len(walk.ways)
     opened = _opened(model, kind)
     if kind == "soft":
         start = next((other for other in unrelated if other != prompt), "")
@@ -134,25 +138,50 @@ class TypedTokens(Walk):
         return denoising_error(self._model, latents, noise, times, text, self._settings.error)
 
 
+class _Prompted(Walk):
+    """Images of the target's prompt, without a step."""
+
+    steps = 0
+
+    def __init__(self, model: TextToImage, prompt: str, settings: SearchSettings) -> None:
+        super().__init__(model, settings)
+        self._prompt = prompt
+
+    def text(self, rows: Sequence[int]) -> Text:
+        return self._model.embed([self._prompt] * len(rows))
+
+    def step(self, rows: Sequence[int]) -> list[float]:
+        raise AssertionError("no step is taken")
+
+
 @final
-class FromPicture(Walk):
+class OtherSampling(_Prompted):
+    """The target's prompt with next to no guidance and with twice as much, in half and in twice as many steps."""
+
+    def __init__(self, model: TextToImage, prompt: str, settings: SearchSettings) -> None:
+        super().__init__(model, prompt, settings)
+        guidance, steps = settings.guidance, settings.generation_steps
+        self.ways = [(1.0, steps), (2 * guidance, steps), (guidance, max(1, steps // 2)), (guidance, 2 * steps)]
+
+    def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches) -> Tensor:
+        made = []
+        for row, group in itertools.groupby(zip(rows, seeds, strict=True), key=lambda pair: pair[0]):
+            own, (guidance, steps) = [seed for _, seed in group], self.ways[row]
+            made.append(generated(self._model, self.text(own), own, batches, guidance=guidance, steps=steps))
+        return torch.cat(made)
+
+
+@final
+class FromPicture(_Prompted):
     """The target noised, or inverted to noise, and denoised under its prompt: what somebody who has it can show."""
 
     # Source: Song et al., arXiv 2010.02502 (deterministic steps, and their inversion).
 
-    steps = 0
-
     def __init__(
         self, model: OpenTextToImage, prompt: str, latents: Tensor, settings: SearchSettings, *, inverted: bool
     ) -> None:
-        super().__init__(model, settings)
-        self._opened, self._prompt, self._latents, self._inverted = model, prompt, latents, inverted
-
-    def text(self, rows: Sequence[int]) -> Text:
-        return self._opened.embed([self._prompt] * len(rows))
-
-    def step(self, rows: Sequence[int]) -> list[float]:
-        raise AssertionError("no step is taken")
+        super().__init__(model, prompt, settings)
+        self._opened, self._latents, self._inverted = model, latents, inverted
 
     @torch.no_grad()
     def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeAlias, cast, final
 import torch
 from torch import Tensor
 
-from netweight.attacks.embedding_search.descent import Descent, Walk, weights_fixed
+from netweight.attacks.embedding_search.descent import Descent, Walk
 from netweight.attacks.embedding_search.further import further
 from netweight.attacks.embedding_search.settings import SearchSettings, Start
 from netweight.core.progress import QUIET, Progress
@@ -263,19 +263,6 @@ class _Trials:
         blank = torch.full((self._settings.images, *self._image.shape), 0.5)  # of a row that diverged unseen
         before, after = (torch.stack([kept.get(row, blank) for row in rows]) for kept in (self._before, self._after))
         return Searched(tuple(trials), self._walk.text(rows), before, after)
-
-
-def descend(
-    model: TextToImage, latents: Tensor, start: Text, settings: SearchSettings, seeds: Sequence[int]
-) -> tuple[Text, list[float]]:
-    """Search to the last step without generating images; return the embeddings and their last errors."""
-    rows = range(len(start))
-    descent = Descent(model, latents, start, settings, seeds)
-    errors: list[float] = []
-    with weights_fixed(model.denoiser):
-        for _ in range(settings.steps):
-            errors = descent.step(rows)
-    return descent.text(rows), errors
 
 
 def starting_points(

@@ -14,12 +14,13 @@ from netweight.settings import Cli, Settings
 
 # Where a search for embeddings begins: the target's own prompt, one that has nothing to do with it, or noise. Further
 # attacks: "soft" searches what the text encoder reads in place of token embeddings; "typed" searches words; "noised"
-# denoises the noised target under its prompt, and "inverted" starts from the target's noise by DDIM inversion. Others
-# train: "relearn" on all other memorized pictures, "relearn-few" on two of them, "relearn-one" on the target itself,
-# "lora" as "relearn" by low rank, "zeroed" as "relearn" at the places of zeroed rows of weights alone.
+# denoises the noised target under its prompt, and "inverted" starts from the target's noise by DDIM inversion;
+# "sampled" takes the target's prompt with other guidance and other numbers of steps. Others train: "relearn" on all
+# other memorized pictures, "relearn-few" on two of them, "relearn-one" on the target itself, "lora" as "relearn" by low
+# rank, "zeroed" as "relearn" at the places of zeroed rows of weights alone.
 Start = Literal[
-    "original", "unrelated", "noise", "soft", "typed", "noised", "inverted", "relearn", "relearn-few", "relearn-one",
-    "lora", "zeroed",
+    "original", "unrelated", "noise", "soft", "typed", "noised", "inverted", "sampled", "relearn", "relearn-few",
+    "relearn-one", "lora", "zeroed",
 ]  # fmt: skip
 PredictionKind = Literal["velocity", "noise", "sample"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -443,12 +443,14 @@ def switch_off(model: TextToImage, neurons: Path, earlier: Sequence[EditRecord],
             f"The neurons were found in another model: in {found_in}, not {model.digest()}.",
             cure="Localize on this model: netweight forget localize.",
         )
-    twice = {unit for record in earlier for unit in record.units} & set(units)
-    if twice and len(twice) == len(units):
-        raise UsageError(
-            f"All {len(units)} neurons of {neurons} were edited before.",
-            cure="Undo that edit first, or leave it at that.",
-        )
+    for record in earlier:
+        left = units - record.units  # a factor holds once
+        if units and not left:
+            raise UsageError(
+                f"All {len(units)} neurons of {neurons} were edited before.",
+                cure="Undo that edit first, or leave it at that.",
+            )
+        units = left
     return apply_found_(model, units, found, file=neurons.name, factor=factor)
 
 

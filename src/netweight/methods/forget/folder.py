@@ -7,6 +7,7 @@ stopped continues prompt by prompt.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -168,6 +169,8 @@ def audit_folder(
 ) -> Audited:
     """Run all audits on an edited pipeline's folder and add what they found to a report."""
     prompts, ordinary = _prompts(audit.search.targets, audit.ordinary, audit.column)
+    others = [] if audit.others is None else read_prompts(audit.others, column=audit.column)
+    _check_apart({"memorized": prompts, "ordinary": ordinary, "other": others})
     found = localized(model)
     prepared = prepare(audit.search, model)
     models: dict[str, TextToImage] = {subject.name: subject.model for subject in prepared.subjects}
@@ -186,8 +189,9 @@ def audit_folder(
         seeds=tuple(range(seed, seed + audit.images)), guidance=search.guidance, steps=search.generation_steps
     )
     made = generate_before_and_after(
-        models, prepared.pairs, ordinary[:_SHOWN], _units(model), settings, folder=folder, seed=seed, progress=progress
-    )
+        models, prepared.pairs, ordinary[:_SHOWN], _units(model), settings, folder=folder, seed=seed, others=others,
+        progress=progress,
+    )  # fmt: skip
     comparison = None
     if audit.searched:
         comparison = prepared.compare(range(seed, seed + audit.search.seeds), folder=folder, progress=progress)
@@ -223,6 +227,7 @@ def generate_before_and_after(
     *,
     folder: Path,
     seed: int,
+    others: Sequence[str] = (),
     progress: Progress = QUIET,
 ) -> GeneratedImages:
     """Generate memorized and ordinary prompts by the original, by its edit, and with as many random neurons off."""
@@ -230,8 +235,8 @@ def generate_before_and_after(
     prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
     made = {
         name: generate_images(
-            model, [*prompts, *ordinary] if name in ("original", "edited") else prompts, settings, folder=folder,
-            progress=progress,
+            model, [*prompts, *ordinary, *others] if name in ("original", "edited") else prompts, settings,
+            folder=folder, progress=progress,
         )
         for name, model in models.items()
     }  # fmt: skip
@@ -243,7 +248,7 @@ def generate_before_and_after(
                 model, prompts, settings, setting=random.to_json(), folder=folder, progress=progress
             )
     warnings = () if random is not None else (f"There is no control of random neurons: {name}.",)
-    return GeneratedImages(memorized, list(ordinary), original, edited, made, warnings)
+    return GeneratedImages(memorized, list(ordinary), original, edited, made, warnings, list(others))
 
 
 def _random(model: TextToImage, units: Units, seed: int) -> tuple[str, Units | None]:
@@ -296,17 +301,20 @@ def _prompts(targets: Path | None, ordinary: Path | None, column: str) -> tuple[
         raise UsageError("Audits need targets and ordinary.", cure="Give both beside the neurons.")
     memorized = [str(row.values["prompt"]) for row in check_pairs(targets).rows]
     others = read_prompts(ordinary, column=column)
-    both = sorted(set(others) & set(memorized))
-    if both:
-        raise UsageError(
-            f"The prompt {both[0]!r} is among the ordinary and the memorized.", cure="Leave it out of one."
-        )
+    _check_apart({"ordinary": others, "memorized": memorized})
     if len(others) < _LEAST_ORDINARY:
         raise UsageError(
             f"{ordinary} holds {len(others)} ordinary prompts; at least {_LEAST_ORDINARY} are needed.",
             cure="Half of them calibrate the threshold: give 100 or more.",
         )
     return memorized, others
+
+
+def _check_apart(groups: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a prompt in two groups."""
+    for (one, first), (two, second) in itertools.combinations(groups.items(), 2):
+        if both := sorted(set(first) & set(second)):
+            raise UsageError(f"The prompt {both[0]!r} is among the {one} and the {two}.", cure="Leave it out of one.")
 
 
 def _check_edit(model: Path, base: str) -> None:

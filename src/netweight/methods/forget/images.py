@@ -40,6 +40,7 @@ from netweight.report.finding import Finding
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 _FOLDER = "painted"  # of the images of every prompt
+_SAME = 0.5  # similarity to the image before below which a prompt's images count as changed
 
 
 @final
@@ -54,6 +55,7 @@ class GeneratedImages:
     # Other edits to compare with, such as as many random neurons switched off; memorized prompts alone suffice.
     controls: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     warnings: Sequence[str] = ()  # what a reader must know of them
+    others: Sequence[str] = ()  # prompts that the edit knew nothing of
 
 
 def generate_images(
@@ -163,8 +165,9 @@ def image_findings(images: GeneratedImages, config: ImagesConfig, *, seed: int) 
     for name, control in images.controls.items():
         beside = [finding for finding in of(control) if "training image" in finding.name]
         findings += [replace(each, name=f"{each.name}, {name}", better=None) for each in beside]
-    if images.ordinary:
-        findings += _ordinary(images, config, seed)
+    for kind, prompts in (("ordinary prompts", images.ordinary), ("other prompts", images.others)):
+        if prompts:
+            findings += _kept_as_they_were(images, kind, prompts, config, seed)
     if config.alignment is not None:
         findings += _alignment(images, config.alignment)
     return findings
@@ -203,32 +206,38 @@ _SUPPRESSED = Conclusion(
 )
 
 
-def _ordinary(images: GeneratedImages, config: ImagesConfig, seed: int) -> list[Finding]:
+def _kept_as_they_were(
+    images: GeneratedImages, kind: str, prompts: Sequence[str], config: ImagesConfig, seed: int
+) -> list[Finding]:
     """The cost to prompts that are not memorized."""
     descriptor = config.descriptor or CenteredPixels()
     same = {
         prompt: statistics.median(
             similarity(descriptor, images.edited[prompt], images.original[prompt]).diagonal().tolist()
         )
-        for prompt in images.ordinary
+        for prompt in prompts
     }
     values = list(same.values())
     ci95 = bootstrap(values, "median", seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
-    title = f"{config.measure}, ordinary prompts"
+    title = f"{config.measure}, {kind}"
+    moved = proportion(sum(value < _SAME for value in values), len(values))
     return [
         Finding(
             f"{title}, to the unedited generation", statistics.median(values), ci95=ci95, n=len(values),
             better="higher", seeds=(seed,), detail={"each": same},
         ),
+        Finding(f"{title}, changed", moved.estimate, ci95=moved.ci95, n=len(values), better="lower"),
         replace(
-            _copied(f"{title}, images that copy any memorized image", images, images.edited, config),
-            baseline=_copied("", images, images.original, config).value,
+            _copied(f"{title}, images that copy any memorized image", prompts, images, images.edited, config),
+            baseline=_copied("", prompts, images, images.original, config).value,
         ),
     ]  # fmt: skip
 
 
-def _copied(title: str, images: GeneratedImages, made: Mapping[str, Tensor], config: ImagesConfig) -> Finding:
-    ordinary = torch.cat([made[prompt] for prompt in images.ordinary])
+def _copied(
+    title: str, prompts: Sequence[str], images: GeneratedImages, made: Mapping[str, Tensor], config: ImagesConfig
+) -> Finding:
+    ordinary = torch.cat([made[prompt] for prompt in prompts])
     nearest = similarity_to_memorized(ordinary, images.memorized, descriptor=config.descriptor).amax(1)
     share = proportion(int((nearest >= config.threshold).sum()), len(nearest))
     return Finding(title or "copies", share.estimate, ci95=share.ci95, n=len(nearest), better="lower")

@@ -29,7 +29,9 @@ _SCOPE: Any = Field("down+mid", description="Value layers of a U-Net: without or
 _FIDELITY: Any = Field(
     "corrected", description="Without or with the order and quirks of the released code; see docs/differences.md."
 )
-_COLUMN: Any = Field("prompt", description="Column of prompts in .csv and .jsonl.")
+_COLUMN: Any = Field(
+    "prompt", description="Column of prompts in tables; of several, as caption,prompt, the first that a file has."
+)
 _DEVICE: Any = Field("cpu", description="Where the pipeline goes, such as cuda.")
 _TARGETS: Any = Field(description="Rows with prompt and image (a file): memorized pairs.")
 
@@ -315,6 +317,10 @@ class FolderAudit(Settings):
         description="Prompts that are not memorized, 100 or more: they calibrate detection, and their images are "
         "compared."
     )
+    others: FilePath | None = Field(
+        None, description="Prompts given to the edit neither to forget nor to keep, such as neighbours of memorized "
+        "ones: how many change.",
+    )  # fmt: skip
     column: str = _COLUMN
     images: Annotated[int, Cli(name="--per-prompt")] = Field(8, ge=1, description="Images of every prompt.")
     look_seeds: int = _SEEDS
@@ -329,4 +335,4 @@ class FolderAudit(Settings):
     @property
     def files(self) -> list[Path]:
         """The files that are read."""
-        return [*self.search.files, self.ordinary]
+        return [*self.search.files, self.ordinary, *([self.others] if self.others else [])]
