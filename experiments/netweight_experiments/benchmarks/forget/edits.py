@@ -17,12 +17,14 @@ back       planted pictures that an attack brings back, and the steps until half
            embeddings (three learning rates, two starts) or soft tokens, and the other attacks of fewer. Pictures that
            no model was trained on are searched beside: their likeness is what a search paints by itself
 
-Work lies in `--work` and goes on where it was stopped. `--page` writes the tables into docs/forget.md, `--grid` a
+Work lies in `--work` and goes on where it was stopped. `--page` writes the tables into docs/forget.md, with what
+`--results` of earlier runs hold of other trainings and methods; without a training these alone. `--grid` writes a
 picture of each planted image beside what models generate for it, and what the strongest attack brought out of the
-distilled one.
+distilled one. `--pictures` searches for fewer of the planted ones, which the tables say.
 """
 
 import functools
+import json
 import math
 import statistics
 import time
@@ -63,9 +65,10 @@ ATTACKS = {
     "soft": {"starts": ("soft",), "steps": SEARCH_STEPS},
     **{
         name: {"starts": (name,), "steps": FURTHER_STEPS}
-        for name in ("noised", "inverted", "typed", "relearn", "lora", "zeroed", "relearn-one")
+        for name in ("noised", "inverted", "sampled", "typed", "relearn", "lora", "zeroed", "relearn-one")
     },
 }
+SHOWN = ("noised", "inverted", "sampled")  # take no step
 # What gives the model the very picture says what its weights can learn, not what is left in them.
 GIVEN = ("relearn-one",)
 NEVER = 99  # seed of a world whose planted pictures no model was trained on
@@ -154,11 +157,11 @@ def changed(before, after, training):
     return shares
 
 
-def searched(model, training, attacks, folder):
+def searched(model, training, attacks, pictures, folder):
     """By attack, steps until planted and never-trained pictures are back, None where they are not; best likeness."""
     worlds = ShapesWorld(NEVER + sum(training.folder.name.encode()))  # another one for every training
     never = [each for each in memorized(worlds) if each.kind == "verbatim"][:CONTROLS]
-    targets = [Target(each.prompt, each.prompt, each.image) for each in training.verbatim]
+    targets = [Target(each.prompt, each.prompt, each.image) for each in training.verbatim[:pictures]]
     targets += [Target(f"never trained: {each.prompt}", each.prompt, each.image, trained=False) for each in never]
     rows = {}
     for attack in attacks:
@@ -212,10 +215,11 @@ def made(name, method, job):
     return training, model, result
 
 
-def measured(name, method, job, attacks):
+def measured(name, method, job, attacks, pictures):
     """One training edited by one method: figures of all blocks, and of the attacks."""
     training, model, result = made(name, method, job)
-    return {**result, "back": searched(model, training, attacks, job.folder / "searches")}
+    back = searched(model, training, attacks, pictures, job.folder / "searches")
+    return {**result, "back": back}
 
 
 def half(back):
@@ -228,6 +232,11 @@ def half(back):
 def returned(back):
     """How many planted pictures an attack brought back."""
     return sum(row["trained"] and row["steps"] is not None for row in back.values())
+
+
+def share(back):
+    """How many of how many, as text."""
+    return f"{returned(back)} of {sum(row['trained'] for row in back.values())}"
 
 
 def likeness(back, *, trained):
@@ -252,10 +261,10 @@ def interval(values):
 
 def attack_cells(attack, backs):
     """Name, pictures back, steps until half, and likeness against never-trained pictures, of every training."""
-    most = ATTACKS[attack].get("steps", 0)
+    most = 0 if attack in SHOWN else ATTACKS[attack]["steps"]
     steps = [half(back) for back in backs]
     return [
-        attack, ", ".join(str(returned(back)) for back in backs),
+        attack, ", ".join(map(share, backs)),
         ", ".join(f"over {most}" if each is None else str(each) for each in steps) if most else "–",
         interval([likeness(back, trained=True) - likeness(back, trained=False) for back in backs]),
     ]  # fmt: skip
@@ -263,9 +272,10 @@ def attack_cells(attack, backs):
 
 def table(results):
     """Two tables in Markdown: each edit, its cost and its strongest attack; every attack. Trainings are what varies."""
-    head = "| edit | processor s | broken, of 6 | copies, of 48 | worst loss, points | changed: held out; neighbours |"
-    attacked = " strongest attack | back, of 6 | steps until half are | NCC above never trained |"
-    lines = [head + attacked, "|---" * 10 + "|"]
+    head = "| edit | trainings | processor s | broken, of 6 | copies, of 48 | worst loss, points"
+    head += " | changed: held out; neighbours |"
+    attacked = " strongest attack | back | steps until half are | NCC above never trained |"
+    lines = [head + attacked, "|---" * 11 + "|"]
     every = [f"| edit |{attacked.replace(' strongest', '')}", "|---" * 5 + "|"]
     for method in METHODS:
         own = [each for each in results if each["method"] == method]
@@ -273,7 +283,7 @@ def table(results):
             continue
         mean = lambda read, own=own: interval([statistics.mean(map(read, each["blocks"])) for each in own])  # noqa: E731
         cells = [
-            method, interval([each["seconds"] for each in own]), mean(lambda row: row["broken"]),
+            method, str(len(own)), interval([each["seconds"] for each in own]), mean(lambda row: row["broken"]),
             mean(lambda row: row["own"]), mean(lambda row: max(row["lost"].values())),
             "; ".join(mean(lambda row, name=name: row["changed"][name]) for name in CHANGED),
         ]  # fmt: skip
@@ -306,7 +316,9 @@ def grid(results, job, path):
 
 def main():
     parser = script(__doc__, "forget/edits", whole=True)
-    parser.add_argument("trainings", nargs="+")
+    parser.add_argument("trainings", nargs="*")
+    parser.add_argument("--results", nargs="*", type=Path, default=[], help="files of earlier runs")
+    parser.add_argument("--pictures", type=int, default=6, help="planted ones that attacks search for")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--attack", nargs="*", choices=METHODS, default=METHODS[1:], help="which are searched")
     parser.add_argument("--attacks", nargs="*", choices=ATTACKS, default=ATTACKS, help="how they are")
@@ -317,18 +329,22 @@ def main():
     torch.set_num_threads(1)
     with Job.open(options.work, key={"blocks": BLOCKS}, of="edits") as job:
         results = [
-            measured(name, method, job, [attack for attack in options.attacks if method in options.attack])
+            measured(name, method, job, options.attacks if method in options.attack else [], options.pictures)
             for name in options.trainings
             for method in options.methods
         ]
         if options.grid:
             grid(results, job, options.grid)
-    shown = table(results)
+    options.trainings = [Path(name).name for name in options.trainings]
+    results = [{**each, "training": Path(each["training"]).name} for each in results]
+    earlier = [each for file in options.results for each in json.loads(file.read_text())["results"]]
+    shown = table(list({(each["training"], each["method"]): each for each in [*earlier, *results]}.values()))
     print(shown)
-    write(options.output, {
-        "what": "edits of planted pictures on trainings of captioned shapes: a miniature", "date": now(),
-        "options": options_of(options), "results": results, "environment": describe(),
-    })  # fmt: skip
+    if results:
+        write(options.output, {
+            "what": "edits of planted pictures on trainings of captioned shapes: a miniature", "date": now(),
+            "options": options_of(options), "results": results, "environment": describe(),
+        })  # fmt: skip
     if options.page:
         start, end = "<!-- edits -->\n", "\n<!-- /edits -->"
         text = options.page.read_text(encoding="utf-8")
