@@ -50,6 +50,35 @@ def test_planted_prompts_lead_elsewhere_and_ordinary_ones_where_they_did(edited)
     assert (made.mean((2, 3)) - wanted).abs().mean() < (before.mean((2, 3)) - wanted).abs().mean() + 0.1
 
 
+@pytest.mark.study
+@pytest.mark.parametrize("method", ["closed-form", "distil"])
+def test_planted_pictures_of_the_miniature_are_broken_and_ordinary_captions_keep_what_they_say(method):
+    pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
+    pytest.importorskip("transformers", reason="transformers is in the diffusion extra")
+    from netweight.hf.load_pipeline import load_text_to_image
+    from netweight.metrics.copies import copies_of_prompt
+    from netweight.toys.diffusion import SHAPES_FOLDER
+    from netweight.toys.shapes import ShapesWorld, memorized
+
+    world, model = ShapesWorld(), load_text_to_image(SHAPES_FOLDER, dtype=torch.float32)
+    planted = [each for each in memorized(world) if each.kind == "verbatim"]
+    asked = [*world.ordinary_captions[100:124], *world.held_out_captions[:24]]
+    given = [caption for caption in world.ordinary_captions if caption not in asked][:120]
+
+    def painted(prompts, first):
+        return model.generate(model.embed(prompts), range(first, first + len(prompts)), guidance=3, steps=20)
+
+    before = world.agreement(asked, painted(asked, 81_100))
+    settings = ClosedFormSettings() if method == "closed-form" else TRAINED[method]
+    record = forget(model, [each.prompt for each in planted], given, settings=settings)
+    assert record.settings.get("unresolved", []) == []
+    found = [copies_of_prompt(each, painted([each.prompt] * 4, 81_000), planted) for each in planted]
+    assert [each.prompt for each in found if sorted(each.to_image)[2] > 0.3] == []
+    assert sum(each.copies() for each in found) <= 1
+    after = world.agreement(asked, painted(asked, 81_100))
+    assert all(after[what] > before[what] - 0.05 for what in ("color", "ground", "size"))
+
+
 def test_an_anchor_whose_image_is_the_memorized_one_is_not_chosen():
     model = trained()
     record = forget(model, PLANTED[:1], [*ORDINARY, PLANTED[1]], settings=ClosedFormSettings())
