@@ -69,9 +69,7 @@ def search_section(
         tables=[search_table(comparison)],
         intro=_INTRO,
         question="Can a search over text embeddings bring the images back?",
-        conclusion=" ".join(
-            f"{name}: {words}{strongest(comparison.of(name, trained=True))}" for name, (_, words) in told.items()
-        ),
+        conclusion=" ".join(f"{name}: {words}" for name, (_, words) in told.items()),
         outcome=worst(outcome for name, (outcome, _) in told.items() if name != wanted.unedited),
         warnings=warnings,
     )
@@ -308,9 +306,10 @@ def verdict(comparison: Comparison, subject: str) -> Words:
     found = [Finding(_PLANTED, share)]
     if controls is not None:  # half as often is about as often
         found.append(Finding(_CONTROLS, controls.events / controls.n, baseline=max(share / 2, 1e-9)))
-    return _VERDICT(
+    outcome, words = _VERDICT(
         found, planted=_counted(planted, at_once), controls="" if controls is None else _counted(controls, 0)
     )
+    return outcome, words + strongest(comparison.of(subject, trained=True))
 
 
 def _words(held: bool, memory: bool | None, *, planted: str, controls: str) -> Words:
