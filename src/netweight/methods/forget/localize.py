@@ -226,7 +226,8 @@ def search(
     stage, reached = yield from _first_stage(trials, stages, wanted, kept.index(max(kept, key=seeds.__getitem__)))
     initial = _flat(stages[stage])
     (similarities,) = yield from trials.evaluate([blocked_by_layer(initial)])
-    first = max(trials.settled(blocked_by_layer(initial)) if released else similarities)
+    settled = released and not reached  # only then is it the limit, to the last bit
+    first = max(trials.settled(blocked_by_layer(initial)) if settled else similarities)
     limit = trials.limit = goal if reached else max(goal, first)
     costs.end("initial selection")
     demanded = math.nextafter(limit, -math.inf) if released else limit + _TOLERANCE
