@@ -35,7 +35,9 @@ OTHERS = re.compile(  # a paper's numbers and its own, targets, files, code, sha
     r"|<!-- options of.*?<!-- end -->|\b(?:torch|Flower|diffusers|transformers|CUDA|NVRTC|lm-eval|vLLM) \d+\.[\d.]+",
     re.S,
 )
-MEASURED = re.compile(r"(?<![\w.,/-])\d[\d,]*\.\d+(?![\w/-]|\.\d)|(?<![\w.,/-])\d[\d,]*(?= ?%|×)")  # 0.56, 17 %, 12×
+MEASURED = re.compile(
+    r"(?<![\w.,/-])(?:\d[\d,]*)?\.\d+(?![\w/-]|\.\d)|(?<![\w.,/-])\d[\d,]*(?= ?%|×)"
+)  # 0.56, 17 %, 12×
 
 
 def _cell(path: Path, row: str, column: str) -> float:
@@ -90,7 +92,7 @@ def missing(block: str, files: str) -> list[str]:
     own = MEASURED.findall(OTHERS.sub("", block))
     return [
         each for each in own
-        if not any(abs(scale * leaf - number) <= half * (1 + 1e-6) for number, half in [shown(each)]
+        if not any(abs(scale * abs(leaf) - number) <= half * (1 + 1e-6) for number, half in [shown(each)]
                    for leaf in known for scale in (1, 100))
     ]  # fmt: skip
 

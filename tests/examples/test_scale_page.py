@@ -29,4 +29,5 @@ def test_a_constant_of_the_arithmetic_is_tied_to_a_result(constant):
 def test_every_row_of_the_table_is_tied():
     text = PAGE.read_text()
     rows = re.findall(r"^\| .* \| ([\d.]+) \w+ \|$", text, re.M)
-    assert sorted(rows) == sorted(re.findall(r"^([\d.]+) = `", text, re.M))
+    assert len(rows) == 20
+    assert set(rows) <= set(re.findall(r"^([\d.]+) = `", text, re.M))
