@@ -204,14 +204,6 @@ void check_size(u64 output, u64 tensor) {
   throw nb::value_error(sizes.c_str());
 }
 
-void decode_into(nb::handle blob, nb::handle out, int threads, bool check, const std::string& path, nb::handle base) {
-  Buffer in(blob, false), to(out, true);
-  const Kernels& kernels = kernels_by_name(path.c_str());
-  const BlobHeader h = read_header(in.bytes());
-  check_size(to.size(), h.nbytes);
-  decode_to(in.bytes(), h, 0, h.numbers, to.data(), threads, check, kernels, Base(base));
-}
-
 // Numbers [first, last) of a tensor to memory of the caller's that is known by address and size, which is quicker to ask of a torch tensor than a buffer.
 // Without `last` all numbers from the first on.
 void decode_to_address(nb::handle blob, uintptr_t address, size_t nbytes, int threads, bool check, const std::string& path, nb::handle base, u64 first,
@@ -350,8 +342,6 @@ NB_MODULE(_native, m) {
       },
       nb::arg("blob"), nb::arg("size") = nb::none());
   m.def("decode", &decode, nb::arg("blob"), nb::arg("threads"), nb::arg("check"), nb::arg("path"), nb::arg("base") = nb::none());
-  m.def("decode_into", &decode_into, nb::arg("blob"), nb::arg("out"), nb::arg("threads"), nb::arg("check"), nb::arg("path"),
-        nb::arg("base") = nb::none());
   m.def("decode_to_address", &decode_to_address, nb::arg("blob"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("check"),
         nb::arg("path"), nb::arg("base") = nb::none(), nb::arg("first") = 0, nb::arg("last") = nb::none());
   m.def("decode_numbers", &decode_numbers, nb::arg("blob"), nb::arg("first"), nb::arg("last"), nb::arg("threads"), nb::arg("check"), nb::arg("path"),

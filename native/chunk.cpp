@@ -215,6 +215,48 @@ void decode_classes(const Dtype& d, Reader& in, const u8* readable_end, const u8
 
 constexpr size_t kLeastOfClasses = size_t{1} << 14;  // numbers; below this they do not pay
 
+// ---- runs of two values, as of masks ---------------------------------------------------------------------------------
+
+constexpr size_t kLongest = 65535, kLeastOfRuns = 64;  // the longest run, and how long runs are on average at least
+const Dtype& pairs_type() { return dtype_by_code(14); }
+
+// Pairs of lengths, of the first value and of the second; empty when there are other values or runs are too short.
+std::vector<u32> runs_of(const u8* in, size_t count, u8* values) {
+  std::vector<u32> pairs;
+  const u8* other = std::find_if(in, in + count, [&](u8 v) { return v != in[0]; });
+  if (other == in + count) return pairs;
+  values[0] = in[0];
+  values[1] = *other;
+  for (size_t at = 0; at < count;) {
+    u32 length[2];
+    for (int k = 0; k < 2; k++) {
+      const size_t most = std::min(kLongest, count - at), start = at;
+      while (at - start < most && in[at] == values[k]) at++;
+      length[k] = static_cast<u32>(at - start);
+    }
+    pairs.push_back(length[0] | length[1] << 16);
+    if (!pairs.back() || 2 * kLeastOfRuns * pairs.size() > count) return {};
+  }
+  return pairs;
+}
+
+void decode_runs(Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
+  const u8* values = in.take(2, "runs");
+  const size_t size = in.word24("runs");
+  if (size == 0 || 4 * size > count) throw CorruptError("a chunk has an impossible number of runs");
+  const auto pairs = padded(4 * size);
+  decode_chunk({&pairs_type(), true, false}, in, readable_end, nullptr, size, kernels, scratch, pairs.get(), nullptr);
+  in.at = in.end;
+  for (size_t i = 0; i < 2 * size; i++) {
+    const size_t length = pairs[2 * i] | static_cast<size_t>(pairs[2 * i + 1]) << 8;
+    if (length > count) throw CorruptError("runs are not as long as their chunk");
+    std::memset(out, values[i % 2], length);
+    out += length;
+    count -= length;
+  }
+  if (count) throw CorruptError("runs are not as long as their chunk");
+}
+
 }  // namespace
 
 u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out,
@@ -228,6 +270,18 @@ u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t c
     trial[0] = static_cast<u8>(Transform::delta);
     bool ignored = false;
     end = keep_smaller(trial.get(), encode_body(d, deltas.get(), count, level, kernels, scratch, trial.get() + 1, ignored), out, end, new_modes);
+  }
+  if (d.unit_bytes == 1 && count >= 1024 && probe(in, count, 1).distinct <= 2) {
+    u8 values[2];
+    if (const std::vector<u32> pairs = runs_of(in, count, values); !pairs.empty()) {
+      const auto trial = padded(trial_bytes(d, count));
+      trial[0] = static_cast<u8>(Transform::runs);
+      std::memcpy(trial.get() + 1, values, 2);
+      bool ignored = false;
+      u8* trial_end = encode_chunk({&pairs_type(), true, false}, reinterpret_cast<const u8*>(pairs.data()), nullptr, pairs.size(), level, kernels, scratch,
+                                   put24(trial.get() + 3, static_cast<u32>(pairs.size())), ignored);
+      end = keep_smaller(trial.get(), trial_end, out, end, new_modes);
+    }
   }
   if (base) {
     const auto steps = padded(count * d.unit_bytes), trial = padded(trial_bytes(d, count));
@@ -254,6 +308,9 @@ void decode_chunk(const ChunkStyle& style, Reader in, const u8* readable_end, co
     in.at++;
     decode_body(d, in, readable_end, count, kernels, scratch, out, nullptr);
     by_width(d.unit_bytes, [&](auto number) { add_deltas<decltype(number)>(out, count); });
+  } else if (first == static_cast<u8>(Transform::runs) && d.unit_bytes == 1) {
+    in.at++;
+    decode_runs(in, readable_end, count, kernels, scratch, out);
   } else if (style.has_base && (first == static_cast<u8>(Transform::difference) || (first == static_cast<u8>(Transform::classes) && d.unit_bytes == 2))) {
     in.at++;
     (first == static_cast<u8>(Transform::classes) ? decode_classes : decode_difference)(d, in, readable_end, base, count, kernels, scratch, out, check);

@@ -61,16 +61,19 @@ void add_as(const u8* base, size_t count, u8* numbers) {
 // How many numbers each class has.
 inline void class_sizes(const u8* base, size_t count, const u8* thresholds, size_t* sizes) {
   size_t above[kClasses + 1] = {count};
-  for (size_t start = 0; start < count; start += 4096)
-    for (int k = 0; k < kClasses - 1; k++) {
-      u16 here = 0;
-      for (size_t i = start; i < std::min(start + 4096, count); i++) {
-        u16 b;
-        std::memcpy(&b, base + 2 * i, 2);
-        here = static_cast<u16>(here + ((b >> 7 & 255) >= thresholds[k]));
-      }
-      above[k + 1] += here;
+  u16 least[kClasses - 1];
+  std::copy(thresholds, thresholds + kClasses - 1, least);
+  for (size_t start = 0; start < count; start += 4096) {
+    const size_t end = std::min(start + 4096, count);
+    u16 here[kClasses - 1] = {};
+    for (size_t i = start; i < end; i++) {
+      u16 b;
+      std::memcpy(&b, base + 2 * i, 2);
+#pragma GCC unroll 7
+      for (int k = 0; k < kClasses - 1; k++) here[k] = static_cast<u16>(here[k] + ((b >> 7 & 255) >= least[k]));
     }
+    for (int k = 0; k < kClasses - 1; k++) above[k + 1] += here[k];
+  }
   for (int k = 0; k < kClasses; k++) sizes[k] = above[k] - above[k + 1];
 }
 

@@ -47,7 +47,7 @@ NETWEIGHT_INLINE auto by_width(int bytes, Work work) {
 }
 
 constexpr int kClasses = 8;  // of numbers by the magnitude of their base's
-enum class Transform : u8 { sparse = 16, delta = 17, difference = 18, classes = 19 };
+enum class Transform : u8 { sparse = 16, delta = 17, difference = 18, classes = 19, runs = 20 };
 
 inline constexpr int kLanes = 64;           // lanes of one rans stream: 64 states of 16 bits, one byte stream
 inline constexpr int kMaxStreams = 4;

@@ -13,8 +13,12 @@ namespace {
 
 constexpr size_t kSmallest = 512;  // bytes; below this no table pays
 
-int stream_count(size_t count, bool inner) {  // states cost more than speed gains in parts of skewed planes
-  return count < (inner ? 1u << 17 : 1u << 14) ? 1 : count < (1u << 18) ? 2 : 4;
+constexpr u64 kLeastPerStream = u64{1} << 12;  // bytes of skewed planes, which else are mostly states
+
+int stream_count(size_t count, bool inner, u64 least_bytes) {  // states cost more than speed gains in parts of skewed planes
+  int streams = count < (inner ? 1u << 17 : 1u << 14) ? 1 : count < (1u << 18) ? 2 : 4;
+  while (streams > 1 && least_bytes < kLeastPerStream * static_cast<u64>(streams)) streams /= 2;
+  return streams;
 }
 
 // ---- histograms ----------------------------------------------------------------------------------------------------
@@ -154,8 +158,7 @@ Choice choose_split(const PlaneShape& shape, const u8* in, size_t count, Level l
 // ---- rans and steep --------------------------------------------------------------------------------------------------
 
 // Returns nullptr when there are too many patches for this table to be the right one.
-u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t count, bool inner, const Kernels& kernels, Scratch& scratch, u8* out) {
-  const int streams = stream_count(count, inner);
+u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t count, int streams, const Kernels& kernels, Scratch& scratch, u8* out) {
   const size_t rows = (count + 64u * static_cast<size_t>(streams) - 1) / (64u * static_cast<size_t>(streams));
   const RawRegions region(split, streams, rows);
   const EncodeTable lookups(table, split);
@@ -371,7 +374,8 @@ u8* encode_dense(const PlaneShape& shape, const u8* in, size_t count, Level leve
     const u64 packed_cost = static_cast<u64>(packed) << 19;
     if (packed_cost < worthwhile && packed_cost <= choice.cost) return encode_packed(in, count, out);
     if (choice.mode == Mode::raw || choice.cost >= worthwhile) return encode_raw(in, bytes, out);
-    u8* end = choice.mode == Mode::rans ? encode_rans(choice.split, choice.table, in, count, shape.inner, kernels, scratch, out)
+    const int streams = stream_count(count, shape.inner, skewed ? choice.cost >> 19 : ~u64{0});
+    u8* end = choice.mode == Mode::rans ? encode_rans(choice.split, choice.table, in, count, streams, kernels, scratch, out)
                                         : encode_wide(choice.split, choice.wide_symbols, choice.wide_frequencies, in, count, scratch, out);
     if (end && static_cast<size_t>(end - out) <= bytes) return end;
     if (stride == 1) return encode_raw(in, bytes, out);

@@ -282,6 +282,11 @@ def accepted_2(rng):
     for level in LEVELS:
         blob = codec.encode_raw(data, "BF16", (1 << 14,), level=level, base=base)
         yield f"2-BF16-classes-{level}", blob, data, base
+    data = np.concatenate(
+        (np.tril(np.ones((64, 64), "u1")).ravel(), np.zeros(70_000, "u1"), np.ones(9, "u1"))
+    ).tobytes()
+    for level in LEVELS:
+        yield f"2-BOOL-long-runs-{level}", codec.encode_raw(data, "BOOL", (len(data),), level=level), data, None
 
 
 def assemble_2(dtype, shape, chunks, data, *, flags=0x40, base=b"", chunk_log2=18):
@@ -323,6 +328,19 @@ def refused_2(rng):
     yield "2-sparse-chunk-of-words", of_chunk(b"\x10\0\0" + nibbles, "U16"), "CorruptBlob", "unknown mode"
     yield "2-difference-without-base", of_chunk(b"\x12\1\0\0", "U16"), "CorruptBlob", "unknown mode"
     yield "2-classes-without-base", of_chunk(b"\x13" + bytes(10), "U16"), "CorruptBlob", "unknown mode"
+    for name, pairs, part in (
+        ("none", [], "impossible number of runs"),
+        ("many", [4] * 17, "impossible number of runs"),
+        ("short", [60, 3 << 16], "not as long"),
+        ("long", [60, 5 << 16], "not as long"),
+    ):
+        runs = (
+            b"\x14\0\1" + bytes((len(pairs), 0, 0)) + b"\0" + struct.pack(f"<{len(pairs)}H", *(p >> 16 for p in pairs))
+        )
+        for shift in (8, 0):
+            runs += b"\0" + bytes(p >> shift & 255 for p in pairs)
+        yield f"2-runs-{name}", of_chunk(runs), "CorruptBlob", part
+    yield "2-runs-of-words", of_chunk(b"\x14\0\1\1\0\0", "U16"), "CorruptBlob", "unknown mode"
     steep = b"\5\0\1\1\0\0\2"
     yield "2-steep-sum", of_chunk(steep + b"\xff\2" + bytes(6)), "CorruptBlob", "does not add up to 256"
     yield "2-steep-zero", of_chunk(steep + b"\0\xff" + bytes(6)), "CorruptBlob", "does not add up to 256"

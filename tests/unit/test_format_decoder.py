@@ -299,6 +299,11 @@ def chunk_of(source, size, floats, count, base):
     if first == 19:
         source.take(1)
         return stepped(classes(source, size, base), size, floats, base)
+    if first == 20 and size == 1:
+        values, r = source.take(3)[1:], source.number(3)
+        assert 0 < 4 * r <= count
+        pairs = chunk_of(Bytes(source.take(len(source.data) - source.at)), 4, False, r, None)
+        return [v for pair in pairs for v, n in zip(values, (pair & 65535, pair >> 16), strict=True) for _ in range(n)]
     return body(source, size, count)
 
 

@@ -26,7 +26,6 @@ def read_header(
 def decode(
     blob: Any, threads: int, check: bool, path: str, base: Any = None
 ) -> tuple[_Bytes, str, tuple[int, ...]]: ...
-def decode_into(blob: Any, out: Any, threads: int, check: bool, path: str, base: Any = None) -> None: ...
 def decode_to_address(
     blob: Any,
     address: int,

@@ -18,7 +18,6 @@ from netweight.codec.dtypes import (
     bytes_of,
     content_of,
     element_type,
-    flat_bytes,
     memory_at,
     tensor_of,
     torch_dtype,
@@ -353,22 +352,15 @@ def decode_into(
     """
     source, threads = bytes_of(blob), _checked_threads(threads)
     if isinstance(out, np.ndarray):
-        if not (out.flags.c_contiguous and out.flags.writeable):
-            raise UsageError("The output array must be contiguous and writable.")
-        with in_our_words("a blob"):
-            if lossy.recognizes(source):
-                lossy.decode(lossy.read_header(source), threads, check, path, flat_bytes(out))
-            else:
-                codec_for(path).decode_into(source, flat_bytes(out), threads, check, path, _bytes_or_none(base))
-        return
-    if not out.is_contiguous() or not out.is_cpu or out.is_conj() or out.is_neg():
-        raise UsageError("The output tensor must be contiguous, on the CPU, and not a conjugate or negative view.")
+        fits, address = out.flags.c_contiguous and out.flags.writeable, out.ctypes.data
+    else:
+        fits, address = out.is_contiguous() and out.is_cpu and not (out.is_conj() or out.is_neg()), out.data_ptr()
+    if not fits:
+        raise UsageError("The output must be contiguous, writable, on the CPU, and not a conjugate or negative view.")
     with in_our_words("a blob"):
         if lossy.recognizes(source):
-            memory = memory_at(out.data_ptr(), out.nbytes)
-            lossy.decode(lossy.read_header(source), threads, check, path, memory)
+            lossy.decode(lossy.read_header(source), threads, check, path, memory_at(address, out.nbytes))
         else:
-            address = out.data_ptr()
             codec_for(path).decode_to_address(source, address, out.nbytes, threads, check, path, _bytes_or_none(base))
 
 

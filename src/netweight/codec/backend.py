@@ -54,7 +54,6 @@ class Codec(Protocol):
     def decode(
         self, blob: Any, threads: int, check: bool, path: str, base: Any = ..., /
     ) -> tuple[Bytes, str, tuple[int, ...]]: ...
-    def decode_into(self, blob: Any, out: Any, threads: int, check: bool, path: str, base: Any = ..., /) -> None: ...
     def decode_to_address(
         self, blob: Any, address: int, nbytes: int, threads: int, check: bool, path: str, base: Any = ...,
         first: int = ..., last: int | None = ..., /,

@@ -133,26 +133,21 @@ def decode(
     return out, header.element.name, header.shape
 
 
-def decode_into(
-    blob: Any, out: Bytes, threads: int = 1, check: bool = False, path: str = "python", base: Any = None
-) -> None:
-    """Decode into an array of as many bytes as the tensor has."""
-    expected = header_of(blob).nbytes
-    if expected != out.nbytes:
-        raise ValueError(f"the output has {out.nbytes} bytes where the tensor has {expected}")
-    out[:] = decode(blob, check=check, base=base)[0]
-
-
 def decode_to_address(
     blob: Any, address: int, nbytes: int, threads: int = 1, check: bool = False, path: str = "python", base: Any = None,
     first: int = 0, last: int | None = None,
 ) -> None:  # fmt: skip
     """Decode numbers `first` to `last` (exclusive), all by default, into memory that is known by its address."""
-    if first == 0 and last is None:
-        decode_into(blob, memory_at(address, nbytes), check=check, base=base)
-        return
-    end = header_of(blob).numbers if last is None else last
-    memory_at(address, nbytes)[:] = decode_numbers(blob, first, end, check=check, base=base)
+    header = header_of(blob)
+    end = header.numbers if last is None else last
+    expected = (end - first) * header.element.number_bytes
+    if expected != nbytes:
+        raise ValueError(f"the output has {nbytes} bytes where the tensor has {expected}")
+    whole = first == 0 and last is None
+    decoded = (
+        decode(blob, check=check, base=base)[0] if whole else decode_numbers(blob, first, end, check=check, base=base)
+    )
+    memory_at(address, nbytes)[:] = decoded
 
 
 def decode_numbers(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from netweight.codec.dtypes import Bytes, ElementType
+from netweight.codec.dtypes import BY_NAME, Bytes, ElementType
 from netweight.codec.header import Reader, corrupt, little
 from netweight.codec.numpy_rans import pack, read_rans, read_wide, unpack, write_rans, write_wide
 from netweight.codec.numpy_tables import (
@@ -32,9 +32,16 @@ from netweight.codec.numpy_tables import (
 )
 
 SMALLEST = 512  # bytes; below this no table pays
-SPARSE_CHUNK, DELTA, DIFFERENCE, CLASSES = 16, 17, 18, 19  # what a chunk of version 2 may begin with instead of a plane
+SPARSE_CHUNK, DELTA, DIFFERENCE, CLASSES, RUNS = (
+    16,
+    17,
+    18,
+    19,
+    20,
+)  # what a chunk of version 2 may begin with instead of a plane
 NESTING, VERSION_1 = 8, -1  # how deep planes may lie in planes; version 1 has none and no modes after WIDE_RANS
 SAMPLES, MORE_SAMPLES = 64, 512
+_LEAST_PER_STREAM = 1 << 12  # bytes of skewed planes, which else are mostly states
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
@@ -52,6 +59,8 @@ def write_chunk(data: Bytes, element: ElementType, level: int, base: Bytes | Non
         trial = bytes((DELTA,)) + _write_body(deltas.view(np.uint8), element, level)[0]
         if len(trial) < len(chunk):
             chunk, new_modes = trial, True
+    if element.number_bytes == 1 and (runs := _write_runs(data, level)) and len(runs) < len(chunk):
+        chunk, new_modes = runs, True
     if base is not None:
         other = base.view(numbers.dtype)
         steps = _folded_steps(numbers, other, element)
@@ -72,6 +81,9 @@ def read_chunk(reader: Reader, element: ElementType, count: int, new_modes: bool
         reader.at += 1
         deltas = _read_body(reader, element, count).view(f"<u{element.number_bytes}")
         numbers = np.cumsum(deltas, dtype=deltas.dtype).view(np.uint8)
+    elif first == RUNS and element.number_bytes == 1:
+        reader.at += 1
+        numbers = _read_runs(reader, count)
     elif first == DIFFERENCE and base is not None:
         reader.at += 1
         numbers = _add_steps(read_planes(reader, _unsigned(element), count, NESTING), base, element)
@@ -122,6 +134,37 @@ def _goes_on(numbers: Integers, element: ElementType) -> bool:
     places = sample_places(SAMPLES, len(numbers) - 2)
     first, second = numbers[places + 1] - numbers[places], numbers[places + 2] - numbers[places + 1]
     return 2 * int((first == second).sum()) >= SAMPLES
+
+
+# ---- runs of two values, as of masks ---------------------------------------------------------------------------------
+
+_PAIRS, _LONGEST, _LEAST_OF_RUNS = BY_NAME["U32"], 65535, 64  # type of lengths, the longest run, the least mean length
+
+
+def _write_runs(data: Bytes, level: int) -> bytes:
+    """A chunk of two values as pairs of lengths, of the first and of the second; empty if runs are short."""
+    ends = np.append(np.flatnonzero(data[1:] != data[:-1]) + 1, len(data))
+    values = data[ends[:2] - 1]
+    if len(data) < 1024 or len(ends) < 2 or Probe.of(data).distinct > 2 or not np.isin(data, values).all():
+        return b""
+    lengths: list[int] = []
+    for length in np.diff(ends, prepend=0).tolist():
+        lengths += [_LONGEST, 0] * ((length - 1) // _LONGEST) + [(length - 1) % _LONGEST + 1]
+    lengths += [0] * (len(lengths) % 2)
+    if _LEAST_OF_RUNS * len(lengths) > len(data):
+        return b""
+    pairs = write_chunk(np.array(lengths, "<u2").view(np.uint8), _PAIRS, level, None)[0]
+    return bytes((RUNS, *values)) + little(len(lengths) // 2, 3) + pairs
+
+
+def _read_runs(reader: Reader, count: int) -> Bytes:
+    values, size = reader.take(2, "runs"), reader.number(3, "runs")
+    if not 0 < 4 * size <= count:
+        raise corrupt("a chunk has an impossible number of runs")
+    lengths = read_chunk(reader, _PAIRS, size, True, None).view("<u2").astype(np.int64)
+    if lengths.sum() != count:
+        raise corrupt("runs are not as long as their chunk")
+    return np.repeat(np.resize(values, 2 * size), lengths)
 
 
 # ---- differences from a base -----------------------------------------------------------------------------------------
@@ -247,12 +290,15 @@ def _dense(plane: Plane, elements: Integers, level: int, skewed: bool) -> bytes:
     worthwhile = (len(data) * 8 * COST) // 200 * 199  # half a percent at least
     sample = 1 if plane.inner or count < 1 << 16 else sampling(level)
     streams = 1 if count < 1 << (17 if plane.inner else 14) else 2 if count < 1 << 18 else 4
+    least = _LEAST_PER_STREAM * 8 * COST if skewed else 0
     while True:
         choice = choose(plane, elements, level, sample, skewed)
         if packed * 8 * COST < worthwhile and (choice is None or packed * 8 * COST <= choice.cost):
             return _packed(elements, widths)
         if choice is None or choice.cost >= worthwhile:
             return raw
+        while streams > 1 and choice.cost < least * streams:
+            streams //= 2
         write = choice.mode != WIDE_RANS
         coded = write_rans(choice, elements, streams) if write else write_wide(choice, elements)
         if coded is not None and len(coded) <= len(data):

@@ -238,7 +238,7 @@ class Target:
     quantity: str  # "ratio", "gbps", or the contender whose speed is the unit
     direction: str = "decode"  # what is timed
     mode: str = "warm"  # where outputs go
-    path: str | None = None  # code path; None for the fastest
+    path: str | None = None  # code path; None for avx512
     level: str = "default"
     threads: int = 1  # number of threads
     today: str = ""  # what the best of others reaches, in words
@@ -312,9 +312,10 @@ TARGETS = (
 )
 
 
-def findings(result: Result) -> list[Finding]:
-    """Lay a result beside the targets."""
-    return [_finding(result, target) for target in TARGETS]
+def findings(*results: Result) -> list[Finding]:
+    """Lay results beside the targets: of each the first that has it."""
+    found = ([_finding(result, target) for result in results] for target in TARGETS)
+    return [next((finding for finding in each if finding.value is not None), each[0]) for each in found]
 
 
 def _finding(result: Result, target: Target) -> Finding:
@@ -342,17 +343,17 @@ def _finding(result: Result, target: Target) -> Finding:
 
 
 def _row_targets(result: Result, target: Target, *, threads: int | None = None) -> Row | None:
-    """The row that a target is about; without a path in the target the fastest, which is measured first."""
+    """The row that a target is about: of the fastest path, which is measured first, where the path does not matter."""
     wanted = {name: getattr(target, name) for name in ("data", "dtype", "direction", "mode", "level", "threads")}
-    if target.path is not None:
-        wanted["path"] = target.path
+    if target.path is not None or target.quantity not in ("ratio", "one thread"):
+        wanted["path"] = target.path or "avx512"
     return result.find(contender=OURS, **(wanted | ({} if threads is None else {"threads": threads})))
 
 
-def target_table(result: Result) -> list[tuple[str, str, str, str, str]]:
+def target_table(*results: Result) -> list[tuple[str, str, str, str, str]]:
     """Return rows for people: what, target, measured, 95 % interval, verdict."""
     lines = []
-    for finding in findings(result):
+    for finding in findings(*results):
         verdict = {True: "met", False: "missed", None: "not measured"}[finding.passed]
         interval = "" if finding.ci95 is None else f"{finding.ci95[0]:.2f} to {finding.ci95[1]:.2f}"
         unit = finding.unit if finding.unit == "×" else f" {finding.unit}".rstrip()

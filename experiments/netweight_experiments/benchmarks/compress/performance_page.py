@@ -35,10 +35,13 @@ Measured by `netweight benchmark codec` on {date}: {rounds} rounds on {machine}.
 {warning}
 ## Targets
 
-Set for a core with AVX-512 (VBMI2) before the code was written.
+Set before the code was written, for a core with AVX-512 (VBMI2) where they name no other.{other}
 
 """
 
+OTHER = """ That machine has
+none; what needs it was measured on {date} on {machine} with the code of that day
+([figures](../benchmarks/results/{name}))."""
 LIMITS = """
 memcpy in the same rounds, which is the limit of what comes from memory:
 
@@ -58,19 +61,34 @@ HOW = """
 
 
 def page(result: Result, name: str) -> str:
-    """Return the page for a result that lies in benchmarks/results/ under a name."""
+    """Return the page for a result in benchmarks/results/, and for what it lacks of AVX-512 from the newest with it."""
+    load = result.load["before"][0]
+    fields = {
+        "name": name,
+        "date": result.created[:10],
+        "rounds": result.repeats,
+        "machine": machine(result),
+        "other": "",
+    }
+    results = [result]
+    if "avx512" not in result.environment["codec_paths"] and (path := newest("avx512")):
+        results.append(read_result(path))
+        fields["other"] = OTHER.format(name=path.name, date=results[1].created[:10], machine=machine(results[1]))
+    text = HEAD.format(**fields, warning=BUSY.format(load=load) if load > QUIET else "")
+    text += table(("what", "target", "measured", "95 % interval", ""), target_table(*results))
+    text += limits(result)
+    for each in results:
+        for part in speed_tables(each):
+            if part.title == SHOWN:
+                text += f"\n## {part.title}, {each.environment['cpu']}\n\n{table(part.headers, part.lines)}"
+    return text + memory_part() + HOW + foot(result)
+
+
+def machine(result: Result) -> str:
+    """Return a processor, its cores and what it knows."""
     environment = result.environment
     flags = [flag for flag in environment["cpu_flags"] if flag in ("avx2", "avx512f", "avx512_vbmi2", "neon", "sve")]
-    machine = f"{environment['cpu']} ({environment['cores']} cores usable, {', '.join(flags)})"
-    load = result.load["before"][0]
-    warning = BUSY.format(load=load) if load > QUIET else ""
-    text = HEAD.format(name=name, date=result.created[:10], rounds=result.repeats, machine=machine, warning=warning)
-    text += table(("what", "target", "measured", "95 % interval", ""), target_table(result))
-    text += limits(result)
-    for part in speed_tables(result):
-        if part.title == SHOWN:
-            text += f"\n## {part.title}\n\n{table(part.headers, part.lines)}"
-    return text + memory_part() + HOW + foot(result)
+    return f"{environment['cpu']} ({environment['cores']} cores usable, {', '.join(flags)})"
 
 
 def limits(result: Result) -> str:
@@ -152,14 +170,17 @@ def table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def newest() -> Path:
-    """Return the newest result by the time it says."""
-    return max(RESULTS.glob("codec-*.json"), key=lambda path: read_result(path).created)
+def newest(path: str = "") -> Path | None:
+    """Return the newest result by the time it says, of those that measured a code path."""
+    results = ((read_result(file), file) for file in RESULTS.glob("codec-*.json"))
+    found = [(result.created, file) for result, file in results if path in ("", *result.environment["codec_paths"])]
+    return max(found)[1] if found else None
 
 
 def main() -> None:
     """Write the page."""
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else newest()
+    assert source, "no result"
     PAGE.write_text(page(read_result(source), source.name), encoding="utf-8")
     print(f"{PAGE} from {source}")
 
