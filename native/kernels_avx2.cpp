@@ -197,11 +197,57 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
   return block;
 }
 
+// For each mask of eight lanes: which of the next numbers of 16 bits goes to which lane; none gives zero.
+struct ExpandNumbers {
+  alignas(16) u8 index[256][16] = {};
+  constexpr ExpandNumbers() {
+    for (u32 m = 0; m < 256; m++)
+      for (u32 i = 0, n = 0; i < 16; i++) {
+        index[m][i] = static_cast<u8>(m >> i / 2 & 1 ? n : 0x80);
+        n += m >> i / 2 & 1;
+      }
+  }
+};
+constexpr ExpandNumbers kExpandNumbers;
+
+void interleave_vectors(const u8* base, size_t count, const u8* thresholds, const u8** steps, u8* out) {
+  __m256i below[kClasses - 1];
+  const u8* from[kClasses];
+  for (int k = 0; k < kClasses - 1; k++) below[k] = _mm256_set1_epi16(static_cast<short>(thresholds[k] - 1));
+  std::memcpy(from, steps, sizeof from);
+  size_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const __m256i size = _mm256_and_si256(_mm256_srli_epi16(load(base + 2 * i), 7), all_words(255));
+    u8 above[4 * kClasses] = {};  // for two classes at a time: eight lanes of the one, of the other, the other eight lanes of both
+#pragma GCC unroll 4
+    for (int k = 0; k < kClasses; k += 2) {
+      const __m256i second = k + 1 < kClasses - 1 ? _mm256_cmpgt_epi16(size, below[k + 1]) : _mm256_setzero_si256();
+      const int pair = _mm256_movemask_epi8(_mm256_packs_epi16(_mm256_cmpgt_epi16(size, below[k]), second));
+      std::memcpy(above + 2 * k, &pair, 4);
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      __m128i v = _mm_setzero_si128();
+      unsigned left = 255;
+#pragma GCC unroll 8
+      for (int k = 0; k < kClasses; k++) {
+        const unsigned over = above[k / 2 * 4 + 2 * half + k % 2], here = left & ~over;
+        v = _mm_or_si128(v, _mm_shuffle_epi8(half_at(from[k]), half_at(kExpandNumbers.index[here])));
+        from[k] += 2 * __builtin_popcount(here);
+        left = over;
+      }
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * i + 16 * static_cast<size_t>(half)), v);
+    }
+  }
+  std::memcpy(steps, from, sizeof from);
+  interleave(base + 2 * i, count - i, thresholds, steps, out + 2 * i);
+}
+
 }  // namespace
 
 const Kernels* avx2_kernels() {
   static const Kernels set = {"avx2", decode_rows, encode_rows, decode_wide, join4, join8, split4, split8,
-                              __builtin_cpu_supports("aes") ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_any, recall, subtract, add, interleave, class_sizes};
+                              __builtin_cpu_supports("aes") ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add, interleave_vectors, class_sizes};
   static const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
   return usable ? &set : nullptr;
 }

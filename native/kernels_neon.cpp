@@ -148,7 +148,7 @@ bool has_aes() { return true; }
 
 const Kernels* neon_kernels() {
   static const Kernels set = {"neon", decode_rows, encode_rows, portable_kernels().decode_wide, join4, join8, split4, split8,
-                              has_aes() ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_any, recall, subtract, add, interleave, class_sizes};
+                              has_aes() ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add, interleave, class_sizes};
   return &set;
 }
 

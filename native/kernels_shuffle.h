@@ -351,5 +351,30 @@ void spread_any(const u8* nibbles, const u8* rest, size_t count, int unit, const
   by_width(unit, [&](auto number) { spread_vectors<sizeof number>(nibbles, rest, count, value, out); });
 }
 
+// The first sixteen values of a palette lie in registers; of planes with a palette most elements are among them.
+void recall_any(const u8* numbers, size_t count, const u16* palette, size_t, u8* out) {
+  u8 bytes[2][16];
+  for (int i = 0; i < 16; i++) bytes[0][i] = static_cast<u8>(palette[i]), bytes[1][i] = static_cast<u8>(palette[i] >> 8);
+  const Bytes low = table16(bytes[0]), high = table16(bytes[1]);
+  size_t i = 0;
+  for (; i + kBytes <= count; i += kBytes) {
+    u64 words[kGroups], any = 0;
+    const u8* from[kGroups];
+    std::memcpy(words, numbers + i, sizeof words);
+    for (size_t g = 0; g < kGroups; g++) {
+      any |= words[g];
+      from[g] = numbers + i + 8 * (kGroups == 4 ? g % 2 * 2 + g / 2 : g);  // as halves of registers are put together again
+    }
+    if (any & 0xf0f0f0f0f0f0f0f0ull) {
+      recall(numbers + i, kBytes, palette, 256, out + 2 * i);
+      continue;
+    }
+    const Bytes index = load_words(from), a = look_up16(low, index), b = look_up16(high, index);
+    store(out + 2 * i, low_halves(a, b));
+    store(out + 2 * i + kBytes, high_halves(a, b));
+  }
+  recall(numbers + i, count - i, palette, 256, out + 2 * i);
+}
+
 }  // namespace
 }  // namespace netweight
