@@ -9,6 +9,7 @@
 #include "blob.h"
 #include "buffer_pool.h"
 #include "job_queue.h"
+#include "plane.h"
 
 namespace nb = nanobind;
 using namespace netweight;
@@ -137,12 +138,13 @@ nb::tuple encode_chunk_alone(nb::handle numbers, const std::string& dtype_name, 
   const Kernels& kernels = kernels_by_name(path.c_str());
   if (in.size() % dtype.unit_bytes || in.size() / dtype.unit_bytes > size_t{1} << kMaxChunkLog2) throw nb::value_error("a chunk has another size");
   const Encoding how = encoding_of(dtype, level, 0, kVersion, other.of(in.size()));
+  const Room room(encode_one_bound(dtype, in.size()));  // bytes that are cut to size would be new pages every time
   EncodedChunk found;
-  nb::object chunk = written(encode_one_bound(dtype, in.size()), [&](u8* to) {
-    found = encode_one(in.bytes(), dtype, how, kernels, to);
-    return found.size;
-  });
-  return nb::make_tuple(chunk, found.check, found.base_check, found.new_modes);
+  {
+    nb::gil_scoped_release release;
+    found = encode_one(in.bytes(), dtype, how, kernels, room.get());
+  }
+  return nb::make_tuple(nb::bytes(reinterpret_cast<const char*>(room.get()), found.size), found.check, found.base_check, found.new_modes);
 }
 
 // Words of a lossy blob: a plain blob of type U16, split where floating-point numbers of so many mantissa bits would be.

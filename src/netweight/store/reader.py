@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # files are compressed and restored without torch
     from torch import Tensor
 
 INDEX_SUFFIX = ".safetensors.index.json"
-BATCH = 1 << 22  # bytes that a task decodes
+BATCH = 1 << 20  # bytes that a task decodes or encodes: what is written then is still in a cache
 _START = 1 << 16  # bytes in which nearly every compressed tensor's header and index end
 
 
