@@ -7,8 +7,21 @@ import torch
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.methods.space.fitting.streaming import fit_matrix, fit_streaming
 from netweight.nn import matrix as matrices
-from netweight.nn.matrix import MatrixArray, MatrixFile
+from netweight.nn.matrix import MatrixFile
 from netweight.nn.pca import orthonormality
+
+
+class MatrixArray:
+    """A matrix in memory."""
+
+    def __init__(self, values):
+        self.shape, self._values = tuple(values.shape), values
+
+    def rows(self, start, stop):
+        return self._values[start:stop].to(torch.float32, copy=True)
+
+    def columns(self, start, stop, out):
+        out.copy_(self._values[:, start:stop])
 
 
 def rows_of(count=60, length=90, *, seed=0, rank=None):

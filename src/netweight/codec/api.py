@@ -377,11 +377,7 @@ def decode_rows(
     """Decode rows `start` to `stop` (exclusive) of dimension 0; only the chunks that they touch are read."""
     source = bytes_of(blob)
     with in_our_words("a blob"):
-        if lossy.recognizes(source):
-            header = lossy.read_header(source)
-            name, shape, numbers = header.rounding.element.name, header.shape, header.count
-        else:
-            name, shape, _, _, _, _, _, numbers, *_ = best.read_header(source)
+        name, shape, numbers, _ = _about(source)
     dtype = torch_dtype(name)
     if not shape or not 0 <= start <= stop <= shape[0]:
         raise UsageError(f"Rows {start} to {stop} lie outside a tensor of shape {tuple(shape)}.")
@@ -407,10 +403,7 @@ def decode_numbers(
     """Numbers `first` to `last` (exclusive) as a tensor of a shape, for callers who know what the blob holds."""
     source, threads = bytes_of(blob), _checked_threads(threads)
     with in_our_words("a blob"):
-        if lossy.recognizes(source):
-            raw = lossy.decode_numbers(lossy.read_header(source), first, last, threads, path)
-        else:
-            raw = codec_for(path).decode_numbers(source, first, last, threads, check, path, _bytes_or_none(base))
+        raw = _numbers(source, first, last, threads, check, path, base)
     return tensor_of(raw, dtype, shape)
 
 
@@ -422,9 +415,8 @@ def fill(out: torch.Tensor, blob: Blob, first: int = 0, last: int | None = None,
     source = bytes_of(blob)
     with _A_BLOB:
         if lossy.recognizes(source):
-            header, nbytes = lossy.read_header(source), out.nbytes
-            end = header.count if last is None else last
-            memory_at(out.data_ptr(), nbytes)[:] = lossy.decode_numbers(header, first, end, threads, "auto")
+            end = _about(source)[2] if last is None else last
+            memory_at(out.data_ptr(), out.nbytes)[:] = _numbers(source, first, end, threads)
         else:
             best.decode_to_address(source, out.data_ptr(), out.nbytes, threads, False, "auto", None, first, last)
     return out
@@ -434,22 +426,9 @@ def pieces(blob: Blob, *, threads: int = 1) -> Iterator[memoryview]:
     """A tensor's bytes, a chunk per thread at a time, for callers who need not hold them all."""
     source = bytes_of(blob)
     with _A_BLOB:
-        if lossy.recognizes(source):
-            header = lossy.read_header(source)
-            numbers, step = header.count, threads << 18
-
-            def decoded(first: int, last: int) -> Bytes:
-                return lossy.decode_numbers(header, first, last, threads, "auto")
-
-        else:
-            _, _, _, _, chunk_log2, _, _, numbers, *_ = best.read_header(source)
-            step = threads << chunk_log2
-
-            def decoded(first: int, last: int) -> Bytes:
-                return best.decode_numbers(source, first, last, threads, False, "auto")
-
-        for first in range(0, numbers, step):
-            yield decoded(first, min(first + step, numbers)).data
+        _, _, numbers, chunk_log2 = _about(source)
+        for first in range(0, numbers, threads << chunk_log2):
+            yield _numbers(source, first, min(first + (threads << chunk_log2), numbers), threads).data
 
 
 def pooled(numbers: int, dtype: torch.dtype) -> torch.Tensor:
@@ -460,6 +439,23 @@ def pooled(numbers: int, dtype: torch.dtype) -> torch.Tensor:
 def _bytes_or_none(base: Any) -> Any:
     """A base's bytes: given so, or as a tensor."""
     return None if base is None else bytes_of(base)
+
+
+def _about(source: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """A tensor's dtype by name, its shape, its numbers, and log2 of how many of them a chunk has."""
+    if lossy.recognizes(source):
+        header = lossy.read_header(source)
+        return header.rounding.element.name, header.shape, header.count, 18
+    name, shape, _, _, chunk_log2, _, _, numbers, *_ = best.read_header(source)
+    return name, shape, numbers, chunk_log2
+
+
+def _numbers(
+    source: Any, first: int, last: int, threads: int, check: bool = False, path: str = "auto", base: Any = None
+) -> Bytes:
+    if lossy.recognizes(source):
+        return lossy.decode_numbers(lossy.read_header(source), first, last, threads, path)
+    return codec_for(path).decode_numbers(source, first, last, threads, check, path, _bytes_or_none(base))
 
 
 def _decoded(source: Any, threads: int, check: bool, path: str, base: Any) -> tuple[Bytes, str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Matrices that need not fit memory: read by blocks of rows or of columns, from an array or a `.npy` file.
+"""Matrices that need not fit memory: read by blocks of rows or of columns, from a `.npy` file.
 
 Files are read, not mapped, so that memory holds the block that was asked for and nothing else.
 """
@@ -47,31 +47,6 @@ def blocks(matrix: MatrixRows, start: int = 0) -> list[tuple[int, int]]:
     count, length = matrix.shape
     step = max(1, _BYTES // (4 * length))
     return [(first, min(first + step, count)) for first in range(start, count, step)]
-
-
-@final
-class MatrixArray:
-    """A matrix in memory."""
-
-    # `values`: shape `(n, d)`, any floating dtype
-
-    def __init__(self, values: Tensor) -> None:
-        if values.ndim != 2:
-            raise UsageError(f"An array of shape {tuple(values.shape)} is no matrix.")
-        self._values = values
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return self._values.shape[0], self._values.shape[1]
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """See `Rows`."""
-        return self._values[start:stop].to(torch.float32, copy=True)
-
-    def columns(self, start: int, stop: int, out: Tensor) -> None:
-        """See `Columns`."""
-        out.copy_(self._values[:, start:stop])
 
 
 @final

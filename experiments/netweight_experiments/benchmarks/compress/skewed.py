@@ -93,6 +93,7 @@ def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
         "decode": ours,
         "decode, checked": lambda: ours(check=True),
         "decode, version 1": lambda: codec.decode_into(blobs[1], out),
+        "decode, portable": lambda: ours(path="portable"),
         "encode": lambda: codec.encode(tensor),
         "encode, version 1": lambda: codec.encode(tensor, version=1),
         "decode, zstd": of_planes,
@@ -105,6 +106,7 @@ def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
         stored = zipnn.compress(bytearray(raw))
         sizes["zipnn"] = len(stored)
         work["decode, zipnn"] = lambda: zipnn.decompress(stored)
+        work["encode, zipnn"] = lambda: zipnn.compress(bytearray(raw))
     for check in (work["decode"], work["decode, checked"]):
         out.fill(0xA5)
         check()
