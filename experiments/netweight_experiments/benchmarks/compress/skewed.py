@@ -24,7 +24,7 @@ from netweight.core.seeds import torch_generator
 from netweight_experiments.benchmarks import script
 
 _COUNT = 1 << 20
-_ZIPNN = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_ZIPNN = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 
 def kinds(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,10 +99,10 @@ def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
         "decode, zstd": of_planes,
     }
     sizes = {"netweight": len(blobs[2]), "version 1": len(blobs[1]), "zstd -3, planes": sum(map(len, planes))}
-    if tensor.dtype in _ZIPNN:
+    if (kind := str(tensor.dtype).removeprefix("torch.")) in _ZIPNN:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            zipnn = importlib.import_module("zipnn").ZipNN(bytearray_dtype=_ZIPNN[tensor.dtype], threads=1)
+            zipnn = importlib.import_module("zipnn").ZipNN(bytearray_dtype=kind, threads=1)
         stored = zipnn.compress(bytearray(raw))
         sizes["zipnn"] = len(stored)
         work["decode, zipnn"] = lambda: zipnn.decompress(stored)
