@@ -47,6 +47,23 @@ memcpy in the same rounds, which is the limit of what comes from memory:
 
 """
 
+SKEWED = """
+## Skewed data, and checks
+
+One thread of a busy machine ({where}, [{date}](../benchmarks/results/{name})); the best of zipnn and of zstd -3 on byte
+planes. Targets: within 1 % of its size; 3 times its decoding; checks for at most a tenth of the speed.
+
+"""
+SKEWED_HEAD = (
+    "",
+    "ratio",
+    "best peer",
+    "entropy of numbers",
+    "decode GB/s",
+    "against the best peer",
+    "checked / unchecked",
+)
+
 HOW = """
 ## Method
 
@@ -81,7 +98,27 @@ def page(result: Result, name: str) -> str:
         for part in speed_tables(each):
             if part.title == SHOWN:
                 text += f"\n## {part.title}, {each.environment['cpu']}\n\n{table(part.headers, part.lines)}"
-    return text + memory_part() + HOW + foot(result)
+    return text + skewed_part() + memory_part() + HOW + foot(result)
+
+
+def skewed_part() -> str:
+    """Return the part on skewed data and on checks, from the newest whole result of skewed.py; empty without one."""
+    found = [json.loads(path.read_text()) | {"path": path} for path in RESULTS.glob("skewed-*.json")]
+    found = [each for each in found if each["options"].get("only") in (None, [""])]
+    if not found:
+        return ""
+    newest = max(found, key=lambda each: each["created"])
+    lines = []
+    for name, row in newest["rows"].items():
+        ours, peers = row["ratio"], [row["ratio"].get(peer, 0) for peer in ("zipnn", "zstd -3, planes")]
+        speed, best = row["GB/s"], max(row["GB/s"].get(f"decode, {peer}", 0) for peer in ("zipnn", "zstd"))
+        ratios = (f"{value:,.{3 if value < 100 else 0}f}" for value in (ours["netweight"], max(peers), ours["order 0"]))
+        cells = (*ratios, f"{speed['decode']:.1f}")
+        checked = row.get("checked per unchecked decode", speed["decode, checked"] / speed["decode"])
+        lines.append((name, *cells, f"{speed['decode'] / best:.1f}×", f"{checked:.2f}"))
+    environment = newest["environment"]
+    where = f"{environment['cpu']}, {environment['codec_path']}"
+    return SKEWED.format(name=newest["path"].name, date=newest["created"][:10], where=where) + table(SKEWED_HEAD, lines)
 
 
 def machine(result: Result) -> str:
