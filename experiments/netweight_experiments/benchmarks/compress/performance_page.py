@@ -54,6 +54,11 @@ One thread of a busy machine ({where}, [{date}](../benchmarks/results/{name})); 
 planes. Targets: within 1 % of its size; 3 times its decoding; checks for at most a tenth of the speed.
 
 """
+FOLDER_TARGETS = (
+    ("folder", "two threads against one, wall", "≥ 1.8"),
+    ("folder", "one thread against zipnn, processor", "≥ 3"),
+    ("many small tensors", "netweight against safetensors, processor", "≤ 2"),
+)
 SKEWED_HEAD = (
     "",
     "ratio",
@@ -98,7 +103,27 @@ def page(result: Result, name: str) -> str:
         for part in speed_tables(each):
             if part.title == SHOWN:
                 text += f"\n## {part.title}, {each.environment['cpu']}\n\n{table(part.headers, part.lines)}"
-    return text + skewed_part() + memory_part() + HOW + foot(result)
+    return text + skewed_part() + memory_part() + folder_part() + HOW + foot(result)
+
+
+def folder_part() -> str:
+    """Return what end_to_end.py found last: folders by one thread, by two and by zipnn, and many small tensors."""
+    paths = [(json.loads(path.read_text())["created"], path) for path in RESULTS.glob("compress-end-to-end-*.json")]
+    if not paths:
+        return ""
+    created, path = max(paths)
+    found = json.loads(path.read_text())
+    rows = []
+    for part, name, target in FOLDER_TARGETS:
+        ratio = found[part][name]
+        rounds = f"{min(ratio['rounds']):.2f} to {max(ratio['rounds']):.2f}"
+        rows.append((name, target, f"{ratio['median']:.2f}", rounds))
+    rows.append(("container beyond the blobs", "≤ 3 %", f"{found['many small tensors']['beyond the blobs']:.1%}", ""))
+    load = max(values[0] for values in found["load"].values())
+    where = f"[{created[:10]}](../benchmarks/results/{path.name})"
+    return f"\nFolders, and 10,000 small tensors, at a load of {load:.0f} ({where}):\n\n" + table(
+        ("what", "target", "measured", "rounds"), rows
+    )
 
 
 def skewed_part() -> str:
