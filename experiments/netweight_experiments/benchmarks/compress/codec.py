@@ -275,15 +275,6 @@ TARGETS = (
         Target(f"portable decode against zipnn, {where}", 1.0, data, "BF16", "zipnn", path="portable")
         for where, data in (_CACHE, _MEMORY)
     ),
-    *(
-        Target(f"AVX2 encode bf16 against zipnn, {where}", 1.5, data, "BF16", "zipnn", direction="encode", path="avx2")
-        for where, data in (_CACHE, _MEMORY)
-    ),
-    *(
-        Target(f"{name} decode {dtype} against zipnn", bound, MINILM, dtype, "zipnn", path=path)
-        for name, path, bound in (("AVX2", "avx2", 2.0), ("portable", "portable", 1.0))
-        for dtype in ("F16", "F8_E4M3", "F8_E5M2")
-    ),
     Target("Python API, fresh outputs, against zipnn's", 3.5, MINILM, "BF16", "zipnn", mode="fresh"),
     Target("ratio, MiniLM as bf16, default", 1.513, MINILM, "BF16", "ratio", today="1.504 (zipnn)"),
     Target("ratio, N(0, 0.02) as bf16, default", 1.521, GAUSSIAN, "BF16", "ratio", today="1.510 (zipnn)"),
