@@ -66,15 +66,6 @@ FOLDER_TARGETS = (
     ("folder", "one thread against zipnn, processor", "≥ 3"),
     ("many small tensors", "netweight against safetensors, processor", "≤ 2"),
 )
-SKEWED_HEAD = (
-    "",
-    "ratio",
-    "best peer",
-    "entropy of numbers",
-    "decode GB/s",
-    "against the best peer",
-    "checked / unchecked",
-)
 
 HOW = """
 ## Method
