@@ -9,10 +9,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from netweight_experiments.benchmarks.compress.codec import MINILM, Result, read_result, speed_tables, target_table
-from netweight_experiments.benchmarks.compress.codec_data import GAUSSIAN, IN_CACHE
 from netweight_experiments.benchmarks.script import RESULTS
 
 # From the root of the source tree.
@@ -42,10 +40,6 @@ Set before the code was written, for a core with AVX-512 (VBMI2) where they name
 OTHER = """ That machine has
 none; what needs it was measured on {date} on {machine} with the code of that day
 ([figures](../benchmarks/results/{name}))."""
-LIMITS = """
-memcpy in the same rounds, which is the limit of what comes from memory:
-
-"""
 
 SKEWED = """
 ## Skewed data
@@ -96,7 +90,6 @@ def page(result: Result, name: str) -> str:
         fields["other"] = OTHER.format(name=path.name, date=results[1].created[:10], machine=machine(results[1]))
     text = HEAD.format(**fields, warning=BUSY.format(load=load) if load > QUIET else "")
     text += table(("what", "target", "measured", "95 % interval", ""), target_table(*results))
-    text += limits(result)
     for each in results:
         for part in speed_tables(each):
             if part.title == SHOWN:
@@ -126,9 +119,8 @@ def folder_part() -> str:
 
 def skewed_part() -> str:
     """Return the parts on skewed data and on dense weights, from the newest results of skewed.py; empty without one."""
-    found = sorted(
-        (json.loads(path.read_text()) | {"path": path} for path in RESULTS.glob("skewed-*.json")), key=_created
-    )
+    results = (json.loads(path.read_text()) | {"path": path} for path in RESULTS.glob("skewed-*.json"))
+    found = sorted(results, key=lambda each: str(each["created"]))
     whole = [each for each in found if each["options"].get("only") in (None, [""])]
     dense = [each for each in found if each["options"].get("only") == ["dense"]]
     if not whole or not dense:
@@ -156,32 +148,11 @@ def skewed_part() -> str:
     return "".join(texts)
 
 
-def _created(result: dict[str, Any]) -> str:
-    return str(result["created"])
-
-
 def machine(result: Result) -> str:
     """Return a processor, its cores and what it knows."""
     environment = result.environment
     flags = [flag for flag in environment["cpu_flags"] if flag in ("avx2", "avx512f", "avx512_vbmi2", "neon", "sve")]
     return f"{environment['cpu']} ({environment['cores']} cores usable, {', '.join(flags)})"
-
-
-def limits(result: Result) -> str:
-    """Return what memcpy reached in the same rounds: what this machine's memory leaves to any decoder."""
-    lines = []
-    for data, where in ((IN_CACHE, "in cache"), (MINILM, "from memory"), (GAUSSIAN, "from memory")):
-        row = result.find(contender="memcpy", data=data, dtype="BF16", direction="decode", mode="warm", threads=1)
-        ratio = None if row is None else result.against(row, "zipnn")
-        if row is not None and ratio is not None:
-            lines.append(f"- {where} ({data}): {row.gbps():.1f} GB/s, {ratio.estimate:.1f} times as fast as zipnn")
-    find = {"contender": "memcpy", "data": GAUSSIAN, "dtype": "BF16", "direction": "decode", "mode": "warm"}
-    one, two = result.find(threads=1, **find), result.find(threads=2, **find)
-    if one is not None and two is not None:
-        lines.append(f"- two threads ({GAUSSIAN}, 67 MB): {result.speedup(two, one).estimate:.2f} times as fast as one")
-    if not lines:
-        return ""
-    return LIMITS + "\n".join(lines) + "\n"
 
 
 def memory_part() -> str:
