@@ -9,6 +9,7 @@
 #include "blob.h"
 #include "buffer_pool.h"
 #include "job_queue.h"
+#include "products.h"
 
 namespace nb = nanobind;
 using namespace netweight;
@@ -270,6 +271,24 @@ void decode_words_to_address(nb::handle words, nb::handle normalizers, const std
   decode_words(in.bytes(), h, first, last, found, threads, kernels, reinterpret_cast<u8*>(address));
 }
 
+u16* words_at(uintptr_t address) { return reinterpret_cast<u16*>(address); }
+
+// A weight in the fixed-length form, known by address, to memory of the caller's.
+void decode_fixed_to_address(uintptr_t payload, size_t size, size_t rows, size_t columns, uintptr_t out, int threads, const std::string& path) {
+  const FixedMatrix weight = read_fixed(reinterpret_cast<const u8*>(payload), size, rows, columns);
+  nb::gil_scoped_release release;
+  decode_fixed(weight, threads, products_by_name(path), words_at(out));
+}
+
+// Products of all inputs with a weight in the fixed-length form or, where `size` is 0, with plain weights; all bf16, known by address.
+void multiply_at_addresses(uintptr_t weights, size_t size, size_t rows, size_t columns, uintptr_t x, size_t inputs, uintptr_t bias, int sums,
+                           uintptr_t y, size_t stride, int threads, const std::string& path) {
+  if ((sums != 64 && sums != 128) || columns % static_cast<size_t>(sums)) throw nb::value_error("so many columns cannot be added up so");
+  const FixedMatrix weight = size ? read_fixed(reinterpret_cast<const u8*>(weights), size, rows, columns) : FixedMatrix{nullptr, nullptr, nullptr, rows, columns, 0, 0};
+  nb::gil_scoped_release release;
+  multiply(size ? nullptr : words_at(weights), weight, words_at(x), inputs, bias ? words_at(bias) : nullptr, sums, threads, products_by_name(path), words_at(y), stride);
+}
+
 // A decoding on which another thread may work, too.
 class Decoding {
  public:
@@ -364,6 +383,10 @@ NB_MODULE(_native, m) {
         nb::arg("numerator"), nb::arg("denominator"), nb::arg("words"), nb::arg("normalizers"), nb::arg("values"), nb::arg("path"));
   m.def("decode_words", &decode_words_to_address, nb::arg("words"), nb::arg("normalizers"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"),
         nb::arg("reference"), nb::arg("first"), nb::arg("last"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("path"));
+  m.def("decode_fixed", &decode_fixed_to_address, nb::arg("payload"), nb::arg("size"), nb::arg("rows"), nb::arg("columns"), nb::arg("out"),
+        nb::arg("threads"), nb::arg("path") = "auto");
+  m.def("multiply", &multiply_at_addresses, nb::arg("weights"), nb::arg("size"), nb::arg("rows"), nb::arg("columns"), nb::arg("x"), nb::arg("inputs"),
+        nb::arg("bias"), nb::arg("sums"), nb::arg("y"), nb::arg("stride"), nb::arg("threads"), nb::arg("path") = "auto");
   m.def(
       "check_of",
       [](nb::handle bytes) {

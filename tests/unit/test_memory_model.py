@@ -1,6 +1,7 @@
 """Whole models that run compressed: equal to the last bit, with no decoded weight kept, and refusals before changes."""
 
 import copy
+import math
 import weakref
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import netweight
 from netweight import CompressedTensor, codec
-from netweight.codec import DecodeQueue, Decoding
+from netweight.codec import DecodeQueue, Decoding, products
 from netweight.errors import AlreadyCompressed, NameNotFound, Unsupported, UsageError
 from netweight.methods.compress.runtime import functional
 
@@ -380,24 +381,32 @@ def test_what_a_layer_gives_may_be_changed_in_place(change, make):
     assert not differing(*models, lambda p: p.grad)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(9000, 500), (2100, 1023)])
-def test_products_of_one_row_have_the_dense_bits(monkeypatch, rows, columns):
+@pytest.mark.parametrize("prefer", ["memory", "speed"])
+@pytest.mark.parametrize(("rows", "columns", "bias"), [(9000, 512, False), (2100, 1023, False), (5000, 384, True)])
+def test_products_of_few_rows_have_the_dense_bits(monkeypatch, rows, columns, bias, prefer):
     torch.manual_seed(0)
-    dense = nn.Linear(columns, rows, bias=False).bfloat16()
+    dense = nn.Linear(columns, rows, bias=bias).bfloat16()
     model = copy.deepcopy(dense)
-    netweight.compress_(model)
+    netweight.compress_(model, prefer=prefer)
     tiled, by_tiles = [], functional._product_by_tiles
-    monkeypatch.setattr(
-        functional, "_product_by_tiles", lambda x, *stored: tiled.append(len(x)) or by_tiles(x, *stored)
-    )
+
+    def watched(*arguments, **options):
+        product = by_tiles(*arguments, **options)
+        tiled.append(product is not None)
+        return product
+
+    monkeypatch.setattr(functional, "_product_by_tiles", watched)
+    shapes = ((1,), (1, 1), (3, 1), (2, 8), (33,))  # the last by `linear`
     with torch.inference_mode():
-        for shape in ((1,), (1, 1), (3, 1)):  # the last by `linear`
+        for shape in shapes:
             x = torch.randn(*shape, columns).bfloat16()
             assert same(model(x), dense(x))
-    assert len(tiled) == (2 if functional._sums_as_linear((rows, columns), torch.get_num_threads()) else 0)
-    tiles = [tile.clone() for tile in functional._tiles(model.weight.stored.blob, (rows, columns))]
-    assert len(tiles) > 2
-    assert torch.equal(torch.cat(tiles), dense.weight)
+    orders = [products.sums_of(rows, columns, math.prod(shape), torch.get_num_threads(), bias) for shape in shapes[:-1]]
+    assert tiled == [bool(order) for order in orders] + [False]
+    if prefer == "memory":
+        tiles = [tile.clone() for tile in functional._tiles(model.weight.stored.blob, (rows, columns))]
+        assert len(tiles) > 1
+        assert torch.equal(torch.cat(tiles), dense.weight)
 
 
 def test_weights_under_a_live_optimizer_stay_compressed():

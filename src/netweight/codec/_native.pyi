@@ -74,6 +74,23 @@ def decode_words(
     threads: int,
     path: str,
 ) -> None: ...
+def decode_fixed(
+    payload: int, size: int, rows: int, columns: int, out: int, threads: int, path: str = "auto"
+) -> None: ...
+def multiply(
+    weights: int,
+    size: int,
+    rows: int,
+    columns: int,
+    x: int,
+    inputs: int,
+    bias: int,
+    sums: int,
+    y: int,
+    stride: int,
+    threads: int,
+    path: str = "auto",
+) -> None: ...
 def check_of(buffer: Any) -> int: ...
 def pooled_array(size: int) -> _Bytes: ...
 def paths() -> list[str]: ...

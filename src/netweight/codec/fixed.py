@@ -39,6 +39,9 @@ from typing import final
 
 import torch
 
+from netweight.codec import products
+from netweight.codec.api import pooled
+from netweight.codec.backend import native
 from netweight.errors import CorruptBlob, Unsupported
 
 MAGIC = b"NWF"
@@ -225,8 +228,12 @@ def read_layout(payload: torch.Tensor) -> FixedLayout:
 
 
 def decode_fixed(payload: torch.Tensor) -> torch.Tensor:
-    """Decode with torch's operators, on the payload's device; `codec.cuda` has a kernel for it."""
+    """Decode natively on the CPU, elsewhere with torch's operators; `codec.cuda` has a kernel for it."""
     layout = read_layout(payload)
+    if payload.is_cpu and native is not None:
+        weight = pooled(layout.rows * layout.columns, torch.bfloat16).view(layout.rows, layout.columns)
+        products.decode_fixed(payload, weight, torch.get_num_threads())
+        return weight
     rows, escapes = _escapes(payload, layout)
     bits = torch.empty(layout.rows, layout.columns, dtype=torch.int16, device=payload.device)
     for first, last in _steps(layout):

@@ -23,6 +23,7 @@ speed           Both contenders in one process, one after another in every round
                 median and range. Times are the processor's, all threads included, since other programs disturb these
                 least; with a second thread at work they are those that pass. Tokens per second are those of `generate`
                 with its cache, prompt included.
+fixed           In tokens per second, the model with prefer="speed": its linear weights in the fixed-length form.
 small layers    Microseconds of a Linear of 64 x 64 and of one token's embedding (32,000 x 512) without gradients, and
                 what compression adds to them.
 saving          RssAnon while `save_pretrained` writes the model as a compressed folder, less what it was before, in a
@@ -64,7 +65,7 @@ VARIANTS = tuple(f"{way} {optimizer}" for optimizer in OPTIMIZERS for way in WAY
 TARGETS = {"SGD": ("plain", 0.50, 0.85), "AdamW": ("checkpointed", 0.60, 0.85)}
 
 
-def make_model(arguments, compressed=False):
+def make_model(arguments, compressed=False, prefer="memory"):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -78,7 +79,7 @@ def make_model(arguments, compressed=False):
         dtype=torch.bfloat16,
     )
     model = LlamaForCausalLM(config).to(torch.bfloat16)
-    report = netweight.compress_(model) if compressed else None
+    report = netweight.compress_(model, prefer=prefer) if compressed else None
     return model, report
 
 
@@ -228,15 +229,20 @@ def training_rows(found, times):
 
 def inference_speed(arguments):
     (dense, _), (compressed, report) = make_model(arguments), make_model(arguments, compressed=True)
-    found = {"bytes held, against bf16": at_most(report.ratio, 0.665)}
+    fixed, also = make_model(arguments, compressed=True, prefer="speed")
+    found = {
+        "bytes held, against bf16": at_most(report.ratio, 0.665),
+        "in the fixed-length form": at_most(also.ratio, None),
+    }
     for prompt, new in arguments.tokens:
         for batch, target in ((1, 0.9), (8, 0.95), (32, 0.95)):
-            name = f"batch {batch}, {new} tokens after {prompt}"
-            found[name] = generation_speed(dense, compressed, (batch, prompt), new, target, arguments)
+            if batch in arguments.batches:
+                name = f"batch {batch}, {new} tokens after {prompt}"
+                found[name] = generation_speed(dense, compressed, fixed, (batch, prompt), new, target, arguments)
     return found
 
 
-def generation_speed(dense, compressed, shape, new, target, arguments):
+def generation_speed(dense, compressed, fixed, shape, new, target, arguments):
     ids = torch.randint(0, 4096, shape, generator=torch.Generator().manual_seed(2))
     options = {
         "max_new_tokens": new,
@@ -250,17 +256,19 @@ def generation_speed(dense, compressed, shape, new, target, arguments):
         with netweight.decode_ahead():
             compressed.generate(ids, **options)
 
-    if not torch.equal(dense.generate(ids, **options), compressed.generate(ids, **options)):
-        raise SystemExit("The compressed model generated other tokens than the dense one.")
+    for model in (compressed, fixed):
+        if not torch.equal(dense.generate(ids, **options), model.generate(ids, **options)):
+            raise SystemExit("The compressed model generated other tokens than the dense one.")
     cases = {
         "dense": lambda: dense.generate(ids, **options),
         "compressed": lambda: compressed.generate(ids, **options),
     }
-    times = compare(cases, arguments.rounds)
+    times = compare(cases | {"fixed": lambda: fixed.generate(ids, **options)}, arguments.rounds)
     found = {
         "seconds": times,
         "dense, tokens per second": round(shape[0] * new / statistics.median(times["dense"]), 2),
         "compressed": ratio(times, "compressed", "dense", target),
+        "fixed": ratio(times, "fixed", "dense", target),
     }
     if arguments.one_core:
         return found
@@ -333,6 +341,7 @@ def options():
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", nargs="+", type=prompt_and_new, default=[(8, 8), (192, 64)], metavar="PROMPT+NEW")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], choices=(1, 8, 32))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--one-core", action="store_true", help="leave out what needs a second core")
     parser.add_argument("--one-peak", choices=(*VARIANTS, "saving"), help=argparse.SUPPRESS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from netweight import codec
+from netweight.codec import products
 from netweight.codec.cuda import fixed_products
 from netweight.errors import Unsupported
 from netweight.methods.compress.runtime import cuda as device
@@ -42,10 +43,10 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
         return _linear_fixed(x, payload, shape, bias)
     if not _is_decoded_here(payload):
         return _on_dense(payload, shape, dtype, dtype, lambda dense: F.linear(x, dense, bias))
-    one_row = bias is None and x.numel() == shape[-1] and x.dtype == dtype == torch.bfloat16
-    if one_row and payload.numel() > _LARGE and not prefetch.open_blocks:
-        if _sums_as_linear(shape, torch.get_num_threads()):
-            return _product_by_tiles(x.view(-1), payload, shape).view(*x.shape[:-1], shape[0])
+    if dtype == torch.bfloat16 and not prefetch.open_blocks:
+        found = _product_by_tiles(x, payload, shape, bias, fixed=False)
+        if found is not None:
+            return found
     return F.linear(x, _decoded(payload, shape, dtype, "forward"), bias)
 
 
@@ -429,43 +430,41 @@ def _runs(rows: list[int], near: int) -> list[tuple[int, int]]:
     return runs
 
 
-# ---- products of one row, by tiles that are used while they are in the cache -----------------------------
+# ---- products of few rows, by tiles that are used while they are in the cache ----------------------------------------
 
 _TILE = 3 << 19  # bytes of a tile, about
-_LARGE = 1 << 20  # bytes of a payload from which it is worth its while
+_LARGE = 1 << 18  # bytes of a payload from which it is worth its while
 
 
-@cache
-def _sums_as_linear(shape: tuple[int, ...], threads: int) -> bool:
-    """Whether `torch.mv` with bf16 tiles adds up in the order of `linear`, which takes half as long again."""
-    # Terms that cancel leave nothing but the rounding errors of the order in which they were added.
-    generator = torch.Generator().manual_seed(0)
-    places = torch.randperm(shape[1], generator=generator)
-    half, other = (torch.randn(n, shape[1] // 2, generator=generator) for n in (shape[0], 1))
-    odd = torch.zeros(shape[0], shape[1] % 2)
-    weight = torch.cat([half, -half, odd], 1)[:, places].bfloat16()
-    x = torch.cat([other, other, odd[:1]], 1)[:, places].bfloat16()
-    parts = torch.cat([torch.mv(part, x[0]) for part in torch.split(weight, _rows_of_tile(shape[1]))])
-    return torch.equal(parts, F.linear(x, weight)[0])
-
-
-def _rows_of_tile(columns: int) -> int:
-    return max(1, _TILE // (2 * columns))
-
-
-def _product_by_tiles(x: torch.Tensor, payload: torch.Tensor, shape: Any) -> torch.Tensor:
-    result, row = torch.empty(shape[0], dtype=torch.bfloat16), 0
+def _product_by_tiles(
+    x: torch.Tensor, payload: torch.Tensor, shape: Any, bias: torch.Tensor | None, *, fixed: bool
+) -> torch.Tensor | None:
+    """The product with a bf16 weight, or None where torch's order of adding is unknown, or the weight small."""
+    rows, columns = shape
+    inputs, threads = x.numel() // columns, torch.get_num_threads()
+    if not 0 < inputs <= products.MOST_INPUTS or payload.numel() < _LARGE or x.dtype != torch.bfloat16:
+        return None
+    if bias is not None and (bias.dtype != torch.bfloat16 or not bias.is_contiguous()):
+        return None
+    sums = products.sums_of(rows, columns, inputs, threads, bias is not None)
+    if not sums:
+        return None
+    flat = x.reshape(inputs, columns).contiguous()
+    if fixed:
+        return products.multiply_fixed(payload, rows, flat, bias, sums, threads).view(*x.shape[:-1], rows)
+    result, row = torch.empty(inputs, rows, dtype=torch.bfloat16), 0
     for tile in _tiles(blob_of(payload), shape):
-        torch.mv(tile, x, out=result[row : row + len(tile)])
-        row += len(tile)
-    return result
+        end = row + len(tile)
+        products.multiply(tile, flat, None if bias is None else bias[row:end], sums, result[:, row:end], threads)
+        row = end
+    return result.view(*x.shape[:-1], rows)
 
 
 def _tiles(blob: memoryview, shape: Any) -> Iterator[torch.Tensor]:
     """Rows of a bf16 weight in one piece of memory, decoded whole chunks at a time."""
     rows, columns = shape
     chunk = 1 << (18 if codec.is_lossy(blob) else blob[6])  # see docs/format.md
-    step, numbers = -(-_rows_of_tile(columns) * columns // chunk) * chunk, rows * columns
+    step, numbers = -(-_TILE // (2 * chunk)) * chunk, rows * columns
     memory, held = codec.pooled(step + columns, torch.bfloat16), 0
     for first in range(0, numbers, step):
         last = min(first + step, numbers)
@@ -487,7 +486,8 @@ def _decoded_fixed(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) 
 
 
 def _linear_fixed(x: torch.Tensor, payload: torch.Tensor, shape: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    return fixed_products.linear(x, payload, shape[0], shape[1], bias)
+    found = _product_by_tiles(x, payload, shape, bias, fixed=True) if payload.is_cpu else None
+    return fixed_products.linear(x, payload, shape[0], shape[1], bias) if found is None else found
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,44 @@
+// Products of bf16 weights with few rows of inputs, and the fixed-length form of weights, which netweight/codec/fixed.py describes.
+#pragma once
+
+#include "format.h"
+
+namespace netweight {
+
+// A payload in the fixed-length form, its header checked.
+struct FixedMatrix {
+  const u8* tiles;
+  const u8* first;    // where the escapes of each row begin: u32, one more than there are rows
+  const u8* escapes;  // u32: column, and above 16 bits the weight
+  size_t rows, columns, escape_count;
+  int base;
+};
+
+struct Products {
+  const char* name;
+  // The weights of whole rows of tiles, row by row; false when the escapes contradict themselves.
+  bool (*decode_fixed)(const FixedMatrix&, size_t tile, size_t tile_end, u16* out);
+  // y[i * stride + r], in bf16, of row r of the weights and input i, which `spread_inputs` has laid out. Products are exact in fp32
+  // and added up as torch's own kernel for bf16 does on processors with vectors of `sums` / 8 numbers: in so many partial sums by
+  // column, which are then added by halves. `columns` is a multiple of `sums`, 64 or 128.
+  void (*multiply)(const u16* weights, size_t rows, size_t columns, int sums, const float* x, size_t inputs, const u16* bias, u16* y, size_t stride);
+};
+
+// Inputs as multiply reads them: fp32, of each 16 columns the even ones and then the odd ones.
+void spread_inputs(const u16* x, size_t count, float* out);
+
+const Products& products_by_name(const std::string& name);  // "auto" for the fastest; the portable ones where there are no others
+const Products& portable_products();
+const Products* avx2_products();  // nullptr when this build or this processor has none
+const Products* avx512_products();
+
+FixedMatrix read_fixed(const u8* payload, size_t size, size_t rows, size_t columns);
+
+// The whole weight to memory of the caller's; throws CorruptError.
+void decode_fixed(const FixedMatrix& weight, int threads, const Products& products, u16* out);
+
+// y of shape (inputs, rows) from x of shape (inputs, columns), and of weights that are plain or, where `plain` is nullptr, fixed.
+void multiply(const u16* plain, const FixedMatrix& weight, const u16* x, size_t inputs, const u16* bias, int sums, int threads, const Products& products,
+              u16* y, size_t stride);
+
+}  // namespace netweight

@@ -1,0 +1,129 @@
+// The kernels of products.h, written for vectors of 32 bytes and compiled once for each instruction set that has its file.
+#include "products.h"
+
+namespace netweight {
+namespace {
+
+using Bytes16 = u8 __attribute__((vector_size(16)));
+using Bytes = u8 __attribute__((vector_size(32)));
+using Words = u32 __attribute__((vector_size(32)));
+using Halves = u16 __attribute__((vector_size(32)));
+using Floats = float __attribute__((vector_size(32)));
+using Floats4 = float __attribute__((vector_size(16)));
+
+template <typename T>
+inline T load(const void* from) {
+  T v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+inline Bytes swapped(Bytes v) {  // the bytes of each half
+  return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14, 17, 16, 19, 18, 21, 20, 23, 22, 25, 24, 27, 26, 29, 28, 31, 30);
+}
+
+// Sixteen neighbors of a row from sign and mantissa, and from words whose bits 7 to 10 and 23 to 26 are the codes.
+inline void join(Bytes rest, Words codes, Halves lift, u16* out) {
+  const Halves code = (Halves)(codes & 0x07800780u);
+  const Halves weights = ((Halves)rest & 0x807f) | code;
+  const Halves lifted = weights + ((Halves)(code != 0) & lift);
+  std::memcpy(out, &lifted, sizeof lifted);
+}
+
+constexpr size_t kAhead = 8 * 1536;  // three streams of lines, which processors do not foresee
+
+// One tile to 16 rows of 64 weights.
+inline void decode_tile(const u8* tile, Halves lift, u16* out, size_t stride) {
+  for (int g = 0; g < 8; g++) {
+    for (int part = 0; part < 3; part++) __builtin_prefetch(tile + kAhead + 64 * (3 * g + part), 0, 0);
+    for (int t = 0; t < 4; t++) {
+      const u8* lane = tile + 16 * (4 * g + t);
+      const Bytes rest = __builtin_shufflevector(load<Bytes16>(lane), load<Bytes16>(lane + 512), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17,
+                                                 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+      const Bytes16 four = load<Bytes16>(lane + 1024);
+      // A word of codes serves two pairs; for the second it is turned by a byte.
+      const Words codes = (Words)__builtin_shufflevector(four, four, 0, 1, 2, 3, 1, 2, 3, 0, 4, 5, 6, 7, 5, 6, 7, 4, 8, 9, 10, 11, 9, 10, 11, 8, 12, 13, 14, 15,
+                                                         13, 14, 15, 12);
+      join(rest, codes, lift, out + g * stride + 16 * t);
+      join(swapped(rest), codes >> 4, lift, out + (g + 8) * stride + 16 * t);
+    }
+  }
+}
+
+bool decode_fixed_here(const FixedMatrix& m, size_t tile, size_t tile_end, u16* out) {
+  const size_t across = (m.columns + 63) / 64;
+  const Halves lift = Halves{} + static_cast<u16>((m.base - 1) << 7);
+  alignas(64) u16 part[16 * 64];
+  for (; tile < tile_end; tile++) {
+    const size_t rows = m.rows - 16 * tile < 16 ? m.rows - 16 * tile : 16;
+    for (size_t i = 0; i < across; i++) {
+      const u8* from = m.tiles + (tile * across + i) * 1536;
+      u16* to = out + 64 * i;
+      if (rows == 16 && 64 * (i + 1) <= m.columns) {
+        decode_tile(from, lift, to, m.columns);
+        continue;
+      }
+      decode_tile(from, lift, part, 64);
+      const size_t width = m.columns - 64 * i < 64 ? m.columns - 64 * i : 64;
+      for (size_t r = 0; r < rows; r++) std::memcpy(to + r * m.columns, part + 64 * r, 2 * width);
+    }
+    for (size_t r = 0; r < rows; r++, out += m.columns) {
+      u32 i = load<u32>(m.first + 4 * (16 * tile + r));
+      const u32 end = load<u32>(m.first + 4 * (16 * tile + r + 1));
+      if (end < i || end > m.escape_count) return false;
+      for (size_t least = 0; i < end; i++) {  // columns ascend
+        const u32 escape = load<u32>(m.escapes + 4 * i);
+        const size_t column = escape & 0xffff;
+        if (column < least || column >= m.columns) return false;
+        out[column] = static_cast<u16>(escape >> 16);
+        least = column + 1;
+      }
+    }
+  }
+  return true;
+}
+
+inline u16 rounded(float sum) {
+  const u32 bits = load<u32>(&sum);
+  if (sum != sum) return 0x7fc0;
+  return static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline Floats4 first_half(Floats v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
+inline Floats4 second_half(Floats v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7); }
+
+template <int kSums>
+float dot(const u16* weights, const float* x, size_t columns) {
+  Floats even[kSums / 16] = {}, odd[kSums / 16] = {};
+  for (size_t c = 0; c < columns; c += kSums)
+#pragma GCC unroll 8
+    for (int k = 0; k < kSums / 16; k++) {
+      const Words w = load<Words>(weights + c + 16 * k);
+      even[k] += (Floats)(w << 16) * load<Floats>(x + c + 16 * k);
+      odd[k] += (Floats)(w & 0xffff0000u) * load<Floats>(x + c + 16 * k + 8);
+    }
+#pragma GCC unroll 4
+  for (int half = kSums / 32; half; half /= 2)
+    for (int k = 0; k < half; k++) {
+      even[k] += even[k + half];
+      odd[k] += odd[k + half];
+    }
+  // Lane i of `even` is column 2 i: what is left are sums of columns 8, 4 and 2 apart, and then of the even with the odd ones.
+  const Floats4 e = first_half(even[0]) + second_half(even[0]), o = first_half(odd[0]) + second_half(odd[0]);
+  const Floats4 pairs = __builtin_shufflevector(e, o, 0, 1, 4, 5) + __builtin_shufflevector(e, o, 2, 3, 6, 7);
+  return (pairs[0] + pairs[1]) + (pairs[2] + pairs[3]);
+}
+
+void multiply_here(const u16* weights, size_t rows, size_t columns, int sums, const float* x, size_t inputs, const u16* bias, u16* y, size_t stride) {
+  const auto dot_of = sums == 64 ? dot<64> : dot<128>;
+  for (size_t i = 0; i < inputs; i++)
+    for (size_t r = 0; r < rows; r++) {
+      float sum = dot_of(weights + r * columns, x + i * columns, columns);
+      const u32 added = bias ? u32{bias[r]} << 16 : 0;
+      if (bias) sum += load<float>(&added);
+      y[i * stride + r] = rounded(sum);
+    }
+}
+
+}  // namespace
+}  // namespace netweight

@@ -1,0 +1,97 @@
+"""Products of bf16 weights with few rows of inputs: torch's order of adding, on every code path, plain and fixed."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from fixed_under_test import same, weights
+
+from netweight.codec import fixed, products
+from netweight.codec.backend import native
+from netweight.codec.fixed import decode_fixed, encode_fixed
+from netweight.errors import CorruptBlob
+
+pytestmark = pytest.mark.skipif(native is None, reason="built without a compiler")
+PATHS = ("portable", "avx2", "avx512")  # where a processor lacks one the portable path runs
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def by_the_description(weight, x, bias, sums):
+    """Partial sums by column, then added by halves, all in fp32."""
+    terms = x.float().numpy()[:, None] * weight.float().numpy()[None]
+    partial = np.zeros((*terms.shape[:2], sums), np.float32)
+    for start in range(0, terms.shape[2], sums):
+        partial = partial + terms[..., start : start + sums]
+    while partial.shape[2] > 1:
+        half = partial.shape[2] // 2
+        partial = partial[..., :half] + partial[..., half:]
+    total = torch.from_numpy(partial[..., 0])
+    return (total if bias is None else total + bias.float()).bfloat16()
+
+
+def multiplied(weight, x, bias, sums, path, *, is_fixed=False):
+    payload = encode_fixed(weight) if is_fixed else weight
+    out = torch.empty(len(x), len(weight), dtype=torch.bfloat16)
+    native.multiply(
+        payload.data_ptr(), payload.numel() if is_fixed else 0, *weight.shape, x.data_ptr(), len(x),
+        0 if bias is None else bias.data_ptr(), sums, out.data_ptr(), len(weight), 1, path,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("sums", [64, 128])
+def test_sums_are_added_as_described(path, sums):
+    for rows, inputs, biased in ((37, 1, False), (16, 5, True)):
+        weight, x, bias = drawn(rows, 384, seed=1), drawn(inputs, 384, seed=2), drawn(rows) if biased else None
+        wanted = by_the_description(weight, x, bias, sums)
+        assert same(multiplied(weight, x, bias, sums, path), wanted)
+        assert same(multiplied(weight, x, bias, sums, path, is_fixed=True), wanted)
+
+
+@pytest.mark.parametrize("odd", [0, 0.02])
+@pytest.mark.parametrize("path", PATHS)
+def test_the_fixed_form_is_decoded_as_torchs_operators_do(path, odd, monkeypatch):
+    for shape in ((1, 1), (16, 64), (33, 130), (100, 1000)):
+        weight, out = weights(*shape, odd=odd), torch.empty(shape, dtype=torch.bfloat16)
+        payload = encode_fixed(weight)
+        native.decode_fixed(payload.data_ptr(), payload.numel(), *shape, out.data_ptr(), 1, path)
+        assert same(out, weight)
+        with monkeypatch.context() as without:
+            without.setattr(fixed, "native", None)
+            assert same(decode_fixed(payload), weight)
+
+
+def test_the_order_is_torchs_or_is_not_taken():
+    for inputs, biased in ((1, False), (7, True)):
+        sums = products.sums_of(300, 512, inputs, 1, biased)
+        assert sums in (0, 64, 128)
+        weight, x, bias = drawn(300, 512, seed=3), drawn(inputs, 512, seed=4), drawn(300) if biased else None
+        if sums:
+            assert same(multiplied(weight, x, bias, sums, "auto"), F.linear(x, weight, bias))
+    assert products.sums_of(300, 500, 1, 1, False) == 0
+    with pytest.raises(ValueError, match="added up"):
+        multiplied(drawn(4, 96), drawn(1, 96), None, 64, "auto")
+
+
+def test_what_is_not_finite_is_as_in_torch():
+    weight, x = drawn(64, 128), drawn(2, 128)
+    weight[0, 3], weight[1, 5], x[1, 7] = torch.inf, torch.nan, -torch.inf
+    found, wanted = multiplied(weight, x, None, 64, "auto"), F.linear(x, weight)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.isinf(), wanted.isinf())
+
+
+def test_several_threads_give_the_same_and_damage_is_named():
+    weight, x = weights(100, 128, odd=0.01), drawn(3, 128)
+    payload = encode_fixed(weight)
+    one, three = (products.multiply_fixed(payload, 100, x, None, 64, threads) for threads in (1, 3))
+    assert torch.equal(one.view(torch.int16), three.view(torch.int16))
+    with pytest.raises(CorruptBlob):
+        products.multiply_fixed(payload, 99, x, None, 64, 1)
+    payload[fixed.read_layout(payload).first_at] = 1
+    with pytest.raises(CorruptBlob):
+        products.multiply_fixed(payload, 100, x, None, 64, 1)
