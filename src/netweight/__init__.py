@@ -7,8 +7,6 @@ is imported from its own module the first time it is used. `docs/reference.md` i
 import sys
 from typing import Any
 
-from netweight.core.lazy import lazy_names
-
 
 class _FormerNames:
     """Finds modules under their former names; the table of these is imported when one may be asked for."""
@@ -26,65 +24,69 @@ class _FormerNames:
 
 sys.meta_path.insert(0, _FormerNames)  # before paths: former packages lead to those of today, and what is in them
 
-_find, _names, __all__ = lazy_names(
-    __name__,
-    {
-        # compress
-        "CompressedTensor": "netweight.methods.compress.runtime.tensor",
-        "LayerwiseOptimizer": "netweight.methods.compress.runtime.layerwise",
-        "average_gradient": "netweight.methods.compress.runtime.layerwise",
-        "check_device": "netweight.methods.compress.runtime.cuda",
-        "compress_": "netweight.methods.compress.runtime.model",
-        "compress_activations": "netweight.methods.compress.runtime.activations",
-        "compress_folder": "netweight.methods.compress.folder",
-        "compress_recomputed": "netweight.methods.compress.runtime.activations",
-        "decode_ahead": "netweight.methods.compress.runtime.prefetch",
-        "decompress_": "netweight.methods.compress.runtime.model",
-        "decompress_folder": "netweight.methods.compress.folder",
-        "dense_state_dict": "netweight.methods.compress.runtime.model",
-        "load_checkpoint": "netweight.methods.compress.runtime.checkpoint",
-        "memory_footprint": "netweight.methods.compress.runtime.model",
-        "save_checkpoint": "netweight.methods.compress.runtime.checkpoint",
-        "set_layout_": "netweight.methods.compress.runtime.model",
-        "verify": "netweight.methods.compress.verify",
-        # federate: everything is in the package
-        "federate": "netweight.methods.federate",
-        # forget
-        "deactivate": "netweight.methods.forget.edit",
-        "detect": "netweight.methods.forget.detect",
-        "forget": "netweight.methods.forget.edit",
-        "localize": "netweight.methods.forget.localize",
-        # immunize
-        "RepNoise": "netweight.methods.immunize.settings",
-        "immunize": "netweight.methods.immunize.train",
-        # space
-        "Adapter": "netweight.nn.lora",
-        "AdapterBank": "netweight.store.bank.bank",
-        "WeightSpace": "netweight.methods.space.space",
-        "read_adapter": "netweight.store.lora_formats.files",
-        "write_adapter": "netweight.store.lora_formats.files",
-        # watch and edit a live model
-        "Select": "netweight.core.names",
-        "Units": "netweight.core.units",
-        "capture": "netweight.nn.hooks",
-        "intervene": "netweight.nn.hooks",
-        "scale": "netweight.nn.hooks",
-        # evidence, and what a method of one's own is made of
-        "Attack": "netweight.registry",
-        "Finding": "netweight.report.finding",
-        "Job": "netweight.job",
-        "Method": "netweight.registry",
-        "Report": "netweight.report.report",
-        "Section": "netweight.report.finding",
-        "Settings": "netweight.settings",
-        "register": "netweight.registry",
-        # files and errors
-        "NetweightError": "netweight.errors",
-        "StoreWriter": "netweight.store.writer",
-        "open_store": "netweight.store.reader",
-    },
-)
-__all__ += ["__version__"]
+
+def _names() -> Any:
+    """How a public name is found, the names that there are, and `__all__`."""
+    from netweight.core.lazy import lazy_names  # not at start-up, for which every program pays that imports torch
+
+    return lazy_names(
+        __name__,
+        {
+            # compress
+            "CompressedTensor": "netweight.methods.compress.runtime.tensor",
+            "LayerwiseOptimizer": "netweight.methods.compress.runtime.layerwise",
+            "average_gradient": "netweight.methods.compress.runtime.layerwise",
+            "check_device": "netweight.methods.compress.runtime.cuda",
+            "compress_": "netweight.methods.compress.runtime.model",
+            "compress_activations": "netweight.methods.compress.runtime.activations",
+            "compress_folder": "netweight.methods.compress.folder",
+            "compress_recomputed": "netweight.methods.compress.runtime.activations",
+            "decode_ahead": "netweight.methods.compress.runtime.prefetch",
+            "decompress_": "netweight.methods.compress.runtime.model",
+            "decompress_folder": "netweight.methods.compress.folder",
+            "dense_state_dict": "netweight.methods.compress.runtime.model",
+            "load_checkpoint": "netweight.methods.compress.runtime.checkpoint",
+            "memory_footprint": "netweight.methods.compress.runtime.model",
+            "save_checkpoint": "netweight.methods.compress.runtime.checkpoint",
+            "set_layout_": "netweight.methods.compress.runtime.model",
+            "verify": "netweight.methods.compress.verify",
+            # federate: everything is in the package
+            "federate": "netweight.methods.federate",
+            # forget
+            "deactivate": "netweight.methods.forget.edit",
+            "detect": "netweight.methods.forget.detect",
+            "forget": "netweight.methods.forget.edit",
+            "localize": "netweight.methods.forget.localize",
+            # immunize
+            "RepNoise": "netweight.methods.immunize.settings",
+            "immunize": "netweight.methods.immunize.train",
+            # space
+            "Adapter": "netweight.nn.lora",
+            "AdapterBank": "netweight.store.bank.bank",
+            "WeightSpace": "netweight.methods.space.space",
+            "read_adapter": "netweight.store.lora_formats.files",
+            "write_adapter": "netweight.store.lora_formats.files",
+            # watch and edit a live model
+            "Select": "netweight.core.names",
+            "Units": "netweight.core.units",
+            "capture": "netweight.nn.hooks",
+            "intervene": "netweight.nn.hooks",
+            "scale": "netweight.nn.hooks",
+            # evidence, and what a method of one's own is made of
+            "Attack": "netweight.registry",
+            "Finding": "netweight.report.finding",
+            "Job": "netweight.job",
+            "Method": "netweight.registry",
+            "Report": "netweight.report.report",
+            "Section": "netweight.report.finding",
+            "Settings": "netweight.settings",
+            "register": "netweight.registry",
+            # files and errors
+            "NetweightError": "netweight.errors",
+            "StoreWriter": "netweight.store.writer",
+            "open_store": "netweight.store.reader",
+        },
+    )
 
 
 def __getattr__(name: str) -> Any:
@@ -97,9 +99,10 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return import_module("netweight.methods.compress.runtime.model").prefer_
-    return _find(name)
+    find, _, public = _names()
+    return [*public, "__version__"] if name == "__all__" else find(name)
 
 
 def __dir__() -> list[str]:
     """List the public names, imported or not."""
-    return [*_names(), "__version__"]
+    return [*_names()[1](), "__version__"]
