@@ -88,10 +88,12 @@ def test_what_is_not_finite_is_as_in_torch():
 def test_several_threads_give_the_same_and_damage_is_named():
     weight, x = weights(100, 128, odd=0.01), drawn(3, 128)
     payload = encode_fixed(weight)
-    one, three = (products.multiply_fixed(payload, 100, x, None, 64, threads) for threads in (1, 3))
-    assert torch.equal(one.view(torch.int16), three.view(torch.int16))
+    one, three = torch.empty(2, 3, 100, dtype=torch.bfloat16)
+    for out, threads in ((one, 1), (three, 3)):
+        products.multiply(payload, 100, x, None, 64, out, threads, fixed=True)
+    assert same(one, three)
     with pytest.raises(CorruptBlob):
-        products.multiply_fixed(payload, 99, x, None, 64, 1)
+        products.multiply(payload, 99, x, None, 64, one, 1, fixed=True)
     payload[fixed.read_layout(payload).first_at] = 1
     with pytest.raises(CorruptBlob):
-        products.multiply_fixed(payload, 100, x, None, 64, 1)
+        products.multiply(payload, 100, x, None, 64, one, 1, fixed=True)

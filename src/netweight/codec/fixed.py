@@ -231,9 +231,8 @@ def decode_fixed(payload: torch.Tensor) -> torch.Tensor:
     """Decode natively on the CPU, elsewhere with torch's operators; `codec.cuda` has a kernel for it."""
     layout = read_layout(payload)
     if payload.is_cpu and native is not None:
-        weight = pooled(layout.rows * layout.columns, torch.bfloat16).view(layout.rows, layout.columns)
-        products.decode_fixed(payload, weight, torch.get_num_threads())
-        return weight
+        out = pooled(layout.rows * layout.columns, torch.bfloat16)
+        return products.decode_fixed(payload, out.view(layout.rows, layout.columns))
     rows, escapes = _escapes(payload, layout)
     bits = torch.empty(layout.rows, layout.columns, dtype=torch.int16, device=payload.device)
     for first, last in _steps(layout):

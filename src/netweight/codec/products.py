@@ -33,40 +33,26 @@ def sums_of(rows: int, columns: int, inputs: int, threads: int, biased: bool) ->
     weight, x = torch.cat([window, -window], 1)[:, places], torch.cat([other, other], 1)[:, places]
     wanted, found = F.linear(x, weight, bias), torch.empty(inputs, rows, dtype=torch.bfloat16)
     for sums in known:
-        multiply(weight, x, bias, sums, found, threads)
+        multiply(weight, rows, x, bias, sums, found, threads)
         if torch.equal(found, wanted):
             return sums
     return 0
 
 
 def multiply(
-    weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, sums: int, out: torch.Tensor, threads: int
-) -> None:
-    """Fill `out`, of shape (inputs, rows), which may be columns of another tensor, from plain weights; all bf16."""
-    _multiply(weight, 0, weight.shape[0], x, bias, sums, out, threads)
-
-
-def multiply_fixed(
-    payload: torch.Tensor, rows: int, x: torch.Tensor, bias: torch.Tensor | None, sums: int, threads: int
-) -> torch.Tensor:
-    """The product with a weight in the fixed-length form, decoded 16 rows at a time."""
-    out = torch.empty(x.shape[0], rows, dtype=torch.bfloat16)
-    with _A_FIXED_WEIGHT:
-        _multiply(payload, payload.numel(), rows, x, bias, sums, out, threads)
-    return out
-
-
-def _multiply(
-    weight: torch.Tensor, size: int, rows: int, x: torch.Tensor, bias: torch.Tensor | None, sums: int,
-    out: torch.Tensor, threads: int,
+    weight: torch.Tensor, rows: int, x: torch.Tensor, bias: torch.Tensor | None, sums: int, out: torch.Tensor,
+    threads: int, *, fixed: bool = False,
 ) -> None:  # fmt: skip
-    native.multiply(
-        weight.data_ptr(), size, rows, x.shape[1], x.data_ptr(), x.shape[0],
-        0 if bias is None else bias.data_ptr(), sums, out.data_ptr(), out.stride(0), threads,
-    )  # fmt: skip
+    """Fill `out`, of shape (inputs, rows), perhaps columns of another tensor, from plain or fixed-length weights."""
+    with _A_FIXED_WEIGHT:
+        native.multiply(
+            weight.data_ptr(), weight.numel() if fixed else 0, rows, x.shape[1], x.data_ptr(), x.shape[0],
+            0 if bias is None else bias.data_ptr(), sums, out.data_ptr(), out.stride(0), threads,
+        )  # fmt: skip
 
 
-def decode_fixed(payload: torch.Tensor, out: torch.Tensor, threads: int) -> None:
+def decode_fixed(payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Decode a payload on the CPU into a contiguous matrix."""
     with _A_FIXED_WEIGHT:
-        native.decode_fixed(payload.data_ptr(), payload.numel(), *out.shape, out.data_ptr(), threads)
+        native.decode_fixed(payload.data_ptr(), payload.numel(), *out.shape, out.data_ptr(), torch.get_num_threads())
+    return out

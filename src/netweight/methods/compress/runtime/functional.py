@@ -402,14 +402,11 @@ def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: t
         _checked(start, shape), _checked(stop - 1, shape)
     if sum(stop - start for start, stop in runs) * 2 > shape[0]:
         return F.embedding(wanted, decode_here(local, shape, dtype)).to(payload.device)
-    parts = [
-        codec.fill(torch.empty((stop - start, *shape[1:]), dtype=dtype), blob, start * width, stop * width)[
-            rows_of - start
-        ]
-        for start, stop in runs
-        for rows_of in [rows[(rows >= start) & (rows < stop)]]
-    ]
-    table = torch.cat(parts) if parts else torch.empty((0, *shape[1:]), dtype=dtype)
+    table = torch.empty((len(rows), *shape[1:]), dtype=dtype)
+    for start, stop in runs:
+        inside = (rows >= start) & (rows < stop)
+        part = torch.empty((stop - start, *shape[1:]), dtype=dtype)
+        table[inside] = codec.fill(part, blob, start * width, stop * width)[rows[inside] - start]
     return table[places.reshape(-1)].view(result).to(payload.device)
 
 
@@ -440,22 +437,18 @@ def _product_by_tiles(
     x: torch.Tensor, payload: torch.Tensor, shape: Any, bias: torch.Tensor | None, *, fixed: bool
 ) -> torch.Tensor | None:
     """The product with a bf16 weight, or None where torch's order of adding is unknown, or the weight small."""
-    rows, columns = shape
-    inputs, threads = x.numel() // columns, torch.get_num_threads()
-    if not 0 < inputs <= products.MOST_INPUTS or payload.numel() < _LARGE or x.dtype != torch.bfloat16:
-        return None
-    if bias is not None and (bias.dtype != torch.bfloat16 or not bias.is_contiguous()):
+    (rows, columns), threads = shape, torch.get_num_threads()
+    inputs, plain = x.numel() // columns, bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
+    if not 0 < inputs <= products.MOST_INPUTS or payload.numel() < _LARGE or x.dtype != torch.bfloat16 or not plain:
         return None
     sums = products.sums_of(rows, columns, inputs, threads, bias is not None)
     if not sums:
         return None
-    flat = x.reshape(inputs, columns).contiguous()
-    if fixed:
-        return products.multiply_fixed(payload, rows, flat, bias, sums, threads).view(*x.shape[:-1], rows)
-    result, row = torch.empty(inputs, rows, dtype=torch.bfloat16), 0
-    for tile in _tiles(blob_of(payload), shape):
-        end = row + len(tile)
-        products.multiply(tile, flat, None if bias is None else bias[row:end], sums, result[:, row:end], threads)
+    flat, result, row = x.reshape(inputs, columns).contiguous(), torch.empty(inputs, rows, dtype=torch.bfloat16), 0
+    for tile in (payload,) if fixed else _tiles(blob_of(payload), shape):
+        end = rows if fixed else row + len(tile)
+        part = None if bias is None else bias[row:end]
+        products.multiply(tile, end - row, flat, part, sums, result[:, row:end], threads, fixed=fixed)
         row = end
     return result.view(*x.shape[:-1], rows)
 
