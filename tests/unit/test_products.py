@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from fixed_under_test import same, weights
 
 from netweight.codec import fixed, products
-from netweight.codec.backend import native
+from netweight.codec.backend import compiled
 from netweight.codec.fixed import decode_fixed, encode_fixed
 from netweight.errors import CorruptBlob
 
-pytestmark = pytest.mark.skipif(native is None, reason="built without a compiler")
+pytestmark = pytest.mark.skipif(compiled is None, reason="built without a compiler")
 PATHS = ("portable", "avx2", "avx512")  # where a processor lacks one the portable path runs
 
 
@@ -35,7 +35,7 @@ def by_the_description(weight, x, bias, sums):
 def multiplied(weight, x, bias, sums, path, *, is_fixed=False):
     payload = encode_fixed(weight) if is_fixed else weight
     out = torch.empty(len(x), len(weight), dtype=torch.bfloat16)
-    native.multiply(
+    compiled.multiply(
         payload.data_ptr(), payload.numel() if is_fixed else 0, *weight.shape, x.data_ptr(), len(x),
         0 if bias is None else bias.data_ptr(), sums, out.data_ptr(), len(weight), 1, path,
     )  # fmt: skip
@@ -58,10 +58,10 @@ def test_the_fixed_form_is_decoded_as_torchs_operators_do(path, odd, monkeypatch
     for shape in ((1, 1), (16, 64), (33, 130), (100, 1000)):
         weight, out = weights(*shape, odd=odd), torch.empty(shape, dtype=torch.bfloat16)
         payload = encode_fixed(weight)
-        native.decode_fixed(payload.data_ptr(), payload.numel(), *shape, out.data_ptr(), 1, path)
+        compiled.decode_fixed(payload.data_ptr(), payload.numel(), *shape, out.data_ptr(), 1, path)
         assert same(out, weight)
         with monkeypatch.context() as without:
-            without.setattr(fixed, "native", None)
+            without.setattr(fixed, "compiled", None)
             assert same(decode_fixed(payload), weight)
 
 

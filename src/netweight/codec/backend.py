@@ -82,6 +82,7 @@ def _in_python() -> Codec:
 
 
 best: Codec = native if native else _in_python()
+compiled: Any = native  # with what it has besides; None if it could not be built
 
 
 @cache

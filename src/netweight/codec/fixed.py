@@ -41,7 +41,7 @@ import torch
 
 from netweight.codec import products
 from netweight.codec.api import pooled
-from netweight.codec.backend import native
+from netweight.codec.backend import compiled
 from netweight.errors import CorruptBlob, Unsupported
 
 MAGIC = b"NWF"
@@ -230,7 +230,7 @@ def read_layout(payload: torch.Tensor) -> FixedLayout:
 def decode_fixed(payload: torch.Tensor) -> torch.Tensor:
     """Decode natively on the CPU, elsewhere with torch's operators; `codec.cuda` has a kernel for it."""
     layout = read_layout(payload)
-    if payload.is_cpu and native is not None:
+    if payload.is_cpu and compiled is not None:
         out = pooled(layout.rows * layout.columns, torch.bfloat16)
         return products.decode_fixed(payload, out.view(layout.rows, layout.columns))
     rows, escapes = _escapes(payload, layout)

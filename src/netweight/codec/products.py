@@ -12,16 +12,16 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from netweight.codec.backend import in_our_words, native
+from netweight.codec.backend import compiled, in_our_words
 
-MOST_INPUTS = 32  # rows of inputs; with more, decoding is a small part of a product
+MOST_INPUTS = 256  # rows of inputs; with more, decoding is a small part of a product
 _A_FIXED_WEIGHT = in_our_words("a weight in the fixed-length form")
 
 
 @cache
 def sums_of(rows: int, columns: int, inputs: int, threads: int, biased: bool) -> int:
     """In how many partial sums torch adds up such a product: 64, 128, or 0 for an order that is not ours."""
-    known = [sums for sums in (64, 128) if native is not None and columns % sums == 0]
+    known = [sums for sums in (64, 128) if compiled is not None and columns % sums == 0]
     if not known:
         return 0
     # Terms that cancel leave nothing but the rounding errors of the order in which they were added.
@@ -45,7 +45,7 @@ def multiply(
 ) -> None:  # fmt: skip
     """Fill `out`, of shape (inputs, rows), perhaps columns of another tensor, from plain or fixed-length weights."""
     with _A_FIXED_WEIGHT:
-        native.multiply(
+        compiled.multiply(
             weight.data_ptr(), weight.numel() if fixed else 0, rows, x.shape[1], x.data_ptr(), x.shape[0],
             0 if bias is None else bias.data_ptr(), sums, out.data_ptr(), out.stride(0), threads,
         )  # fmt: skip
@@ -53,6 +53,7 @@ def multiply(
 
 def decode_fixed(payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Decode a payload on the CPU into a contiguous matrix."""
+    (rows, columns), threads = out.shape, torch.get_num_threads()
     with _A_FIXED_WEIGHT:
-        native.decode_fixed(payload.data_ptr(), payload.numel(), *out.shape, out.data_ptr(), torch.get_num_threads())
+        compiled.decode_fixed(payload.data_ptr(), payload.numel(), rows, columns, out.data_ptr(), threads)
     return out

@@ -79,9 +79,9 @@ def compress_(
     conversion to another dtype keeps the rounded values as that dtype has them, compressed without a further loss.
 
     With `prefer="speed"` bf16 weights of Linear layers, tied to an embedding or not, take the fixed-length form, three
-    quarters of the dense size instead of two thirds, which GPU kernels multiply with for inputs of up to 256 rows
-    without decoding it first. The weights are the same, bit for bit. Outputs are so on the CPU, where this form is the
-    slower one; on a GPU such products are summed in another order than torch's (see docs/gpus.md).
+    quarters of the dense size instead of two thirds, which products of up to 256 rows of inputs read without decoding
+    all of it first. The weights are the same, bit for bit. Outputs are so on the CPU; on a GPU such products are summed
+    in another order than torch's (see docs/gpus.md).
 
     Args:
         model: Any module. Its own forward runs unchanged.
