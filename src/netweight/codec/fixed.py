@@ -5,7 +5,7 @@ what it loads. Exponents of trained weights lie close together: of each weight t
 bits) and a code of 4 bits. Code 0 is zero; codes 1 to 15 are the exponents from a tensor's `base` on. Weights with
 other exponents, some 2 in 10 000, stand as +0 in their place and whole in a list of escapes. That is 12.0 to 12.1 bits
 per weight instead of 16. It is a form for memory only: files hold the entropy-coded form. docs/gpus.md says
-when it pays; kernels/fixed.cu and native/products.h compute with it. Called by `codec.cuda` and by models in compressed memory.
+when it pays; kernels/fixed.cu and native/products.h compute with it, for `codec.cuda` and models in compressed memory.
 
 A payload is a U8 tensor of these parts, numbers little-endian:
 
