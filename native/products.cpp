@@ -34,8 +34,8 @@ const Products& portable_products() {
 }
 
 const Products& products_by_name(const std::string& name) {
-  for (const Products* set : {avx512_products(), avx2_products()})
-    if (set && (name == "auto" || name == set->name)) return *set;
+  const Products* set = avx2_products();
+  if (set && (name == "auto" || name == set->name)) return *set;
   return portable_products();
 }
 

@@ -30,7 +30,6 @@ void spread_inputs(const u16* x, size_t count, float* out);
 const Products& products_by_name(const std::string& name);  // "auto" for the fastest; the portable ones where there are no others
 const Products& portable_products();
 const Products* avx2_products();  // nullptr when this build or this processor has none
-const Products* avx512_products();
 
 FixedMatrix read_fixed(const u8* payload, size_t size, size_t rows, size_t columns);
 

@@ -5,7 +5,7 @@ what it loads. Exponents of trained weights lie close together: of each weight t
 bits) and a code of 4 bits. Code 0 is zero; codes 1 to 15 are the exponents from a tensor's `base` on. Weights with
 other exponents, some 2 in 10 000, stand as +0 in their place and whole in a list of escapes. That is 12.0 to 12.1 bits
 per weight instead of 16. It is a form for memory only: files hold the entropy-coded form. docs/gpus.md says
-when it pays; kernels/fixed.cu computes with it. Called by `codec.cuda` and by models in compressed memory.
+when it pays; kernels/fixed.cu and native/products.h compute with it, for `codec.cuda` and models in compressed memory.
 
 A payload is a U8 tensor of these parts, numbers little-endian:
 
@@ -35,13 +35,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import final
 
 import torch
+import torch.nn.functional as F
 
-from netweight.codec import products
 from netweight.codec.api import pooled
-from netweight.codec.backend import compiled
+from netweight.codec.backend import compiled, in_our_words
 from netweight.errors import CorruptBlob, Unsupported
 
 MAGIC = b"NWF"
@@ -51,10 +52,12 @@ TILES_AT = 128  # byte of the payload where the tiles begin
 MOST_COLUMNS = 1 << 16  # an escape names its column in 16 bits
 MOST_BASE = 128  # then the largest exponent is 142, and 2 ** (base - 1) is a bf16 number that kernels multiply with
 MOST_ESCAPES = 32  # of so many weights at most one may escape
+MOST_INPUTS = 256  # rows of inputs; with more, decoding is a small part of a product
 _BF16 = 1
 _CODES = 15
 _STEP = 1 << 20  # weights at a time: what encoding and decoding need besides is a few times this
 _SIGNS = 0x807F  # sign and mantissa of a bf16 number
+_A_FIXED_WEIGHT = in_our_words("a weight in the fixed-length form")
 
 
 @final
@@ -231,8 +234,11 @@ def decode_fixed(payload: torch.Tensor) -> torch.Tensor:
     """Decode natively on the CPU, elsewhere with torch's operators; `codec.cuda` has a kernel for it."""
     layout = read_layout(payload)
     if payload.is_cpu and compiled is not None:
-        out = pooled(layout.rows * layout.columns, torch.bfloat16)
-        return products.decode_fixed(payload, out.view(layout.rows, layout.columns))
+        shape, threads = (layout.rows, layout.columns), torch.get_num_threads()
+        out = pooled(layout.rows * layout.columns, torch.bfloat16).view(shape)
+        with _A_FIXED_WEIGHT:
+            compiled.decode_fixed(payload.data_ptr(), payload.numel(), *shape, out.data_ptr(), threads)
+        return out
     rows, escapes = _escapes(payload, layout)
     bits = torch.empty(layout.rows, layout.columns, dtype=torch.int16, device=payload.device)
     for first, last in _steps(layout):
@@ -332,3 +338,43 @@ def _twice(mask: int) -> int:
 def _signed(words: torch.Tensor) -> torch.Tensor:
     """Words of 32 bits, held in 64, as int32 with the same bits."""
     return words.where(words < 1 << 31, words - (1 << 32)).to(torch.int32)
+
+
+# ---- products with few rows of inputs, plain weights among them ------------------------------------------------------
+
+# torch adds the products of a row in 64 or 128 partial sums, by the width of the processor's vectors. The native module
+# does so, too, with fewer instructions, on weights that were just decoded and are in the cache yet. Which order torch
+# takes, here and for such a shape, is found by trying; where it is neither, torch multiplies.
+
+
+@cache
+def sums_of(rows: int, columns: int, inputs: int, threads: int, biased: bool) -> int:
+    """In how many partial sums torch adds up such a product: 64, 128, or 0 for an order that is not ours."""
+    known = [sums for sums in (64, 128) if compiled is not None and columns % sums == 0]
+    if not known:
+        return 0
+    # Terms that cancel leave nothing but the rounding errors of the order in which they were added.
+    generator = torch.Generator().manual_seed(0)
+    places, half = torch.randperm(columns, generator=generator), columns // 2
+    noise = torch.randn(rows + half, generator=generator).bfloat16()
+    other = torch.randn(inputs, half, generator=generator).bfloat16()
+    window, bias = noise.as_strided((rows, half), (1, 1)), noise[:rows] if biased else None
+    weight, x = torch.cat([window, -window], 1)[:, places], torch.cat([other, other], 1)[:, places]
+    wanted, found = F.linear(x, weight, bias), torch.empty(inputs, rows, dtype=torch.bfloat16)
+    for sums in known:
+        multiply(weight, rows, x, bias, sums, found, threads)
+        if torch.equal(found, wanted):
+            return sums
+    return 0
+
+
+def multiply(
+    weight: torch.Tensor, rows: int, x: torch.Tensor, bias: torch.Tensor | None, sums: int, out: torch.Tensor,
+    threads: int, *, fixed: bool = False,
+) -> None:  # fmt: skip
+    """Fill `out`, of shape (inputs, rows), perhaps columns of another tensor, from plain or fixed-length weights."""
+    with _A_FIXED_WEIGHT:
+        compiled.multiply(
+            weight.data_ptr(), weight.numel() if fixed else 0, rows, x.shape[1], x.data_ptr(), x.shape[0],
+            0 if bias is None else bias.data_ptr(), sums, out.data_ptr(), out.stride(0), threads,
+        )  # fmt: skip

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from netweight import codec
-from netweight.codec import products
+from netweight.codec import fixed as form
 from netweight.codec.cuda import fixed_products
 from netweight.errors import Unsupported
 from netweight.methods.compress.runtime import cuda as device
@@ -439,16 +439,16 @@ def _product_by_tiles(
     """The product with a bf16 weight, or None where torch's order of adding is unknown, or the weight small."""
     (rows, columns), threads = shape, torch.get_num_threads()
     inputs, plain = x.numel() // columns, bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
-    if not 0 < inputs <= products.MOST_INPUTS or payload.numel() < _LARGE or x.dtype != torch.bfloat16 or not plain:
+    if not 0 < inputs <= form.MOST_INPUTS or payload.numel() < _LARGE or x.dtype != torch.bfloat16 or not plain:
         return None
-    sums = products.sums_of(rows, columns, inputs, threads, bias is not None)
+    sums = form.sums_of(rows, columns, inputs, threads, bias is not None)
     if not sums:
         return None
     flat, result, row = x.reshape(inputs, columns).contiguous(), torch.empty(inputs, rows, dtype=torch.bfloat16), 0
     for tile in (payload,) if fixed else _tiles(blob_of(payload), shape):
         end = rows if fixed else row + len(tile)
         part = None if bias is None else bias[row:end]
-        products.multiply(tile, end - row, flat, part, sums, result[:, row:end], threads, fixed=fixed)
+        form.multiply(tile, end - row, flat, part, sums, result[:, row:end], threads, fixed=fixed)
         row = end
     return result.view(*x.shape[:-1], rows)
 
