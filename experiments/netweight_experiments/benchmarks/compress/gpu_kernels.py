@@ -1,0 +1,75 @@
+"""How fast kernels decode and encode bf16 matrices on an NVIDIA GPU: written to results/ as JSON.
+
+    python -m netweight_experiments.benchmarks.compress.gpu_kernels
+
+Matrices are drawn from N(0, 0.02); rates are of their dense bytes, 10^9 a second, medians of replays of a CUDA graph that
+goes through more of them than caches hold. What is decoded is compared with what was encoded first.
+"""
+
+import statistics
+
+import torch
+
+from netweight.codec import cuda
+from netweight.core.environment import describe
+from netweight_experiments.benchmarks.compress.fixed_products import captured, seconds
+from netweight_experiments.benchmarks.script import script, today, write
+
+SIZES = ((1024, 4096), (4096, 4096), (14336, 4096), (16384, 16384))
+CHUNKS = (14, 15, 18)
+WORK = 1 << 28  # bytes that a graph goes through
+
+
+def rate(run, nbytes, rounds, device):
+    """GB/s of what goes through these dense bytes."""
+    replay = captured(run, device)
+    return round(nbytes / statistics.median(seconds(replay, device) for _ in range(rounds)) / 1e9, 1)
+
+
+def measure(shape, chunk_log2, rounds, device):
+    """Rates of decoding and encoding, and the ratio."""
+    count = max(1, WORK // (2 * shape[0] * shape[1]))
+    dense = [(torch.randn(shape, device=device) * 0.02).bfloat16() for _ in range(count)]
+    blobs = [cuda.encode(weight, chunk_log2=chunk_log2, digest=False) for weight in dense]
+    layouts = [cuda.layout_of(blob) for blob in blobs]
+    outs = [cuda.decode(blob, layout) for blob, layout in zip(blobs, layouts, strict=True)]
+    for out, weight in zip(outs, dense, strict=True):
+        assert torch.equal(out.view(torch.int16), weight.view(torch.int16)), "a matrix did not come back"
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    size = 8 + cuda.largest_blob(dense[0], chunk_log2=chunk_log2)
+    payload = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def decode():
+        for blob, layout, out in zip(blobs, layouts, outs, strict=True):
+            cuda.decode(blob, layout, out=out, status=status)
+
+    def encode():
+        for weight in dense:
+            cuda.encode_into(weight, payload, chunk_log2=chunk_log2, status=status, digest=False)
+
+    nbytes = sum(weight.nbytes for weight in dense)
+    rates = {name: rate(run, nbytes, rounds, device) for name, run in (("decode", decode), ("encode", encode))}
+    return {**rates, "ratio": dense[0].nbytes / blobs[0].numel()}
+
+
+def main():
+    parser = script(__doc__, "gpu-kernels")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    reason = cuda.unavailable_because()
+    if reason is not None:
+        parser.exit(2, f"{reason}\n")
+    device = torch.device(options.device)
+    found = {}
+    for rows, columns in SIZES:
+        for chunk_log2 in CHUNKS:
+            key = f"{rows} x {columns}, chunks of 2**{chunk_log2}"
+            found[key] = measure((rows, columns), chunk_log2, options.rounds, device)
+            print(key, found[key], flush=True)
+    result = {"benchmark": "gpu-kernels", "date": today(), "device": torch.cuda.get_device_name(device), "GB/s": found}
+    write(options.output, {**result, "environment": describe()})
+
+
+if __name__ == "__main__":
+    main()
