@@ -2,8 +2,8 @@
 
     python -m netweight_experiments.benchmarks.compress.gpu_kernels
 
-Matrices are drawn from N(0, 0.02); rates are of their dense bytes, 10^9 a second, medians of replays of a CUDA graph that
-goes through more of them than caches hold. What is decoded is compared with what was encoded first.
+Matrices are drawn from N(0, 0.02); rates are of their dense bytes, 10^9 a second, medians of replays of a CUDA graph
+that goes through more of them than caches hold. What is decoded is compared with what was encoded first.
 """
 
 import statistics
