@@ -69,10 +69,10 @@ def beside(checkout, image, label, number, steps):
         __getattr__ = dict.get
 
     settings = Settings(
-        type="invertinggradients", init="randn", augmentations=Settings(), impl=Settings(dtype="float", mixed_precision=False),
+        type="invertinggradients", init="randn", augmentations=Settings(),
+        impl=Settings(dtype="float", mixed_precision=False), restarts=Settings(num_trials=1, scoring="cosine-similarity"),
         regularization=Settings(total_variation=Settings(scale=0.2, inner_exp=1, outer_exp=1)),
         objective=Settings(type="cosine-similarity", scale=1.0, task_regularization=0.0),
-        restarts=Settings(num_trials=1, scoring="cosine-similarity"),
         optim=Settings(optimizer="adam", signed="hard", step_size=0.1, boxed=True, max_iterations=steps, warmup=0,
                        step_size_decay="step-lr", langevin_noise=0.0, callback=10**9),
     )  # fmt: skip
