@@ -11,6 +11,7 @@ a run that is stopped leaves what it measured. `--beside CHECKOUT`: github.com/J
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -63,14 +64,13 @@ def beside(checkout, image, label, number, steps):
         package = sys.modules.setdefault(f"breaching{name}", ModuleType(f"breaching{name}"))
         package.__path__ = [str(checkout.joinpath("breaching", *name.split(".")[1:]))]
     sys.modules.setdefault("torchvision", ModuleType("torchvision"))
-    from breaching.attacks.optimization_based_attack import OptimizationBasedAttacker
 
     class Settings(dict):
         __getattr__ = dict.get
 
     settings = Settings(
         type="invertinggradients", init="randn", augmentations=Settings(),
-        impl=Settings(dtype="float", mixed_precision=False), restarts=Settings(num_trials=1, scoring="cosine-similarity"),
+        restarts=Settings(num_trials=1, scoring="euclidean"), impl=Settings(dtype="float", mixed_precision=False),
         regularization=Settings(total_variation=Settings(scale=0.2, inner_exp=1, outer_exp=1)),
         objective=Settings(type="cosine-similarity", scale=1.0, task_regularization=0.0),
         optim=Settings(optimizer="adam", signed="hard", step_size=0.1, boxed=True, max_iterations=steps, warmup=0,
@@ -82,7 +82,8 @@ def beside(checkout, image, label, number, steps):
     sent = [{"parameters": [*model.parameters()], "buffers": [], "metadata": about}]
     said = {"num_data_points": 1, "labels": label, "local_hyperparams": None}
     torch.manual_seed(number)
-    attacker = OptimizationBasedAttacker(model, loss, settings)
+    attack = import_module("breaching.attacks.optimization_based_attack")
+    attacker = attack.OptimizationBasedAttacker(model, loss, settings)
     attacker.regularizers[0].groups, attacker.regularizers[0].weight = 1, attacker.regularizers[0].weight[:2]
     found, _ = attacker.reconstruct(sent, [{"gradients": list(slopes), "buffers": None, "metadata": said}], {})
     return round(float(psnr(found["data"] * STD + MEAN, image)), 3)
