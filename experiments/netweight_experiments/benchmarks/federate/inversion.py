@@ -4,12 +4,16 @@
 
 Each image gets its own network, untrained, and its own starting point; the label is known, as in the paper. Images are
 a random draw from the test letters, in the mean and deviation of MNIST. The file is written after every image, so that
-a run that is stopped leaves what it measured.
+a run that is stopped leaves what it measured. `--beside CHECKOUT`: github.com/JonasGeiping/breaching, whose
+`invertinggradients` attacks the same letters in as many steps; its total variation is given one channel.
 """
 
 import os
+import sys
 import time
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -54,10 +58,41 @@ def attack(image, label, number, config):
     }
 
 
+def beside(checkout, image, label, number, steps):
+    """Attack one image by breaching, without its packages around the attack; PSNR."""
+    for name in ("", ".attacks", ".cases", ".cases.models"):
+        package = sys.modules.setdefault(f"breaching{name}", ModuleType(f"breaching{name}"))
+        package.__path__ = [str(checkout.joinpath("breaching", *name.split(".")[1:]))]
+    sys.modules.setdefault("torchvision", ModuleType("torchvision"))
+
+    class Settings(dict):
+        __getattr__ = dict.get
+
+    settings = Settings(
+        type="invertinggradients", init="randn", augmentations=Settings(),
+        restarts=Settings(num_trials=1, scoring="euclidean"), impl=Settings(dtype="float", mixed_precision=False),
+        regularization=Settings(total_variation=Settings(scale=0.2, inner_exp=1, outer_exp=1)),
+        objective=Settings(type="cosine-similarity", scale=1.0, task_regularization=0.0),
+        optim=Settings(optimizer="adam", signed="hard", step_size=0.1, boxed=True, max_iterations=steps, warmup=0,
+                       step_size_decay="step-lr", langevin_noise=0.0, callback=10**9),
+    )  # fmt: skip
+    model, loss = nn.Sequential(*small_cnn(1, 28, CLASSES, seed=number)), nn.CrossEntropyLoss()
+    slopes = torch.autograd.grad(loss(model((image - MEAN) / STD), label), list(model.parameters()))
+    about = SimpleNamespace(shape=(1, 28, 28), mean=[MEAN], std=[STD], modality="vision")
+    sent = [{"parameters": [*model.parameters()], "buffers": [], "metadata": about}]
+    said = {"num_data_points": 1, "labels": label, "local_hyperparams": None}
+    torch.manual_seed(number)
+    attack = import_module("breaching.attacks.optimization_based_attack")
+    attacker = attack.OptimizationBasedAttacker(model, loss, settings)
+    attacker.regularizers[0].groups, attacker.regularizers[0].weight = 1, attacker.regularizers[0].weight[:2]
+    found, _ = attacker.reconstruct(sent, [{"gradients": list(slopes), "buffers": None, "metadata": said}], {})
+    return round(float(psnr(found["data"] * STD + MEAN, image)), 3)
+
+
 def summary(rows):
     """Mean with its interval, and median, of each metric."""
     found = {}
-    for metric in ("psnr", "ssim"):
+    for metric in ("psnr", "ssim", "breaching", "ahead of breaching") if "breaching" in rows[0] else ("psnr", "ssim"):
         values = [row[metric] for row in rows]
         found[metric] = {"mean": round(float(np.mean(values)), 4), "median": round(float(np.median(values)), 4)}
         if len(values) >= 5:
@@ -69,6 +104,8 @@ def summary(rows):
 def main():
     parser = script(__doc__, "gradient-inversion")
     parser.add_argument("--images", type=int, default=16)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--beside", type=Path)
     parser.add_argument("--steps", type=int, default=MatchingConfig.steps)
     parser.add_argument("--restarts", type=int, default=MatchingConfig.restarts)
     parser.add_argument("--distance", choices=["cosine", "squared"], default=MatchingConfig.distance)
@@ -88,8 +125,13 @@ def main():
         "environment": describe(),
     }
     rows = []
-    for number, (image, label) in enumerate(zip(*letters(arguments.images), strict=True)):
-        rows.append(attack(image[None], label[None], number, config))
+    images, labels = letters(arguments.first + arguments.images)
+    for number in range(arguments.first, len(images)):
+        image, label = images[number][None], labels[number][None]
+        rows.append(attack(image, label, number, config))
+        if arguments.beside:
+            rows[-1]["breaching"] = beside(arguments.beside, image, label, number, config.steps)
+            rows[-1]["ahead of breaching"] = round(rows[-1]["psnr"] - rows[-1]["breaching"], 3)
         print(number, rows[-1], flush=True)
         write(arguments.output, result | {"n": len(rows), "summary": summary(rows), "images": rows})
 

@@ -70,34 +70,18 @@ def attacked(data, changes, threat, images, seed):
     private = {client: method.private_start(task, client, seed=plan.seed) for client in task.clients}
     run = Run(task, method, method.start(task, seed=plan.seed), private, (), plan.seed)
     found = exposure(run, ThreatModel(**threat), images=images, summed_over=len(task.clients), seed=seed)
-    values = {
-        name: list(getattr(found, name))
-        for name in ("cosines", "aggregate", "psnr", "ssim", "average_psnr", "random_psnr")
-    }
+    kept = ("cosines", "aggregate", "psnr", "ssim", "average_psnr", "random_psnr")
+    values = {name: list(getattr(found, name)) for name in kept}
     findings = [one.to_json() for one in exposure_findings([found], seed=seed)]
-    words = {
-        "threat": asdict(found.threat),
-        "label": found.label,
-        "attack": found.attack,
-        "verdict": list(found.verdict),
-    }
+    words = {"threat": asdict(found.threat), "label": found.label, "attack": found.attack}
+    words["verdict"] = list(found.verdict)
     return {**words, **values, "findings": findings}
 
 
 def table(rows, accuracy):
     """Return the table of the docs."""
-    columns = (
-        "protection",
-        "the server",
-        "best attack",
-        "cosine",
-        "aggregate",
-        "PSNR, dB",
-        "a guess",
-        "holds?",
-        "costs",
-    )
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    columns = "protection | the server | best attack | cosine | aggregate | PSNR, dB | a guess | holds? | costs"
+    lines = [f"| {columns} |", "|---" * 9 + "|"]
     last = {arm: list(found["before and after"].values())[-1][1] for arm, found in accuracy.items()}
     for protection, arm, row in rows:
         cost = f"{last['plain'] - last[arm]:.2f}" if {arm, "plain"} <= last.keys() and arm != "plain" else ""
@@ -159,14 +143,8 @@ def run(arm, rounds, work):
 
 def audits(output, data, images, seed, only):
     """Attack row by row, then write the table into the page, if no row is left out."""
-    found = {
-        "what": __doc__.splitlines()[0],
-        "date": today(),
-        "data": data,
-        "images": images,
-        "seed": seed,
-        "environment": describe(),
-    }
+    found = {"what": __doc__.splitlines()[0], "date": today(), "data": data, "images": images, "seed": seed,
+             "environment": describe()}  # fmt: skip
     found["rows"] = json.loads(output.read_text())["rows"] if output.exists() else {}
     for protection, changes, threat, _ in ROWS:
         name = f"{protection}: {json.dumps(threat)}"
@@ -202,8 +180,8 @@ def main():
     if not given.accuracy:
         audits(output, given.data, given.images, given.seed, given.only)
         return
-    found = {"what": "What clients' protections cost in accuracy.", "date": today(), "seed": FederationPlan().seed,
-             "environment": describe()}  # fmt: skip
+    about = {"date": today(), "seed": FederationPlan().seed, "environment": describe()}
+    found = {"what": "What clients' protections cost in accuracy."} | about
     found["arms"] = json.loads(output.read_text())["arms"] if output.exists() else {}
     for arm in given.arms:
         found["arms"][arm] = run(arm, given.rounds, given.work)
