@@ -61,28 +61,6 @@ FOLDER_TARGETS = (
     ("many small tensors", "netweight against safetensors, processor", "≤ 2"),
 )
 
-SKEWED = """
-## Skewed data, and checks
-
-One thread of a busy machine ({where}, [{date}](../benchmarks/results/{name})); the best of zipnn and of zstd -3 on byte
-planes. Targets: within 1 % of its size; 3 times its decoding; checks for at most a tenth of the speed.
-
-"""
-FOLDER_TARGETS = (
-    ("folder", "two threads against one, wall", "≥ 1.8"),
-    ("folder", "one thread against zipnn, processor", "≥ 3"),
-    ("many small tensors", "netweight against safetensors, processor", "≤ 2"),
-)
-SKEWED_HEAD = (
-    "",
-    "ratio",
-    "best peer",
-    "entropy of numbers",
-    "decode GB/s",
-    "against the best peer",
-    "checked / unchecked",
-)
-
 HOW = """
 ## Method
 
