@@ -80,7 +80,7 @@ def test_what_is_refused_and_with_which_code(model, tmp_path):
         (["decompress", "m", "x"], 2, "m has no netweight.json"),
         (["decompress", "cut", "x"], 3, "model-00001-of-00002.net.safetensors"),
         (["verify", "m"], 2, "--against"),
-        (["verify", "cut"], 3, "Fetch the file again"),
+        (["verify", "cut"], 3, "fetch it again"),
         (["inspect", "letter.txt"], 3, "letter.txt is no safetensors file."),
         (["inspect", "m", "--tensor", "layers.0.c"], 2, "layers.0.a"),
         (["inspect", "m", "--plot", "x.gif"], 2, ".svg, .png, .pdf"),

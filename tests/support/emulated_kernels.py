@@ -56,7 +56,8 @@ def whole(path):
     """A .cu file and the headers that it includes, as text."""
     source = path.read_text()
     headers = re.findall(r'^#include "(\w+\.cuh)"$', source, re.MULTILINE)
-    return source + "".join(whole(path.parent / header) for header in headers)
+    beside = [path.parent / header for header in headers]
+    return source + "".join(whole(header) for header in beside if header.is_file())
 
 
 def entries(source):
