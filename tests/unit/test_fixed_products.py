@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from fixed_under_test import same, weights
 
+import netweight
 from netweight.codec import fixed
 from netweight.codec.backend import compiled
 from netweight.codec.fixed import decode_fixed, encode_fixed
@@ -97,3 +98,13 @@ def test_several_threads_give_the_same_and_damage_is_named():
     payload[fixed.read_layout(payload).first_at] = 1
     with pytest.raises(CorruptBlob):
         fixed.multiply(payload, 100, x, None, 64, one, 1, fixed=True)
+
+
+@pytest.mark.parametrize("prefer", ["memory", "speed"])
+@pytest.mark.parametrize(("width", "biases"), [(1023, 1024), (2048, 1024), (1024, 1000)])
+def test_what_does_not_fit_is_refused_as_by_torch(prefer, width, biases):
+    model = torch.nn.Linear(1024, 1024).bfloat16()
+    netweight.compress_(model, prefer=prefer)
+    model.bias = torch.nn.Parameter(torch.zeros(biases).bfloat16())
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"shape|size|expand"):
+        model(torch.randn(2, width).bfloat16())

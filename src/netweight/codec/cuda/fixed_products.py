@@ -1,9 +1,9 @@
-"""Products with weights in the fixed-length form, and their decoding: by kernels on the GPU, else by torch's operators.
+"""Products with weights in the fixed-length form, and their decoding: by kernels on the GPU, else decoded first.
 
 On a GPU a kernel that reads the payload as it is multiplies 64 rows of inputs at a time, up to 256; with more the
-weight is decoded first, since then arithmetic takes the time and not memory. Elsewhere weights are decoded by torch's
-operators and multiplied as dense ones are, with the same bits. Compressed models call this through their operators; the
-format is in `codec/fixed.py`, the kernels are in `kernels/fixed.cu`.
+weight is decoded first, since then arithmetic takes the time and not memory. Elsewhere weights are decoded
+and multiplied as dense ones are, with the same bits. Compressed models call this through their operators; the format
+is in `codec/fixed.py`, with products of few rows on the CPU, the kernels are in `kernels/fixed.cu`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def linear(
     # agree within what rounding in fp32 can do. The same call on the same GPU gives the same bits. Where an input is
     # infinite, an output can be NaN that would be infinite with the dense weight.
     batch = x.numel() // columns
-    if not (0 < batch <= MOST_FUSED and runs_on(payload.device) and _fit(x, bias, rows, columns, payload.device)):
+    if not (0 < batch <= MOST_FUSED and runs_on(payload.device) and fit(x, bias, rows, columns, payload.device)):
         return F.linear(x, decode(payload, rows, columns), bias)
     inputs = _aligned(x.reshape(batch, columns).contiguous())
     y = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
@@ -113,7 +113,7 @@ def linear(
     return y.view(*x.shape[:-1], rows)
 
 
-def _fit(x: torch.Tensor, bias: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> bool:
+def fit(x: torch.Tensor, bias: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> bool:
     """Whether a kernel can take input and bias; where it cannot, torch says what is wrong with them, if anything is."""
     if x.dtype != torch.bfloat16 or x.device != device or x.shape[-1] != columns:
         return False

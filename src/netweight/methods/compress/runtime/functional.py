@@ -438,8 +438,10 @@ def _product_by_tiles(
 ) -> torch.Tensor | None:
     """The product with a bf16 weight, or None where torch's order of adding is unknown, or the weight small."""
     (rows, columns), threads = shape, torch.get_num_threads()
-    inputs, plain = x.numel() // columns, bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
-    if not 0 < inputs <= form.MOST_INPUTS or payload.numel() < _LARGE or x.dtype != torch.bfloat16 or not plain:
+    inputs, plain = x.numel() // columns, bias is None or bias.is_contiguous()
+    if not 0 < inputs <= form.MOST_INPUTS or payload.numel() < _LARGE or not plain:
+        return None
+    if not fixed_products.fit(x, bias, rows, columns, payload.device):
         return None
     sums = form.sums_of(rows, columns, inputs, threads, bias is not None)
     if not sums:
