@@ -1,5 +1,7 @@
 """What rounds are timed against: dense modules train the very rounds that the engine trains."""
 
+from statistics import median
+
 import pytest
 import torch
 
@@ -14,17 +16,24 @@ RENAMED = {"hypernetwork.": "", "body.": "0.", "head.": "1."}
 
 @pytest.mark.parametrize(("method", "dense"), [(fedavg, dense_fedavg), (HyperFL, dense_hyperfl)])
 def test_dense_modules_train_the_same_round(method, dense):
-    task = random_federation(2, 30)
+    drawn = [differences(random_federation(2, 30, seed=seed), method, dense) for seed in range(3)]
+    assert drawn[0].keys() == drawn[1].keys() == drawn[2].keys()
+    # A median, since the last bit decides where a ReLU is at its kink; weight decay alone would be 1e-2.
+    assert max(median(draw[name] for draw in drawn) for name in drawn[0]) < 3e-3
+
+
+def differences(task, method, dense):
+    """Return how far the two are apart after a round, as a share of what training moved, by tensor."""
     engine = train(task, method(WHOLE), Federation(rounds=1, seed=3), workers=1).state
     start = method(WHOLE).start(task, seed=3)
     found = dense(task, WHOLE, seed=3)()
     assert len(found) == len(engine)
+    apart = {}
     for name, value in engine.items():
         prefix = name.partition(".")[0] + "."
         own = found[RENAMED[prefix] + name.removeprefix(prefix)]
-        moved = float((value - start[name]).norm())
-        assert moved > 0
-        assert float((own - value).norm()) < 5e-3 * moved  # weight decay alone is 1e-2 of it
+        apart[name] = float((own - value).norm() / (value - start[name]).norm())
+    return apart
 
 
 def test_data_are_random_and_repeat():
