@@ -15,6 +15,7 @@ from hypernetwork_under_test import (
 from torch import nn
 
 from netweight.attacks.gradient_inversion.analytic import (
+    HypernetworkChange,
     read_thresholds,
     recover_gradient,
     separate_clients,
@@ -172,11 +173,11 @@ def test_clients_are_separated_from_their_average_by_their_codes():
     ]
     average = {name: sum(sent.after[name] for sent in sents) / 5 for name in sents[0].after}
     codes = network.hidden_code(embeddings).detach()
-    found = separate_clients(sents[0].before, average, codes, **RULE)
+    found = separate_clients(HypernetworkChange(sents[0].before, average, **RULE), codes)
     for one, sent in zip(found, sents, strict=True):
         assert cosine(one, sent.first_gradient) > 0.99
     with pytest.raises(UsageError, match="separate"):
-        separate_clients(sents[0].before, average, torch.randn(30, 24), **RULE)
+        separate_clients(HypernetworkChange(sents[0].before, average, **RULE), torch.randn(30, 24))
 
 
 def test_a_trunk_of_thresholds_separates_clients_whose_embeddings_nobody_knows():
@@ -189,7 +190,7 @@ def test_a_trunk_of_thresholds_separates_clients_whose_embeddings_nobody_knows()
         train_client(network, body, head, v, strokes(16, 2, i), torch.tensor([i, 0])) for i, v in enumerate(embeddings)
     ]
     average = {name: sum(sent.after[name] for sent in sents) / 3 for name in sents[0].after}
-    found = read_thresholds(sents[0].before, average, **RULE)
+    found = read_thresholds(HypernetworkChange(sents[0].before, average, **RULE))
     assert all(max(cosine(row, sent.first_gradient) for row in found) > 0.99 for sent in sents)
 
 

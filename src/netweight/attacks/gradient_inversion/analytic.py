@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -142,58 +143,74 @@ def recover_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay
 
     Source: follows from HyperFL (arXiv 2412.07187) equation 4, `θ = h(v; φ)`, with linear heads; not in the paper.
     """
-    old, slope = state_gradient(before, after, lr=lr, weight_decay=weight_decay)
-    new = hypernetwork_tensors(after)
-    heads = slope[_HEADS[0]], slope[_HEADS[1]]
-    trunk = slope[_TRUNK[0]], slope[_TRUNK[1]]
-    if not heads[1].any():
-        raise UsageError("The heads' biases have not changed, so there is no gradient to read.")
-    energies, average = _energies(*heads), _input_of(*heads)
-    embedding, single = _input_of(*trunk), float(energies[0]) > _ONE
-    still = not bool(trunk[1].any())  # heads without weights send nothing back to the trunk
-    end = average if still else hidden_code(new, embedding)
-    start = average if still or single else hidden_code(old, embedding)
-    gradient = _output_gradient(heads[0], heads[1], average)
-    return RecoveredGradient(
-        gradient=gradient,
-        first=gradient if still or single else heads[0] @ torch.linalg.pinv(torch.stack([start, end], dim=1))[0],
-        code=start,
-        embedding=embedding,
-        generated=_generated(old, start),
-        movement=_generated(new, end) - _generated(old, start),
-        energies=energies,
-    )
+    return HypernetworkChange(before, after, lr=lr, weight_decay=weight_decay).recovered()
 
 
-def state_gradient(
-    before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the state before, without prefix, and the gradient of one step by it; both float64."""
-    if not lr > 0:
-        raise UsageError(f"A learning rate of {lr} cannot be meant.", cure="Give the client's rate, such as 0.02.")
-    old, new = hypernetwork_tensors(before), hypernetwork_tensors(after)
-    slope = {}
-    for name, tensor in old.items():
-        if name not in new or new[name].shape != tensor.shape:
-            raise UsageError(f"{name!r} is missing after, or has another shape than {tuple(tensor.shape)}, as before.")
-        slope[name] = (tensor - new[name]) / lr - weight_decay * tensor
-        if not slope[name].isfinite().all():
-            raise UsageError(f"The tensor {name!r} holds NaN or infinity.", cure="Leave this client's update out.")
-    return old, slope
+@final
+class HypernetworkChange:
+    """A hypernetwork before and after, and the gradient of one step between: what several attacks read."""
+
+    def __init__(self, before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> None:
+        if not lr > 0:
+            raise UsageError(f"A learning rate of {lr} cannot be meant.", cure="Give the client's rate, such as 0.02.")
+        self.before, self.after = hypernetwork_tensors(before), hypernetwork_tensors(after)
+        self.gradient: dict[str, Tensor] = {}  # float64, as differences of float32 lose digits
+        for name, old in self.before.items():
+            new = self.after.get(name)
+            if new is None or new.shape != old.shape:
+                raise UsageError(f"{name!r} is missing after, or has another shape than {tuple(old.shape)}, as before.")
+            slope = old.double().sub_(new) if old.dtype != torch.float64 else old - new
+            slope = slope.div_(lr).sub_(old, alpha=weight_decay)
+            if not slope.sum().isfinite():
+                raise UsageError(f"The tensor {name!r} holds NaN or infinity.", cure="Leave this client's update out.")
+            self.gradient[name] = slope
+
+    @cached_property
+    def heads(self) -> Tensor:
+        """The gradient by the heads' weights and, in the last column, their biases; shape `(P, H + 1)`."""
+        weight, bias = (self.gradient[name] for name in _HEADS)
+        return torch.cat([weight, bias[:, None]], dim=1)
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """Products of the columns of `heads`."""
+        return self.heads.T @ self.heads
+
+    def recovered(self) -> RecoveredGradient:
+        """Return what one client's change gives away; see `recover_gradient`."""
+        weight, bias = self.heads[:, :-1], self.heads[:, -1]
+        trunk = [self.gradient[name] for name in _TRUNK]
+        if not bias.any():
+            raise UsageError("The heads' biases have not changed, so there is no gradient to read.")
+        energies: Tensor = torch.linalg.eigvalsh(self.gram).flip(0).clamp_min(0)
+        energies = energies / energies.sum()
+        # The input of a linear layer from its gradients g xᵀ and g: least squares over all rows.
+        average = self.gram[:-1, -1] / self.gram[-1, -1].clamp_min(torch.finfo(torch.float64).tiny)
+        embedding = trunk[0].T @ trunk[1] / (trunk[1] @ trunk[1]).clamp_min(torch.finfo(torch.float64).tiny)
+        single = float(energies[0]) > _ONE
+        still = not bool(trunk[1].any())  # heads without weights send nothing back to the trunk
+        end = average if still else _code(self.after, embedding)
+        start = average if still or single else _code(self.before, embedding)
+        # From g mᵀ and g together, which averages the rounding of H + 1 stored numbers for each value.
+        gradient = (weight @ average + bias) / (average @ average + 1)
+        first = gradient if still or single else weight @ torch.linalg.pinv(torch.stack([start, end], dim=1))[0]
+        generated = _generated(self.before, start)
+        movement = _generated(self.after, end) - generated
+        return RecoveredGradient(gradient, first, start, embedding, generated, movement, energies)
 
 
-def heads_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the gradient by the heads' weights, `(P, H)`, and by their biases, `(P,)`; arguments as above."""
-    slope = state_gradient(before, after, lr=lr, weight_decay=weight_decay)[1]
-    return slope["heads.weight"], slope["heads.bias"]
+def _generated(state: Tensors, code: Tensor) -> Tensor:
+    weight, bias = (state[name].double() for name in _HEADS)
+    return weight @ code + bias
 
 
-def _generated(state: dict[str, Tensor], code: Tensor) -> Tensor:
-    return state["heads.weight"] @ code + state["heads.bias"]
+def _code(state: Tensors, embedding: Tensor) -> Tensor:
+    trunk = {name: tensor.double() for name, tensor in state.items() if name.startswith("trunk.")}
+    return hidden_code(trunk, embedding)
 
 
-def hypernetwork_tensors(state: Tensors, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Return a hypernetwork's tensors without their prefix; float64, as differences of float32 lose digits."""
+def hypernetwork_tensors(state: Tensors) -> dict[str, Tensor]:
+    """Return a hypernetwork's tensors without their prefix."""
     prefixes = {name.removesuffix("heads.weight") for name in state if name.endswith("heads.weight")}
     if len(prefixes) != 1:
         near = ", ".join(nearest_names("heads.weight", state)) or "none"
@@ -205,23 +222,7 @@ def hypernetwork_tensors(state: Tensors, dtype: torch.dtype = torch.float64) -> 
             near = ", ".join(nearest_names(prefix + wanted, state)) or "none"
             raise NameNotFound(f"The tensor {prefix + wanted!r} is missing.", cure=f"Nearest: {near}.")
     chosen = (name for name in found if name.startswith(("heads.", "trunk.")))
-    return {name: found[name].detach().to(dtype) for name in chosen}
-
-
-def _input_of(weight: Tensor, bias: Tensor) -> Tensor:
-    """The input of a linear layer from its gradients g xᵀ and g: least squares over all rows."""
-    return weight.T @ bias / (bias @ bias).clamp_min(torch.finfo(bias.dtype).tiny)
-
-
-def _output_gradient(weight: Tensor, bias: Tensor, code: Tensor) -> Tensor:
-    """The gradient g from g mᵀ and g together, which averages the rounding of H + 1 stored numbers for each value."""
-    return (weight @ code + bias) / (code @ code + 1)
-
-
-def _energies(weight: Tensor, bias: Tensor) -> Tensor:
-    both = torch.cat([weight, bias[:, None]], dim=1)
-    values: Tensor = torch.linalg.eigvalsh(both.T @ both).flip(0).clamp_min(0)
-    return values / values.sum()
+    return {name: found[name].detach() for name in chosen}
 
 
 # Single clients out of a sum over clients, which secure aggregation does not hide when heads are linear. The sum of the
@@ -231,21 +232,19 @@ def _energies(weight: Tensor, bias: Tensor) -> Tensor:
 # that the sum's columns can be told apart by.
 
 
-def singular_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> Tensor:
+def singular_gradient(change: HypernetworkChange) -> Tensor:
     """Return the direction that most of the heads' change goes in, `(P,)`: the best under noise without a code."""
-    weight, bias = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)
-    both = torch.cat([weight, bias[:, None]], dim=1)
-    vector: Tensor = torch.linalg.eigh(both.T @ both).eigenvectors[:, -1]
-    return both @ (vector * (1 if vector[-1] >= 0 else -1))  # a code ends with 1, for the bias
+    vector: Tensor = torch.linalg.eigh(change.gram).eigenvectors[:, -1]
+    return change.heads @ (vector * (1 if vector[-1] >= 0 else -1))  # a code ends with 1, for the bias
 
 
-def separate_clients(before: Tensors, after: Tensors, codes: Tensor, *, lr: float, weight_decay: float = 0.0) -> Tensor:
+def separate_clients(change: HypernetworkChange, codes: Tensor) -> Tensor:
     """Return each client's gradient from the sum or average of their updates; for one client, the matched filter."""
-    weight, bias = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)
-    if codes.ndim != 2 or codes.shape[1] != weight.shape[1] or len(codes) > weight.shape[1] + 1:
-        raise UsageError(f"Codes of shape {tuple(codes.shape)} do not separate a sum over {weight.shape[1]} units.")
+    units = change.heads.shape[1] - 1
+    if codes.ndim != 2 or codes.shape[1] != units or len(codes) > units + 1:
+        raise UsageError(f"Codes of shape {tuple(codes.shape)} do not separate a sum over {units} units.")
     keys = torch.cat([codes.double(), torch.ones(len(codes), 1, dtype=torch.float64)], dim=1)
-    opened: Tensor = torch.cat([weight, bias[:, None]], dim=1) @ torch.linalg.pinv(keys)
+    opened: Tensor = change.heads @ torch.linalg.pinv(keys)
     return opened.T
 
 
@@ -265,12 +264,12 @@ def threshold_trunk(state: Tensors, *, seed: int) -> dict[str, Tensor]:
     return malicious
 
 
-def read_thresholds(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> Tensor:
+def read_thresholds(change: HypernetworkChange) -> Tensor:
     """What the clients between neighboring thresholds sent, `(H - 2, P)`: single gradients where there is one."""
     # A unit's column of the sum is `Σ gᵢ max(u · vᵢ - tⱼ, 0)`, piecewise linear in tⱼ with a bend at every client. So
     # second differences are zero but at the clients. A client between two thresholds bends two of them, both in its
     # direction.
-    columns = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)[0].T
+    columns = change.gradient["heads.weight"].T
     slopes = (columns[:-1] - columns[1:]) / _thresholds(len(columns)).double().diff()[:, None]
     return slopes[:-1] - slopes[1:]
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, state_gradient
+from netweight.attacks.gradient_inversion.analytic import HypernetworkChange, RecoveredGradient
 from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
 from netweight.attacks.gradient_inversion.matching import Bounds, total_variation
 from netweight.attacks.gradient_inversion.optimize import Descended, descend
@@ -372,8 +372,8 @@ def tailored(
     Source: a reconstruction of the idea behind HyperFL (arXiv 2412.07187), figure 7; not the authors' code or settings.
     """
     config = config or TailoredConfig()
-    state, wanted = state_gradient(before, after, lr=lr, weight_decay=weight_decay)
-    state, wanted = ({name: tensor.float() for name, tensor in one.items()} for one in (state, wanted))
+    change = HypernetworkChange(before, after, lr=lr, weight_decay=weight_decay)
+    state, wanted = ({name: value.float() for name, value in one.items()} for one in (change.before, change.gradient))
     if "trunk.1.weight" in state:
         raise UsageError("The tailored attack knows hypernetworks with one hidden layer.")
     layout, length = ParameterLayout.of(body), sum(tensor.double().square().sum() for tensor in wanted.values()) ** 0.5

@@ -289,7 +289,8 @@ def signs_of(
     change: float | None = None,
 ) -> Signs:
     """Measure a received hypernetwork; arguments as for `refuse_abnormal`."""
-    state, layout = hypernetwork_tensors(received, embedding.dtype), ParameterLayout.of(body)
+    layout = ParameterLayout.of(body)
+    state = {name: value.to(embedding.dtype) for name, value in hypernetwork_tensors(received).items()}
     weight, bias = state["heads.weight"], state["heads.bias"]
     if len(bias) != layout.size or state["trunk.0.weight"].shape[1] != len(embedding):
         raise UsageError(

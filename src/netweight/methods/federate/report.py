@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from netweight.attacks.gradient_inversion.analytic import (
+    HypernetworkChange,
     RecoveredGradient,
     hypernetwork_tensors,
     read_thresholds,
-    recover_gradient,
     separate_clients,
     singular_gradient,
     threshold_trunk,
@@ -230,8 +230,7 @@ def _observed(
     movement = trained.weights.body - weights.body
     codes = None
     if "embedding" in private:
-        sent = hypernetwork_tensors(client.received)
-        codes = hidden_code(sent, private["embedding"].double())[None]
+        codes = hidden_code(hypernetwork_tensors(client.received), private["embedding"])[None]
     return Observation(number, client.received, trap, (update,), inputs, targets, gradient, movement, codes)
 
 
@@ -411,11 +410,11 @@ def exposure(
         observed = list(_observations(run, threat, max(images, gradients), summed_over, seed))
     except Unsupported as reason:
         return Exposure(threat, is_own, (), (), (), why_no_images=str(reason))
-    found_by = [_guesses(run, seen, threat) for seen, _ in observed]
+    read, found_by = zip(*(_guesses(run, seen, threat) for seen, _ in observed), strict=True)
     published = [anyway for _, anyway in observed]
     strongest, anyway = (_strongest(found, [seen for seen, _ in observed]) for found in (found_by, published))
     for draw, (seen, _) in enumerate(observed):
-        recovered = replace(read_update(run, seen.sent, seen.received()), first=found_by[draw][strongest])
+        recovered = replace(read[draw], first=found_by[draw][strongest])
         cosines.append((
             cosine(recovered.first, seen.gradient), cosine(-recovered.gradient, seen.movement),
             cosine(published[draw][anyway], seen.gradient),
@@ -456,7 +455,7 @@ def _observations(
         seen = observe(run, threat, run.task.clients[:many], draw=draw, seed=seed)
         everyone = tuple({update.client: update for one in seen for update in one.updates}.values())
         published = replace(seen[0], updates=everyone)
-        average = _guesses(run, published, ThreatModel())
+        _, average = _guesses(run, published, ThreatModel())
         for one in seen[: count - draw * many]:
             yield one, average
 
@@ -480,10 +479,9 @@ def _another(run: Run, seen: Observation, seed: int) -> Tensor:
 
 def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient:
     """Return what the server computes from what it sent and received."""
+    if change := _change(run, sent, received):
+        return change.recovered()
     training = _training(run)
-    if any(name.endswith("heads.weight") for name in sent):
-        before, after = (rows_of_body(state, run.task.body_layout.size) for state in (sent, received))
-        return recover_gradient(before, after, lr=training.lr, weight_decay=training.weight_decay)
     body = {name.removeprefix("body."): value for name, value in sent.items() if name.startswith("body.")}
     if not body:
         raise Unsupported(f"{run.method.name!r} shares nothing of the body, so there is nothing to attack.")
@@ -495,20 +493,29 @@ def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient
     return RecoveredGradient(gradient, gradient, nothing, nothing, start, end - start, torch.ones(1).double())
 
 
-def _guesses(run: Run, seen: Observation, threat: ThreatModel) -> dict[str, Tensor]:
-    """Return what each attack takes for the client's first gradient, by the attack's name."""
+def _change(run: Run, sent: Tensors, received: Tensors) -> HypernetworkChange | None:
+    """Return the change of the hypernetwork that generates the body, if the method has one."""
+    if not any(name.endswith("heads.weight") for name in sent):
+        return None
+    training, size = _training(run), run.task.body_layout.size
+    before, after = (rows_of_body(state, size) for state in (sent, received))
+    return HypernetworkChange(before, after, lr=training.lr, weight_decay=training.weight_decay)
+
+
+def _guesses(run: Run, seen: Observation, threat: ThreatModel) -> tuple[RecoveredGradient, dict[str, Tensor]]:
+    """Return what is read off an update, and what each attack takes for the first gradient, by the attack's name."""
     received = seen.received()
-    found = {"inputs": read_update(run, seen.sent, received).first}
-    if seen.codes is not None:
-        before, after = (rows_of_body(state, run.task.body_layout.size) for state in (seen.sent, received))
-        about = {"lr": _training(run).lr, "weight_decay": _training(run).weight_decay}
-        found["singular vector"] = singular_gradient(before, after, **about)
+    change = _change(run, seen.sent, received)
+    read = change.recovered() if change else read_update(run, seen.sent, received)
+    found = {"inputs": read.first}
+    if change is not None and seen.codes is not None:
+        found["singular vector"] = singular_gradient(change)
         if threat.known:
-            found["matched filter"] = separate_clients(before, after, seen.codes, **about)[0]
+            found["matched filter"] = separate_clients(change, seen.codes)[0]
         if threat.server == "thresholds":  # one of these is the client's; the attacker sees which are single ones
-            candidates = read_thresholds(before, after, **about)
+            candidates = read_thresholds(change)
             found["thresholds"] = max(candidates, key=lambda one: cosine(one, seen.gradient))
-    return found
+    return read, found
 
 
 def _strongest(guesses: Sequence[Mapping[str, Tensor]], seen: Sequence[Observation]) -> str:
