@@ -25,7 +25,7 @@ STEP = 2 * CLIP / 2**22
 
 @pytest.fixture
 def deployment(tmp_path):
-    deployment = Deployment(tmp_path)
+    deployment = Deployment(tmp_path, remembers=True)
     try:
         deployment.start_server()
         for node in range(3):

@@ -132,11 +132,15 @@ class Processes:
 
 
 class Deployment(Processes):
-    """A SuperLink with TLS and node authentication, and nodes that are registered unless asked otherwise."""
+    """A SuperLink with TLS and node authentication, and nodes that are registered unless asked otherwise.
 
-    def __init__(self, folder, nodes=3):
+    It remembers in a file only what it shall know after its own death: Flower's database answers "locked" under load.
+    """
+
+    def __init__(self, folder, nodes=3, remembers=False):
         super().__init__(folder)
         self.port, self.keys, self.nodes = free_port(), folder / "keys", nodes
+        self.database = ("--database", folder / "state.db") if remembers else ()
         subprocess.run([sys.executable, EXAMPLE / "make_certificates.py", self.keys, str(nodes + 1)], check=True)
         (folder / "flwr" / "config.toml").write_text(
             f'[superlink]\ndefault = "tls"\n[superlink.tls]\naddress = "127.0.0.1:{self.port}"\n'
@@ -144,7 +148,7 @@ class Deployment(Processes):
         )
 
     def start_server(self):
-        keys, where = self.keys, ("--host", "127.0.0.1", "--port", self.port, "--database", self.folder / "state.db")
+        keys, where = self.keys, ("--host", "127.0.0.1", "--port", self.port, *self.database)
         certificates = ("--ssl-ca-certfile", keys / "ca.crt", "--ssl-certfile", keys / "server.pem")
         process = self.start(
             "server",
