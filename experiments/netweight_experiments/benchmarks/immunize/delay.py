@@ -54,7 +54,8 @@ HOW: dict[str, Any] = {"samples": 4096, "batch_size": 32, "benign_share": 0.5, "
 HELD = frozenset({"batch_size", "check_every"})  # what a search leaves as it is
 RATES = (1e-3, 3e-3)  # of Adam, that a search begins with
 MOST = 200  # steps of an attack on the undefended model, and of a task
-LONGER = 5  # times what the best attack on the undefended model took, for defended ones
+LONGER = 5  # times what the best attack on the undefended model took, for defended ones,
+PAST = 1.5  # but beyond the ceiling by this factor, lest all that withstood look alike
 ZOO = "netweight.toys.language_subjects"
 
 
@@ -125,10 +126,11 @@ class Worlds:
             self.rows.append({**row, "not trained": str(error)})
             return
         base = next((one for one in self.rows if one["world"] == row["world"]), row)
-        most = [LONGER * taken(base[what]) if what in base else MOST for what in ("harmful", "task")]
+        own, new = (taken(base[what]) if what in base else MOST for what in ("harmful", "task"))
+        most = MOST if seed is None else int(max(LONGER * own, PAST * new))
         started = time.process_time()
-        row["harmful"] = self.broken(subject, "harmful", int(most[0]), rounds)
-        row["task"] = self.broken(subject, "task", int(min(most[1], MOST)), 0)
+        row["harmful"] = self.broken(subject, "harmful", most, rounds)
+        row["task"] = self.broken(subject, "task", int(min(LONGER * new, MOST)), 0)
         row["processor seconds"] = round(time.process_time() - started)  # with one worker, and unless it was stopped
         if seed is not None:
             row |= compared(row, base)
