@@ -7,7 +7,7 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
-CONSTANTS = "2.33 2.20 3.66 465 722 421 640 738 339 0.634 8.18 11.9 88.1 1.10 2.86 1530".split()
+CONSTANTS = "2.33 2.20 3.66 465 722 421 640 738 339 0.634 8.18 11.9".split()
 
 
 def test_the_arithmetic_comes_to_what_it_says(capsys):
@@ -29,5 +29,5 @@ def test_a_constant_of_the_arithmetic_is_tied_to_a_result(constant):
 def test_every_row_of_the_table_is_tied():
     text = PAGE.read_text()
     rows = re.findall(r"^\| .* \| ([\d.]+) \w+ \|$", text, re.M)
-    assert len(rows) == 17
+    assert len(rows) == 13
     assert set(rows) <= set(re.findall(r"^([\d.]+) = `", text, re.M))
