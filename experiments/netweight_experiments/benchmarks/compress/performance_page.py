@@ -177,8 +177,7 @@ def memory_part() -> str:
 
 def foot(result: Result) -> str:
     """Return what a reader must know of the machine and of what is missing."""
-    before, after = (f"{result.load[when][0]:.1f}" for when in ("before", "after"))
-    lines = [f"- Load average: {before} before, {after} after (1.0 is the benchmark itself)."]
+    lines = list[str]()
     versions = result.environment["packages"].items()
     packages = ", ".join(f"{name} {version}" for name, version in versions if name in ("torch", "numpy", *PEERS))
     lines.append(f"- Python {result.environment['python']}, {packages}.")
