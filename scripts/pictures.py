@@ -62,7 +62,7 @@ def sliders(page: Path) -> None:
     """Take the picture of a page with sliders, once it has generated its face."""
 
     class Answer(BaseHTTPRequestHandler):
-        def do_GET(self):
+        def do_GET(self) -> None:
             time.sleep(32 if self.path == "/late" else 0)
             self.send_response(200)
             self.send_header("Content-Type", "text/html")

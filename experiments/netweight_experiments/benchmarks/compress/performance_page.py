@@ -167,9 +167,9 @@ def memory_part() -> str:
         return ""
     sizes, rows = sorted(one.items()), list[tuple[str, ...]]()
     for name in sizes[0][1]["commands"]:
-        found = [result["commands"][name] for _, result in sizes]
-        peaks = [f"{each['peak_above_libraries_bytes'] / 1e6:.0f} MB" for each in found]
-        rows.append((name, *peaks, *(f"{each['system_per_cp_without_start']:.2f}" for each in found)))
+        costs = [result["commands"][name] for _, result in sizes]
+        peaks = [f"{each['peak_above_libraries_bytes'] / 1e6:.0f} MB" for each in costs]
+        rows.append((name, *peaks, *(f"{each['system_per_cp_without_start']:.2f}" for each in costs)))
     links = [f"[{nbytes / 1e6:,.0f} MB](../benchmarks/results/{each['path'].name})" for nbytes, each in sizes]
     head = ("command", *(f"peak, {link}" for link in links), *(f"time, {size / 1e6:,.0f} MB" for size, _ in sizes))
     return WHOLE + table(head, rows)
