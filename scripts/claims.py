@@ -11,7 +11,8 @@ A comment ties figures of the paragraph, list or table above it, one per line, t
 is in square brackets, a paper's, apart. `given = 0.98, 1.3` names settings and published numbers. A path is a file
 below benchmarks/results (`published/…`: a paper's numbers; `PAGE.md`: a table of a page that is made from results),
 then keys, joined by `|`; `#` counts entries, and of a list of numbers the median is taken. A page that says "Made by"
-in its first line is tied as a whole: a test makes it again.
+in its first line, and a table between `<!-- edits of FILES -->` and `<!-- /edits -->`, are tied as a whole: a test
+makes them again.
 Fails where a figure is not above its comment, or differs from its result in a digit shown.
 """
 
@@ -32,7 +33,8 @@ MOST = 1000  # numbers of a file that may be tied as a whole: among more, any wo
 COMMENT = re.compile(r"<!-- figures\n(.*?)-->", re.S)
 OTHERS = re.compile(  # a paper's numbers and its own, targets, files, code, shares of intervals, versions
     r"\[[^]]*\](?!\()|\d{4}\.\d{5}|[≤≥] ?[\d.]+|\([^)]*\.json\)|95 %|N\([^)]*\)|```.*?```|`[^`]*`"
-    r"|<!-- options of.*?<!-- end -->|\b(?:torch|Flower|diffusers|transformers|CUDA|NVRTC|lm-eval|vLLM) \d+\.[\d.]+",
+    r"|<!-- options of.*?<!-- end -->|<!-- edits of .*?<!-- /edits -->"
+    r"|\b(?:torch|Flower|diffusers|transformers|CUDA|NVRTC|lm-eval|vLLM) \d+\.[\d.]+",
     re.S,
 )
 MEASURED = re.compile(

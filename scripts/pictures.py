@@ -1,9 +1,22 @@
-"""Writes the README's pictures from the tour's report: `python scripts/pictures.py [out/tour]` to docs/pictures/."""
+"""Writes the README's pictures to docs/pictures/: `python scripts/pictures.py [out/tour]` from the tour's report.
+
+`python scripts/pictures.py faces.html` takes that of a page that `netweight space view` wrote, with sliders at random:
+in Chromium, whose picture waits for an image that comes late.
+"""
 
 import base64
+import io
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+
+from PIL import Image
 
 from netweight.report.report import read_report
 
@@ -39,5 +52,34 @@ def main(run: Path) -> None:
             (folder / f"{name}.svg").write_text(found[0].data.replace("</title>", f"</title>{colors()}", 1))
 
 
+AROUND = """<!doctype html><body style="margin: 0"><img src="/late" width="1"><iframe src="/page"
+style="position: absolute; top: -350px; width: 1080px; height: 2400px; border: 0"></iframe><script>setTimeout(() => {
+  const found = document.querySelector("iframe").contentDocument.querySelectorAll("button");
+  [...found].find(each => each.textContent.trim() === "Random").click(); }, 14000)</script>"""
+
+
+def sliders(page: Path) -> None:
+    """Take the picture of a page with sliders, once it has generated its face."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(32 if self.path == "/late" else 0)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(page.read_bytes() if self.path == "/page" else AROUND.encode())
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    Thread(target=server.serve_forever, daemon=True).start()
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    with tempfile.TemporaryDirectory() as folder:
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += ["--window-size=1080,900", f"--user-data-dir={folder}", f"--screenshot={folder}/seen.png"]
+        subprocess.run([*command, f"http://127.0.0.1:{server.server_port}/"], check=True, timeout=150)
+        seen = Image.open(io.BytesIO(Path(folder, "seen.png").read_bytes())).convert("RGB").crop((66, 32, 1014, 640))
+    seen.quantize(200).save(ROOT / "docs" / "pictures" / "space-page.png", optimize=True)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "out/tour"))
+    given = Path(sys.argv[1] if len(sys.argv) > 1 else "out/tour")
+    sliders(given) if given.suffix == ".html" else main(given)

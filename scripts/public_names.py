@@ -18,9 +18,8 @@ PACKAGES = [
 ]  # fmt: skip
 HEAD = """# Public names
 
-What `import netweight` offers, and the packages of the methods and attacks. The text is that of the docstrings, which
-the site shows in place of the lines that begin with `:::`; `help(netweight.compress_)` says the same. A name that is
-not here may change without a word. This page is made by `python scripts/public_names.py --write`.
+What `import netweight` and the packages of methods and attacks offer; other names may change without notice. The site
+shows docstrings in place of lines that begin with `:::`. Made by `python scripts/public_names.py --write`.
 """
 
 
@@ -55,8 +54,8 @@ def page(source: Path) -> str:
             parts.append(f"## {package}\n")
         for name, home in homes.items():
             dotted = home if source.joinpath(*home.split(".")).is_dir() else f"{home}.{name}"
-            parts.append(f"::: {dotted}\n    options:\n      heading_level: 3\n")
-    parts.append("## netweight.errors\n\n::: netweight.errors\n    options:\n      heading_level: 3\n")
+            parts.append(f"::: {dotted}\n")
+    parts.append("## netweight.errors\n\n::: netweight.errors\n")
     return "\n".join(parts)
 
 

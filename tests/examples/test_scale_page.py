@@ -1,4 +1,4 @@
-"""docs/scale.md: its arithmetic comes to what it says, from figures that are tied to results (scripts/claims.py)."""
+"""docs/scale.md: its code runs; its arithmetic is that of results (scripts/claims.py)."""
 
 import re
 from pathlib import Path
@@ -7,27 +7,15 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
-CONSTANTS = "2.33 2.20 3.66 465 722 421 640 738 339 0.634 8.18 11.9 88.1 1.10 2.86 1530 6.19 5.65".split()
 
 
-def test_the_arithmetic_comes_to_what_it_says(capsys):
-    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
-        exec(compile(code, str(PAGE), "exec"), {})
-        said = re.findall(r"^# (.*)$", code, re.M)
-        assert capsys.readouterr().out.splitlines() == said
-        assert said or "assert" in code
+def test_groups_of_updates_have_the_average_of_all():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    assert "assert" in code
+    exec(compile(code, str(PAGE), "exec"), {})
 
 
-@pytest.mark.parametrize("constant", CONSTANTS)
-def test_a_constant_of_the_arithmetic_is_tied_to_a_result(constant):
-    text = PAGE.read_text()
-    assert re.search(rf"(?<![\d.]){re.escape(constant)}(?!\d)", "".join(re.findall(r"```python\n(.*?)```", text, re.S)))
-    assert re.search(rf"^{re.escape(constant)} = `", text, re.M)
-    assert re.search(rf"^\| .* \| {re.escape(constant)} \w+ \|$", text, re.M)
-
-
-def test_every_row_of_the_table_is_tied():
-    text = PAGE.read_text()
-    rows = re.findall(r"^\| .* \| ([\d.]+) \w+ \|$", text, re.M)
-    assert len(rows) == 20
-    assert set(rows) <= set(re.findall(r"^([\d.]+) = `", text, re.M))
+@pytest.mark.parametrize("section", ["405 billion", "70 billion", "10,000 sites", "A million adapters"])
+def test_every_estimate_is_tied_to_a_result(section):
+    (part,) = (each for each in PAGE.read_text().split("\n## ")[1:] if section in each.splitlines()[0])
+    assert len(re.findall(r"^[\d.]+ = .*`.+[.]json", part, re.M)) >= 3

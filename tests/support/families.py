@@ -673,7 +673,7 @@ def table(rows):
         cells = []
         for column in COLUMNS:
             found = [rows[name][column] for name in names if rows[name][column] != "–"]
-            cells.append(f"{found.count('same')} of {len(found)}" if found else "–")
+            cells.append(f"{found.count('same')}/{len(found)}" if found else "–")
         lines.append(f"| {kind} | {', '.join(names)} | {' | '.join(cells)} |")
     rest = [
         f"- {name}, {column}: {found}"

@@ -1,4 +1,4 @@
-"""The blobs that docs/format.md explains byte by byte are real."""
+"""The blobs that docs/format.md and tests/golden/examples.md explain byte by byte are real."""
 
 import base64
 import json
@@ -17,11 +17,12 @@ from netweight.codec.dtypes import ELEMENT_TYPES
 from netweight.codec.numpy_tables import Slots
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
+EXAMPLES = Path(__file__).parents[1] / "golden" / "examples.md"
 
 
 @pytest.fixture(scope="module")
 def text():
-    return DOCUMENT.read_text()
+    return DOCUMENT.read_text() + EXAMPLES.read_text()
 
 
 def dump(text, name):

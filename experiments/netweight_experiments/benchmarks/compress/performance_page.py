@@ -16,24 +16,21 @@ from netweight_experiments.benchmarks.script import RESULTS
 # From the root of the source tree.
 PAGE = Path("docs") / "performance.md"
 
-QUIET = 0.5
+QUIET, PEERS = 0.5, ("zipnn", "zstandard", "lz4", "blosc2")
+LEFT_OUT = ("memcpy", "zstd -1", "zstd -1, planes", "blosc2 bitshuffle + lz4")  # in the results only
 SHOWN = f"{MINILM} as BF16, warm, one thread"
-GPUS = """
-Nothing here ran on a GPU; [gpus.md](gpus.md) has the arithmetic, and `make bench-gpu` measures.
-"""
 BUSY = """
-**Other programs were running** (load average {load:.1f} before the start): speeds are lower and less certain than on an
-idle machine, most of all with two threads. Sizes are exact.
+**Other programs were running** (load average {load:.1f}): speeds are lower and less certain than on an idle machine.
 """
 HEAD = """<!-- Made by `make bench` from benchmarks/results/{name}; do not edit by hand. -->
 # Performance of the codec
 
-Measured by `netweight benchmark codec` on {date}: {rounds} rounds on {machine}. All samples are in
-[benchmarks/results/{name}](../benchmarks/results/{name}); `netweight benchmark codec` prints all tables.
+`netweight benchmark codec` on {date}: {rounds} rounds on {machine}
+([samples](../benchmarks/results/{name})). On GPUs: [gpus.md](gpus.md).
 {warning}
 ## Targets
 
-Set before the code was written, for a core with AVX-512 (VBMI2) where they name no other.{other}
+For a core with AVX-512 (VBMI2) unless another is named.{other}
 
 """
 
@@ -44,11 +41,11 @@ none; what needs it was measured on {date} on {machine} with the code of that da
 SKEWED = """
 ## Skewed data
 
-One thread of a busy machine ({where}, [{date}](../benchmarks/results/{name})); the best of zipnn and of zstd -3 on byte
-planes. Targets: within 1 % of its size; 3 times its decoding.
+One thread of a busy machine ({where}, [{date}](../benchmarks/results/{name})); the peer is the better of zipnn and zstd
+-3 on byte planes. Targets: within 1 % of its size; 3 times its decoding.
 
 """
-SKEWED_HEAD = ("", "ratio", "best peer", "entropy of numbers", "decode GB/s", "against the best peer")
+SKEWED_HEAD = ("", "ratio", "peer", "decode GB/s", "× peer")
 DENSE = """
 Dense weights against zipnn ({where}, [{date}](../benchmarks/results/{name})). Targets of AVX2: 2 for
 decoding fp16 and fp8, 1.5 for encoding bf16; of portable code 1; of checks 0.9.
@@ -61,16 +58,19 @@ FOLDER_TARGETS = (
     ("many small tensors", "netweight against safetensors, processor", "≤ 2"),
 )
 
+WHOLE = """
+## Whole files
+
+One tensor: peak memory beside the libraries (target 200 MB), system time over that of cp (target 1.5).
+
+"""
 HOW = """
 ## Method
 
-- **Data**: all-MiniLM-L6-v2 (22.7 million weights) as F32, BF16, F16 and F8 (e4m3 of 16 times the weights); 33.6
-  million weights from N(0, 0.02²) as BF16; and one million of these, which fit into a core's cache. Peers compress all
-  tensors joined, which favors them. Outputs are compared bit by bit.
-- **Rounds**: every contender once a round, in random order; medians of speeds, and of ratios within rounds, with
-  bootstrap intervals. CPU time with one thread, wall time with two; 10⁹ plain bytes per second; memory is warm.
-- **Peers**: zipnn changes its input and gets a fresh copy outside the clock. zstd and lz4 work on blocks of 1 MiB;
-  "zstd -1, planes" splits byte planes in numpy first; blosc2 uses bitshuffle.
+all-MiniLM-L6-v2 (22.7 million weights); 33.6 million weights from N(0, 0.02²); and one million of these, which fit into
+a core's cache. Peers compress all tensors joined, which favors them. Outputs are compared bit by bit. Every contender
+runs once a round, in random order; medians of speeds and of ratios within rounds, bootstrap intervals. CPU time with
+one thread, wall time with two; GB/s of plain bytes from warm memory.
 """
 
 
@@ -89,11 +89,15 @@ def page(result: Result, name: str) -> str:
         results.append(read_result(path))
         fields["other"] = OTHER.format(name=path.name, date=results[1].created[:10], machine=machine(results[1]))
     text = HEAD.format(**fields, warning=BUSY.format(load=load) if load > QUIET else "")
-    text += table(("what", "target", "measured", "95 % interval", ""), target_table(*results))
+    rows = [tuple(cell.replace(" to ", "–") for cell in row) for row in target_table(*results)]
+    text += table(("what", "target", "measured", "95 % interval", ""), rows)
     for each in results:
         for part in speed_tables(each):
             if part.title == SHOWN:
-                text += f"\n## {part.title}, {each.environment['cpu']}\n\n{table(part.headers, part.lines)}"
+                kept = [number for number, name in enumerate(part.headers) if not name.startswith("×")]
+                rows = [line for line in part.lines if line[0] not in LEFT_OUT]
+                lines = [tuple(line[number] for number in kept) for line in (part.headers, *rows)]
+                text += f"\n## {part.title}, {each.environment['cpu']}\n\n{table(lines[0], lines[1:])}"
     return text + skewed_part() + memory_part() + folder_part() + HOW + foot(result)
 
 
@@ -132,7 +136,7 @@ def skewed_part() -> str:
             [row["ratio"].get(peer, 0) for peer in ("zipnn", "zstd -3, planes")],
             row["GB/s"],
         )
-        ratios = (f"{value:,.{3 if value < 100 else 0}f}" for value in (ours["netweight"], max(peers), ours["order 0"]))
+        ratios = (f"{value:,.{3 if value < 100 else 0}f}" for value in (ours["netweight"], max(peers)))
         best = max(speed.get(f"decode, {peer}", 0) for peer in ("zipnn", "zstd"))
         if not name.startswith("dense"):
             skewed.append((name, *ratios, f"{speed['decode']:.1f}", f"{speed['decode'] / best:.1f}×"))
@@ -159,25 +163,23 @@ def memory_part() -> str:
     """Return the part on whole files, from the newest results of memory.py; empty without one."""
     found = (json.loads(path.read_text()) | {"path": path} for path in sorted(RESULTS.glob("*compress-memory*.json")))
     one = {each["one_tensor_bytes"]: each for each in found if "one_tensor_bytes" in each}
-    text = "\n## Whole files\n" if one else ""
-    for nbytes, result in sorted(one.items()):
-        commands = [
-            (name, f"{row['peak_above_libraries_bytes'] / 1e6:.0f} MB", f"{row['system_per_cp_without_start']:.2f}")
-            for name, row in result["commands"].items()
-        ]
-        text += f"""
-One tensor of {nbytes / 1e6:,.0f} MB; targets: 200 MB, 1.5
-([{result["date"]}](../benchmarks/results/{result["path"].name})):
-
-{table(("command", "peak beside the libraries", "system time, cp = 1"), commands)}"""
-    return text
+    if not one:
+        return ""
+    sizes, rows = sorted(one.items()), list[tuple[str, ...]]()
+    for name in sizes[0][1]["commands"]:
+        costs = [result["commands"][name] for _, result in sizes]
+        peaks = [f"{each['peak_above_libraries_bytes'] / 1e6:.0f} MB" for each in costs]
+        rows.append((name, *peaks, *(f"{each['system_per_cp_without_start']:.2f}" for each in costs)))
+    links = [f"[{nbytes / 1e6:,.0f} MB](../benchmarks/results/{each['path'].name})" for nbytes, each in sizes]
+    head = ("command", *(f"peak, {link}" for link in links), *(f"time, {size / 1e6:,.0f} MB" for size, _ in sizes))
+    return WHOLE + table(head, rows)
 
 
 def foot(result: Result) -> str:
     """Return what a reader must know of the machine and of what is missing."""
-    before, after = (f"{result.load[when][0]:.1f}" for when in ("before", "after"))
-    lines = [f"- Load average of the machine: {before} before, {after} after (1.0 is the benchmark itself)."]
-    packages = ", ".join(f"{name} {version}" for name, version in result.environment["packages"].items())
+    lines = list[str]()
+    versions = result.environment["packages"].items()
+    packages = ", ".join(f"{name} {version}" for name, version in versions if name in ("torch", "numpy", *PEERS))
     lines.append(f"- Python {result.environment['python']}, {packages}.")
     lines += [f"- Not installed and not measured: {name}." for name in result.missing]
     lines += [f"- Left out: {text}." for text in result.left_out]
@@ -185,13 +187,13 @@ def foot(result: Result) -> str:
         lines.append(
             "- The C library could not be set to keep freed memory: peers that allocate are slower than necessary."
         )
-    return GPUS + "\n## Conditions\n\n" + "\n".join(lines) + "\n"
+    return "\n## Conditions\n\n" + "\n".join(lines) + "\n"
 
 
 def table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a table in Markdown."""
-    lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, *lines = (f"| {' | '.join(line)} |\n" for line in (headers, *rows))
+    return "".join([head, "|---" + "|---:" * (len(headers) - 1) + "|\n", *lines])
 
 
 def newest(path: str = "") -> Path | None:

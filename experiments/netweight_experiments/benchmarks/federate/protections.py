@@ -80,14 +80,14 @@ def attacked(data, changes, threat, images, seed):
 
 def table(rows, accuracy):
     """Return the table of the docs."""
-    columns = "protection | the server | best attack | cosine | aggregate | PSNR, dB | a guess | holds? | costs"
-    lines = [f"| {columns} |", "|---" * 9 + "|"]
+    columns = "protection | the server | cosine | aggregate | PSNR, dB | a guess | holds? | costs"
+    lines = [f"| {columns} |", "|---" * 8 + "|"]
     last = {arm: list(found["before and after"].values())[-1][1] for arm, found in accuracy.items()}
     for protection, arm, row in rows:
         cost = f"{last['plain'] - last[arm]:.2f}" if {arm, "plain"} <= last.keys() and arm != "plain" else ""
         label = row["label"].removesuffix(", first round")
         if not row["cosines"]:
-            lines.append(f"| {protection} | {label} | none: the client takes no part | | | | | **yes** | {cost} |")
+            lines.append(f"| {protection} | {label} | the client takes no part | | | | **yes** | {cost} |")
             continue
         interval = row["findings"][0]["ci95"]
         spread = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval and interval[1] - interval[0] > 0.002 else ""
@@ -95,7 +95,7 @@ def table(rows, accuracy):
         images = (f"{mean(row['psnr']):.1f}", f"{guess:.1f}") if row["psnr"] else ("", "")
         holds = {"broken": "**no**", "partly": "partly", "told": "**yes**"}[row["verdict"][0]]
         cosine, anyway = mean(row["cosines"]), mean(row["aggregate"])
-        lines.append(f"| {protection} | {label} | {row['attack']} | {cosine:.3f}{spread} | {anyway:.3f} | "
+        lines.append(f"| {protection} | {label} | {cosine:.3f}{spread} | {anyway:.3f} | "
                      f"{images[0]} | {images[1]} | {holds} | {cost} |")  # fmt: skip
     return "\n".join(lines)
 

@@ -26,6 +26,7 @@ distilled one. `--pictures` searches for fewer of the planted ones, which the ta
 import functools
 import json
 import math
+import re
 import statistics
 import time
 from pathlib import Path
@@ -57,6 +58,7 @@ from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 METHODS = ("none", "neurons", "closed-form", "esd", "siss", "distil")
 BLOCKS, IMAGES = (71_000, 72_000, 73_000), 8
 CHANGED = ("held-out captions", "neighbours")
+PLACE = re.compile(r"<!-- edits.*?-->\n(.*?)\n<!-- /edits -->", re.S)  # in the page
 READ = ("color", "ground", "size")  # shapes are not read well before any edit
 RATES, SEARCH_STEPS, DRAWS, CONTROLS = (0.3, 1.0), 400, 4, 3
 FURTHER_STEPS = 60
@@ -314,6 +316,13 @@ def grid(results, job, path):
     Image.fromarray(pixels.numpy()).resize((4 * width, 4 * height), Image.Resampling.NEAREST).save(path)
 
 
+def in_page(text, shown, files):
+    """The page with these tables between its marks, of which the first names the results that they are made of."""
+    if not PLACE.search(text):
+        raise UsageError("The page has no place for the tables.", cure="Put <!-- edits --> and <!-- /edits --> there.")
+    return PLACE.sub(lambda _: f"<!-- edits of {', '.join(files)} -->\n{shown}\n<!-- /edits -->", text, count=1)
+
+
 def main():
     parser = script(__doc__, "forget/edits", whole=True)
     parser.add_argument("trainings", nargs="*")
@@ -346,14 +355,9 @@ def main():
             "options": options_of(options), "results": results, "environment": describe(),
         })  # fmt: skip
     if options.page:
-        start, end = "<!-- edits -->\n", "\n<!-- /edits -->"
-        text = options.page.read_text(encoding="utf-8")
-        if start not in text or end not in text:
-            raise UsageError(
-                f"{options.page} has no place for the table.", cure=f"Put {start.strip()} and {end} there."
-            )
-        head, rest = text.split(start, 1)
-        options.page.write_text(f"{head}{start}{shown}{end}{rest.split(end, 1)[1]}", encoding="utf-8")
+        files = [*options.results, *([options.output] if results else [])]
+        text = in_page(options.page.read_text(encoding="utf-8"), shown, [f"forget/{file.name}" for file in files])
+        options.page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
