@@ -34,8 +34,7 @@ from netweight.methods.space.fitting.basis import CombinationBasis
 from netweight.methods.space.folder import find_duplicates
 from netweight.nn.lora import Adapter, LowRank, combined
 from netweight.store.bank.published import stable_diffusion_dimensions
-from netweight.store.bank.record import read_bank_record
-from netweight.store.bank.shard import Rows
+from netweight.store.bank.shard import Rows, read_bank_record
 from netweight.store.bank.write import BankWriter
 from netweight.store.lora_formats.files import export_adapter, read_adapter
 from netweight_experiments.benchmarks.script import load, now, options_of, script, write

@@ -13,8 +13,7 @@ from netweight.core.files import part_of, refuse_existing
 from netweight.core.names import Select
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError, OutputFailed, UsageError
-from netweight.store.bank.record import RECORD, BankRecord, read_bank_record
-from netweight.store.bank.shard import rows_of_adapter
+from netweight.store.bank.shard import RECORD, BankRecord, read_bank_record, rows_of_adapter
 from netweight.store.bank.write import BankWriter, few
 from netweight.store.lora_formats import diffusers, peft
 from netweight.store.lora_formats.files import load_converted, plan_adapter
