@@ -51,7 +51,7 @@ from netweight.metrics.copies import copies_of_prompt
 from netweight.metrics.intervals import t_interval
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
-from netweight_experiments.benchmarks.script import now, options_of, script, write
+from netweight_experiments.benchmarks.script import now, options_of, put, script, write
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 METHODS = ("none", "neurons", "closed-form", "esd", "siss", "distil")
@@ -346,14 +346,7 @@ def main():
             "options": options_of(options), "results": results, "environment": describe(),
         })  # fmt: skip
     if options.page:
-        start, end = "<!-- edits -->\n", "\n<!-- /edits -->"
-        text = options.page.read_text(encoding="utf-8")
-        if start not in text or end not in text:
-            raise UsageError(
-                f"{options.page} has no place for the table.", cure=f"Put {start.strip()} and {end} there."
-            )
-        head, rest = text.split(start, 1)
-        options.page.write_text(f"{head}{start}{shown}{end}{rest.split(end, 1)[1]}", encoding="utf-8")
+        put(options.page, "<!-- edits -->", "<!-- /edits -->", shown)
 
 
 if __name__ == "__main__":

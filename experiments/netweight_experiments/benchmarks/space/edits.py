@@ -15,7 +15,6 @@ import statistics
 from pathlib import Path
 
 import torch
-from scipy import stats  # type: ignore[import-untyped]
 
 from netweight import AdapterBank, WeightSpace
 from netweight.core.environment import describe
@@ -25,6 +24,7 @@ from netweight.methods.space.edits import COST_TARGET, EditCurve, corrected_step
 from netweight.methods.space.inversion import generate_differentiably, generate_images
 from netweight.methods.space.labels import LabelColumn, Labels, read_labels
 from netweight.methods.space.settings import CorrectionSettings
+from netweight.metrics.intervals import t_interval
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
 from netweight.toys.faces_pipeline import faces_pipeline, read_faces
 from netweight_experiments.benchmarks.script import now, options_of, script, write
@@ -89,12 +89,6 @@ def measured(model, space, labels, aside, others, name, network, seed):
                "effects": curve.effects.mean(1).tolist(), "costs": curve.costs.mean(1).tolist()}  # fmt: skip
 
 
-def interval(values):
-    """Mean with its t-interval."""
-    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
-    return {"mean": statistics.mean(values), "ci95": [statistics.mean(values) - half, statistics.mean(values) + half]}
-
-
 def summary(rows):
     """By attribute and kind, over runs and over banks' means."""
     found = {}
@@ -106,9 +100,9 @@ def summary(rows):
                 for bank in dict.fromkeys(row["bank"] for row in chosen)
             ]
             if len(chosen) > 1 and len(banks) > 1:
+                means = {"runs": t_interval([row["effect"] for row in chosen]), "banks": t_interval(banks)}
                 found[f"{name}, {kind}"] = {
-                    "runs": interval([row["effect"] for row in chosen]) | {"n": len(chosen)},
-                    "banks": interval(banks) | {"n": len(banks)},
+                    of: {"mean": one.estimate, "ci95": list(one.ci95), "n": one.n} for of, one in means.items()
                 }
     return found
 

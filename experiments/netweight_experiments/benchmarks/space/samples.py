@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from scipy import stats  # type: ignore[import-untyped]
 from torch import nn
 
 from netweight import AdapterBank, WeightSpace
@@ -26,6 +25,7 @@ from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, PairSampler
+from netweight.metrics.intervals import t_interval
 from netweight.toys.faces import FACES, GROUNDS, caption
 from netweight.toys.faces_pipeline import FACES_BANK, faces_pipeline
 from netweight_experiments.benchmarks.script import now, options_of, script, write
@@ -108,11 +108,10 @@ def summary(rows):
     found = {}
     for name in dict.fromkeys(row["sampler"] for row in rows):
         values = [row["spread"] for row in rows if row["sampler"] == name]
-        mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
-        half = float(stats.t.ppf(0.975, len(values) - 1)) * error
+        spread = t_interval(values)
         nearest = statistics.mean(row["nearest"] for row in rows if row["sampler"] == name)
         closest = min(row["closest"] for row in rows if row["sampler"] == name)
-        found[name] = {"spread": mean, "ci95": [mean - half, mean + half], "n": len(values), "nearest": nearest,
+        found[name] = {"spread": spread.estimate, "ci95": list(spread.ci95), "n": spread.n, "nearest": nearest,
                        "closest": closest}  # fmt: skip
     return found
 
