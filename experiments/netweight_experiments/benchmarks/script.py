@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from netweight.core.environment import describe
 from netweight.errors import UsageError
 
 # Where results are kept, from the root of the source tree.
@@ -37,6 +38,17 @@ def now() -> str:
 def load() -> list[float]:
     """Return the machine's load averages."""
     return [round(value, 2) for value in os.getloadavg()]
+
+
+def origin(what: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what every file of results says of itself: what it is, when, with which options and where it was made."""
+    return {"what": what, "date": now(), "options": options_of(given), "environment": describe()}
+
+
+def peak_bytes() -> int:
+    """Return the most memory of this process alone; what `getrusage` says begins with that of its parent."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def options_of(given: argparse.Namespace) -> dict[str, Any]:

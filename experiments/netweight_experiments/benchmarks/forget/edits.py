@@ -37,7 +37,6 @@ from safetensors.torch import load_file, save_file
 from netweight.attacks.embedding_search.compare import Run, Subject, Target, compare, images_of
 from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image
@@ -51,7 +50,7 @@ from netweight.metrics.copies import copies_of_prompt
 from netweight.metrics.intervals import t_interval
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
-from netweight_experiments.benchmarks.script import now, options_of, put, script, write
+from netweight_experiments.benchmarks.script import origin, put, script, write
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 METHODS = ("none", "neurons", "closed-form", "esd", "siss", "distil")
@@ -341,10 +340,8 @@ def main():
     shown = table(list({(each["training"], each["method"]): each for each in [*earlier, *results]}.values()))
     print(shown)
     if results:
-        write(options.output, {
-            "what": "edits of planted pictures on trainings of captioned shapes: a miniature", "date": now(),
-            "options": options_of(options), "results": results, "environment": describe(),
-        })  # fmt: skip
+        what = "edits of planted pictures on trainings of captioned shapes: a miniature"
+        write(options.output, origin(what, options) | {"results": results})
     if options.page:
         put(options.page, "<!-- edits -->", "<!-- /edits -->", shown)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from netweight import AdapterBank, WeightSpace
-from netweight.core.environment import describe
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import COST_TARGET, EditCurve, corrected_steps
@@ -27,7 +26,7 @@ from netweight.methods.space.settings import CorrectionSettings
 from netweight.metrics.intervals import t_interval
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
 from netweight.toys.faces_pipeline import faces_pipeline, read_faces
-from netweight_experiments.benchmarks.script import now, options_of, script, write
+from netweight_experiments.benchmarks.script import origin, script, write
 from netweight_experiments.benchmarks.space.samples import reader
 
 EDITED, STEPS, EVALUATED, MOST = ("beard", "width"), 15, 96, 20
@@ -134,11 +133,9 @@ def main():
     found = summary(rows)
     for name, each in found.items():
         print(name, json.dumps(each))
-    write(options.output, {
-        "what": "effect of an edit where other attributes changed by .05, by people, noises and a reader set aside",
-        "when": now(), "options": options_of(options), "settings": CorrectionSettings().to_json(),
-        "reader": {"r_squared": explained}, "summary": found, "rows": rows, "environment": describe(),
-    })  # fmt: skip
+    what = "effect of an edit where other attributes changed by .05, by people, noises and a reader set aside"
+    how = {"settings": CorrectionSettings().to_json(), "reader": {"r_squared": explained}}
+    write(options.output, origin(what, options) | how | {"summary": found, "rows": rows})
 
 
 if __name__ == "__main__":
