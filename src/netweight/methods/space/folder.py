@@ -49,7 +49,7 @@ from netweight.nn.lora import Adapter, AdapterStack, LowRank, side_by_side
 from netweight.report.finding import Finding
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.ingest import find_adapters
-from netweight.store.bank.shard import joined, rows_of_adapter
+from netweight.store.bank.shard import stacked
 from netweight.store.checkpoint import read_record, write_record
 from netweight.store.lora_formats.files import (
     Exported,
@@ -197,9 +197,7 @@ def find_duplicates(folder: Path, least: float, progress: Progress) -> tuple[lis
             plans[name] = plan_adapter(path)
         except NetweightError as error:
             bad[name] = str(error)
-    shapes = dict(
-        sorted({_of_shape(key, shape): shape for p in plans.values() for key, shape in p.shapes.items()}.items())
-    )
+    shapes = {_of_shape(key, shape): shape for plan in plans.values() for key, shape in plan.shapes.items()}
     sketch, rows, names = Sketch(shapes, _SIDE, 0), [], []
     for name, plan in progress.track(plans.items(), "Reading adapters", len(plans), unit="adapters"):
         try:
@@ -207,7 +205,7 @@ def find_duplicates(folder: Path, least: float, progress: Progress) -> tuple[lis
         except NetweightError as error:
             bad[name] = str(error)
             continue
-        row = sketch.rows(joined(list(shapes), [rows_of_adapter(Adapter(factors), shapes)]))[0]
+        row = sketch.rows(stacked(Adapter(factors), shapes))[0]
         rows.append(row / row.norm().clamp_min(1e-30))
         names.append(name)
     duplicates: dict[str, Duplicate] = {}

@@ -198,6 +198,12 @@ def joined(modules: Sequence[str], pieces: Sequence[Rows]) -> AdapterStack:
     )
 
 
+def stacked(adapter: Adapter, shapes: Mapping[str, tuple[int, int]]) -> AdapterStack:
+    """One adapter as a stack over these modules; those that it lacks are unchanged."""
+    modules = dict(sorted(shapes.items()))
+    return joined(list(modules), [rows_of_adapter(adapter, modules)])
+
+
 def write_shard(path: Path, pieces: Sequence[Rows], *, compress: bool) -> None:
     """Write a shard, whole or not at all, over one that a killed run may have left."""
     if compress:
