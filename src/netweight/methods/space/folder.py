@@ -30,7 +30,6 @@ from netweight.methods.space.sampling import (
     GaussianSampler,
     KernelSampler,
     PairSampler,
-    Sampler,
 )
 from netweight.methods.space.settings import (
     ConvertSettings,
@@ -321,18 +320,14 @@ def draw(space: WeightSpace, how: SampleSettings) -> NamedPoints:
     """Draw points of a space."""
     names = tuple(f"sample-{how.seed}-{number}" for number in range(how.count))
     origin = {"sampler": how.sampler, "seed": how.seed, "given": dict(how.attributes)}
-    sampler: Sampler
     if how.labels is not None:
         labels = read_labels(how.labels, space.names, key=how.name_column)
         fitted = ConditionalSampler.fit(space.scores, labels, bandwidth=how.bandwidth, emphasis=how.emphasis)
         scores = fitted.draw(how.count, seed=how.seed, given=dict(how.attributes))
     else:
-        if how.sampler == "kernel":
-            sampler = KernelSampler.fit(space.scores, bandwidth=how.bandwidth)
-        else:
-            factor = {} if how.factor is None else {"factor": how.factor}
-            pairs = how.sampler == "pairs"
-            sampler = PairSampler.fit(space.scores, **factor) if pairs else GaussianSampler.fit(space.scores, **factor)
+        kind: Any = {"pairs": PairSampler, "gaussian": GaussianSampler, "kernel": KernelSampler}[how.sampler]
+        given = {"bandwidth": how.bandwidth} if kind is KernelSampler else {"factor": how.factor}
+        sampler = kind.fit(space.scores, **{name: value for name, value in given.items() if value is not None})
         scores = sampler.draw(how.count, seed=how.seed)
     return NamedPoints(names, scores, scores_digest(space.scores), origin)
 

@@ -38,6 +38,11 @@ def find_published(source: Path) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
+def model_names(count: int) -> list[str]:
+    """What published models are called: by their rows."""
+    return [f"model-{row:0{max(6, len(str(count)))}}" for row in range(count)]
+
+
 def published_tensor(path: str | Path) -> Tensor:
     """Open a tensor that torch saved, such as `V.pt` or `mean.pt`; it is mapped, and read where it is looked at."""
     value = _load(Path(path))
@@ -101,8 +106,7 @@ def import_published(
         raise UsageError(f"{path} has shape {tuple(matrix.shape)} and dtype {matrix.dtype}: no matrix of adapters.")
     shapes = read_dimensions(_companion(path, DIMENSIONS)) if dimensions is None else dimensions
     layout = _layout(path, matrix.shape[1], shapes)
-    digits = max(6, len(str(len(matrix))))
-    called = [f"model-{row:0{digits}}" for row in range(len(matrix))] if names is None else list(names)
+    called = model_names(len(matrix)) if names is None else list(names)
     if len(called) != len(matrix):
         raise UsageError(f"{path} has {len(matrix)} rows, and there are {len(called)} names.")
     block = max(1, _BLOCK_BYTES // (matrix.shape[1] * matrix.element_size()))
