@@ -37,9 +37,8 @@ def traced(work: Callable[[], Any]) -> tuple[dict[str, int], int]:
     def see(frame: FrameType, event: str, _: Any) -> None:
         nonlocal moves, last
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(HOME) and code.co_name != "<module>" and code.co_flags & 2:
-            if frame.f_back and "importlib" in frame.f_back.f_code.co_filename:
-                return
+        named = code.co_name not in ("<module>", "find_spec")
+        if event == "call" and code.co_filename.startswith(HOME) and named and code.co_flags & 2:
             file = seen.setdefault(code, code.co_filename.removeprefix(HOME))
             moves, last = moves + (file != last), file
 

@@ -108,11 +108,12 @@ class AdapterBank:
             CorruptBlob: A file is damaged.
             OutputFailed: The disk is full or the place cannot be written.
         """
-        from netweight.store.bank.ingest import ingest
-        from netweight.store.bank.published import find_published, import_published
+        from netweight.store.bank.ingest import find_published, ingest
         from netweight.store.lora_formats.other_kinds import Conversion
 
         if find_published(Path(source)) is not None:
+            from netweight.store.bank.published import import_published
+
             import_published(source, destination, compress=compress, skip_bad=skip_bad, progress=progress)
         else:
             ingest(
