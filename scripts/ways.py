@@ -1,7 +1,8 @@
 """How long the way of a run is: files and functions of netweight that a command, or a call, passes through.
 
 `python scripts/ways.py [WAY …]` runs each on small models (a minute) and prints a table. Counted are functions that are
-called, in all threads of this process; what is imported and not called is no part of the way.
+called, in all threads of this process; what is imported and not called is no part of the way, nor are the finders that
+Python asks while it imports.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def traced(work: Callable[[], Any]) -> tuple[dict[str, int], int]:
     def see(frame: FrameType, event: str, _: Any) -> None:
         nonlocal moves, last
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(HOME) and code.co_name != "<module>" and code.co_flags & 2:
+        named = code.co_name not in ("<module>", "find_spec")
+        if event == "call" and code.co_filename.startswith(HOME) and named and code.co_flags & 2:
             file = seen.setdefault(code, code.co_filename.removeprefix(HOME))
             moves, last = moves + (file != last), file
 

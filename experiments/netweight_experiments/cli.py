@@ -6,7 +6,6 @@ The command `netweight` finds these two here, by name, where this package is ins
 from __future__ import annotations
 
 import datetime
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import click
 
 from netweight.cli import FINDING_FAILED
 from netweight.cli.output import Output, output_option
+from netweight_experiments.benchmarks.script import RESULTS, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from netweight_experiments.tables.compare import Reproduction
 
 F = TypeVar("F", bound="Callable[..., Any]")
-RESULTS = Path("benchmarks") / "results"
 QUICK_WEIGHTS = 1 << 20
 QUICK_REPEATS = 5
 
@@ -262,7 +261,6 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
     from netweight.core.environment import describe, usable_cores
     from netweight.core.progress import Progress
     from netweight.methods.federate import LocalTraining
-    from netweight.report.report import write_text
     from netweight_experiments.benchmarks.federate.rounds import speed_findings, time_rounds
     from netweight_experiments.toys.random_federation import random_federation
 
@@ -289,8 +287,7 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
         "findings": [finding.to_json() for finding in findings],
     }
     file = _dated(out, "federate", quick)
-    if file is not None:
-        write_text(file, json.dumps(result, indent=1) + "\n")
+    write(file, result)
     headers = ["round of", "wall, s", "CPU, s"]
     output.table(headers, [
         (one.label, f"{median(taken.wall):.3g}", f"{median(taken.cpu):.3g}") for one, taken in times.items()
@@ -361,7 +358,6 @@ def gpu(device: str | None, minutes: float, folder: Path, out: Path | None, tria
     ones. Beside netweight stand bf16, offloading, bitsandbytes and nvCOMP where they are installed.
     """
     from netweight.core.progress import Progress
-    from netweight.report.report import write_text
     from netweight.report.text import format_number
     from netweight_experiments.tables.neuzip.paper_scale import measure_at_size
 
@@ -371,8 +367,7 @@ def gpu(device: str | None, minutes: float, folder: Path, out: Path | None, tria
     )
     result = {**done.to_json(), "command": command, "trial": trial}
     file = _dated(out, "gpu", trial)
-    if file is not None:
-        write_text(file, json.dumps(result, indent=1) + "\n")
+    write(file, result)
     for table_id in done.tables:
         output.line(f"\n{table_id}, on {done.device}", bold=True)
         numbers = [one for one in done.comparisons(table_id) if one.measured is not None]

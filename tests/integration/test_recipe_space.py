@@ -91,6 +91,15 @@ def test_without_a_rank_files_hold_the_points_themselves(here):
     assert error["passed"] is True
 
 
+def test_a_share_of_the_square_chooses_the_rank_of_files(here):
+    ranks = []
+    for energy in ("0.2", "0.9"):
+        written = Path(here(change=("rank: 4", f"energy: {energy}"))["steps"][3]["path"])
+        adapters = [read_adapter(path) for path in written.iterdir()]
+        ranks.append(sum(change.rank for one in adapters for change in one.factors.values()))
+    assert ranks[0] < ranks[1]
+
+
 def test_what_cannot_follow_or_is_not_there_is_said_before_work(here):
     assert "treatments.1.space-fit: needs a bank, and the treatment before it makes a space" in here(
         change=("space-sample: {count: 8, seed: 0}", "space-fit"), code=2

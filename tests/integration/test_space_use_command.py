@@ -13,7 +13,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 import small_pipelines
 
 from netweight.cli import netweight
-from netweight.methods.space.points import read_direction, read_points
+from netweight.methods.space.points import NamedPoints, read_direction, read_points, write_points
 from netweight.methods.space.space import WeightSpace
 from netweight.metrics.images import write_png
 from netweight.nn import Adapter, LowRank
@@ -199,6 +199,17 @@ def test_images_become_points_and_a_second_call_repeats_nothing(place, opened, t
     wide = ("invert", place / "space", "--bank", place / "bank", tmp_path / "wide.png", *arguments[6:-1])
     told = error(*wide, tmp_path / "y.json")
     assert "'wide' cannot be inverted: The images are 16 × 20 pixels" in told["message"]
+
+
+def test_points_whose_names_are_no_folders_stay_where_they_are_written(place, opened, tmp_path):
+    points = NamedPoints(("../beside", "a"), opened.scores[:2].clone())
+    write_points(points, tmp_path / "points.json")
+    found = run(*on(place, "export", tmp_path / "points.json", tmp_path / "out", "--rank", 1))
+    assert {name: each["path"] for name, each in found.items()} == {
+        "../beside": str(tmp_path / "out" / "point-0" / "pytorch_lora_weights.safetensors"),
+        "a": str(tmp_path / "out" / "a" / "pytorch_lora_weights.safetensors"),
+    }
+    assert not (tmp_path / "beside").exists()
 
 
 def test_mistakes_are_named_before_any_work(place, beard, tmp_path):

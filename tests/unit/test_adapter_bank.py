@@ -29,6 +29,7 @@ from netweight.nn.lora import Adapter, AdapterStack, LowRank
 from netweight.store.bank import ingest as bank_ingest
 from netweight.store.bank import write as bank_writing
 from netweight.store.bank.write import BankWriter
+from netweight.store.lora_formats import files as formats
 
 KERNELS = {PROJ_IN: (2, 2)}
 LAYOUTS = ("diffusers", "peft", "kohya")
@@ -436,6 +437,39 @@ def test_damage_is_found(folder, tmp_path, compress):
         record.write_text(text)
         with pytest.raises(CorruptBlob, match="no record of version 1 of a bank"):
             AdapterBank.open(tmp_path / "bank")
+
+
+def test_a_shard_that_changes_while_it_is_read_is_named(folder, tmp_path):
+    bank = AdapterBank.ingest(folder, tmp_path / "bank")
+    assert close(mixed(2), bank.adapter("2"))
+    shard = next((tmp_path / "bank").glob("shard-*"))
+    data = bytearray(shard.read_bytes())
+    with open(shard, "r+b") as file:
+        file.seek(len(data) // 3)
+        file.write(bytes(byte ^ 8 for byte in data[len(data) // 3 :]))
+    with pytest.raises(CorruptBlob, match=f"{shard.name} is damaged, or has changed while it was read") as caught:
+        bank.stack(0, len(bank))
+    assert "Copy this file again" in caught.value.cure
+
+
+def test_work_grows_with_the_number_of_files_alone(tmp_path, monkeypatch):
+    """Every file is opened once to be checked and once to be read, and what was written is not written again."""
+    opened, written = [], []
+    whole, shard = formats.open_store, bank_writing.write_shard
+    monkeypatch.setattr(formats, "open_store", lambda path: opened.append(path) or whole(path))
+    monkeypatch.setattr(
+        bank_writing, "write_shard",
+        lambda path, pieces, **how: written.append(sum(map(len, pieces))) or shard(path, pieces, **how),
+    )  # fmt: skip
+    counts = []
+    for count in (12, 48):
+        (tmp_path / str(count)).mkdir()
+        source = folder_of(tmp_path / str(count), {str(number): mixed(number) for number in range(count)})
+        opened.clear()
+        written.clear()
+        assert len(AdapterBank.ingest(source, tmp_path / f"bank-{count}")) == count
+        counts.append((len(opened) / count, sum(written) / count))
+    assert counts == [(2, 1), (2, 1)]
 
 
 def test_what_an_interrupted_call_left_of_another_source_is_not_mixed_in(folder, tmp_path):

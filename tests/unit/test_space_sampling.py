@@ -17,6 +17,7 @@ from netweight.methods.space.sampling import (
     KernelSampler,
     PairSampler,
 )
+from netweight.methods.space.settings import SampleSettings
 
 few = settings(max_examples=20, deadline=None)
 
@@ -64,6 +65,13 @@ def test_gaussian_is_the_papers(factor, seed):
     drawn, plain = (GaussianSampler.fit(scores, factor=f).draw(4, seed=seed).double() for f in (factor, 1.0))
     mean = scores.double().mean(0)
     assert torch.allclose(drawn - mean, factor * (plain - mean), atol=1e-5)
+
+
+def test_what_is_drawn_by_default_spreads_in_every_component_as_models_do():
+    scores = torch.randn(200, 12, generator=torch.Generator().manual_seed(3)).abs() ** 1.5
+    assert SampleSettings().sampler == "pairs"
+    spread = PairSampler.fit(scores).draw(400, seed=0).std(0) / scores.std(0)
+    assert float(spread.min()) > 0.9
 
 
 def test_pairs_are_sums_of_two_different_models_about_the_mean():

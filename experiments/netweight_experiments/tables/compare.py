@@ -11,19 +11,22 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
-from netweight.report.finding import Figure, Finding, Number, Table, decode_json, encode_json
+from netweight.report.finding import Finding, Number, Table, decode_json, encode_json
 from netweight.report.report import Report, make_folder, write_text
 from netweight_experiments.tables.catalog import title_of
 from netweight_experiments.tables.published import Published, published
-from netweight_experiments.tables.registry import Column, Measured, Row, Scale, TableEntry, find, unmet
+from netweight_experiments.tables.registry import Column, Measured, Scale, TableEntry, find, unmet
 
 # Version of result.json.
 FORMAT = 1
+_MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)
 _THIRD_PARTY = "third-party re-run"
 
 
@@ -198,11 +201,7 @@ def _measure(entry: TableEntry, scale: Scale, folder: Path, options: Mapping[str
     measured = entry.run(scale, folder, **options)
     seconds = time.monotonic() - started
     took = f"Measured in {seconds:.0f} s." if seconds >= 1 else "Measured in less than a second."
-    return Measured(**{**_shallow(measured), "notes": (*measured.notes, took)})
-
-
-def _shallow(measured: Measured) -> dict[str, Any]:
-    return {name: getattr(measured, name) for name in Measured.__dataclass_fields__}
+    return replace(measured, notes=(*measured.notes, took))
 
 
 def _dump(measured: Measured, entry: TableEntry, scale: Scale, options: Mapping[str, Any]) -> str:
@@ -211,15 +210,8 @@ def _dump(measured: Measured, entry: TableEntry, scale: Scale, options: Mapping[
         "id": entry.id,
         "scale": scale,
         "options": {name: str(value) for name, value in sorted(options.items())},
-        "columns": [asdict(column) for column in measured.columns],
-        "rows": [asdict(row) for row in measured.rows],
-        "differs": measured.differs,
-        "labels": dict(measured.labels),
+        **asdict(measured),
         "findings": [finding.to_json() for finding in measured.findings],
-        "figures": [asdict(figure) for figure in measured.figures],
-        "tables": [asdict(own) for own in measured.tables],
-        "notes": measured.notes,
-        "inputs": dict(measured.inputs),
     }
     return json.dumps(encode_json(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -233,27 +225,7 @@ def _load(file: Path, options: Mapping[str, Any]) -> Measured:
         if data["options"] != {name: str(value) for name, value in options.items()}:
             had = ", ".join(f"{name}={value}" for name, value in data["options"].items()) or "no options"
             raise OutputExists(f"{file} holds a run with {had}.", cure=cure)
-        findings = tuple(Finding.from_json(finding) for finding in data["findings"])
-        return Measured(
-            columns=tuple(Column(**column) for column in data["columns"]),
-            rows=tuple(Row(row["name"], _numbers(row["values"])) for row in data["rows"]),
-            differs=tuple(data["differs"]),
-            labels=data["labels"],
-            findings=findings,
-            figures=tuple(Figure(**figure) for figure in data["figures"]),
-            tables=tuple(_table(own) for own in data.get("tables", ())),
-            notes=tuple(data["notes"]),
-            inputs=data["inputs"],
-        )
+        fields: Any = decode_json({name: data[name] for name in Measured.__dataclass_fields__ if name in data})
+        return _MEASURED.validate_python({**fields, "findings": [Finding.from_json(one) for one in data["findings"]]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unsupported(f"{file} is not the result of a run of this version: {error!r}.", cure=cure) from error
-
-
-def _table(data: dict[str, Any]) -> Table:
-    columns = [Column(**column) if isinstance(column, dict) else column for column in data["columns"]]
-    rows = cast("list[list[Any]]", decode_json(data["rows"]))
-    return Table(data["title"], tuple(columns), tuple(tuple(row) for row in rows), tuple(data["notes"]))
-
-
-def _numbers(values: list[Any]) -> tuple[Number | None, ...]:
-    return tuple(cast("list[Number | None]", decode_json(values)))

@@ -5,6 +5,9 @@ Of a recipe everything that can be known is checked before a model is opened, an
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -12,7 +15,7 @@ from typing import Any, ClassVar, Self
 from netweight.errors import UsageError
 from netweight.recipes.recipe import read_mapping, refusal
 from netweight.settings import Settings
-from netweight_experiments.tables.registry import Scale
+from netweight_experiments.tables.registry import Measured, Scale, table
 
 
 def shared_setup(paper: str, scale: Scale, recipe: Path | str | None) -> Any:
@@ -30,6 +33,36 @@ def shared_setup(paper: str, scale: Scale, recipe: Path | str | None) -> Any:
             cure=f"Copy {openers.RECIPE.example}, fill it in, and give it with --recipe FILE.",
         )
     return openers.setup_of_recipe(Path(recipe))
+
+
+# What tables of a setup need besides at the paper's size.
+_PAPER_NEEDS = {
+    "nemo": "a recipe that names Stable Diffusion, its prompts and SSCD (tables/nemo/nemo-tables.yaml), a GPU",
+    "w2w": "a recipe that names Stable Diffusion, a bank of the published adapters, labels, photographs and a face "
+    "recognition network (tables/w2w/space-tables.yaml), a GPU",
+}
+
+
+def setup_table(table_id: str) -> Callable[[Callable[[Any, Path], Measured]], Callable[..., Measured]]:
+    """Register a function of the paper's setup and of the folder that its tables share; options are a recipe and a try.
+
+    What can be tried on less is told by the arguments of the setup's `tried`.
+    """
+    paper = table_id.partition("-")[0]
+
+    def register(measure: Callable[[Any, Path], Measured]) -> Callable[..., Measured]:
+        def run(scale: Scale, out: Path, *, recipe: Path | None = None, **less: int) -> Measured:
+            setup = shared_setup(paper, scale, recipe).tried(**less)
+            return replace(measure(setup, shared_folder(paper, out, scale)), inputs=setup.inputs)
+
+        tried = import_module(f"netweight_experiments.tables.{paper}.setup").Setup.tried
+        names = ["recipe", *list(inspect.signature(tried).parameters)[1:]]
+        taken = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+        run.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+        run.__doc__ = measure.__doc__
+        return table(table_id, needs=("diffusion", "evidence"), paper_needs=(_PAPER_NEEDS[paper],), stand_in=True)(run)
+
+    return register
 
 
 def shared_folder(paper: str, out: Path, scale: Scale) -> Path:

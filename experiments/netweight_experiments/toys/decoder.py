@@ -17,7 +17,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.corpora import count_words
 from netweight.data.tokenizer import train_bpe
-from netweight_experiments.toys.fitting import Schedule, finished, fit, keep
+from netweight_experiments.toys.fitting import Schedule, finished, fitted
 
 if TYPE_CHECKING:
     import torch
@@ -58,26 +58,22 @@ def trained(text: str, folder: Path, recipe: DecoderRecipe = SMALL, *, progress:
     tokenizer = train_bpe([text[:cut]], recipe.vocabulary)
     ids, held = (torch.tensor(tokenizer(part, verbose=False)["input_ids"]) for part in (text[:cut], text[cut:]))
     windows = held[: len(held) // recipe.window * recipe.window].view(-1, recipe.window)
-    model = _initialized(recipe, len(tokenizer))
-    folder.mkdir(parents=True, exist_ok=True)
-    outcome = fit(
-        model,
+    per_word = len(held) / count_words(text[cut:])
+    return fitted(
+        _initialized(recipe, len(tokenizer)),
+        tokenizer,
         lambda step: _batch(ids, recipe, step),
         lambda current: _loss(current, windows, recipe.batch),
         recipe.schedule,
         folder,
+        about,
+        lambda loss: {
+            "training tokens": len(ids),
+            "held-out perplexity per word": math.exp(loss * per_word),
+            "held-out perplexity per word of token frequencies": math.exp(_frequencies(ids, held) * per_word),
+        },
         progress=progress,
-        description=f"train the stand-in ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights)",
     )
-    per_word = len(held) / count_words(text[cut:])
-    measured = {
-        "fit": outcome.to_json(),
-        "weights": sum(parameter.numel() for parameter in model.parameters()),
-        "training tokens": len(ids),
-        "held-out perplexity per word": math.exp(outcome.held_out * per_word),
-        "held-out perplexity per word of token frequencies": math.exp(_frequencies(ids, held) * per_word),
-    }
-    return keep(folder, model.bfloat16(), tokenizer, about, measured)
 
 
 def _initialized(recipe: DecoderRecipe, vocabulary: int) -> PreTrainedModel:
@@ -129,48 +125,23 @@ def _frequencies(ids: torch.Tensor, held: torch.Tensor) -> float:
 MINIATURE = "miniature"
 # Models by the names of the paper's columns: transformers' type, and what its configuration is told.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    MINIATURE: (
-        "llama",
-        {
-            "hidden_size": 768,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 12,
-            "vocab_size": 2048,
-        },
-    ),
-    "GPT-Neo-XL 2.7B": (
-        "gpt_neo",
-        {
-            "hidden_size": 2560,
-            "num_layers": 32,
-            "num_heads": 20,
-            "vocab_size": 50257,
-            "attention_types": [[["global", "local"], 16]],
-        },
-    ),
-    "Llama-3 8B": (
-        "llama",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        },
-    ),
-    "Llama-2 13B": (
-        "llama",
-        {
-            "hidden_size": 5120,
-            "intermediate_size": 13824,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "vocab_size": 32000,
-        },
-    ),
-}
+    MINIATURE: ("llama", {
+        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12,
+        "vocab_size": 2048,
+    }),
+    "GPT-Neo-XL 2.7B": ("gpt_neo", {
+        "hidden_size": 2560, "num_layers": 32, "num_heads": 20, "vocab_size": 50257,
+        "attention_types": [[["global", "local"], 16]],
+    }),
+    "Llama-3 8B": ("llama", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256,
+    }),
+    "Llama-2 13B": ("llama", {
+        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "vocab_size": 32000,
+    }),
+}  # fmt: skip
 
 
 def made(shape: str, **changes: Any) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.corpora import Pair
 from netweight.data.tokenizer import train_bpe
 from netweight.metrics.perplexity import IGNORED, encoder_decoder_losses
-from netweight_experiments.toys.fitting import Schedule, finished, fit, keep
+from netweight_experiments.toys.fitting import Schedule, finished, fitted
 
 if TYPE_CHECKING:
     import torch
@@ -65,25 +65,21 @@ def trained(
         return known
     tokenizer = train_bpe([f"{pair.source}\n{pair.target}" for pair in pairs], recipe.vocabulary)
     checked = list(batches(held_out, tokenizer, 2 * recipe.batch))
-    model = _initialized(recipe, len(tokenizer))
-    folder.mkdir(parents=True, exist_ok=True)
-    outcome = fit(
-        model,
+    return fitted(
+        _initialized(recipe, len(tokenizer)),
+        tokenizer,
         lambda step: _drawn(pairs, tokenizer, recipe, step),
         lambda current: encoder_decoder_losses(current, checked).mean,
         recipe.schedule,
         folder,
+        about,
+        lambda loss: {
+            "training pairs": len(pairs),
+            "held-out perplexity per token": math.exp(loss),
+            "held-out perplexity per token of token frequencies": math.exp(_frequencies(pairs, tokenizer, checked)),
+        },
         progress=progress,
-        description=f"train the stand-in ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights)",
     )
-    measured = {
-        "fit": outcome.to_json(),
-        "weights": sum(parameter.numel() for parameter in model.parameters()),
-        "training pairs": len(pairs),
-        "held-out perplexity per token": math.exp(outcome.held_out),
-        "held-out perplexity per token of token frequencies": math.exp(_frequencies(pairs, tokenizer, checked)),
-    }
-    return keep(folder, model.bfloat16(), tokenizer, about, measured)
 
 
 def batches(

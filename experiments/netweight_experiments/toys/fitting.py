@@ -140,6 +140,27 @@ def fit(
     return Fit(state["step"], best_step, least, curve)
 
 
+def fitted(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_of: Callable[[int], Mapping[str, Tensor]],
+    held_out: Callable[[nn.Module], float],
+    schedule: Schedule,
+    folder: Path,
+    about: Any,
+    measured: Callable[[float], dict[str, Any]],
+    *,
+    progress: Progress = QUIET,
+) -> dict[str, Any]:
+    """Train a stand-in with `fit` and keep it; `measured` says more of it, given its held-out loss."""
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    folder.mkdir(parents=True, exist_ok=True)
+    what = f"train the stand-in ({weights / 1e6:.1f} M weights)"
+    found = fit(model, batch_of, held_out, schedule, folder, progress=progress, description=what)
+    outcome = {"fit": found.to_json(), "weights": weights, **measured(found.held_out)}
+    return keep(folder, model.bfloat16(), tokenizer, about, outcome)
+
+
 def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]

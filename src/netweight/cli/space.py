@@ -261,15 +261,15 @@ def export(
     POINT is what `netweight space edit` takes. DST is a folder, or a .safetensors file; of several points each goes
     into a folder of its name under DST.
     """
-    from netweight.methods.space.folder import export_record, points_of
+    from netweight.methods.space.folder import export_record, places_of, points_of
 
     if card and destination.suffix == ".safetensors":
         raise UsageError("A single file has no card.", cure="Name a folder, or leave --card out.")
     space = _opened(folder, bank)
     points = points_of(space, point)
     found: dict[str, Exported] = {}
-    for name, scores in zip(points.names, points.scores, strict=True):
-        path = destination if len(points.names) == 1 else destination / name
+    for name, place, scores in zip(points.names, places_of(points), points.scores, strict=True):
+        path = destination if len(points.names) == 1 else destination / place
         found[name] = space.point(scores).export(path, overwrite=overwrite, **dict(settings))
         if card:
             export_record(space, name, found[name]).write(path)

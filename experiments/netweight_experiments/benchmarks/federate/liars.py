@@ -12,7 +12,8 @@ send what each of them makes, not the same. The file is written after every cell
 import json
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -24,7 +25,7 @@ from netweight.methods.federate.folder import FederationPlan, named_method
 from netweight.methods.federate.settings import Aggregator, Federation, Lie, LocalTraining
 from netweight.methods.federate.task import LocalModel
 from netweight.store import open_store
-from netweight_experiments.benchmarks.script import script, today, write
+from netweight_experiments.benchmarks.script import fill, script, today
 
 EXAMPLE, SUPPORT = Path("examples/federate"), Path("tests/support")
 
@@ -141,24 +142,19 @@ def main():
     given = parser.parse_args()
     about = {"rounds": given.rounds, "epochs": given.epochs, "deployed": given.deployed}
     found = {"what": __doc__.splitlines()[0], "date": today(), **about, "environment": describe()}
-    found["cells"] = json.loads(given.output.read_text())["cells"] if given.output.exists() else {}
+    with deployed(given) if given.deployed else nullcontext(here) as trained:
 
-    def fill(trained):
-        for seed, lie, clients, liars, aggregator in cells(given):
-            name = f"{lie or 'honest'}, {liars} of {clients}, {aggregator}, seed {seed}"
-            if name not in found["cells"]:
-                got = measured(lie, liars, *trained(lie, aggregator, given, clients, liars, seed))
-                if given.deployed:
-                    got["after, honest ones alone"] = alone(given, clients, liars, seed)
-                found["cells"][name] = got
-                write(given.output, found)
-                print(name, got, flush=True)
+        def measure(seed, lie, clients, liars, aggregator):
+            got = measured(lie, liars, *trained(lie, aggregator, given, clients, liars, seed))
+            return got | ({"after, honest ones alone": alone(given, clients, liars, seed)} if given.deployed else {})
 
-    if given.deployed:
-        with deployed(given) as trained:
-            fill(trained)
-    else:
-        fill(here)
+        named = {
+            f"{lie or 'honest'}, {liars} of {clients}, {aggregator}, seed {seed}": partial(
+                measure, seed, lie, clients, liars, aggregator
+            )
+            for seed, lie, clients, liars, aggregator in cells(given)
+        }
+        fill(given.output, found, "cells", named.items())
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ Beside it training at home alone, for as many epochs, and FedAvg without noise. 
 seed than the report. The file is written after every arm and keeps the arms that it has.
 """
 
-import json
-
 from netweight.core.environment import describe
 from netweight.data.images import load
 from netweight.methods.federate import Federation, Task, train
@@ -21,7 +19,7 @@ from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import small_cnn
-from netweight_experiments.benchmarks.script import script, today, write
+from netweight_experiments.benchmarks.script import fill, script, today
 
 CLIENTS, DELTA, HOME = 20, 1e-5, 10  # epochs at home after the federation
 SEARCH = {"seed": 1, "split": REFERENCE_SPLIT + 1}
@@ -83,7 +81,6 @@ def main():
                         metavar=("ROUNDS", "EPOCHS", "BATCH", "LR", "CLIP"))  # fmt: skip
     given = parser.parse_args()
     found = {"what": __doc__.splitlines()[0], "date": today(), "environment": describe()}
-    found["arms"] = json.loads(given.output.read_text())["arms"] if given.output.exists() else {}
     arms = []
     for about in [SEARCH] if given.search else [{"seed": seed, "split": REFERENCE_SPLIT} for seed in given.seeds]:
         where = f"seed {about['seed']}, split {about['split']}"
@@ -96,11 +93,7 @@ def main():
         if not given.search:
             rounds = int(given.setting[0][0])
             arms.append((f"fedavg, {where}", lambda about=about, rounds=rounds: plain(rounds, **about)))
-    for name, arm in arms:
-        if name not in found["arms"]:
-            found["arms"][name] = arm()
-            write(given.output, found)
-            print(name, found["arms"][name], flush=True)
+    fill(given.output, found, "arms", arms)
 
 
 if __name__ == "__main__":

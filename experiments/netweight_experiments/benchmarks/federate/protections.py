@@ -10,8 +10,8 @@ the file is written after every arm and keeps the arms that it has.
 """
 
 import json
-import re
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -26,7 +26,7 @@ from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.report import ThreatModel, exposure, exposure_findings
-from netweight_experiments.benchmarks.script import RESULTS, script, today, write
+from netweight_experiments.benchmarks.script import RESULTS, fill, put, script, today
 
 CLIP, TARGET_RANGE = 2.0, 2**22  # of integrations/flower/secure_sum.py and of Flower's SecAgg+
 SUMS = "secure sums, refusal, at least 60 steps"
@@ -145,13 +145,8 @@ def audits(output, data, images, seed, only):
     """Attack row by row, then write the table into the page, if no row is left out."""
     found = {"what": __doc__.splitlines()[0], "date": today(), "data": data, "images": images, "seed": seed,
              "environment": describe()}  # fmt: skip
-    found["rows"] = json.loads(output.read_text())["rows"] if output.exists() else {}
-    for protection, changes, threat, _ in ROWS:
-        name = f"{protection}: {json.dumps(threat)}"
-        if only in name and name not in found["rows"]:
-            found["rows"][name] = attacked(data, changes, threat, images, seed)
-            write(output, found)
-            print(name, found["rows"][name]["verdict"], flush=True)
+    named = {f"{row[0]}: {json.dumps(row[2])}": partial(attacked, data, *row[1:3], images, seed) for row in ROWS}
+    fill(output, found, "rows", ((name, attack) for name, attack in named.items() if only in name))
     if only:
         return
     accuracy = json.loads(sorted(RESULTS.glob("federated/protections-accuracy-*.json"))[-1].read_text())["arms"]
@@ -159,9 +154,7 @@ def audits(output, data, images, seed, only):
     plain = {round: values for round, *values in curves["fashion-mnist-20-hyperfl-520"]["curve"] if round <= ROUNDS}
     accuracy = {"plain": {"before and after": plain}} | accuracy
     rows = [(p, arm, found["rows"][f"{p}: {json.dumps(threat)}"]) for p, _, threat, arm in ROWS]
-    made = table(rows, accuracy)
-    text = re.sub(f"(?s){MARKS[0]}.*{MARKS[1]}", lambda _: f"{MARKS[0]}\n{made}\n{MARKS[1]}", PAGE.read_text())
-    PAGE.write_text(text)
+    put(PAGE, *MARKS, table(rows, accuracy))
 
 
 def main():
@@ -182,11 +175,7 @@ def main():
         return
     about = {"date": today(), "seed": FederationPlan().seed, "environment": describe()}
     found = {"what": "What clients' protections cost in accuracy."} | about
-    found["arms"] = json.loads(output.read_text())["arms"] if output.exists() else {}
-    for arm in given.arms:
-        found["arms"][arm] = run(arm, given.rounds, given.work)
-        write(output, found)
-        print(arm, found["arms"][arm], flush=True)
+    fill(output, found, "arms", ((arm, partial(run, arm, given.rounds, given.work)) for arm in given.arms))
 
 
 if __name__ == "__main__":

@@ -11,18 +11,12 @@ import logging
 import subprocess
 import sys
 import tempfile
-import threading
-import time
+from functools import partial
 from pathlib import Path
 
 from netweight.core.environment import describe
-from netweight_experiments.benchmarks.script import script, today, write
-
-
-def private_bytes():
-    """Bytes of this process that are no file's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+from netweight.metrics.memory import PrivateMemory, private_bytes
+from netweight_experiments.benchmarks.script import fill, script, today
 
 
 def measure(clients, aggregator):
@@ -44,25 +38,15 @@ def measure(clients, aggregator):
     grid = GridHere({100 + n: app for n in range(clients)}, {100 + n: n for n in range(clients)})
     grid._note = lambda node, reply: None
     grid.traffic = type("Nothing", (), {"append": lambda self, item: None})()
-    highest, done = [0], threading.Event()
     before = private_bytes()
-
-    def watch():
-        while not done.is_set():
-            highest[0] = max(highest[0], private_bytes())
-            time.sleep(0.01)
-
     with tempfile.TemporaryDirectory() as folder:
         server = server_app(
             lambda context: Task(*halves, Elsewhere(clients)), method, Federation(rounds=1, aggregator=aggregator),
             folder=folder, timeout=0.0, patience=0.0,
         )  # fmt: skip
-        thread = threading.Thread(target=watch)
-        thread.start()
-        server(grid, Context(1, 1, {}, RecordDict(), {}, 0))
-        done.set()
-        thread.join()
-    return highest[0] - before
+        with PrivateMemory() as memory:
+            server(grid, Context(1, 1, {}, RecordDict(), {}, 0))
+    return memory.highest - before
 
 
 def main():
@@ -74,14 +58,16 @@ def main():
     if given.one:
         print(measure(int(given.one[0]), given.one[1]))
         return
-    found = {"what": __doc__.splitlines()[0], "date": today(), "environment": describe(), "bytes": {}}
-    for aggregator in given.aggregators:
-        for clients in given.clients:  # a fresh process each: memory that is freed is not always given back
-            command = [sys.executable, "-m", __spec__.name, "--one", str(clients), aggregator]
-            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found["bytes"][f"{aggregator}, {clients} clients"] = int(said.split()[-1])
-            write(given.output, found)
-            print(aggregator, clients, said.split()[-1], flush=True)
+
+    def afresh(clients, aggregator):  # in a process of its own: memory that is freed is not always given back
+        command = [sys.executable, "-m", __spec__.name, "--one", str(clients), aggregator]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+    found = {"what": __doc__.splitlines()[0], "date": today(), "environment": describe()}
+    fill(given.output, found, "bytes", (
+        (f"{aggregator}, {clients} clients", partial(afresh, clients, aggregator))
+        for aggregator in given.aggregators for clients in given.clients
+    ))  # fmt: skip
 
 
 if __name__ == "__main__":

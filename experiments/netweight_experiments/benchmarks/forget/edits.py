@@ -38,7 +38,6 @@ from safetensors.torch import load_file, save_file
 from netweight.attacks.embedding_search.compare import Run, Subject, Target, compare, images_of
 from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image
@@ -52,7 +51,7 @@ from netweight.metrics.copies import copies_of_prompt
 from netweight.metrics.intervals import t_interval
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
-from netweight_experiments.benchmarks.script import now, options_of, script, write
+from netweight_experiments.benchmarks.script import origin, script, write
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 METHODS = ("none", "neurons", "closed-form", "esd", "siss", "distil")
@@ -350,10 +349,8 @@ def main():
     shown = table(list({(each["training"], each["method"]): each for each in [*earlier, *results]}.values()))
     print(shown)
     if results:
-        write(options.output, {
-            "what": "edits of planted pictures on trainings of captioned shapes: a miniature", "date": now(),
-            "options": options_of(options), "results": results, "environment": describe(),
-        })  # fmt: skip
+        what = "edits of planted pictures on trainings of captioned shapes: a miniature"
+        write(options.output, origin(what, options) | {"results": results})
     if options.page:
         files = [*options.results, *([options.output] if results else [])]
         text = in_page(options.page.read_text(encoding="utf-8"), shown, [f"forget/{file.name}" for file in files])

@@ -30,7 +30,6 @@ from pathlib import Path
 
 import torch
 
-from netweight.core.environment import describe
 from netweight.core.units import Units
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.forget.detect import (
@@ -50,7 +49,7 @@ from netweight.methods.forget.settings import DetectionConfig, LocalizationConfi
 from netweight.nn.hooks import capture
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld
-from netweight_experiments.benchmarks.script import now, options_of, script, write
+from netweight_experiments.benchmarks.script import origin, script, write
 
 TOLERANCE = 1e-5  # of similarities, as in netweight: nearer ones are rounding
 SIDES = ("loop", "netweight", "one prompt at a time")
@@ -240,15 +239,8 @@ def main():
         ordinary = world.ordinary_captions[:48]
         results[name] = compared(model, prompts, ordinary, how, options, released=name == "released")
         print(name, json.dumps(results[name]["ratios"], indent=1), flush=True)
-    values = {
-        "what": "localization beside the one-by-one loop, on captioned shapes: a miniature",
-        "date": now(),
-        "options": options_of(options),
-        "model": load_text_to_image(options.model).digest(),
-        **results,
-        "environment": describe(),
-    }
-    write(options.output, values)
+    what = "localization beside the one-by-one loop, on captioned shapes: a miniature"
+    write(options.output, origin(what, options) | {"model": load_text_to_image(options.model).digest(), **results})
 
 
 if __name__ == "__main__":

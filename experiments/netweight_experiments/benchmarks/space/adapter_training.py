@@ -14,14 +14,13 @@ import time
 
 import torch
 
-from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.hf.load_pipeline import text_to_image
 from netweight.hf.train_adapters import ATTENTION, Subject, train_pictures
 from netweight.nn import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.toys.faces_pipeline import FaceBank, faces_pipeline
-from netweight_experiments.benchmarks.script import now, script, write
+from netweight_experiments.benchmarks.script import origin, script, write
 from netweight_experiments.toys.drawn_worlds import person_name
 
 
@@ -114,16 +113,8 @@ def main():
             print(f"{rows[-1]['times as fast']:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
     apart = same_adapters()
     print(f"adapters trained together and alone differ by {apart:.1e} of their size")
-    values = {
-        "what": "training of adapters of the small faces pipeline: a miniature, processor seconds on one thread",
-        "date": now(),
-        "steps": options.steps,
-        "rounds": options.rounds,
-        "rows": rows,
-        "together against alone": apart,
-        "environment": describe(),
-    }
-    write(options.output, values)
+    what = "training of adapters of the small faces pipeline: a miniature, processor seconds on one thread"
+    write(options.output, origin(what, options) | {"rows": rows, "together against alone": apart})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import json
 import logging
 import shutil
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -22,11 +21,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from netweight.core.environment import describe
 from netweight.methods.space.folder import convert_file, merge_files
 from netweight.methods.space.settings import ConvertSettings, MergeSettings
 from netweight.store.lora_formats.files import differences, export_adapter
-from netweight_experiments.benchmarks.script import load, now, options_of, script, write
+from netweight_experiments.benchmarks.script import load, origin, script, write
 
 WIDTH, LAYERS, RANK, SMALL = 512, 8, 16, 4
 
@@ -190,9 +188,7 @@ def main():
             rows.append({"job": job, "tool": tool, "error": errors[tool], "seconds": statistics.median(times[tool]),
                          "rounds": len(times[tool])})  # fmt: skip
             print(rows[-1], flush=True)
-    write(options.output, {"what": __doc__, "when": now(), "options": options_of(options), "rows": rows,
-                           "missing": missing, "load": load(), "python": sys.version,
-                           "environment": describe()})  # fmt: skip
+    write(options.output, origin(__doc__, options) | {"rows": rows, "missing": missing, "load": load()})
 
 
 if __name__ == "__main__":

@@ -15,19 +15,18 @@ import statistics
 from pathlib import Path
 
 import torch
-from scipy import stats  # type: ignore[import-untyped]
 
 from netweight import AdapterBank, WeightSpace
-from netweight.core.environment import describe
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import COST_TARGET, EditCurve, corrected_steps
 from netweight.methods.space.inversion import generate_differentiably, generate_images
 from netweight.methods.space.labels import LabelColumn, Labels, read_labels
 from netweight.methods.space.settings import CorrectionSettings
+from netweight.metrics.intervals import t_interval
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
 from netweight.toys.faces_pipeline import faces_pipeline, read_faces
-from netweight_experiments.benchmarks.script import now, options_of, script, write
+from netweight_experiments.benchmarks.script import origin, script, write
 from netweight_experiments.benchmarks.space.samples import reader
 
 EDITED, STEPS, EVALUATED, MOST = ("beard", "width"), 15, 96, 20
@@ -89,12 +88,6 @@ def measured(model, space, labels, aside, others, name, network, seed):
                "effects": curve.effects.mean(1).tolist(), "costs": curve.costs.mean(1).tolist()}  # fmt: skip
 
 
-def interval(values):
-    """Mean with its t-interval."""
-    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
-    return {"mean": statistics.mean(values), "ci95": [statistics.mean(values) - half, statistics.mean(values) + half]}
-
-
 def summary(rows):
     """By attribute and kind, over runs and over banks' means."""
     found = {}
@@ -106,9 +99,9 @@ def summary(rows):
                 for bank in dict.fromkeys(row["bank"] for row in chosen)
             ]
             if len(chosen) > 1 and len(banks) > 1:
+                means = {"runs": t_interval([row["effect"] for row in chosen]), "banks": t_interval(banks)}
                 found[f"{name}, {kind}"] = {
-                    "runs": interval([row["effect"] for row in chosen]) | {"n": len(chosen)},
-                    "banks": interval(banks) | {"n": len(banks)},
+                    of: {"mean": one.estimate, "ci95": list(one.ci95), "n": one.n} for of, one in means.items()
                 }
     return found
 
@@ -140,11 +133,9 @@ def main():
     found = summary(rows)
     for name, each in found.items():
         print(name, json.dumps(each))
-    write(options.output, {
-        "what": "effect of an edit where other attributes changed by .05, by people, noises and a reader set aside",
-        "when": now(), "options": options_of(options), "settings": CorrectionSettings().to_json(),
-        "reader": {"r_squared": explained}, "summary": found, "rows": rows, "environment": describe(),
-    })  # fmt: skip
+    what = "effect of an edit where other attributes changed by .05, by people, noises and a reader set aside"
+    how = {"settings": CorrectionSettings().to_json(), "reader": {"r_squared": explained}}
+    write(options.output, origin(what, options) | how | {"summary": found, "rows": rows})
 
 
 if __name__ == "__main__":

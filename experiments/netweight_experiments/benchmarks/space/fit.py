@@ -22,7 +22,6 @@ import argparse
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -39,7 +38,7 @@ from netweight.core.seeds import numpy_generator
 from netweight.methods.space.fitting.streaming import fit_matrix, fit_streaming
 from netweight.nn.matrix import MatrixFile
 from netweight.nn.pca import orthonormality
-from netweight_experiments.benchmarks.script import now, options_of, script, write
+from netweight_experiments.benchmarks.script import origin, peak_bytes, script, write
 
 POWER, SIGNAL = 0.55, 1500
 CHUNK = 512
@@ -154,10 +153,6 @@ def torch_lowrank(file, components):
 WAYS = dict(zip(PEERS, (ours, scikit_learn, torch_lowrank), strict=True))
 
 
-def peak_bytes():
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-
 def fit_alone(options):
     """In a process of its own: one peer's fit, measured, and its components written."""
     began = peak_bytes()
@@ -267,15 +262,9 @@ def main():
     options.rows, options.columns = options.rows or full[0], options.columns or full[1]
     options.work.mkdir(parents=True, exist_ok=True)
     results = (peers if options.which == "peers" else large)(options, Progress())
-    values = {
-        "what": f"principal components of {options.rows} × {options.columns}, fp32 on disk, known spectrum",
-        "date": now(),
-        "options": options_of(options),
-        **results,
-        "environment": describe({"scikit-learn": importlib.metadata.version("scikit-learn")}),
-    }
-    print(json.dumps(values, indent=1))
-    write(options.output, values)
+    what = f"principal components of {options.rows} × {options.columns}, fp32 on disk, known spectrum"
+    peer = {"scikit-learn": importlib.metadata.version("scikit-learn")}
+    write(options.output, origin(what, options) | results | {"environment": describe(peer)}, show=True)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ from pathlib import Path
 
 import torch
 
-from netweight.core.environment import describe
 from netweight.methods.space.fitting.gram import inner_products
 from netweight.methods.space.labels import read_labels
 from netweight.nn import Adapter, AdapterStack, LowRank
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import WORLDS
-from netweight_experiments.benchmarks.script import now, script, write
+from netweight_experiments.benchmarks.script import origin, script, write
 from netweight_experiments.toys.drawn_worlds import r_squared
 
 FOLDS, PENALTIES = 5, [10.0**power for power in range(-6, 2)]
@@ -127,14 +126,8 @@ def main():
                 each = " ".join(f"{one} {value:.2f}" for one, value in found.items())
                 print(f"{folder.name} {count:5} {name:9} strong {rows[-1]['strong']:.3f}", end=" ")
                 print(f"mean {rows[-1]['mean']:.3f}  {each}", flush=True)
-    values = {
-        "what": f"probes of attributes of drawn {world.name}s from their adapters: a miniature",
-        "date": now(),
-        "folds": FOLDS,
-        "rows": rows,
-        "environment": describe(),
-    }
-    write(options.output, values)
+    what = f"probes of attributes of drawn {world.name}s from their adapters: a miniature"
+    write(options.output, origin(what, options) | {"folds": FOLDS, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -28,17 +28,15 @@ import torch
 from safetensors.torch import save_file
 
 from netweight import AdapterBank, write_adapter
-from netweight.core.environment import describe
 from netweight.core.progress import QUIET
 from netweight.methods.space.fitting.basis import CombinationBasis
 from netweight.methods.space.folder import find_duplicates
 from netweight.nn.lora import Adapter, LowRank, combined
 from netweight.store.bank.published import stable_diffusion_dimensions
-from netweight.store.bank.record import read_bank_record
-from netweight.store.bank.shard import Rows
+from netweight.store.bank.shard import Rows, read_bank_record
 from netweight.store.bank.write import BankWriter
 from netweight.store.lora_formats.files import export_adapter, read_adapter
-from netweight_experiments.benchmarks.script import load, now, options_of, script, write
+from netweight_experiments.benchmarks.script import load, origin, peak_bytes, script, write
 
 BLOCKS = [
     f"{side}_blocks.{level}.attentions.{number}" for side in ("down", "up") for level in (0, 1) for number in (0, 1)
@@ -118,7 +116,7 @@ def measured(work, count):
     work()
     spent, wall = time.process_time() - started, time.perf_counter() - wall
     each = 1e3 * spent / count
-    return {"count": count, "processor_s": spent, "wall_s": wall, "ms_each": each, "peak_gb": peak_gb()}
+    return {"count": count, "processor_s": spent, "wall_s": wall, "ms_each": each, "peak_gb": peak_bytes() / 1e9}
 
 
 def dedupe(folder, count):
@@ -178,19 +176,13 @@ def _linked(bank, count):
     replace(record, shards=tuple(shards)).write(bank)
 
 
-def peak_gb():
-    """Most memory of this process alone: what `getrusage` says begins with that of the process that started it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e9
-
-
 def exported(folder, count):
     """Export a point, alone in its process; returns JSON."""
     torch.set_num_threads(1)
     bank = AdapterBank.open(Path(folder) / "large")
     weights = torch.randn(count, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) / count**0.5
     basis = CombinationBasis(bank, weights, torch.zeros(8), 1.0, None)
-    before = peak_gb()
+    before = peak_bytes() / 1e9
     row = measured(
         lambda: export_adapter(basis.factors(torch.ones(8)), Path(folder) / "point", rank=16, overwrite=True), count
     )
@@ -213,8 +205,7 @@ def main():
     for count in (options.counts or usual).split(","):
         rows.append(measure(options.work, int(count)) | {"load": load()})
         print(rows[-1], flush=True)
-        values = {"work": options.work_to_do, "rows": rows, "when": now(), "options": options_of(options)}
-        write(options.output, values | {"environment": describe()})  # after each, as the last may take long
+        write(options.output, origin(options.work_to_do, options) | {"rows": rows})  # the last may take long
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from netweight.core.environment import describe
 from netweight.methods.space.view.page import write_view
 from netweight.toys.faces_pipeline import FACES_SETTINGS, faces_view
-from netweight_experiments.benchmarks.script import load, now, options_of, script, write
+from netweight_experiments.benchmarks.script import load, origin, script, write
 
 MOVES = """
   const html = document.documentElement, face = document.querySelector(".whole"), context = face.getContext("2d");
@@ -85,12 +84,11 @@ def main():
     low, _, high = statistics.quantiles(times, n=4)
     print(f"{middle:.0f} ms (quartiles {low:.0f} and {high:.0f}, most {max(times):.0f}), n = {len(times)}")
     browser = subprocess.run(["chromium", "--version"], capture_output=True, text=True, check=False).stdout.strip()
-    values = {
-        "what": "milliseconds from a moved slider to the pixels of one face, in the miniature's page",
-        "when": now(), "options": options_of(options), "browser": browser, "weights": view.live.nbytes,
-        "page_of_8_adapters": nbytes, "median": middle, "quartiles": [low, high], "all": times, "load": load(),
-    }  # fmt: skip
-    write(options.output, values | {"environment": describe()})
+    what = "milliseconds from a moved slider to the pixels of one face, in the miniature's page"
+    write(options.output, origin(what, options) | {
+        "browser": browser, "weights": view.live.nbytes, "page_of_8_adapters": nbytes, "median": middle,
+        "quartiles": [low, high], "all": times, "load": load(),
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

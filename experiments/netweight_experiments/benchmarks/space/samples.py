@@ -16,19 +16,18 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from scipy import stats  # type: ignore[import-untyped]
 from torch import nn
 
 from netweight import AdapterBank, WeightSpace
-from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, PairSampler
+from netweight.metrics.intervals import t_interval
 from netweight.toys.faces import FACES, GROUNDS, caption
 from netweight.toys.faces_pipeline import FACES_BANK, faces_pipeline
-from netweight_experiments.benchmarks.script import now, options_of, script, write
+from netweight_experiments.benchmarks.script import origin, script, write
 from netweight_experiments.toys import face_reading
 from netweight_experiments.toys.drawn_worlds import r_squared
 
@@ -108,11 +107,10 @@ def summary(rows):
     found = {}
     for name in dict.fromkeys(row["sampler"] for row in rows):
         values = [row["spread"] for row in rows if row["sampler"] == name]
-        mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
-        half = float(stats.t.ppf(0.975, len(values) - 1)) * error
+        spread = t_interval(values)
         nearest = statistics.mean(row["nearest"] for row in rows if row["sampler"] == name)
         closest = min(row["closest"] for row in rows if row["sampler"] == name)
-        found[name] = {"spread": mean, "ci95": [mean - half, mean + half], "n": len(values), "nearest": nearest,
+        found[name] = {"spread": spread.estimate, "ci95": list(spread.ci95), "n": spread.n, "nearest": nearest,
                        "closest": closest}  # fmt: skip
     return found
 
@@ -131,10 +129,11 @@ def main():
     found = summary(rows)
     for name, each in found.items():
         print(f"{name:26} {each['spread']:.3f} ({each['ci95'][0]:.3f} to {each['ci95'][1]:.3f}), {each['nearest']:.2f}")
-    values = {"what": "spread of samples' attributes, by a reader and noises that nothing was chosen with",
-              "when": now(), "options": options_of(options), "banks": [path.name for path in options.banks],
-              "reader": {"seed": READER_SEED, "r_squared": explained}, "summary": found, "rows": rows}  # fmt: skip
-    write(options.output, values | {"environment": describe()})
+    what = "spread of samples' attributes, by a reader and noises that nothing was chosen with"
+    write(options.output, origin(what, options) | {
+        "banks": [path.name for path in options.banks], "reader": {"seed": READER_SEED, "r_squared": explained},
+        "summary": found, "rows": rows,
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

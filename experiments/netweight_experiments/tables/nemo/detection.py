@@ -24,8 +24,8 @@ from netweight_experiments.tables.nemo.images import (
     percent,
 )
 from netweight_experiments.tables.nemo.setup import NONE, Setup, scores_of, statistics_of, threshold_of
-from netweight_experiments.tables.nemo.table import nemo_table
 from netweight_experiments.tables.registry import Column, Measured
+from netweight_experiments.tables.setups import setup_table
 
 _ORDINARY = "ordinary, held out"
 _AUC = 0.98
@@ -52,7 +52,7 @@ _PROMPTS: Cell[_Group] = (Column("prompts", "count"), lambda group: len(group.sc
 _SIMILARITY = "similarity of noise differences"
 
 
-@nemo_table("nemo-fig3")
+@setup_table("nemo-fig3")
 def figure3(setup: Setup, folder: Path) -> Measured:
     """Draw how alike noise differences are, and how far activations lie out, of memorized and of other prompts."""
     limit, groups = threshold_of(setup, folder), _by_kind(setup, folder)
@@ -102,7 +102,7 @@ def figure3(setup: Setup, folder: Path) -> Measured:
     )
 
 
-@nemo_table("nemo-ssim-by-type")
+@setup_table("nemo-ssim-by-type")
 def ssim_by_type(setup: Setup, folder: Path) -> Measured:
     """Draw the greatest similarity of images to their training image, and that of noise differences, by kind."""
     runs = {prompt: images_run(setup, NONE, "own", prompt) for prompt in setup.prompts}

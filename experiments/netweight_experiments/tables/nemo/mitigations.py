@@ -50,8 +50,8 @@ from netweight_experiments.tables.nemo.setup import (
     union,
     whole,
 )
-from netweight_experiments.tables.nemo.table import nemo_table
 from netweight_experiments.tables.registry import Column, Measured
+from netweight_experiments.tables.setups import setup_table
 
 _NEMO, _MATCHED, _BEFORE = "NeMo's neurons off", "random neurons off, layer-matched", "no mitigation"
 _BROKEN, _KEPT = 0.3, 0.9
@@ -59,7 +59,7 @@ _DRAW = 0
 _NOT_READ = "The numbers of the paper's table are not at hand, so nothing is laid beside these."
 
 
-@nemo_table("nemo-table1")
+@setup_table("nemo-table1")
 def table1(setup: Setup, folder: Path) -> Measured:
     """Generate memorized and ordinary prompts under every mitigation, and search the edited model."""
     found = neurons_of(setup, folder)
@@ -77,7 +77,7 @@ def table1(setup: Setup, folder: Path) -> Measured:
     )
 
 
-@nemo_table("nemo-ablation")
+@setup_table("nemo-ablation")
 def ablation(setup: Setup, folder: Path) -> Measured:
     """Generate with parts of the method left out or exchanged, and with whole layers switched off."""
     found = neurons_of(setup, folder)
@@ -218,7 +218,7 @@ _BESIDE: tuple[Literal["ordinary"], Literal["others"]] = ("ordinary", "others")
 _FACTORS = (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-@nemo_table("nemo-fig6")
+@setup_table("nemo-fig6")
 def figure6(setup: Setup, folder: Path) -> Measured:
     """Add up the edits of more and more prompts, and as many random neurons, and generate ordinary prompts."""
     found = neurons_of(setup, folder)
@@ -297,7 +297,7 @@ def _drawn_quality(
     return tuple(figures)
 
 
-@nemo_table("nemo-fig7")
+@setup_table("nemo-fig7")
 def figure7(setup: Setup, folder: Path) -> Measured:
     """Multiply each prompt's neurons by a factor instead of switching them off."""
     found = neurons_of(setup, folder)

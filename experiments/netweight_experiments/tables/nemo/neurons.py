@@ -41,9 +41,9 @@ from netweight_experiments.tables.nemo.setup import (
     threshold_of,
     union,
 )
-from netweight_experiments.tables.nemo.table import nemo_table
 from netweight_experiments.tables.published import Published, required
 from netweight_experiments.tables.registry import Column, Measured, Row
+from netweight_experiments.tables.setups import setup_table
 
 Groups = Mapping[str, Sequence["Localization"]]
 NOT_THE_PAPER = (
@@ -52,13 +52,13 @@ NOT_THE_PAPER = (
 )
 
 
-@nemo_table("nemo-rerun-neurons")
+@setup_table("nemo-rerun-neurons")
 def rerun_neurons(setup: Setup, folder: Path) -> Measured:
     """Count neurons by prompt as the statistics of the third-party re-run are."""
     return _counted_by_prompt(setup, *_found(setup, folder))
 
 
-@nemo_table("nemo-fig5")
+@setup_table("nemo-fig5")
 def figure5(setup: Setup, folder: Path) -> Measured:
     """Draw how many neurons memorized prompts need, and in which layers."""
     found, groups = _found(setup, folder)
@@ -110,7 +110,7 @@ def _initial(found: Localization) -> int:
     return sum(len(set(part)) for part in found.initial.values())
 
 
-@nemo_table("nemo-rerun-layers")
+@setup_table("nemo-rerun-layers")
 def rerun_layers(setup: Setup, folder: Path) -> Measured:
     """Count neurons by layer as the statistics of the third-party re-run are, and those of templates beside."""
     found, groups = _found(setup, folder)
@@ -161,7 +161,7 @@ def _found(setup: Setup, folder: Path) -> tuple[dict[str, Localization], dict[st
 _ALIKE = 0.5
 
 
-@nemo_table("nemo-shared-neurons")
+@setup_table("nemo-shared-neurons")
 def shared_neurons(setup: Setup, folder: Path) -> Measured:
     """Switch off the neurons that several prompts share, those of single prompts, and all of them together."""
     found = neurons_of(setup, folder)
@@ -189,7 +189,7 @@ def shared_neurons(setup: Setup, folder: Path) -> Measured:
     )
 
 
-@nemo_table("nemo-rerun-shared-sets")
+@setup_table("nemo-rerun-shared-sets")
 def rerun_shared_sets(setup: Setup, folder: Path) -> Measured:
     """Count verbatim prompts that have exactly the same neurons, as it was done for the third-party re-run."""
     found = neurons_of(setup, folder)
@@ -293,7 +293,7 @@ class _Cell:
         return f"seeds {self.pairwise:.3f}, initial {self.initial:.3f}, refinement {self.refinement:.3f}"
 
 
-@nemo_table("nemo-thresholds")
+@setup_table("nemo-thresholds")
 def thresholds(setup: Setup, folder: Path) -> Measured:
     """Find neurons with other thresholds for seeds, initial selection and refinement, and generate without them."""
     usual, aim = _usual(setup, folder)
@@ -360,7 +360,7 @@ class _Off:
         return percent(sum(one.copies() for one in self.copies), sum(len(one.to_image) for one in self.copies))
 
 
-@nemo_table("nemo-runtime")
+@setup_table("nemo-runtime")
 def runtime(setup: Setup, folder: Path) -> Measured:
     """Measure what detection, initial selection and refinement take for each memorized prompt."""
     found = neurons_of(setup, folder)

@@ -91,7 +91,12 @@ class Setup:
         named = [self.measure, self.alignment_name, self.faithful_name, self.images, self.guidance, self.steps]
         return of_config([self.model.digest(), pictures, self.labelled, self.quality, named, self.search])
 
-    def tried(self, prompts: int | None, images: int | None) -> Setup:
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Digests of what is measured."""
+        return {"model": self.model.digest()}
+
+    def tried(self, prompts: int | None = None, images: int | None = None) -> Setup:
         """Return a smaller setup, for a try."""
         setup = replace(self, whole=prompts is None and images is None)
         if prompts is not None:

@@ -88,27 +88,12 @@ def _measured(
 def _findings(statistics: BitStatistics, seeds: tuple[int, ...]) -> tuple[Finding, ...]:
     """The claims of section 3.1 as numbers; where they are bounded, the bounds are ours."""
     whose = {"bound": "ours; the paper says “low” and “high” in words"}
-    common: dict[str, Any] = {"n": statistics.count, "seeds": seeds, "unit": "bits"}
+    common: dict[str, Any] = {"n": statistics.count, "seeds": seeds, "unit": "bits", "detail": whose}
+    signs, mantissas, exponents = (getattr(statistics, f"{part}_entropy") for part in ("sign", "mantissa", "exponent"))
     return (
-        Finding(
-            "signs look random: entropy", statistics.sign_entropy, better="higher", target=0.99, detail=whose, **common
-        ),
-        Finding(
-            "mantissas look random: entropy of 7 bits",
-            statistics.mantissa_entropy,
-            better="higher",
-            target=6.9,
-            detail=whose,
-            **common,
-        ),
-        Finding(
-            "exponents do not: entropy of 8 bits",
-            statistics.exponent_entropy,
-            better="lower",
-            target=4.0,
-            detail=whose,
-            **common,
-        ),
+        Finding("signs look random: entropy", signs, better="higher", target=0.99, **common),
+        Finding("mantissas look random: entropy of 7 bits", mantissas, better="higher", target=6.9, **common),
+        Finding("exponents do not: entropy of 8 bits", exponents, better="lower", target=4.0, **common),
         Finding("size, exponent coded ideally", statistics.exponent_only_bits / 16, n=statistics.count, better="lower"),
     )
 

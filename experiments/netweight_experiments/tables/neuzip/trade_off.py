@@ -98,16 +98,9 @@ def _write_labels(panel: Any, points: Sequence[Point]) -> None:
             continue
         for dx, dy, ha, va in _PLACES:
             text = panel.annotate(
-                label,
-                (x, y),
-                (dx, dy),
-                textcoords="offset points",
-                fontsize=7,
-                ha=ha,
-                va=va,
-                zorder=3,
+                label, (x, y), (dx, dy), textcoords="offset points", fontsize=7, ha=ha, va=va, zorder=3,
                 arrowprops=_LEADER if max(abs(dx), abs(dy)) > 6 else None,
-            )
+            )  # fmt: skip
             text.update_positions(renderer)
             box = Text.get_window_extent(text, renderer)  # without the leader, which begins at the point
             point = panel.transData.transform((x, y))
@@ -129,23 +122,13 @@ def _is_free(box: Any, leader: Sequence[Any], boxes: Sequence[Any], taken: Seque
 
 _LEADER = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3, "color": series_color(5)}
 _RADIUS = 3.5  # of a marker, in pixels
+# Where a label may be put, from its point: beside it first, then farther away with a line to it.
 _PLACES = [
-    (6, 0, "left", "center"),
-    (-6, 0, "right", "center"),
-    (0, 6, "center", "bottom"),
-    (0, -6, "center", "top"),
-    (5, 5, "left", "bottom"),
-    (-5, 5, "right", "bottom"),
-    (5, -5, "left", "top"),
-    (-5, -5, "right", "top"),
-    (14, 12, "left", "bottom"),
-    (-14, 12, "right", "bottom"),
-    (14, -12, "left", "top"),
-    (-14, -12, "right", "top"),
-    (26, 30, "left", "bottom"),
-    (-8, 30, "right", "bottom"),
-    (-8, 44, "right", "bottom"),
-]
+    (6, 0, "left", "center"), (-6, 0, "right", "center"), (0, 6, "center", "bottom"), (0, -6, "center", "top"),
+    *((x, y, "left" if x > 0 else "right", "bottom" if y > 0 else "top")
+      for side, height in ((5, 5), (14, 12)) for y in (height, -height) for x in (side, -side)),
+    (26, 30, "left", "bottom"), (-8, 30, "right", "bottom"), (-8, 44, "right", "bottom"),
+]  # fmt: skip
 
 
 def _kind(way: WeightFormat) -> str:

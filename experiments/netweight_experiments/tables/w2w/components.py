@@ -25,10 +25,10 @@ from netweight.report.finding import Figure, Finding
 from netweight.report.plots import histogram, image_grid, lines
 from netweight_experiments.tables.grid import Cell, grid, interval_finding, run_each
 from netweight_experiments.tables.registry import Column, Measured, Row
+from netweight_experiments.tables.setups import setup_table
 from netweight_experiments.tables.w2w.edits import direction_of, measured, painted
 from netweight_experiments.tables.w2w.people import SPACE, Fit, met
 from netweight_experiments.tables.w2w.setup import Setup, Wanted
-from netweight_experiments.tables.w2w.table import space_table
 
 _SIZES = (20, 50, 100, 200, 500, 1_000, 10_000, 64_974)
 _SMALLEST = 20
@@ -53,7 +53,7 @@ class _Run:
         return f"{self.title}, {self.models or 'all'} models, {self.components or 'all'} components"
 
 
-@space_table("w2w-fig8")
+@setup_table("w2w-fig8")
 def figure8(setup: Setup, folder: Path) -> Measured:
     """Find directions from fewer models: how entangled they are, and what edits along them leave of people."""
     sizes = _sizes(len(setup.learned))
@@ -89,7 +89,7 @@ def figure8(setup: Setup, folder: Path) -> Measured:
     )
 
 
-@space_table("w2w-components")
+@setup_table("w2w-components")
 def components(setup: Setup, folder: Path) -> Measured:
     """Edit and invert with the first components alone."""
     every = setup.space.components
@@ -219,7 +219,7 @@ _END = 2.0  # at which readings are compared
 _LEVEL = 0.05
 
 
-@space_table("w2w-histograms")
+@setup_table("w2w-histograms")
 def histograms(setup: Setup, folder: Path) -> Measured:
     """Draw how the first coefficients are spread, and measure how near they are to normal ones."""
     stats = _scipy_stats()
@@ -252,7 +252,7 @@ def histograms(setup: Setup, folder: Path) -> Measured:
     )
 
 
-@space_table("w2w-traversal")
+@setup_table("w2w-traversal")
 def traversal(setup: Setup, folder: Path) -> Measured:
     """Paint the mean model moved along the first components, and read what changes."""
     count = min(_ALONG, setup.space.components)

@@ -23,8 +23,8 @@ from netweight.report.finding import Figure, Finding
 from netweight.report.plots import image_grid
 from netweight_experiments.tables.grid import grid, interval_finding, run_each
 from netweight_experiments.tables.registry import Column, Measured
+from netweight_experiments.tables.setups import setup_table
 from netweight_experiments.tables.w2w.setup import Setup, Wanted
-from netweight_experiments.tables.w2w.table import space_table
 
 Way: TypeAlias = Literal[
     "prompting", "Concept Sliders", "w2w", "w2w, corrected by images", "w2w, the paper's directions"
@@ -220,7 +220,7 @@ _SHOWN = 4
 _SEED = 0  # of intervals
 
 
-@space_table("w2w-table1")
+@setup_table("w2w-table1")
 def table1(setup: Setup, folder: Path) -> Measured:
     """Edit people in three ways, and measure what is left of them, what else moved, and whether the edit shows."""
     found = edited(setup, folder, _WAYS)

@@ -21,9 +21,9 @@ from netweight.nn.lora import AdapterStack
 from netweight.report.finding import Finding
 from netweight_experiments.tables.grid import Cell, grid, interval_finding, run_each
 from netweight_experiments.tables.registry import Column, Measured
+from netweight_experiments.tables.setups import setup_table
 from netweight_experiments.tables.w2w.edits import painted
 from netweight_experiments.tables.w2w.setup import Setup, Stranger
-from netweight_experiments.tables.w2w.table import space_table
 
 MANY, ONE = "DreamBooth LoRA, several images", "DreamBooth LoRA, one image"
 SPACE = "w2w inversion, one image"
@@ -179,7 +179,7 @@ _ID: tuple[Cell[Met | None], ...] = (
 )
 
 
-@space_table("w2w-table2-4")
+@setup_table("w2w-table2-4")
 def table2_4(setup: Setup, folder: Path) -> Measured:
     """Put strangers into the model by adapters of several images and of one, and by inversion into the space."""
     rows = {fit.way: one for fit, one in met(setup, folder, [Fit(way) for way in (MANY, ONE, SPACE)]).items()}
@@ -198,7 +198,7 @@ def table2_4(setup: Setup, folder: Path) -> Measured:
     )
 
 
-@space_table("w2w-table5")
+@setup_table("w2w-table5")
 def table5(setup: Setup, folder: Path) -> Measured:
     """Personalize from one image by inversion into the space; what it was compared with cannot be run here."""
     found = met(setup, folder, [Fit(ONE), Fit(SPACE)])

@@ -142,7 +142,12 @@ class Setup:
         measured = min(self.people, 2 * len(rows) // 3)
         return rows[:measured], rows[measured:][: max(measured // 2, 2)]
 
-    def tried(self, people: int | None) -> Setup:
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Digests of what is measured."""
+        return {"model": self.model.digest(), "bank": self.space.bank_digest}
+
+    def tried(self, people: int | None = None) -> Setup:
         """Return a smaller setup, for a try."""
         if people is None:
             return self

@@ -23,14 +23,13 @@ from netweight.methods.space.fitting.basis import CombinationBasis, Sketch
 from netweight.methods.space.fitting.gram import inner_products, norms_of, read_blocks
 from netweight.methods.space.inversion import InversionTarget, InversionTask, invert_targets
 from netweight.methods.space.labels import Labels, read_labels
-from netweight.methods.space.points import Direction, Points, read_direction, read_points, scores_digest
+from netweight.methods.space.points import Direction, NamedPoints, read_direction, read_points, scores_digest
 from netweight.methods.space.predict import Predicted, predict
 from netweight.methods.space.sampling import (
     ConditionalSampler,
     GaussianSampler,
     KernelSampler,
     PairSampler,
-    Sampler,
 )
 from netweight.methods.space.settings import (
     ConvertSettings,
@@ -49,7 +48,7 @@ from netweight.nn.lora import Adapter, AdapterStack, LowRank, side_by_side
 from netweight.report.finding import Finding
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.ingest import find_adapters
-from netweight.store.bank.shard import joined, rows_of_adapter
+from netweight.store.bank.shard import stacked
 from netweight.store.checkpoint import read_record, write_record
 from netweight.store.lora_formats.files import (
     Exported,
@@ -129,7 +128,7 @@ def fit_folder(
     return WeightSpace.fit(AdapterBank.open(bank), folder=work, engine=engine, progress=progress, **how)
 
 
-def points_of(space: WeightSpace, text: str) -> Points:
+def points_of(space: WeightSpace, text: str) -> NamedPoints:
     """The points that a text names: a model of the space, a file of points, an adapter, or the mean."""
     identity = scores_digest(space.scores)
     if text in space.names:
@@ -137,9 +136,9 @@ def points_of(space: WeightSpace, text: str) -> Points:
         if isinstance(space.basis, CombinationBasis) and row < len(space.basis.bank):
             # Of some modules only the shard's own digest tells, so that a damaged one stops it here, by name.
             space.basis.bank.stack(row, row + 1, sorted(space.shapes)[:1])
-        return Points((text,), space.scores[row : row + 1].float().cpu(), identity)
+        return NamedPoints((text,), space.scores[row : row + 1].float().cpu(), identity)
     if text == "mean":
-        return Points((text,), space.scores.new_zeros(1, space.components).float().cpu(), identity)
+        return NamedPoints((text,), space.scores.new_zeros(1, space.components).float().cpu(), identity)
     file, _, name = text.rpartition(".json:")
     path = Path(f"{file}.json") if file else Path(text)
     if path.suffix == ".json" and path.is_file():
@@ -148,9 +147,17 @@ def points_of(space: WeightSpace, text: str) -> Points:
         return points.only(name) if file else points
     if path.exists():
         scores = space.project(read_adapter(path))
-        return Points((path.stem,), scores[None].float().cpu(), identity, {"projected": str(path)})
+        return NamedPoints((path.stem,), scores[None].float().cpu(), identity, {"projected": str(path)})
     near = ", ".join(map(repr, nearest_names(text, space.names)))
     raise NameNotFound(f"{text!r} is no point: give {_POINT}.", cure=f"The nearest models are {near}.")
+
+
+def places_of(points: NamedPoints) -> list[str]:
+    """Folders of adapters by points: their names, with numbers where these cannot be names of folders."""
+    return [
+        name if name == Path(name).name and name not in (".", "..") else f"point-{number}"
+        for number, name in enumerate(points.names)
+    ]
 
 
 @final
@@ -189,9 +196,7 @@ def find_duplicates(folder: Path, least: float, progress: Progress) -> tuple[lis
             plans[name] = plan_adapter(path)
         except NetweightError as error:
             bad[name] = str(error)
-    shapes = dict(
-        sorted({_of_shape(key, shape): shape for p in plans.values() for key, shape in p.shapes.items()}.items())
-    )
+    shapes = {_of_shape(key, shape): shape for plan in plans.values() for key, shape in plan.shapes.items()}
     sketch, rows, names = Sketch(shapes, _SIDE, 0), [], []
     for name, plan in progress.track(plans.items(), "Reading adapters", len(plans), unit="adapters"):
         try:
@@ -199,7 +204,7 @@ def find_duplicates(folder: Path, least: float, progress: Progress) -> tuple[lis
         except NetweightError as error:
             bad[name] = str(error)
             continue
-        row = sketch.rows(joined(list(shapes), [rows_of_adapter(Adapter(factors), shapes)]))[0]
+        row = sketch.rows(stacked(Adapter(factors), shapes))[0]
         rows.append(row / row.norm().clamp_min(1e-30))
         names.append(name)
     duplicates: dict[str, Duplicate] = {}
@@ -311,35 +316,31 @@ def _told(plans: Sequence[AdapterPlan], how: ExportSettings) -> dict[str, Any]:
     }
 
 
-def draw(space: WeightSpace, how: SampleSettings) -> Points:
+def draw(space: WeightSpace, how: SampleSettings) -> NamedPoints:
     """Draw points of a space."""
     names = tuple(f"sample-{how.seed}-{number}" for number in range(how.count))
     origin = {"sampler": how.sampler, "seed": how.seed, "given": dict(how.attributes)}
-    sampler: Sampler
     if how.labels is not None:
         labels = read_labels(how.labels, space.names, key=how.name_column)
         fitted = ConditionalSampler.fit(space.scores, labels, bandwidth=how.bandwidth, emphasis=how.emphasis)
         scores = fitted.draw(how.count, seed=how.seed, given=dict(how.attributes))
     else:
-        if how.sampler == "kernel":
-            sampler = KernelSampler.fit(space.scores, bandwidth=how.bandwidth)
-        else:
-            factor = {} if how.factor is None else {"factor": how.factor}
-            pairs = how.sampler == "pairs"
-            sampler = PairSampler.fit(space.scores, **factor) if pairs else GaussianSampler.fit(space.scores, **factor)
+        kind: Any = {"pairs": PairSampler, "gaussian": GaussianSampler, "kernel": KernelSampler}[how.sampler]
+        given = {"bandwidth": how.bandwidth} if kind is KernelSampler else {"factor": how.factor}
+        sampler = kind.fit(space.scores, **{name: value for name, value in given.items() if value is not None})
         scores = sampler.draw(how.count, seed=how.seed)
-    return Points(names, scores, scores_digest(space.scores), origin)
+    return NamedPoints(names, scores, scores_digest(space.scores), origin)
 
 
-def moved(before: Points, steps: Sequence[Move], origin: Any) -> Points:
+def moved(before: NamedPoints, steps: Sequence[Move], origin: Any) -> NamedPoints:
     """Points after moves, which their origin names."""
     moves = [{"direction": step.direction.name, "strength": step.strength, "unit": step.unit} for step in steps]
-    return Points(before.names, edit(before.scores, steps), before.space, {"from": origin, "moves": moves})
+    return NamedPoints(before.names, edit(before.scores, steps), before.space, {"from": origin, "moves": moves})
 
 
 def invert_files(
     images: Sequence[Path], how: FolderInversion, space: Callable[[], WeightSpace], *, out: Path, progress: Progress
-) -> Points:
+) -> NamedPoints:
     """Find the points of images, for `out`: a file each, or a folder with images of the same thing."""
     from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
 

@@ -23,7 +23,7 @@ from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.space.edits import EditCurve, curve_findings, edit_curve
 from netweight.methods.space.folder import invert_files
 from netweight.methods.space.inversion import generate_images
-from netweight.methods.space.points import Direction, Points, nearest
+from netweight.methods.space.points import Direction, NamedPoints, nearest
 from netweight.methods.space.recipe import directions_in, points_in
 from netweight.methods.space.report import LEAST_AUDITED, spread_findings
 from netweight.methods.space.settings import FolderInversion
@@ -110,7 +110,7 @@ def _attack(target: Target, settings: PointImages, progress: Progress) -> Sectio
     )  # fmt: skip
 
 
-def _neighbors(world: _World, points: Points) -> Figure:
+def _neighbors(world: _World, points: NamedPoints) -> Figure:
     scores = points.scores[:_SHOWN]
     near = [found[0] for found in nearest(scores, world.space.scores, world.space.names, count=1)]
     both = world.generate(torch.cat([scores, world.space.scores[[each.number for each in near]]]))

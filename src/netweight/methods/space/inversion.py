@@ -28,7 +28,7 @@ from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.hf.delayed_injection import switching
 from netweight.job import Job
 from netweight.methods.space.edits import Delay
-from netweight.methods.space.points import Points, scores_digest
+from netweight.methods.space.points import NamedPoints, scores_digest
 from netweight.methods.space.settings import InversionSettings
 from netweight.nn.apply_lora import applied
 from netweight.nn.text_to_image import OpenTextToImage, Prediction, TextToImage, denoised
@@ -258,7 +258,7 @@ def invert_targets(
     folder: str | Path | Job,
     name: str = "inversions",
     progress: Progress = QUIET,
-) -> Points:
+) -> NamedPoints:
     """Find the points of targets, remembering each in a folder's `NAME.jsonl` as soon as it is found."""
     names = [target.name for target in targets]
     if not targets or len(set(names)) < len(names):
@@ -300,7 +300,7 @@ def invert_targets(
         "task": task.to_json(),
     }
     scores = torch.tensor([value["scores"] for value in found], dtype=torch.float32)
-    return Points(tuple(names), scores, scores_digest(space.scores), origin)
+    return NamedPoints(tuple(names), scores, scores_digest(space.scores), origin)
 
 
 def _inverted(

@@ -31,7 +31,7 @@ def scores_digest(scores: Tensor) -> str:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Points:
+class NamedPoints:
     """Named points of a space."""
 
     names: tuple[str, ...]  # one per point
@@ -55,10 +55,10 @@ class Points:
                 cure="Export them with their own space, and project the adapters into this one.",
             )
 
-    def only(self, name: str) -> Points:
+    def only(self, name: str) -> NamedPoints:
         """One of the points."""
         row = row_of(name, self.names)
-        return Points((name,), self.scores[row : row + 1], self.space, self.origin)
+        return NamedPoints((name,), self.scores[row : row + 1], self.space, self.origin)
 
 
 @final
@@ -154,20 +154,20 @@ class Direction:
         return found
 
 
-def write_points(points: Points, path: str | Path, *, overwrite: bool = False) -> None:
+def write_points(points: NamedPoints, path: str | Path, *, overwrite: bool = False) -> None:
     """Write points, whole or not at all."""
     scores = points.scores.float().tolist()
     values = {**vars(points), "names": list(points.names), "scores": scores, "origin": dict(points.origin)}
     write_record(path, {"points": values}, version=POINTS_VERSION, overwrite=overwrite)
 
 
-def read_points(path: str | Path) -> Points:
+def read_points(path: str | Path) -> NamedPoints:
     """Read points."""
 
-    def made(values: dict[str, Any]) -> Points:
+    def made(values: dict[str, Any]) -> NamedPoints:
         found = values["points"]
         scores = torch.tensor(found["scores"], dtype=torch.float32)
-        return Points(tuple(found["names"]), scores, found["space"], found["origin"])
+        return NamedPoints(tuple(found["names"]), scores, found["space"], found["origin"])
 
     return read_record(path, made, version=POINTS_VERSION, of="points of a space")
 

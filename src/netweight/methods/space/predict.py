@@ -25,7 +25,7 @@ from netweight.methods.space.fitting.gram import Bank, read_blocks
 from netweight.methods.space.labels import Labels
 from netweight.nn.lora import Adapter
 from netweight.report.finding import Finding
-from netweight.store.bank.shard import joined, rows_of_adapter
+from netweight.store.bank.shard import stacked
 
 READERS = ("gauge-free network", "linear probe")
 _SIDE, _WIDTH, _HIDDEN = 16, 4, 64
@@ -132,7 +132,7 @@ def _row(adapter: Adapter, sketch: Sketch) -> Tensor:
     if other:
         raise UsageError(f"The adapter changes {other[0]}, which the bank does not in this shape.",
                          cure="Name a bank of the same base model.")  # fmt: skip
-    return sketch.rows(joined(sorted(shapes), [rows_of_adapter(adapter, shapes)]))
+    return sketch.rows(stacked(adapter, shapes))
 
 
 def _score(what: str, values: Tensor, said: Tensor, among: Tensor, binary: bool, seed: int) -> Finding:

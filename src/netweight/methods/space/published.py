@@ -17,7 +17,7 @@ from netweight.methods.space.fitting.fit import Accuracy
 from netweight.methods.space.settings import FitSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.pca import Basis, orthonormality
-from netweight.store.bank.published import Published, published_layout, published_tensor
+from netweight.store.bank.published import Published, model_names, published_layout, published_tensor
 
 _SCORES = "proj_*pc.pt"
 _UNIT = 1e-3  # how far from orthonormal components may be
@@ -70,9 +70,8 @@ def published_space(folder: Path, *, components: int | None = None, stable_diffu
     variances = scores.double().var(0)
     total = float(length)  # every number was divided by its deviation
     basis = Basis(mean, std, found, variances, total)
-    digits = max(6, len(str(len(scores))))
     return WeightSpace(
-        tuple(f"model-{row:0{digits}}" for row in range(len(scores))), len(scores), scores, variances.sqrt().float(),
+        tuple(model_names(len(scores))), len(scores), scores, variances.sqrt().float(),
         torch.zeros(len(scores), dtype=torch.float64),  # no adapter is there to be known again
         dict(rows.shapes), RowBasis(rows, basis), FitSettings(components=count, representation="factors"),
         Accuracy("published", min(1.0, float(variances.sum()) / total), error), of_config({"published": str(folder)}),

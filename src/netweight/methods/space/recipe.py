@@ -23,9 +23,16 @@ from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move
-from netweight.methods.space.folder import EXPORTED, ExportRecord, draw, fit_folder, moved, points_of
+from netweight.methods.space.folder import EXPORTED, ExportRecord, draw, fit_folder, moved, places_of, points_of
 from netweight.methods.space.labels import check_columns, read_labels
-from netweight.methods.space.points import Direction, Points, read_direction, read_points, write_direction, write_points
+from netweight.methods.space.points import (
+    Direction,
+    NamedPoints,
+    read_direction,
+    read_points,
+    write_direction,
+    write_points,
+)
 from netweight.methods.space.report import (
     EDIT,
     EXPORT,
@@ -103,10 +110,11 @@ def _check_edit(source: Path | None, settings: EditSettings) -> None:
 
 def _export(source: Path, destination: Path, settings: FolderExport, progress: Progress) -> None:
     space, _, points = points_in(source, settings.point)
+    how = {name: value for name, value in settings if name != "point"}
     with whole_folder(destination) as part:
         part.mkdir()
-        for place, scores in zip(_places(points), points.scores, strict=True):
-            space.point(scores).export(part / place, rank=settings.rank, layout=settings.layout, base=settings.base)
+        for place, scores in zip(places_of(points), points.scores, strict=True):
+            space.point(scores).export(part / place, **how)
 
 
 def _check_export(source: Path | None, settings: FolderExport) -> None:
@@ -120,18 +128,18 @@ def _examine_export(
     exact = {name: space.adapter(scores) for name, scores in zip(points.names, points.scores, strict=True)}
     written = {
         name: read_adapter(destination / place, modules=list(space.shapes))
-        for name, place in zip(points.names, _places(points), strict=True)
+        for name, place in zip(points.names, places_of(points), strict=True)
     }
-    return WrittenSubject(exact, written, settings.rank), None
+    return WrittenSubject(exact, written, settings.rank, settings.energy), None
 
 
-def _write_points(points: Points, folder: Path, destination: Path, space: Path) -> None:
+def _write_points(points: NamedPoints, folder: Path, destination: Path, space: Path) -> None:
     """Write points with the place of their space, relative to where they will be."""
     origin = {**points.origin, "space_at": os.path.relpath(space.resolve(), destination.resolve())}
     write_points(dataclasses.replace(points, origin=origin), folder / _POINTS)
 
 
-def points_in(source: Path, point: str) -> tuple[WeightSpace, Path, Points]:
+def points_in(source: Path, point: str) -> tuple[WeightSpace, Path, NamedPoints]:
     """The space of a step's input, its folder, and the points to continue with."""
     if not (source / _POINTS).is_file():
         space = WeightSpace.open(source)
@@ -151,14 +159,6 @@ def directions_in(folder: Path) -> list[Direction]:
 def _subject(read: Callable[[Path], Any]) -> Callable[..., tuple[Any, None]]:
     """How an audit's subject is read from what a step wrote."""
     return lambda audit, destination, source, settings, progress: (read(destination), None)
-
-
-def _places(points: Points) -> list[str]:
-    """Folders of adapters by points: their names, with numbers where these cannot be names of folders."""
-    return [
-        name if name == Path(name).name and name not in (".", "..") else f"point-{number}"
-        for number, name in enumerate(points.names)
-    ]
 
 
 def _check_space(source: Path | None, point: str = "mean") -> None:

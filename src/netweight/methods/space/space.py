@@ -33,7 +33,7 @@ from netweight.methods.space.sampling import GaussianSampler
 from netweight.methods.space.serialization import read_space, write_space
 from netweight.methods.space.settings import FitSettings, Representation
 from netweight.nn.lora import Adapter, AdapterStack
-from netweight.store.bank.shard import joined, rows_of_adapter
+from netweight.store.bank.shard import stacked
 from netweight.store.lora_formats.files import Exported, export_adapter
 from netweight.store.lora_formats.parts import Layout
 
@@ -168,9 +168,7 @@ class WeightSpace:
         own = {name: change.shape for name, change in adapter.factors.items()}
         partly = self.config.representation == "delta" and own.keys() & self.shapes.keys()
         check_modules({**self.shapes, **own} if partly else own, self.shapes, what="The adapter")
-        shapes = {name: self.shapes[name] for name in sorted(self.shapes)}
-        stack = joined(list(shapes), [rows_of_adapter(adapter, shapes)])
-        return self.basis.project(self._normalized(stack))[0][0]
+        return self.basis.project(self._normalized(stacked(adapter, self.shapes)))[0][0]
 
     def _normalized(self, stack: AdapterStack) -> AdapterStack:
         """Adapters at the strength of those that the space was fitted to, if they had been brought to one."""

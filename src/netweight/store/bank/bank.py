@@ -1,8 +1,7 @@
 """Banks: many adapters of the same modules in one folder, to be read by rows, grown, and checked.
 
 `bank.json` lists the shards with their adapters; a shard holds the factors of some hundred adapters one under the other
-(`adapter_shard.py`). `BankWriter` writes (`bank_writing.py`), `AdapterBank.ingest` fills a bank from a folder of
-adapters (`bank_ingest.py`).
+(`shard`). `BankWriter` writes (`write`), `AdapterBank.ingest` fills a bank from a folder of adapters (`ingest`).
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from netweight.core.digest import of_config, of_file
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.store.bank.record import RECORD, BankRecord, ShardRecord, read_bank_record
-from netweight.store.bank.shard import ShardReader
+from netweight.store.bank.shard import RECORD, BankRecord, ShardReader, ShardRecord, read_bank_record
 
 if TYPE_CHECKING:
     from netweight.nn.lora import Adapter, AdapterStack
@@ -110,11 +108,12 @@ class AdapterBank:
             CorruptBlob: A file is damaged.
             OutputFailed: The disk is full or the place cannot be written.
         """
-        from netweight.store.bank.ingest import ingest
-        from netweight.store.bank.published import find_published, import_published
+        from netweight.store.bank.ingest import find_published, ingest
         from netweight.store.lora_formats.other_kinds import Conversion
 
         if find_published(Path(source)) is not None:
+            from netweight.store.bank.published import import_published
+
             import_published(source, destination, compress=compress, skip_bad=skip_bad, progress=progress)
         else:
             ingest(

@@ -13,8 +13,7 @@ from netweight.core.files import part_of, refuse_existing
 from netweight.core.names import Select
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError, OutputFailed, UsageError
-from netweight.store.bank.record import RECORD, BankRecord, read_bank_record
-from netweight.store.bank.shard import rows_of_adapter
+from netweight.store.bank.shard import RECORD, BankRecord, read_bank_record, rows_of_adapter
 from netweight.store.bank.write import BankWriter, few
 from netweight.store.lora_formats import diffusers, peft
 from netweight.store.lora_formats.files import load_converted, plan_adapter
@@ -23,6 +22,7 @@ from netweight.store.lora_formats.other_kinds import Conversion
 from netweight.store.lora_formats.parts import PICKLES, AdapterPlan
 
 CONVERTED = "converted"  # in the provenance of what was no plain LoRA: its rank and error
+MATRIX = "*_weights.pt"  # what weights2weights published: all_weights.pt of people, dog_weights.pt of dogs
 _KEPT = 4096  # plans that are kept, some 20 kB each
 _SHOWN = 20  # problems named in one message
 
@@ -201,6 +201,14 @@ def find_adapters(source: Path) -> tuple[dict[str, Path], dict[str, NetweightErr
         else:
             found[name] = path
     return found, bad
+
+
+def find_published(source: Path) -> Path | None:
+    """Return the matrix of adapters if a path is one, or a folder with one; else None."""
+    if source.is_file():
+        return source if source.match(MATRIX) else None
+    found = sorted(source.glob(MATRIX))
+    return found[0] if len(found) == 1 else None
 
 
 def _adapters_below(folder: Path) -> Iterator[Path]:

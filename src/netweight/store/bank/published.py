@@ -20,22 +20,19 @@ from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
+from netweight.store.bank.ingest import MATRIX, find_published
 from netweight.store.bank.shard import Rows
 from netweight.store.bank.write import BankWriter
 from netweight.store.lora_formats import peft
 from netweight.store.lora_formats.names import in_component
 
 DIMENSIONS = "weight_dimensions.pt"
-_MATRIX = "*_weights.pt"  # all_weights.pt of people, dog_weights.pt of dogs
 _BLOCK_BYTES = 1 << 26
 
 
-def find_published(source: Path) -> Path | None:
-    """Return the matrix of adapters if a path is one, or a folder with one; else None."""
-    if source.is_file():
-        return source if source.match(_MATRIX) else None
-    found = sorted(source.glob(_MATRIX))
-    return found[0] if len(found) == 1 else None
+def model_names(count: int) -> list[str]:
+    """What published models are called: by their rows."""
+    return [f"model-{row:0{max(6, len(str(count)))}}" for row in range(count)]
 
 
 def published_tensor(path: str | Path) -> Tensor:
@@ -95,14 +92,13 @@ def import_published(
     # `skip_bad`: whether rows with NaN or infinity are left out
     path = find_published(Path(source))
     if path is None:
-        raise UsageError(f"{source} holds no published matrix.", cure=f"Name a file like {_MATRIX}.")
+        raise UsageError(f"{source} holds no published matrix.", cure=f"Name a file like {MATRIX}.")
     matrix = published_tensor(path)
     if matrix.ndim != 2 or not matrix.is_floating_point():
         raise UsageError(f"{path} has shape {tuple(matrix.shape)} and dtype {matrix.dtype}: no matrix of adapters.")
     shapes = read_dimensions(_companion(path, DIMENSIONS)) if dimensions is None else dimensions
     layout = _layout(path, matrix.shape[1], shapes)
-    digits = max(6, len(str(len(matrix))))
-    called = [f"model-{row:0{digits}}" for row in range(len(matrix))] if names is None else list(names)
+    called = model_names(len(matrix)) if names is None else list(names)
     if len(called) != len(matrix):
         raise UsageError(f"{path} has {len(matrix)} rows, and there are {len(called)} names.")
     block = max(1, _BLOCK_BYTES // (matrix.shape[1] * matrix.element_size()))

@@ -1,4 +1,6 @@
-"""One shard of a bank: the factors of some adapters, one under the other, in one safetensors file, compressed or not.
+"""The files of a bank: `bank.json`, which lists shards with their adapters; and shards.
+
+A shard holds the factors of some adapters, one under the other, in one safetensors file, compressed or not:
 
     {module}.down   (sum of ranks, columns)   the rows of every adapter's down factor
     {module}.up     (sum of ranks, rows)      the columns of every adapter's up factor, as rows
@@ -11,9 +13,9 @@ So nothing is filled up, whatever the ranks, and the rows of adapters that follo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy
 import torch
@@ -22,14 +24,81 @@ from torch import Tensor
 
 from netweight.core.digest import ALGORITHM, of_file
 from netweight.core.files import whole_file
-from netweight.errors import CorruptBlob
+from netweight.errors import CorruptBlob, UsageError
 from netweight.nn.lora import Adapter, AdapterStack
-from netweight.store.bank.record import ShardRecord
+from netweight.store.checkpoint import read_record, write_record
 from netweight.store.reader import Store, open_store
 from netweight.store.safetensors import build_header
 from netweight.store.writer import StoreWriter
 
+RECORD = "bank.json"
+_VERSION = 1
 _NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+
+
+@final
+@dataclass(frozen=True)
+class ShardRecord:
+    """One shard."""
+
+    file: str  # its name
+    nbytes: int  # its size
+    digest: str
+    names: tuple[str, ...]
+    contents: tuple[str, ...]  # digest of each adapter's factors and scales
+    # Size and time of the file that each came from, to know it again; empty if it came from none.
+    stamps: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True)
+class BankRecord:
+    """What a bank holds."""
+
+    modules: Mapping[str, tuple[int, int]]  # module name → rows and columns, sorted by name
+    # Names of convolutions → sides of their kernels.
+    kernels: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    base: str | None = None  # the model's name, if it is known
+    shards: tuple[ShardRecord, ...] = ()  # in the order of their adapters
+    skipped: Mapping[str, str] = field(default_factory=dict)  # adapters left out → the reason
+    # Adapter → what its file says of where it comes from: training, trigger words, licence.
+    provenance: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all adapters, in order."""
+        return [name for shard in self.shards for name in shard.names]
+
+    def write(self, folder: Path) -> None:
+        """Write the record over the one before it."""
+        values = {**vars(self), "shards": [vars(shard) for shard in self.shards]}
+        write_record(folder / RECORD, values, version=_VERSION)
+
+
+def read_bank_record(folder: Path) -> BankRecord:
+    """Read a bank's record."""
+    if not (folder / RECORD).is_file():
+        raise UsageError(f"{folder} is no bank of adapters: it holds no {RECORD}.", cure="Make one: space ingest.")
+    return read_record(folder / RECORD, _record, version=_VERSION, of="a bank of adapters")
+
+
+def _record(values: dict[str, Any]) -> BankRecord:
+    shards = tuple(
+        ShardRecord(
+            str(shard["file"]), int(shard["nbytes"]), str(shard["digest"]),
+            tuple(shard["names"]), tuple(shard["contents"]), tuple(shard["stamps"]),
+        )
+        for shard in values["shards"]
+    )  # fmt: skip
+    for shard in shards:
+        if not len(shard.names) == len(shard.contents) == len(shard.stamps) or "/" in shard.file:
+            raise ValueError(f"the entry of {shard.file} contradicts itself")
+    names = [name for shard in shards for name in shard.names]
+    if len(set(names)) < len(names):
+        raise ValueError("a name is given twice")
+    modules = {name: (int(rows), int(columns)) for name, (rows, columns) in sorted(values["modules"].items())}
+    kernels = {name: tuple(sides) for name, sides in values["kernels"].items()}
+    return BankRecord(modules, kernels, values["base"], shards, values["skipped"], values.get("provenance", {}))
 
 
 @final
@@ -127,6 +196,12 @@ def joined(modules: Sequence[str], pieces: Sequence[Rows]) -> AdapterStack:
     return AdapterStack(
         down, up, {name: scale[:, column] for column, name in names}, {name: rank[:, column] for column, name in names}
     )
+
+
+def stacked(adapter: Adapter, shapes: Mapping[str, tuple[int, int]]) -> AdapterStack:
+    """One adapter as a stack over these modules; those that it lacks are unchanged."""
+    modules = dict(sorted(shapes.items()))
+    return joined(list(modules), [rows_of_adapter(adapter, modules)])
 
 
 def write_shard(path: Path, pieces: Sequence[Rows], *, compress: bool) -> None:

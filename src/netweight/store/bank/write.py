@@ -14,8 +14,16 @@ from netweight.core.digest import of_file
 from netweight.core.files import lock, naming_failures, part_of, publish
 from netweight.errors import OutputExists, UsageError
 from netweight.nn.lora import Adapter, AdapterStack
-from netweight.store.bank.record import RECORD, BankRecord, ShardRecord, read_bank_record
-from netweight.store.bank.shard import Rows, ShardReader, rows_of, write_shard
+from netweight.store.bank.shard import (
+    RECORD,
+    BankRecord,
+    Rows,
+    ShardReader,
+    ShardRecord,
+    read_bank_record,
+    rows_of,
+    write_shard,
+)
 
 _SHARD_BYTES = 1 << 28
 _LOCK = ".lock"

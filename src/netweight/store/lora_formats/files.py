@@ -396,8 +396,7 @@ def _check_kernels(adapter: Adapter, kernels: Mapping[str, tuple[int, ...]]) -> 
 
 def _shaped(change: LowRank, kernel: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The factors in the shapes that a convolution's have."""
-    ones = [1] * len(kernel)
-    return change.down.reshape(change.rank, -1, *kernel), change.up.reshape(*change.up.shape, *ones)
+    return change.down.reshape(change.rank, -1, *kernel), change.up.reshape(*change.up.shape, *(1 for _ in kernel))
 
 
 def _diffusers_content(
@@ -515,9 +514,8 @@ def _kohya_tensors(factors: Mapping[str, LowRank], kernels: Mapping[str, tuple[i
                 f"Two modules are called {name!r} in kohya's layout; one is {module!r}.", cure="Choose another layout."
             )
         up = change.up if alphas[module] == common else scaled_up(change.up, change.scale * change.rank / common)
-        kernel = kernels.get(module, ())
-        tensors[f"{name}.lora_down.weight"] = change.down.reshape(change.rank, -1, *kernel)
-        tensors[f"{name}.lora_up.weight"] = up.reshape(*up.shape, *(1 for _ in kernel))
+        down, up = _shaped(LowRank(change.down, up), kernels.get(module, ()))
+        tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
         exact = torch.tensor(common)
         tensors[f"{name}.alpha"] = exact if exact.item() == common else torch.tensor(common, dtype=torch.float64)
     return tensors

@@ -24,9 +24,10 @@ from netweight.methods.space.fitting.gram import (
     make_block_row,
     stack_of,
 )
-from netweight.methods.space.fitting.streaming import fit_matrix, fit_shards, fit_streaming
+from netweight.methods.space.fitting.streaming import fit_shards, fit_streaming
 from netweight.methods.space.settings import FitSettings
 from netweight.nn.lora import AdapterStack
+from netweight.nn.matrix_pca import fit_exactly
 from netweight.nn.pca import MOST_DUAL, BasisFit, Halves, fit_gram, halves_of, orthonormality
 from netweight.store.bank.bank import AdapterBank
 
@@ -141,10 +142,8 @@ def _fit_rows(bank: Bank, config: FitSettings, work: Work, dual: bool) -> Fitted
     """By the numbers of the factors, exactly or by streaming."""
     layout, standardize = RowLayout.of(bank), config.standardize
     if dual:
-        fit = fit_matrix(
-            BankRows(bank, layout, 0, len(bank)), config.components, standardize=standardize, solver="dual",
-            halves=config.halves, progress=work.progress,
-        )  # fmt: skip
+        how: Any = {"standardize": standardize, "halves": config.halves, "progress": work.progress}
+        fit = fit_exactly(BankRows(bank, layout, 0, len(bank)), config.components, **how)
     else:
         fit = _streamed(bank, layout, "factors", config, work, standardize=standardize)
     accuracy = Accuracy(fit.solver, fit.captured, orthonormality(fit.basis.components), fit.passes, fit.halves)

@@ -72,7 +72,7 @@ def build_view(
     drawn = sampler.draw(settings.samples, seed=settings.seed) if settings.samples else space.scores[:0]
     live = live_pipeline(model, space, settings, shown, reader)
     painted = isinstance(live, str)
-    walks = [_walk(center, step, settings.strengths) for step in steps]
+    walks = [torch.stack([center + strength * step.vector for strength in settings.strengths]) for step in steps]
     total = sum(map(len, (*walks * painted, drawn))) * len(settings.seeds) + len(shown)
     with progress.task("Generating", total, unit="images") as task:
         images = partial(_images, model, space, settings, task)
@@ -119,10 +119,6 @@ def _steps(space: WeightSpace, directions: Sequence[Direction], components: int)
             _Step(f"component {number + 1}", "component", vector, f"{share:.1f} % of the variance in the space")
         )
     return found
-
-
-def _walk(center: Tensor, step: _Step, strengths: Sequence[float]) -> Tensor:
-    return torch.stack([center + strength * step.vector for strength in strengths])
 
 
 def _images(
