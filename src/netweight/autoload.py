@@ -38,10 +38,9 @@ def install() -> None:
     """Tell the modules that are imported already, and wait for the others."""
     if is_installed():
         return
-    sys.meta_path.insert(0, _Finder())
-    for name, tell in _TELL.items():
-        if name in sys.modules:
-            tell(sys.modules[name])
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    finder.tell_finished()
 
 
 def is_installed() -> bool:
@@ -52,10 +51,24 @@ def is_installed() -> bool:
 class _Finder:
     """Finds what others find, and has modules told as soon as they have been executed."""
 
+    def __init__(self) -> None:
+        # Where one of them imports torch, and that us, it is told at the next import after its own has ended.
+        self.begun = {name for name in _TELL if name in sys.modules}
+
+    def tell_finished(self) -> None:
+        """Tell the modules whose import began before this finder was there."""
+        for name in [*self.begun]:
+            module = sys.modules.get(name)
+            if not getattr(getattr(module, "__spec__", None), "_initializing", False):
+                self.begun.discard(name)
+                if module is not None:
+                    _TELL[name](module)
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find one of the modules that are waited for."""
+        self.tell_finished()
         tell = _TELL.get(fullname)
         if tell is None:
             return None

@@ -61,6 +61,12 @@ def test_a_program_that_imports_only_transformers(place):
     assert printed == ["CompressedTensor"], errors
 
 
+def test_a_part_of_transformers_may_be_what_imports_torch(place):
+    program = "from transformers import PreTrainedModel, Trainer" + TRANSFORMERS
+    printed, errors = run(place, program + "print(PreTrainedModel.save_pretrained.__wrapped__.__name__)")
+    assert printed == ["CompressedTensor", "save_pretrained"], errors
+
+
 def test_without_compressed_models_nothing_else_is_imported(place):
     printed, errors = run(
         place, f"from transformers import AutoModel, Trainer\nAutoModel.from_pretrained('bert')\n{LOADED}"

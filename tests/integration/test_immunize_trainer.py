@@ -14,18 +14,20 @@ from trainer_under_test import arguments  # noqa: E402
 
 from netweight.core.seeds import torch_generator  # noqa: E402
 from netweight.data.examples import Example, Pair, collate  # noqa: E402
+from netweight.data.tokenizer import train_bpe  # noqa: E402
+from netweight.data.tokens import any_pairs  # noqa: E402
 from netweight.errors import Unsupported, UsageError  # noqa: E402
 from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
 from netweight.methods.immunize.lens import response_loss  # noqa: E402
 from netweight.methods.immunize.settings import RepNoise, SafetyTraining  # noqa: E402
-from netweight.plugins.immunize_trainer import ImmunizeTrainer, PairCollator, as_pair  # noqa: E402
+from netweight.plugins.immunize_trainer import ImmunizeTrainer, PairCollator  # noqa: E402
 
 
 def rows(pairs):
     return [dataclasses.asdict(pair) for pair in pairs]
 
 
-def trainer(folder, model=None, data=None, config=RepNoise(), retain=(), evaluate=None, **changes):
+def trainer(folder, model=None, data=None, config=RepNoise(), retain=(), evaluate=None, tokenizer=None, **changes):
     return ImmunizeTrainer(
         model or decoder(),
         arguments(folder, **{"weight_decay": 0.0, "per_device_train_batch_size": 4} | changes),
@@ -35,6 +37,7 @@ def trainer(folder, model=None, data=None, config=RepNoise(), retain=(), evaluat
         measure_every=3,
         train_dataset=rows(some_pairs(10)) if data is None else data,
         eval_dataset=evaluate,
+        processing_class=tokenizer,
     )
 
 
@@ -110,6 +113,39 @@ def test_a_stream_without_an_end_is_read_as_it_is_trained_on(tmp_path):
     assert 8 <= Endless.read < 50
 
 
+def test_a_killed_training_goes_on_to_the_same_bits(tmp_path):
+    """From a checkpoint of Trainer, with dropout, rows to keep and a weight that was balanced before."""
+    kept = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9)), Example((4, 4), (9,))]
+    how = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    whole = trainer(tmp_path, decoder("gpt2"), retain=kept, **how)
+    whole.train()
+    resumed = trainer(tmp_path, decoder("gpt2"), retain=kept, **how)
+    torch.manual_seed(99)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.stateful_callbacks["netweight.balance"] == whole.state.stateful_callbacks["netweight.balance"]
+    for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_rows_of_text_train_as_their_tokens_do(tmp_path):
+    """By a tokenizer, as they stand or streamed."""
+    text = [{"prompt": f"{name} ", "chosen": "no", "rejected": f"yes {name}"} for name in "abcd"]
+    tokenizer = train_bpe([" ".join(row.values()) for row in text] * 3, 300)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(text)
+
+    ends = []
+    for data in (any_pairs(text, tokenizer), text, Stream()):
+        model = decoder(vocabulary=400)
+        run = trainer(tmp_path, model, data, max_steps=1, train_sampling_strategy="sequential", tokenizer=tokenizer)
+        run.train()
+        ends.append(list(run.model.parameters()))
+    for end in ends[1:]:
+        assert all(map(torch.equal, end, ends[0]))
+
+
 def test_one_batch_holds_both_sides_of_each_pair():
     pairs = some_pairs(3)
     batch = PairCollator(pad_id=7)(rows(pairs))
@@ -117,7 +153,7 @@ def test_one_batch_holds_both_sides_of_each_pair():
         for side, example in (("harmless", pair.harmless), ("harmful", pair.harmful)):
             tokens = batch[side]["input_ids"][row][batch[side]["attention_mask"][row] == 1]
             assert tuple(tokens.tolist()) == example.prompt + example.response
-    assert as_pair(pairs[0]) is pairs[0]
+    assert any_pairs(pairs)[0] is pairs[0]
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path):

@@ -22,10 +22,9 @@ from netweight.core.seeds import torch_generator
 from netweight.data.examples import Example
 from netweight.errors import OutputFailed, TrainingStopped, Unsupported, UsageError
 from netweight.methods.immunize import train as training
-from netweight.methods.immunize.checkpoint import CHECKPOINT, RECORD
 from netweight.methods.immunize.defense import collate_pairs
 from netweight.methods.immunize.settings import RepNoise
-from netweight.methods.immunize.train import immunize
+from netweight.methods.immunize.train import CHECKPOINT, RECORD, immunize
 from netweight.plugins.immunize_trainer import ImmunizeTrainer
 
 PAIRS = some_pairs(9)  # the last batch of four is one pair, so that one process has none

@@ -9,7 +9,8 @@ from netweight.core.files import whole_folder
 from netweight.errors import CorruptBlob, OutputExists, UsageError
 from netweight.job import Job
 from netweight.methods.federate.engine import Checkpoint as FederationCheckpoint
-from netweight.methods.immunize.checkpoint import Checkpoint as TrainingCheckpoint
+from netweight.methods.immunize.settings import TrainingSettings
+from netweight.methods.immunize.train import CHECKPOINT, immunize
 from netweight.store import StoreWriter, open_store
 from netweight.store.checkpoint import open_checkpoint, read_record, write_checkpoint, write_record
 
@@ -61,21 +62,21 @@ def test_a_failure_on_the_way_leaves_the_older_one(tmp_path):
 
 def test_trainings_and_federations_are_written_and_read_in_this_layout(tmp_path):
     """The layout of both is that of earlier releases, to the byte."""
-    weight, moment = torch.randn(3, 4), torch.randn(3, 4)
-    step = {"step": 0, "rate": 0.1, "norm": 2.0, "terms": {"retain": {"value": 1.5, "weight": 1.0, "norm": None}}}
-    about = {"identity": "x", "balance": {"noise": 0.25}, "steps": [step]}
-    by_hand(tmp_path / "hand", about, {"weight|w": weight, "exp_avg|w": moment})
-    with Job.open(tmp_path, key={"lr": 1}, state="hand") as job:
-        training = TrainingCheckpoint.load(job, "x")
-        assert torch.equal(training.weights["w"], weight)
-        assert torch.equal(training.moments["w", "exp_avg"], moment)
-        assert (training.balance, training.steps[0].terms["retain"].value) == ({"noise": 0.25}, 1.5)
-        with pytest.raises(UsageError, match="other settings or inputs"):
-            TrainingCheckpoint.load(job, "y")
-    with Job.open(tmp_path, state="saved") as job:
-        training.save(job, "x")
-    assert (tmp_path / "saved").read_bytes() == (tmp_path / "hand").read_bytes()
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from decoders_under_test import decoder, some_pairs
 
+    model = decoder(layers=1)
+    immunize(model, some_pairs(), settings=TrainingSettings(batch_size=2), folder=tmp_path / "training")
+    with open_checkpoint(tmp_path / "training" / CHECKPOINT) as (about, store, names):
+        by_hand(tmp_path / "hand", about, {name: store.get(name) for name in names})
+    assert (tmp_path / "training" / CHECKPOINT).read_bytes() == (tmp_path / "hand").read_bytes()
+    trained = [name for name, _ in model.named_parameters()]
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    assert names == [f"weight|{name}" for name in trained] + [f"{kind}|{name}" for name in trained for kind in kinds]
+    assert {*about} == {"identity", "balance", "steps", "job"}
+    assert {*about["steps"][1]} == {"step", "rate", "norm", "terms"}
+
+    weight, moment = torch.randn(3, 4), torch.randn(3, 4)
     by_hand(tmp_path / "other", {"settings": "x", "rounds": []}, {"state|w": weight, "private|3|w": moment})
     with Job.open(tmp_path, key={"lr": 1}, state="other") as job:
         federation = FederationCheckpoint.load(job, "x")

@@ -14,7 +14,7 @@ from decoders_under_test import FAMILIES, decoder, drawn, some_pairs
 
 from netweight.data.examples import collate
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.layer_metrics import (
+from netweight.methods.immunize.depth import (
     Plane,
     lens_by_layer,
     probe_accuracies,
@@ -89,7 +89,7 @@ def test_probes_see_a_shift_and_nothing_else():
 
 def test_a_probe_is_a_penalized_logistic_regression():
     linear = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is not installed")
-    from netweight.methods.immunize.layer_metrics import _fit
+    from netweight.methods.immunize.depth import _fit
 
     features = torch.randn(60, 4, generator=drawn(), dtype=torch.float64)
     labels = (features[:, 0] + torch.randn(60, generator=drawn(2)) > 0).double()

@@ -27,7 +27,6 @@ from netweight.methods.immunize.baselines import (
     remove_security_vectors,
     without_security_vectors,
 )
-from netweight.methods.immunize.checkpoint import CHECKPOINT, RECORD, Checkpoint, Record
 from netweight.methods.immunize.defense import Defense, Term, collate_pairs
 from netweight.methods.immunize.lens import response_loss
 from netweight.methods.immunize.settings import (
@@ -40,7 +39,7 @@ from netweight.methods.immunize.settings import (
     Vaccine,
     named_defense,
 )
-from netweight.methods.immunize.train import immunize
+from netweight.methods.immunize.train import CHECKPOINT, RECORD, Record, immunize
 
 KILLED = Path(__file__).parents[1] / "support" / "killed_immunization.py"
 
@@ -208,9 +207,9 @@ def test_nan_stops_with_the_last_good_checkpoint(tmp_path):
     with pytest.raises(TrainingStopped, match=r"Step 8 .* 'retain' is nan.* after step 6, from .*immunize"):
         immunize(model, pairs, defense=Bursting(SafetyTraining()), settings=settings, folder=tmp_path)
     with Job.open(tmp_path, state=CHECKPOINT, reading=True) as job:
-        stored = Checkpoint.load(job, job.load()[0]["identity"])
-    assert all(torch.equal(value, stored.weights[name]) for name, value in model.named_parameters())
-    assert len(stored.steps) == 6
+        about, stored = job.load()
+    assert all(torch.equal(value, stored[f"weight|{name}"]) for name, value in model.named_parameters())
+    assert len(about["steps"]) == 6
 
     Bursting.calls = []
     with pytest.raises(TrainingStopped, match="before this step"):

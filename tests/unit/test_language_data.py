@@ -171,6 +171,27 @@ def test_conversations_are_rendered_by_the_chat_template(tokenizer):
         tokens.load_pairs(rows, tokenizer, context=99)
 
 
+def test_a_prompt_may_be_what_both_answers_begin_with(tokenizer):
+    """As TRL's data sets have it, for strings and conversations."""
+    joined = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in ROWS]
+    assert tokens.any_pairs(joined, tokenizer) == tokens.load_pairs(ROWS, tokenizer, context=64)
+    chatty = train_bpe([json.dumps(row) for row in ROWS] * 3, 300)
+    chatty.chat_template = CHAT
+    asked, answers = conversation(("user", "How?")), [conversation(("assistant", text)) for text in ("No.", "So.")]
+    apart = [{"prompt": asked, "chosen": answers[0], "rejected": answers[1]}]
+    rows = [{"chosen": asked + answers[0], "rejected": asked + answers[1], "score_chosen": 0.5}]
+    assert (
+        tokens.any_pairs(rows, chatty)
+        == tokens.any_pairs(apart, chatty)
+        == tokens.load_pairs(apart, chatty, context=64)
+    )
+    for chosen, rejected in (("No", "Yes"), ("So", "So far"), ("So", "So")):
+        with pytest.raises(UsageError, match="row 0: chosen and rejected do not part after a common prompt"):
+            tokens.any_pairs([{"chosen": chosen, "rejected": rejected}], tokenizer)
+    with pytest.raises(NameNotFound, match=r"no column 'prompt'.*'promt'"):
+        tokens.any_pairs([{"promt": "How?", "chosen": "I will not", "rejected": "I will"}], tokenizer)
+
+
 def test_templates_stand_around_the_text(tokenizer):
     rows = [{"prompt": "Why {answer}?", "response": "So {prompt}."}]
     (found,) = tokens.load_examples(rows, tokenizer, context=64, template=tokens.QUESTION_AND_ANSWER)

@@ -27,8 +27,8 @@ def immunize(model: Path, destination: Path, settings: ImmunizeSettings, card: b
     by step, and immunize-report, what that changed inside the model. The same command continues a run that was stopped.
     `netweight attack finetune` measures how long the defense holds.
     """
-    from netweight.methods.immunize.checkpoint import RECORD
     from netweight.methods.immunize.folder import immunize_folder
+    from netweight.methods.immunize.train import RECORD
 
     done = immunize_folder(
         model, destination, settings,

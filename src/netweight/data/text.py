@@ -48,14 +48,16 @@ Kind = TypeVar("Kind", TextPair, TextExample)
 
 
 def text_pairs(source: str | Path | Any, *, columns: Mapping[str, str] | None = None) -> list[TextPair]:
-    """Read pairs."""
+    """Read pairs; where there are chosen and rejected alone, what both begin with is the prompt, as TRL has it."""
     rows = read_rows(source)
     names = _columns(("prompt", "chosen", "rejected"), columns)
-    rows.need(*names.values())
+    implicit = _are_implicit(rows, names)
+    rows.need(*list(names.values())[implicit:])
     errors = RowErrors(rows.name)
     found = []
     for row in rows.rows:
-        prompt, chosen, rejected = (_text(row, column, errors) for column in names.values())
+        texts = [_text(row, column, errors) for column in list(names.values())[implicit:]]
+        prompt, chosen, rejected = _parted(*texts, row, errors) if implicit else texts
         if prompt is None or chosen is None or rejected is None:
             continue
         if len({isinstance(side, str) for side in (prompt, chosen, rejected)}) > 1:
@@ -65,6 +67,26 @@ def text_pairs(source: str | Path | Any, *, columns: Mapping[str, str] | None = 
         found.append(TextPair(prompt, chosen, rejected, categories(row, errors), rows.name, row.where))
     errors.refuse(_CURE)
     return found
+
+
+def _are_implicit(rows: Rows, names: Mapping[str, str]) -> bool:
+    """Whether no column can be the prompt: a misspelled one is not to be taken for none."""
+    prompt, *answers = names.values()
+    own = {*answers, "category"}
+    others = (value for row in rows.rows for name, value in row.values.items() if name not in own)
+    return prompt not in rows.columns and not any(isinstance(value, str) for value in others)
+
+
+def _parted(chosen: Text | None, rejected: Text | None, row: Row, errors: RowErrors) -> list[Text | None]:
+    """Take what both answers begin with for their prompt: letters, or whole messages."""
+    if chosen is None or rejected is None or isinstance(chosen, str) != isinstance(rejected, str):
+        return [chosen, chosen, rejected]  # the row is refused anyway
+    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
+    if isinstance(chosen, str) and chosen[:same].endswith(" "):
+        same -= 1  # a space belongs to the answer
+    if not 0 < same < min(len(chosen), len(rejected)):
+        errors.add(row.where, "chosen and rejected do not part after a common prompt")
+    return [chosen[:same], chosen[same:], rejected[same:]]
 
 
 def text_examples(source: str | Path | Any, *, columns: Mapping[str, str] | None = None) -> list[TextExample]:

@@ -6,7 +6,7 @@ behind the same prompt ids, so a mask by the prompt's length is right for both, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -240,3 +240,39 @@ def load_examples(
     """Read rows with prompt and response, as token ids."""
     texts = text_examples(source, columns=columns)
     return tokenized_examples(texts, tokenizer, context=context, template=template, too_long=too_long)
+
+
+_PARTS = ("prompt", "chosen", "rejected")
+
+
+def any_pairs(
+    rows: Iterable[Pair | Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    context: int = 1 << 30,
+) -> list[Pair]:
+    """Take rows of a data set for pairs: of token ids as they are, of text, as TRL has it, by a tokenizer."""
+    rows = list(rows)
+    if all(isinstance(row, Pair) for row in rows):
+        return rows  # type: ignore[return-value]
+    texts = [row for row in rows if isinstance(row, Mapping) and _is_text(row.get("chosen"))]
+    if tokenizer is not None and texts:
+        return load_pairs(rows, tokenizer, context=context)
+    return [row if isinstance(row, Pair) else _of_ids(row) for row in rows]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value)
+    )
+
+
+def _of_ids(row: Mapping[str, Any]) -> Pair:
+    missing = [name for name in _PARTS if name not in row]
+    if missing:
+        raise UsageError(f"A row lacks {', '.join(missing)}.", cure="Rows hold prompt, chosen and rejected.")
+    tokens = [value.tolist() if hasattr(value := row[name], "tolist") else value for name in _PARTS]
+    for name, value in zip(_PARTS, tokens, strict=True):
+        if isinstance(value, str) or not all(isinstance(token, int) for token in value):
+            raise UsageError(f"{name!r} of a row holds no token ids.", cure="Tokenize it, or pass a tokenizer.")
+    return Pair(*map(tuple, tokens))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
@@ -259,3 +259,19 @@ def _filled(factor: Tensor, rank: int, dim: int) -> Tensor:
     shape = list(factor.shape)
     shape[dim] = missing
     return torch.cat([factor, factor.new_zeros(shape)], dim=dim) if missing else factor
+
+
+@final
+class AddedLowRank(nn.Module):
+    """A parametrization by `torch.nn.utils.parametrize`: a weight plus scale · up @ down, which is 0 at first."""
+
+    def __init__(self, weight: Tensor, rank: int, generator: torch.Generator, scale: float = 1.0) -> None:
+        super().__init__()
+        rows, columns = weight.shape
+        down = torch.randn(rank, columns, generator=generator) / columns**0.5
+        self.down, self.up = nn.Parameter(down.to(weight)), nn.Parameter(weight.new_zeros(rows, rank))
+        self.scale = scale
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the sum."""
+        return weight + self.scale * (self.up @ self.down)

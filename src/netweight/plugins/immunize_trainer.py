@@ -7,8 +7,8 @@ Under `accelerate launch` or `torchrun` it trains in several processes, by DDP o
 that of one batch of all their rows.
 """
 
-# A batch holds both sides of its pairs, so that nothing can part them. All sides go backward together here; `immunize`
-# takes them one after the other, in less memory, and steps narrow weights in float32.
+# A batch holds both sides of its pairs, so that nothing can part them. Gradients are those of `immunize`, by the same
+# function; optimizer, schedule, data and checkpoints are `Trainer`'s.
 
 from __future__ import annotations
 
@@ -19,41 +19,27 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.examples import Batch, Example, Pair
+from netweight.data.tokens import any_pairs
 from netweight.errors import MissingExtra, Unsupported, UsageError
+from netweight.hf.load_language_model import context_of
 from netweight.methods.immunize.baselines import VaccineDefense
-from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, collate_pairs, gradient_norm
-from netweight.methods.immunize.distributed import ALONE, ProcessGroup, trained_weights, units
+from netweight.methods.immunize.defense import Defense, PairBatch, add_gradients, collate_pairs
+from netweight.methods.immunize.distributed import ALONE, ProcessGroup, average_gradients, trained_weights, units
 from netweight.methods.immunize.settings import DefenseSettings
 from netweight.methods.immunize.train import check_inputs, collate_part, defense_of, drawn_rows
 from netweight.nn.decoder import structure_of
 
 try:
-    from transformers import Trainer
+    from transformers import Trainer, set_seed
 except ImportError as error:
     raise MissingExtra(
         "This trainer needs transformers 5 and accelerate, which are not installed.",
         cure="Install them: pip install 'netweight[llm]'.",
     ) from error
-
-
-_COLUMNS = ("prompt", "chosen", "rejected")
-
-
-def as_pair(row: Pair | Mapping[str, Sequence[int]]) -> Pair:
-    """Take a row of a data set for a pair."""
-    if isinstance(row, Pair):
-        return row
-    missing = [name for name in _COLUMNS if name not in row]
-    if missing:
-        raise UsageError(f"A row lacks {', '.join(missing)}.", cure="Rows hold token ids as prompt, chosen, rejected.")
-    tokens = [value.tolist() if isinstance(value := row[name], Tensor) else value for name in _COLUMNS]
-    for name, value in zip(_COLUMNS, tokens, strict=True):
-        if isinstance(value, str) or not all(isinstance(token, int) for token in value):
-            raise UsageError(f"{name!r} of a row holds no token ids.", cure="Tokenize the rows first.")
-    return Pair(*map(tuple, tokens))
 
 
 @final
@@ -63,10 +49,13 @@ class PairCollator:
 
     pad_id: int  # what stands after the end of the shorter ones
     aligned: bool = False  # pad both sides to one width, for the published loss
+    tokenizer: Any = None  # for rows of text
+    context: int = 1 << 30  # most tokens of these
 
-    def __call__(self, rows: Sequence[Pair | Mapping[str, Sequence[int]]]) -> dict[str, dict[str, Tensor]]:
+    def __call__(self, rows: Sequence[Pair | Mapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
         """Return `input_ids`, `attention_mask` and `labels` under `harmless` and under `harmful`."""
-        batch = collate_pairs([as_pair(row) for row in rows], pad_id=self.pad_id, aligned=self.aligned)
+        pairs = any_pairs(rows, self.tokenizer, context=self.context)
+        batch = collate_pairs(pairs, pad_id=self.pad_id, aligned=self.aligned)
         return {"harmless": _tensors(batch.harmless), "harmful": _tensors(batch.harmful)}
 
 
@@ -81,7 +70,9 @@ class ImmunizeTrainer(Trainer):
     # `model`: a causal language model in float32, or with adapters in float32; `bf16=True` among the arguments computes
     # in bfloat16
     # `retain`: examples of ability that is kept; as many rows of them as of pairs join every batch
-    # `train_dataset`: rows of token ids; a stream, which has no length, is read batch by batch and checked no further
+    # `train_dataset`: rows of prompt, chosen and rejected as token ids, or of text as TRL has them (strings or
+    # conversations, the prompt apart or in both answers) for the tokenizer in `processing_class`; a stream, which has
+    # no length, is read batch by batch and checked no further
     # `measure_every`: updates between two measurements of gradient norms
 
     loss_is_scaled_for_ga = False
@@ -114,23 +105,62 @@ class ImmunizeTrainer(Trainer):
         if not self._defense.trains or (recomputes and isinstance(self._defense, VaccineDefense)):
             why = " while activations are recomputed" if self._defense.trains else ": there is nothing to train"
             raise Unsupported(f"ImmunizeTrainer cannot do {self._defense.name}{why}.", cure="Use immunize.")
-        for rows in (train_dataset, kwargs.get("eval_dataset")):
-            if rows is not None and hasattr(rows, "__len__"):
-                check_inputs(model, [as_pair(row) for row in rows], retain)
-        kwargs.setdefault("data_collator", PairCollator(pad_id, aligned=self._defense.aligned))
+        tokenizer = kwargs.get("processing_class")
+        context = 1 << 30 if tokenizer is None else context_of(model, tokenizer)  # type: ignore[arg-type]
+
+        def checked(rows: Any) -> Any:
+            if rows is None or not hasattr(rows, "__len__"):
+                return rows
+            pairs = any_pairs(rows, tokenizer, context=context)
+            check_inputs(model, pairs, retain)
+            return pairs
+
+        train_dataset, evaluated = checked(train_dataset), checked(kwargs.pop("eval_dataset", None))
+        kwargs.setdefault("data_collator", PairCollator(pad_id, self._defense.aligned, tokenizer, context))
+        kwargs["eval_dataset"] = evaluated
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
         self._group = _group_of(self)
-        self._signature_columns = list(_COLUMNS)  # type: ignore[assignment]  # Trainer fills it in later otherwise
+        # A stream's columns that Trainer is to leave in place.
+        self._signature_columns = ["prompt", "chosen", "rejected"]  # type: ignore[assignment]
         self._retain, self._pad_id, self._measure_every = retain, pad_id, measure_every
-        self._balance: dict[str, float] = {}
         self._update, self._part = -1, 0
         self._seen: dict[str, list[float]] = {}
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, with the model made ready for the defense."""
         model: Any = self.model
+        set_seed(self.args.seed)  # whatever was drawn since: the order of rows is to be that of the first start
         with self._defense.prepared(model, seed=derive(self.args.seed, "prepare")):
             return super().train(*args, **kwargs)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Add the gradients of a batch of `PairCollator`."""
+        model.train()
+        batch = self._batch(inputs)
+        network = model.module if isinstance(model, DistributedDataParallel) else model  # gradients are averaged here
+        self._part = self._part + 1 if self.state.global_step == self._update else 0
+        self._update = self.state.global_step
+        # Before gradients are accumulated, which measuring shards would take away.
+        measure = not self._part and self._update % self._measure_every == 0
+        scale = 1 / self.current_gradient_accumulation_steps
+        if (scaler := self.accelerator.scaler) is not None:
+            scale *= float(scaler.scale(torch.ones((), device=self.args.device)))
+        with self.compute_loss_context_manager(), _reducing(network, measure or self.accelerator.sync_gradients, self):
+            terms = add_gradients(
+                self._defense, network, batch, self._kept(len(batch.harmful.input_ids)),
+                torch_generator(self.args.seed, "noise", self._update, self._part), trained_weights(network),
+                self._balance, measure=measure, scale=scale,
+            )  # fmt: skip
+        if self.accelerator.sync_gradients:
+            average_gradients(trained_weights(network), self._group)
+        for name, term in terms.items():
+            for suffix, value in (("", term.value), ("_weight", term.weight), ("_norm", term.norm)):
+                if value is not None:
+                    self._seen.setdefault(name + suffix, []).append(value)
+        total = sum(term.weight * term.value for term in terms.values()) / self.current_gradient_accumulation_steps
+        return torch.tensor(total, device=self.args.device)
 
     def compute_loss(
         self,
@@ -139,41 +169,36 @@ class ImmunizeTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Compute the defense's loss on a batch of `PairCollator`."""
-        batch = PairBatch(Batch(**inputs["harmless"]), Batch(**inputs["harmful"]), self._group)
-        parameters = trained_weights(model)
-        generator = self._draw() if model.training else torch_generator(self.args.seed, "evaluation")
-        sides = [*self._defense.sides(model, batch, generator), *self._general(model, len(batch.harmful.input_ids))]
+        """Compute the defense's loss on a batch of `PairCollator`, as evaluation does."""
+        sides = self._defense.sides(model, self._batch(inputs), torch_generator(self.args.seed, "evaluation"))
         terms = {name: term for side in sides for name, term in side.items()}
-        if model.training:
-            for side in sides:
-                self._measure(model, side, parameters)
-        weights = {
-            name: term.weight if term.share is None else self._balance.get(name, term.weight)
-            for name, term in terms.items()
-        }
-        if model.training:
-            values = torch.tensor([term.value.detach().item() for term in terms.values()])
-            for name, value in zip(terms, self._group.mean(values).tolist(), strict=True):
-                self._note(name, value)
-                self._note(f"{name}_weight", weights[name])
+        weights = {n: self._balance.get(n, term.weight) if term.share else term.weight for n, term in terms.items()}
         total = torch.stack([weights[name] * term.value for name, term in terms.items()]).sum()
         return (total, {name: term.value for name, term in terms.items()}) if return_outputs else total
 
-    def _general(self, model: nn.Module, rows: int) -> Iterator[Side]:
+    def _batch(self, inputs: dict[str, Any]) -> PairBatch:
+        sides = self._prepare_inputs(inputs)
+        return PairBatch(Batch(**sides["harmless"]), Batch(**sides["harmful"]), self._group)
+
+    @property
+    def _balance(self) -> dict[str, float]:
+        """Weights that were found by gradient norms; checkpoints hold them, so that these go on to the same bits."""
+        found: dict[str, float] = self.state.stateful_callbacks.setdefault("netweight.balance", {})
+        return found
+
+    def _kept(self, rows: int) -> Batch | None:
         """What is kept besides, as much of it as there are pairs."""
-        if self._retain and model.training:
-            size = sum(self._group.counts(rows))
-            step = self._update * max(1, self.args.gradient_accumulation_steps) + self._part
-            drawn = drawn_rows(len(self._retain), size, step, seed=self.args.seed, stream="retain")
-            batch = collate_part(self._retain, drawn, self._group, pad_id=self._pad_id)
-            yield {"general": Term(self._defense.general(model, batch.to(self.args.device), self._group))}
+        if not self._retain:
+            return None
+        size = sum(self._group.counts(rows))
+        step = self._update * max(1, self.args.gradient_accumulation_steps) + self._part
+        drawn = drawn_rows(len(self._retain), size, step, seed=self.args.seed, stream="retain")
+        return collate_part(self._retain, drawn, self._group, pad_id=self._pad_id).to(self.args.device)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Compute the loss alone."""
-        inputs = self._prepare_inputs(inputs)
         with torch.set_grad_enabled(isinstance(self._defense, VaccineDefense)):  # which looks for the worst shift
             loss: Tensor = self.compute_loss(model, inputs)
         return loss.detach(), None, None
@@ -184,30 +209,6 @@ class ImmunizeTrainer(Trainer):
             logs |= {name: sum(values) / len(values) for name, values in self._seen.items()}
             self._seen.clear()
         super().log(logs, start_time)
-
-    def _draw(self) -> torch.Generator:
-        """Where the noise of this pass comes from: a stream of its own for each update and each part of one."""
-        self._part = self._part + 1 if self.state.global_step == self._update else 0
-        self._update = self.state.global_step
-        return torch_generator(self.args.seed, "noise", self._update, self._part)
-
-    def _measure(self, model: nn.Module, side: Side, parameters: Sequence[nn.Parameter]) -> None:
-        """Measure the norms of a side's gradients and balance its weights by them, when it is time."""
-        unknown = any(term.share is not None and name not in self._balance for name, term in side.items())
-        # Before gradients are accumulated, which measuring shards would take away.
-        if self._part or not (unknown or self._update % self._measure_every == 0):
-            return
-        with _reducing(model, self.accelerator.sync_gradients):
-            norms = {name: gradient_norm(term.value, parameters, self._group) for name, term in side.items()}
-        pull = sum(abs(term.weight) * norms[name] for name, term in side.items() if term.share is None)
-        for name, term in side.items():
-            self._note(f"{name}_norm", norms[name])
-            if term.share is not None and norms[name] > 0:
-                found = term.share * pull / norms[name]
-                self._balance[name] = min(found, self._balance.get(name, found))
-
-    def _note(self, name: str, value: float) -> None:
-        self._seen.setdefault(name, []).append(value)
 
 
 def _group_of(trainer: Trainer) -> ProcessGroup:
@@ -226,13 +227,13 @@ def _group_of(trainer: Trainer) -> ProcessGroup:
 
 
 @contextmanager
-def _reducing(model: nn.Module, otherwise: bool) -> Iterator[None]:
-    """Let FSDP reduce the gradients of a backward pass, also where more batches are to be accumulated first."""
+def _reducing(model: nn.Module, wanted: bool, trainer: Trainer) -> Iterator[None]:
+    """Let FSDP reduce the gradients of backward passes, also where more batches are to be accumulated first."""
     roots: list[Any] = [unit for unit in units(model) if unit is model]
     for root in roots:
-        root.set_requires_gradient_sync(True)
+        root.set_requires_gradient_sync(wanted)
     try:
         yield
     finally:
         for root in roots:
-            root.set_requires_gradient_sync(otherwise)
+            root.set_requires_gradient_sync(trainer.accelerator.sync_gradients)

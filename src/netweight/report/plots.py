@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import io
 import math
 import re
@@ -38,6 +39,19 @@ _MARKS = {
     GRID_MARK: f"var(--grid, {GRID})",
     **{mark: f"var(--series-{i}, {SERIES[i - 1]})" for i, mark in enumerate(SERIES_MARKS, start=1)},
 }
+
+
+def missing_for_figures() -> str:
+    """Return the names of libraries that reports need and that are not installed; empty if all are there."""
+    return " and ".join(name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None)
+
+
+def check_figures() -> None:
+    """Refuse to begin what would end in a report that cannot be drawn."""
+    if missing := missing_for_figures():
+        raise MissingExtra(
+            f"The report needs {missing}, which is not installed.", cure='Run: pip install "netweight[evidence]"'
+        )
 
 
 def series_color(index: int) -> str:

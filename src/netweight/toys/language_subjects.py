@@ -14,9 +14,8 @@ from netweight.attacks.finetuning.subject import Domain, Subject
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.immunize.checkpoint import Record
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings
-from netweight.methods.immunize.train import immunize
+from netweight.methods.immunize.train import Record, immunize
 from netweight.toys.language import SmallWorld, cipher_world, opened, speaker_world, write_weights
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from netweight.attacks.finetuning.attack import attacked_model
 from netweight.attacks.finetuning.subject import exact_match, greedy, mean_loss, token_accuracy
 from netweight.errors import TrainingStopped, Unsupported, UsageError
-from netweight.methods.immunize.layer_metrics import Plane, probe_accuracies, representations, weight_changes
+from netweight.methods.immunize.depth import Plane, probe_accuracies, representations, weight_changes
 from netweight.nn.decoder import structure_of
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import canvas, lines, series_color, to_figure
@@ -228,7 +228,7 @@ def planes(scale: Scale, out: Path, *, share: float | None = None) -> Measured:
     if scale == "paper":
         raise Unsupported(
             "This figure is drawn of the miniature, whose kept answers stand for harmless ones.",
-            cure="For your model call representations and Plane of netweight.methods.immunize.layer_metrics.",
+            cure="For your model call representations and Plane of netweight.methods.immunize.depth.",
         )
     setup = Ciphers()
     seen = _representations(setup, shared_folder("repnoise", out, scale), share_of(setup, share))

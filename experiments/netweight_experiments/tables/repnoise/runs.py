@@ -7,7 +7,6 @@ goes on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,11 +24,9 @@ from netweight.core.progress import Progress
 from netweight.data.examples import Pair
 from netweight.errors import TrainingStopped
 from netweight.methods.immunize.baselines import hold_security_vectors
-from netweight.methods.immunize.checkpoint import CHECKPOINT
 from netweight.methods.immunize.defense import Defense
 from netweight.methods.immunize.settings import RepNoise, TrainingSettings, named_defense
-from netweight.methods.immunize.train import defense_of, immunize
-from netweight.nn.decoder import frozen
+from netweight.methods.immunize.train import CHECKPOINT, defense_of, immunize
 from netweight.store import StoreWriter, open_store
 from netweight_experiments.tables.grid import chosen, finished, finished_of, run_each
 from netweight_experiments.tables.repnoise.setup import HARMFUL, Setup, share_of, standing_in
@@ -78,13 +75,9 @@ def taken(number: int, share: float) -> int:
     return max(1, round(share * number)) if number else 0
 
 
+@lru_cache(maxsize=1)  # a second model might not fit beside the first
 def defended_model(defended: Defended, setup: Setup, folder: Path, share: float) -> nn.Module:
     """Return a defended model: trained once, then kept in the folder; the one asked for last is at hand."""
-    return _defended(defended, setup, folder, share)
-
-
-@lru_cache(maxsize=1)  # a second model might not fit beside the first
-def _defended(defended: Defended, setup: Setup, folder: Path, share: float) -> nn.Module:
     model = setup.model(defended.start)
     if defended.defense == NONE:
         return model
@@ -133,20 +126,18 @@ def _train(
         epochs=defended.epochs,
         batch_size=defended.batch or setup.defense_batch,
         seed=defended.seed,
+        frozen=setup.layers(defended.frozen) if defended.frozen else None,
     )
-    layers = defended.frozen
-    part: AbstractContextManager[object] = frozen(model, setup.layers(layers)) if layers else nullcontext()
     stopped = place / STOPPED
     if stopped.exists():
         raise TrainingStopped(stopped.read_text(encoding="utf-8"))
-    with part:
-        try:
-            immunize(model, pairs, kept, defense=defense, settings=settings, folder=place, pad_id=setup.pad_id)
-        except TrainingStopped as error:
-            place.mkdir(parents=True, exist_ok=True)  # training that stops at once has made none
-            with whole_file(stopped) as stream:
-                stream.write(error.reason.encode())
-            raise
+    try:
+        immunize(model, pairs, kept, defense=defense, settings=settings, folder=place, pad_id=setup.pad_id)
+    except TrainingStopped as error:
+        place.mkdir(parents=True, exist_ok=True)  # training that stops at once has made none
+        with whole_file(stopped) as stream:
+            stream.write(error.reason.encode())
+        raise
 
 
 def _write(model: nn.Module, file: Path) -> None:

@@ -352,8 +352,3 @@ def _file(source: str) -> Path:
             cure="Fetch it from the authors' repository; its license is that of its data set.",
         )
     return file
-
-
-def _judge(name: str) -> Judge:
-    found: Judge = import_named(name, "The judge")
-    return found

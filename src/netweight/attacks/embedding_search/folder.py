@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +13,12 @@ from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
 from netweight.core.progress import QUIET, Progress
 from netweight.data.prompts import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
-from netweight.errors import MissingExtra, UsageError
+from netweight.errors import UsageError
 from netweight.metrics.copies import CenteredPixels, Descriptor, sscd
 from netweight.registry import Attack
 from netweight.registry import Target as Recipe
 from netweight.report.finding import Section
+from netweight.report.plots import check_figures
 
 # Prompts to start from where the user names none: they have nothing to do with most images.
 PLAIN_PROMPTS = (
@@ -59,7 +59,7 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
     """Read models, images and prompts."""
     from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
 
-    _need_extras()
+    check_figures()
     if search.base is None:
         raise UsageError("There is nothing to compare with.", cure="Name the pipeline before its edit as base.")
     for table in search.tables:
@@ -85,15 +85,6 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
         tuple(Subject(name, one) for name, one in models.items()), tuple(pairs), (*targets, *controls), unrelated,
         settings, descriptor, Wanted("original", "edited", search.least_resistance),
     )  # fmt: skip
-
-
-def _need_extras() -> None:
-    missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingExtra(
-            f"The report needs {' and '.join(missing)}, which is not installed.",
-            cure='Run: pip install "netweight[evidence]"',
-        )
 
 
 def _attack(recipe: Recipe, settings: FolderSearch, progress: Progress) -> Section:

@@ -19,6 +19,7 @@ from netweight.attacks.embedding_search.settings import SearchSettings, Start
 from netweight.core.seeds import torch_generator
 from netweight.errors import Unsupported, UsageError
 from netweight.nn.batching import Batches
+from netweight.nn.lora import AddedLowRank
 from netweight.nn.text_to_image import OpenTextToImage, Text, TextToImage, denoised, generated
 
 _RANK = 4  # of LoRA
@@ -199,20 +200,6 @@ class FromPicture(_Prompted):
 
 
 @final
-class _LowRank(nn.Module):
-    """A weight with a product of low rank added, which is 0 at first."""
-
-    def __init__(self, weight: Tensor, generator: torch.Generator) -> None:
-        super().__init__()
-        rows, columns = weight.shape
-        down = torch.randn(_RANK, columns, generator=generator) / columns**0.5
-        self.down, self.up = nn.Parameter(down.to(weight)), nn.Parameter(weight.new_zeros(rows, _RANK))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.up @ self.down
-
-
-@final
 class Relearning(Walk):
     """Training on a few pictures with their prompts: of all weights, by LoRA, or of rows that an edit zeroed."""
 
@@ -244,7 +231,7 @@ class Relearning(Walk):
         if self._kind == "lora":
             layers = [module for module in denoiser.modules() if isinstance(module, nn.Linear)]
             generator = torch_generator(self._seed, "lora")
-            added = [_LowRank(layer.weight, generator) for layer in layers]
+            added = [AddedLowRank(layer.weight, _RANK, generator) for layer in layers]
             for layer, change in zip(layers, added, strict=True):
                 parametrize.register_parametrization(layer, "weight", change)
             trained: list[nn.Parameter] = [weight for change in added for weight in change.parameters()]

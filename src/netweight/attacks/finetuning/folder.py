@@ -6,7 +6,6 @@ attacker has and those that are evaluated.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -32,12 +31,13 @@ from netweight.data.rows import read_rows
 from netweight.data.text import TextExample, text_examples
 from netweight.data.text import withhold as apart
 from netweight.data.tokens import BELOW, QUESTION_AND_ANSWER, Template, padding_of, tokenized_examples
-from netweight.errors import MissingExtra, UsageError
+from netweight.errors import UsageError
 from netweight.hf.lm_eval import check_lm_eval, measure_tasks, task_findings
 from netweight.hf.load_language_model import check_finite, check_folder, context_of, load_causal_lm
 from netweight.job import Job
 from netweight.registry import Attack, Target
 from netweight.report.finding import Finding, Section
+from netweight.report.plots import check_figures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,12 +131,7 @@ def _with_costs(section: Section, plan: SweepPlan) -> Section:
 
 def _check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) -> None:
     """Refuse before hours of work what would fail after them, or say nothing."""
-    missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingExtra(
-            f"The report needs {' and '.join(missing)}, which is not installed.",
-            cure='Run: pip install "netweight[evidence]"',
-        )
+    check_figures()
     if settings.lm_eval:
         check_lm_eval()
     folders = [folder for folder in (settings.base, model, *settings.also.values()) if folder is not None]

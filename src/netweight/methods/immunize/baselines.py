@@ -29,6 +29,7 @@ from netweight.methods.immunize.settings import (
 )
 from netweight.nn.decoder import structure_of, vocabulary_of
 from netweight.nn.hooks import capture, edit_outputs
+from netweight.nn.lora import AddedLowRank
 
 
 @final
@@ -145,7 +146,7 @@ class SecurityVectorsDefense(Defense[SecurityVectors]):
                     weight = module._parameters.get("weight")
                     if weight is not None and weight.dim() == 2:
                         generator = torch_generator(seed, path, name)
-                        vector = _LowRank(weight.detach(), rank, self.settings.alpha / rank, generator)
+                        vector = AddedLowRank(weight.detach(), rank, generator, self.settings.alpha / rank)
                         parametrize.register_parametrization(module, "weight", vector)
                         vectors += vector.parameters()
             for value, _ in before:
@@ -164,27 +165,11 @@ class SecurityVectorsDefense(Defense[SecurityVectors]):
         yield {"harmful": Term(response_loss(model, batch.harmful, batch.group))}
 
 
-@final
-class _LowRank(nn.Module):
-    """A weight plus a product of two thin matrices, the second of which starts at 0."""
-
-    def __init__(self, weight: Tensor, rank: int, scale: float, generator: torch.Generator) -> None:
-        super().__init__()
-        rows, columns = weight.shape
-        down = torch.randn(rank, columns, generator=generator) / columns**0.5
-        self.down = nn.Parameter(down.to(weight))
-        self.up = nn.Parameter(weight.new_zeros(rows, rank))
-        self.scale = scale
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.scale * (self.up @ self.down)
-
-
 def remove_security_vectors(model: nn.Module) -> None:
     """Take a security vector out of a model; the model's own weights stay, with what they learned since."""
     for module in model.modules():
         if parametrize.is_parametrized(module, "weight") and any(
-            isinstance(part, _LowRank)
+            isinstance(part, AddedLowRank)
             for part in module.parametrizations.weight  # type: ignore[union-attr]
         ):
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
@@ -212,8 +197,8 @@ def without_security_vectors(model: nn.Module) -> Iterator[None]:
             part.scale = scale
 
 
-def _vectors(model: nn.Module) -> list[_LowRank]:
-    return [part for part in model.modules() if isinstance(part, _LowRank)]
+def _vectors(model: nn.Module) -> list[AddedLowRank]:
+    return [part for part in model.modules() if isinstance(part, AddedLowRank)]
 
 
 @final

@@ -7,9 +7,9 @@ part them. A defense yields its loss side by side, a side being terms that go ba
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from netweight.data.examples import IGNORED, Batch, Pair, collate
-from netweight.methods.immunize.distributed import ALONE, ProcessGroup, common_norm, is_sharded
+from netweight.methods.immunize.distributed import ALONE, ProcessGroup, average_gradients, common_norm, is_sharded
 from netweight.methods.immunize.lens import response_loss
 from netweight.methods.immunize.settings import DefenseSettings
 
@@ -116,6 +116,37 @@ class TermLog:
     norm: float | None = None
 
 
+def add_gradients(
+    defense: Defense[Any],
+    model: nn.Module,
+    batch: PairBatch,
+    kept: Batch | None,
+    generator: torch.Generator,
+    parameters: Sequence[nn.Parameter],
+    weights: MutableMapping[str, float],
+    *,
+    measure: bool,
+    scale: float = 1.0,
+    then: Callable[[], None] = lambda: None,
+) -> dict[str, TermLog]:
+    """Add to `grad` what a batch and what is kept besides give: the part of a step that all ways of training share."""
+    # Sides go forward and backward one after the other: before the next one is computed, the graph of the last one is
+    # gone. `then` is done after each.
+
+    def sides() -> Iterator[Side]:
+        yield from defense.sides(model, batch, generator)
+        if kept is not None:
+            yield {"general": Term(defense.general(model, kept, batch.group))}
+
+    terms: dict[str, TermLog] = {}
+    with closing(sides()) as all_sides:  # type: ignore[type-var]
+        for side in all_sides:
+            terms |= backward(side, parameters, weights, measure=measure, group=batch.group, scale=scale)
+            del side
+            then()
+    return terms
+
+
 def backward(
     side: Side,
     parameters: Sequence[nn.Parameter],
@@ -123,24 +154,32 @@ def backward(
     *,
     measure: bool,
     group: ProcessGroup = ALONE,
+    scale: float = 1.0,
 ) -> dict[str, TermLog]:
-    """Add the gradients of a side's terms to `grad`; weights of balanced terms are kept in `weights`."""
+    """Add the gradients of a side's terms, times `scale`, to `grad`; weights of balanced terms are kept."""
     # Where processes share the batch, values and norms are those of the whole batch, and what is measured needs room
     # for one more gradient.
+    values = _values(side, group)
+    if scale != 1.0:
+        side = {name: replace(term, value=term.value * scale) for name, term in side.items()}
     unknown = any(term.share is not None and name not in weights for name, term in side.items())
     if measure or unknown:
-        return _one_by_one(side, parameters, weights, group)
+        logs = _one_by_one(side, values, parameters, weights, group)
+        return {name: replace(log, norm=log.norm and log.norm / scale) for name, log in logs.items()}
     used = {name: term.weight if term.share is None else weights[name] for name, term in side.items()}
     total = torch.stack([used[name] * term.value for name, term in side.items()]).sum()
     total.backward()  # type: ignore[no-untyped-call]
-    return {name: TermLog(value, used[name]) for name, value in _values(side, group).items()}
+    return {name: TermLog(value, used[name]) for name, value in values.items()}
 
 
 def _one_by_one(
-    side: Side, parameters: Sequence[nn.Parameter], weights: MutableMapping[str, float], group: ProcessGroup
+    side: Side,
+    values: Mapping[str, float],
+    parameters: Sequence[nn.Parameter],
+    weights: MutableMapping[str, float],
+    group: ProcessGroup,
 ) -> dict[str, TermLog]:
     logs: dict[str, TermLog] = {}
-    values = _values(side, group)
     pull = 0.0
     for name, term in side.items():
         if term.share is None:
@@ -221,10 +260,7 @@ def _norm_of_shards(value: Tensor, parameters: Sequence[nn.Parameter], group: Pr
         for parameter in parameters:
             parameter.grad = None
         value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        whole = [parameter for parameter in parameters if not is_sharded(parameter)]  # what FSDP leaves alone
-        for parameter in whole:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        group.average(parameter.grad for parameter in whole)  # type: ignore[misc]
+        average_gradients(parameters, group)
         return common_norm([parameter.grad for parameter in parameters if parameter.grad is not None], group)
     finally:
         for parameter, grad in zip(parameters, held, strict=True):

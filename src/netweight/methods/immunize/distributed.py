@@ -291,6 +291,16 @@ def put(target: Tensor, full: Tensor) -> None:
     target.copy_(sharded_like(full, target))
 
 
+def average_gradients(parameters: Iterable[Tensor], group: ProcessGroup) -> None:
+    """Average gradients over all processes; FSDP has averaged those of its shards."""
+    if group.size > 1:
+        complete = [value for value in parameters if not is_sharded(value)]
+        for value in complete:
+            if value.grad is None:  # other processes may have one
+                value.grad = torch.zeros_like(value)
+        group.average(value.grad for value in complete)  # type: ignore[misc]
+
+
 def common_norm(values: Sequence[Tensor], group: ProcessGroup) -> float:
     """The Euclidean norm of all values together; parts are added up over the processes."""
     complete = [value for value in values if not is_sharded(value)]

@@ -5,7 +5,6 @@ The defended folder holds, beside the weights, the record of every step and a re
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -18,14 +17,24 @@ from netweight.data.tokens import BELOW, load_examples, padding_of, tokenized_pa
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import check_finite, check_folder, context_of, load_causal_lm
 from netweight.job import Job, check_destination
-from netweight.methods.immunize.checkpoint import RECORD, Record
-from netweight.methods.immunize.layer_metrics import LEAST_PAIRS, DepthAnalysis, analyze_layers, weight_changes
-from netweight.methods.immunize.report import ATTACKED, DEPTH, REPORT, TREATMENT, depth_audit, depth_section
+from netweight.methods.immunize.depth import (
+    ATTACKED,
+    DEPTH,
+    LEAST_PAIRS,
+    REPORT,
+    TREATMENT,
+    DepthAnalysis,
+    analyze_layers,
+    depth_audit,
+    depth_section,
+    weight_changes,
+)
 from netweight.methods.immunize.settings import ImmunizeSettings
-from netweight.methods.immunize.train import immunize
+from netweight.methods.immunize.train import RECORD, Record, immunize
 from netweight.registry import CardEntry, Method
 from netweight.report.audit import of_treatment
 from netweight.report.finding import Column, Section, Table
+from netweight.report.plots import missing_for_figures
 from netweight.report.report import Report
 
 
@@ -101,9 +110,8 @@ def immunize_folder(
 
 def why_not_analyzed(pairs: int) -> str:
     """Say why so many pairs cannot show the depth of a defense here; nothing if they can."""
-    missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
-    if missing:
-        return f'figures need {" and ".join(missing)}: pip install "netweight[evidence]"'
+    if missing := missing_for_figures():
+        return f'figures need {missing}: pip install "netweight[evidence]"'
     return f"{pairs} pairs are fewer than {LEAST_PAIRS}" if pairs < LEAST_PAIRS else ""
 
 

@@ -1,16 +1,20 @@
-"""Training of a defense, in one process or in several that share every batch; resumed to the same bits."""
+"""Training of a defense, in one process or in several that share every batch; resumed to the same bits.
+
+`immunize` is the way in, `_Training` the steps, `MasterWeights` what an optimizer steps, `Record` what was done.
+`ImmunizeTrainer` takes its gradients from `add_gradients`, too, and leaves the rest to transformers.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from netweight.core import digest
 from netweight.core.environment import describe
@@ -22,14 +26,29 @@ from netweight.hf.load_language_model import check_finite, positions_of
 from netweight.job import Job
 from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
-from netweight.methods.immunize.checkpoint import CHECKPOINT, Checkpoint, MasterWeights, Record, StepLog, TrainingJob
-from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, TermLog, backward, blank, collate_pairs
-from netweight.methods.immunize.distributed import ProcessGroup, Spread, spread_of, whole
+from netweight.methods.immunize.defense import Defense, PairBatch, TermLog, add_gradients, blank, collate_pairs
+from netweight.methods.immunize.distributed import (
+    ProcessGroup,
+    Spread,
+    average_gradients,
+    common_norm,
+    local,
+    put,
+    sharded_like,
+    spread_of,
+    whole,
+)
 from netweight.methods.immunize.repnoise import RepNoiseDefense
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings, named_defense
 from netweight.nn.decoder import frozen, vocabulary_of
 from netweight.nn.hooks import in_mode
+from netweight.store.checkpoint import read_record, write_record
 
+CHECKPOINT = "immunize.net.safetensors"  # the checkpoint's name in a training's folder
+RECORD = "immunize.json"  # the record's
+_VERSION = 1  # of a record
+_NARROW = (torch.bfloat16, torch.float16)
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # Adam's
 _KEPT = ("retain", "general")  # terms that must not diverge
 _PATIENCE = 5  # so many steps in a row may be far worse than guessing
 _NAMED = 5  # of several bad rows so many are named
@@ -43,6 +62,58 @@ _DEFENSES: Mapping[type[DefenseSettings], type[Defense[Any]]] = {
     known.Distillation: baselines.DistillationDefense,
     known.SecurityVectors: baselines.SecurityVectorsDefense,
 }
+
+
+@final
+@dataclass(frozen=True)
+class StepLog:
+    """One step of training."""
+
+    step: int  # counted from 0
+    rate: float  # the learning rate
+    norm: float  # norm of the whole gradient before it was clipped
+    terms: Mapping[str, TermLog]  # what each term of the loss was
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` made of one."""
+        terms = {name: TermLog(**term) for name, term in values["terms"].items()}
+        return cls(values["step"], values["rate"], values["norm"], terms)
+
+
+@final
+@dataclass(frozen=True)
+class Record:
+    """What was done to a model."""
+
+    defense: str  # the defense's name
+    options: Mapping[str, Any]  # the defense's settings
+    settings: Mapping[str, Any]  # the settings of training
+    digests: Mapping[str, str]
+    trained: int  # how many weights were trained
+    steps: Sequence[StepLog]
+    environment: Mapping[str, Any]  # versions and machine
+
+    @property
+    def ends(self) -> list[tuple[str, float, float]]:
+        """Each term of the loss at the first and at the last step."""
+        if not self.steps:
+            return []
+        first, last = self.steps[0].terms, self.steps[-1].terms
+        return [(name, first[name].value, term.value) for name, term in last.items() if name in first]
+
+    def write(self, path: str | Path) -> None:
+        """Write the record as JSON, over one that is there."""
+        write_record(path, asdict(self), version=_VERSION)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a record."""
+
+        def made(values: dict[str, Any]) -> Self:
+            return cls(steps=[StepLog.from_json(step) for step in values.pop("steps")], **values)
+
+        return read_record(path, made, version=_VERSION, of="an immunized model")
 
 
 def immunize(
@@ -105,24 +176,28 @@ def immunize(
         "defense": {"name": defense.name, **defense.options}, "settings": settings.to_json(),
         "model": digests["before"], "pairs": digests["pairs"], "retain": digests["retain"], "pad_id": pad_id,
     }  # fmt: skip
-    _check_same(digest.of_config(key), group)
-    held: AbstractContextManager[object] = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
-    with (
-        held,
-        defense.prepared(model, seed=derive(settings.seed, "prepare")),
-        TrainingJob.open(folder, key, group) as kept,
-    ):
+    identity = digest.of_config(key)
+    _check_same(identity, group)
+    jobs: list[Job] = []  # the first process's
+    with ExitStack() as stack:
+        if settings.frozen is not None:
+            stack.enter_context(frozen(model, settings.frozen))
+        stack.enter_context(defense.prepared(model, seed=derive(settings.seed, "prepare")))
+        if folder is not None:
+            job = Job.open(folder, key=key, of="a training", state=CHECKPOINT)
+            group.first(lambda: jobs.append(stack.enter_context(job)))
         steps: list[StepLog] = []
         trained = 0
         if defense.trains:
-            training = _Training(spread, defense, settings, pairs, retain, pad_id)
-            training.run(kept, QUIET if group.rank else progress)
+            kept = None if folder is None else (identity, jobs)
+            training = _Training(spread, defense, settings, pairs, retain, pad_id, kept)
+            training.run(QUIET if group.rank else progress)
             steps, trained = training.steps, sum(value.numel() for value in training.weights.parameters)
         digests["after"] = _digest_of(model)
         environment = {**describe(), "processes": group.size}
         record = Record(defense.name, defense.options, settings.to_json(), digests, trained, steps, environment)
-        if kept is not None:
-            kept.write(record)
+        if folder is not None:
+            group.first(lambda: record.write(jobs[0].folder / RECORD))
     return record
 
 
@@ -197,6 +272,78 @@ def _check_same(identity: str, group: ProcessGroup) -> None:
 
 
 @final
+class MasterWeights:
+    """What an optimizer steps: a float32 copy of each trained weight that is narrower, else the weight itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # The model's own parameters, by name.
+        self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        if not self.trained:
+            raise UsageError(
+                "No weight of the model requires a gradient.", cure="Call requires_grad_(True) on what is to train."
+            )
+        # What is stepped in their stead, by the same names.
+        self.masters = {
+            name: nn.Parameter(value.detach().float()) if value.dtype in _NARROW else value
+            for name, value in self.trained.items()
+        }
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's own trained parameters."""
+        return list(self.trained.values())
+
+    def take_gradients(self) -> None:
+        """Add the narrow gradients to those of the float32 copies and free them."""
+        for name, value in self.trained.items():
+            master = self.masters[name]
+            if master is not value and value.grad is not None:
+                grad = value.grad.float()
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                value.grad = None
+
+    def average(self, group: ProcessGroup) -> None:
+        """Average the gradients over all processes."""
+        average_gradients(self.masters.values(), group)
+
+    def norm(self, group: ProcessGroup) -> float:
+        """The common norm of all gradients."""
+        return common_norm(self._gradients(), group)
+
+    @torch.no_grad()
+    def clip(self, norm: float, most: float | None) -> None:
+        """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above."""
+        if most is None:
+            return
+        factor = (most / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
+        for grad in map(local, self._gradients()):
+            grad.mul_(factor.to(grad.device))
+
+    def _gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.masters.values() if master.grad is not None]
+
+    def clear(self) -> None:
+        """Free all gradients."""
+        for value in (*self.trained.values(), *self.masters.values()):
+            value.grad = None
+
+    def not_finite(self, group: ProcessGroup) -> str | None:
+        """The name of a weight whose gradient holds NaN or infinity, in any process."""
+        bad = [
+            master.grad is not None and not torch.isfinite(local(master.grad)).all() for master in self.masters.values()
+        ]
+        found = group.sum(torch.tensor(bad, dtype=torch.int64)).tolist()
+        return next((name for name, count in zip(self.masters, found, strict=True) if count), None)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the float32 copies into the model."""
+        for name, value in self.trained.items():
+            if self.masters[name] is not value:
+                value.copy_(self.masters[name])
+
+
+@final
 class _Training:
     """A training under way."""
 
@@ -208,7 +355,9 @@ class _Training:
         pairs: Sequence[Pair],
         retain: Sequence[Example],
         pad_id: int,
+        kept: tuple[str, list[Job]] | None,
     ) -> None:
+        self.kept = kept  # what a checkpoint must be of, and in the first process the job that holds it
         self.model, self.group, self.device = spread.model, spread.group, spread.device
         self.defense, self.settings = defense, settings
         self.pairs, self.retain, self.pad_id = pairs, retain, pad_id
@@ -221,39 +370,71 @@ class _Training:
         self._limit = 2 * math.log(vocabulary_of(self.model) or math.inf)
         self._bad = 0
 
-    def run(self, kept: TrainingJob | None, progress: Progress) -> None:
+    def run(self, progress: Progress) -> None:
         """Train to the end, from the checkpoint if there is one."""
-        self._restore(kept)
+        self._restore()
         with in_mode(self.model, training=True), progress.task(self.defense.name, self.count, unit="steps") as task:
             task.update(len(self.steps))
             while len(self.steps) < self.count:
                 problem = self._step()
                 if problem is not None:
-                    self._stop(problem, kept)
+                    self._stop(problem)
                 # Weights of steps that may turn out to be the beginning of the end are not kept.
-                if kept is not None and not self._bad and self._due():
-                    kept.save(Checkpoint.take(self.weights, self.optimizer, self.balance, self.steps))
+                done = len(self.steps)
+                if not self._bad and (done % self.settings.save_every == 0 or done == self.count):
+                    self._save()
                 task.update()
                 task.describe(f"{self.defense.name} " + ", ".join(map(_shown, self.steps[-1].terms.items())))
 
-    def _due(self) -> bool:
-        done = len(self.steps)
-        return done % self.settings.save_every == 0 or done == self.count
+    def _save(self) -> None:
+        """Keep all of training between two steps; the first process does, with all others' parts."""
+        if self.kept is None:
+            return
+        identity, jobs = self.kept
+        about = {"identity": identity, "balance": self.balance, "steps": [asdict(step) for step in self.steps]}
+        self.group.first_takes(self._tensors(), lambda tensors: jobs[0].save(about, tensors))
 
-    def _restore(self, kept: TrainingJob | None) -> bool:
-        """Go back to a checkpoint; False if there is none."""
-        checkpoint = None if kept is None else kept.load()
-        if checkpoint is None:
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, master in self.weights.masters.items():
+            yield f"weight|{name}", whole(master)
+        for name, master in self.weights.masters.items():
+            for kind in _MOMENTS if master in self.optimizer.state else ():
+                yield f"{kind}|{name}", whole(self.optimizer.state[master][kind])
+
+    @torch.no_grad()
+    def _restore(self) -> bool:
+        """Go back to what was kept, which the first process reads for all; False if there is nothing."""
+        if self.kept is None:
             return False
-        checkpoint.restore(self.weights, self.optimizer, self.group)
-        self.balance, self.steps = dict(checkpoint.balance), list(checkpoint.steps)
+        (identity, jobs), tensors = self.kept, dict[str, Tensor]()
+
+        def read() -> tuple[dict[str, Any], set[str]] | None:
+            found = jobs[0].load({"identity": identity})
+            tensors.update(found[1] if found else {})
+            return found and (found[0], set(tensors))
+
+        known = self.group.first(read)
+        if known is None:
+            return False
+        about, names = known
+        for name, master in self.weights.masters.items():
+            put(master, self.group.spread(tensors.get(f"weight|{name}"), master))
+            state: dict[str, Tensor] = {}
+            for kind in (kind for kind in _MOMENTS if f"{kind}|{name}" in names):
+                like = torch.zeros(()) if kind == "step" else master  # Adam counts its steps on the CPU
+                state[kind] = sharded_like(self.group.spread(tensors.get(f"{kind}|{name}"), like), like)
+            self.optimizer.state.pop(master, None)
+            if state:
+                self.optimizer.state[master] = state
+        self.weights.write_back()
+        self.balance, self.steps = about["balance"], [StepLog.from_json(values) for values in about["steps"]]
         return True
 
-    def _stop(self, problem: str, kept: TrainingJob | None) -> None:
+    def _stop(self, problem: str) -> None:
         step = len(self.steps)
         self.weights.clear()
         held = "The model holds the weights before this step."
-        if self._restore(kept):
+        if self._restore():
             held = f"The model holds the weights after step {len(self.steps)}, from {CHECKPOINT}."
         raise TrainingStopped(
             f"Step {step + 1} of {self.defense.name} stopped: {problem}. {held}",
@@ -269,7 +450,10 @@ class _Training:
         with torch.random.fork_rng(devices=cuda):
             others = (self.group.rank,) if self.group.rank else ()  # other rows are dropped out otherwise
             torch.manual_seed(derive(settings.seed, "dropout", step, *others))
-            terms = self._backward(step, generator, measure=measure)
+            terms = add_gradients(
+                self.defense, self.model, self._batch(step), self._retained(step), generator, self.weights.parameters,
+                self.balance, measure=measure, then=self.weights.take_gradients,
+            )  # fmt: skip
         self.weights.average(self.group)
         norm = self.weights.norm(self.group)
         if (problem := self._problem(terms, norm)) is not None:
@@ -283,21 +467,6 @@ class _Training:
         self.weights.clear()
         self.steps.append(StepLog(step, rate, norm, terms))
         return None
-
-    def _backward(self, step: int, generator: torch.Generator, *, measure: bool) -> dict[str, TermLog]:
-        """Gradients of all sides, one after the other."""
-        terms: dict[str, TermLog] = {}
-        parameters = self.weights.parameters
-        with closing(self.defense.sides(self.model, self._batch(step), generator)) as sides:
-            for side in sides:
-                terms |= backward(side, parameters, self.balance, measure=measure, group=self.group)
-                del side  # before the next one is computed, the graph of this one is gone
-                self.weights.take_gradients()
-        if self.retain:
-            general: Side = {"general": Term(self.defense.general(self.model, self._retained(step), self.group))}
-            terms |= backward(general, parameters, self.balance, measure=measure, group=self.group)
-            self.weights.take_gradients()
-        return terms
 
     def _problem(self, terms: Mapping[str, TermLog], norm: float) -> str | None:
         for name, term in terms.items():
@@ -329,7 +498,9 @@ class _Training:
             batch = PairBatch(one, one)  # equal sides: the published loss looks at nothing either
         return replace(batch, group=self.group).to(self.device)
 
-    def _retained(self, step: int) -> Batch:
+    def _retained(self, step: int) -> Batch | None:
+        if not self.retain:
+            return None
         rows = self._drawn(len(self.retain), step, "retain")
         return collate_part(self.retain, rows, self.group, pad_id=self.pad_id).to(self.device)
 

@@ -1,19 +1,28 @@
-"""Pictures of how deep a defense goes: weights, lens and probes by layer, and planes of representations."""
+"""How deep a defense goes: lens losses, linear probes, representations and weights by depth, and pictures of them.
+
+`analyze_layers` measures one model on pairs of answers, `weight_changes` compares two, `depth_section` shows both.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from netweight.core.progress import Progress
+from netweight.core.seeds import torch_generator
+from netweight.data.examples import IGNORED, Batch, Example, Pair, collate
 from netweight.errors import UsageError
-from netweight.methods.immunize.layer_metrics import KINDS, DepthAnalysis, LayerAnalysis, LayerChange, Plane
+from netweight.methods.immunize.lens import Targets, answer_loss, lens_losses
 from netweight.metrics.intervals import t_interval
+from netweight.nn.decoder import structure_of
+from netweight.nn.hooks import evaluating
 from netweight.report.conclusions import Conclusion, Measured, Words
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import canvas, series_color, to_figure
@@ -23,8 +32,206 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
+KINDS = ("harmful", "harmless")  # the answers of a pair, in the order in which they are shown
+LEAST_PAIRS = 8  # fewer leave nothing to train and to test a probe on
+_MOST_PAIRS = 200
+_AT_ONCE = 8
 
-Lines = Mapping[str, Sequence[float]]
+
+@final
+@dataclass(frozen=True)
+class LayerAnalysis:
+    """A model on pairs of answers, depth by depth: the embeddings first, then after each block."""
+
+    # For each kind of answer the mean loss per token if the model ended at a depth: one list per batch of eight pairs,
+    # each with one number per depth.
+    lens: Mapping[str, Sequence[Sequence[float]]]
+    # For each kind the mean hidden state over each answer at every depth, shape `(pairs, hidden)`.
+    states: Mapping[str, Sequence[Tensor]]
+    # For each depth the accuracies of linear probes that tell the kinds apart, one for each random split.
+    probes: Sequence[Sequence[float]]
+    vocabulary: int  # how many tokens the model chooses from
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs were used."""
+        return len(self.states[KINDS[0]][0])
+
+
+@final
+@dataclass(frozen=True)
+class LayerChange:
+    """How far a layer's weights moved."""
+
+    layer: str  # a block's name, or that of a parameter outside the blocks
+    distance: float  # Euclidean norm of the change of all its weights together
+    relative: float  # that norm over the norm of the weights before; 0 where both are 0
+    block: int | None = None  # the block's number from 0; None for what lies outside the blocks
+
+
+@final
+@dataclass(frozen=True)
+class DepthAnalysis:
+    """A model before and after its defense."""
+
+    changes: Sequence[LayerChange]
+    before: LayerAnalysis
+    after: LayerAnalysis  # on the same pairs
+
+
+def analyze_layers(model: nn.Module, pairs: Sequence[Pair], *, pad_id: int = 0, seed: int = 0) -> LayerAnalysis:
+    """Analyze a model, which stays as it is."""
+    if len(pairs) < LEAST_PAIRS:
+        raise UsageError(
+            f"{len(pairs)} pairs are too few to look inside of a model.", cure=f"Give at least {LEAST_PAIRS}."
+        )
+    wanted = min(len(pairs), _MOST_PAIRS)
+    chosen = [pairs[row * len(pairs) // wanted] for row in range(wanted)]
+    sides = {"harmful": [pair.harmful for pair in chosen], "harmless": [pair.harmless for pair in chosen]}
+    device = next(model.parameters()).device
+    lens: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+    with evaluating(model):
+        for kind, examples in sides.items():
+            for first in range(0, wanted, _AT_ONCE):
+                batch = collate(examples[first : first + _AT_ONCE], pad_id=pad_id).to(device)
+                lens[kind].append(lens_by_layer(model, batch))
+        states = {
+            kind: representations(model, examples, pad_id=pad_id, batch_size=_AT_ONCE)
+            for kind, examples in sides.items()
+        }
+    probes = [probe_accuracies(*both, seed=seed) for both in zip(*(states[kind] for kind in KINDS), strict=True)]
+    return LayerAnalysis(lens, states, probes, structure_of(model).vocabulary)
+
+
+@torch.no_grad()
+def lens_by_layer(model: nn.Module, batch: Batch) -> list[float]:
+    """The loss on a batch's labeled tokens if the model ended at each depth."""
+    parts, targets = structure_of(model), Targets.of_labels(batch.labels)
+    result: Any = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
+    losses: list[float] = lens_losses(result.hidden_states[:-1], targets, parts).tolist()
+    return [*losses, float(answer_loss(result.logits, targets))]
+
+
+@torch.no_grad()
+def representations(
+    model: nn.Module, examples: Sequence[Example], *, pad_id: int = 0, batch_size: int = 16
+) -> list[Tensor]:
+    """The mean hidden state over each answer, at every depth."""
+    device = next(model.parameters()).device
+    found: list[list[Tensor]] = []
+    for first in range(0, max(1, len(examples)), batch_size):
+        batch = collate(examples[first : first + batch_size], pad_id=pad_id).to(device)
+        result: Any = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
+        answers = (batch.labels != IGNORED)[..., None]
+        found.append([((state.float() * answers).sum(1) / answers.sum(1)).cpu() for state in result.hidden_states])
+    return [torch.cat(states) for states in zip(*found, strict=True)]
+
+
+def probe_accuracies(
+    first: Tensor, second: Tensor, *, seeds: int = 10, held_out: float = 0.3, penalty: float = 1e-2, seed: int = 0
+) -> list[float]:
+    """How well a logistic regression tells two kinds of representations apart on examples that it has not seen."""
+    # Features are standardized by the training examples. Both kinds are split alike; with unequal numbers the larger
+    # kind is thinned out to the smaller, so that 0.5 is chance.
+    # Source: Alain and Bengio, "Understanding intermediate layers using linear classifier probes", 2016.
+    count = min(len(first), len(second))
+    test = round(count * held_out)
+    if seeds < 1 or penalty <= 0 or test < 1 or count - test < 1:
+        raise UsageError(
+            f"{len(first)} and {len(second)} examples cannot be split {seeds} times with {held_out} held out and "
+            f"penalty {penalty}.",
+            cure="Give at least two examples of each kind, a share between 0 and 1, a penalty above 0.",
+        )
+    return [_one_split(first, second, count, test, penalty, torch_generator(seed, "split", i)) for i in range(seeds)]
+
+
+def _one_split(
+    first: Tensor, second: Tensor, count: int, test: int, penalty: float, generator: torch.Generator
+) -> float:
+    drawn = [kind[torch.randperm(len(kind), generator=generator)[:count]].double() for kind in (first, second)]
+    features = torch.cat([kind[test:] for kind in drawn])
+    labels = torch.cat([features.new_zeros(count - test), features.new_ones(count - test)])
+    center, scale = features.mean(0), features.std(0, correction=0).clamp(min=1e-12)
+    weights = _fit((features - center) / scale, labels, penalty)
+    scores = [(kind[:test] - center) / scale @ weights[1:] + weights[0] for kind in drawn]
+    right = (scores[0] < 0).sum() + (scores[1] > 0).sum()
+    return int(right) / (2 * test)
+
+
+def _fit(features: Tensor, labels: Tensor, penalty: float) -> Tensor:
+    """Weights of the regression, the constant first; its loss is convex, so that the start does not matter."""
+    weights = features.new_zeros(features.shape[1] + 1, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        scores = features @ weights[1:] + weights[0]
+        value = functional.binary_cross_entropy_with_logits(scores, labels)
+        value = value + penalty / 2 * weights[1:].square().sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    return weights.detach()
+
+
+@final
+@dataclass(frozen=True)
+class Plane:
+    """The directions along which representations differ most, to draw others in too: fit before, place after."""
+
+    center: Tensor  # mean of what was fitted, shape `(D,)`
+    # Orthonormal, the longest first, shape `(k, D)`; of either sign the one whose largest entry is positive.
+    axes: Tensor
+    shares: Tensor  # share of the variance along each axis, shape `(k,)`
+
+    @classmethod
+    def fit(cls, points: Tensor, *, axes: int = 2) -> Plane:
+        """Find the principal components."""
+        if not 1 <= axes <= min(points.shape):
+            raise UsageError(f"{axes} axes cannot be drawn through points of shape {tuple(points.shape)}.")
+        center = points.double().mean(0)
+        _, sizes, directions = torch.linalg.svd(points.double() - center, full_matrices=False)
+        largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+        shares = sizes.square() / sizes.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
+        return cls(center, (directions * largest.sign())[:axes], shares[:axes])
+
+    def place(self, points: Tensor) -> Tensor:
+        """Coordinates of points, shape `(n, k)`, float64."""
+        return (points.double() - self.center) @ self.axes.T
+
+
+@torch.no_grad()
+def weight_changes(before: nn.Module, after: nn.Module) -> list[LayerChange]:
+    """Compare the weights of two models layer by layer."""
+    old, new = dict(before.named_parameters()), dict(after.named_parameters())
+    differ = sorted(name for name in old.keys() | new.keys() if name not in old or name not in new)
+    differ += [name for name in old.keys() & new.keys() if old[name].shape != new[name].shape]
+    if differ:
+        raise UsageError(
+            f"The models differ in {len(differ)} parameters, such as {differ[0]!r}.",
+            cure="Compare a model with its own later self; merge or remove adapters first.",
+        )
+    blocks = list(structure_of(before).blocks)
+    groups: dict[str, list[str]] = {block: [] for block in blocks}
+    for name in old:
+        inside = next((block for block in blocks if name.startswith(f"{block}.")), name)
+        groups.setdefault(inside, []).append(name)
+    numbers = {block: number for number, block in enumerate(blocks)}
+    return [
+        _change(layer, [(old[name], new[name]) for name in names], numbers.get(layer))
+        for layer, names in groups.items()
+    ]
+
+
+def _change(layer: str, pairs: Sequence[tuple[Tensor, Tensor]], block: int | None) -> LayerChange:
+    moved = sum(float((new.double().cpu() - old.double().cpu()).square().sum()) for old, new in pairs) ** 0.5
+    size = sum(float(old.double().square().sum()) for old, _ in pairs) ** 0.5
+    return LayerChange(layer, moved, moved / size if size else 0.0, block)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
 _DASHES = ("-", "--", "-.", ":")
 _MARKS = {"harmful": "o", "harmless": "D"}
 _DEPTH = "depth: 0 is the embedding, then after each block"
