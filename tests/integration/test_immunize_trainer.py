@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from decoders_under_test import decoder, some_pairs  # noqa: E402
+from decoders_under_test import SHORT, decoder, some_pairs  # noqa: E402
 from repnoise_in_one_graph import repnoise_loss  # noqa: E402
 from trainer_under_test import arguments  # noqa: E402
 
@@ -20,6 +20,7 @@ from netweight.errors import Unsupported, UsageError  # noqa: E402
 from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
 from netweight.methods.immunize.lens import response_loss  # noqa: E402
 from netweight.methods.immunize.settings import RepNoise, SafetyTraining  # noqa: E402
+from netweight.methods.immunize.train import immunize  # noqa: E402
 from netweight.plugins.immunize_trainer import ImmunizeTrainer, PairCollator  # noqa: E402
 
 
@@ -27,7 +28,8 @@ def rows(pairs):
     return [dataclasses.asdict(pair) for pair in pairs]
 
 
-def trainer(folder, model=None, data=None, config=RepNoise(), retain=(), evaluate=None, tokenizer=None, **changes):
+def trainer(folder, model=None, data=None, config=RepNoise(), retain=(), evaluate=None, **changes):
+    own = {name: changes.pop(name, None) for name in ("settings", "processing_class")}
     return ImmunizeTrainer(
         model or decoder(),
         arguments(folder, **{"weight_decay": 0.0, "per_device_train_batch_size": 4} | changes),
@@ -37,7 +39,7 @@ def trainer(folder, model=None, data=None, config=RepNoise(), retain=(), evaluat
         measure_every=3,
         train_dataset=rows(some_pairs(10)) if data is None else data,
         eval_dataset=evaluate,
-        processing_class=tokenizer,
+        **own,
     )
 
 
@@ -49,7 +51,7 @@ def test_one_update_is_that_of_the_loss(tmp_path, fidelity):
     run = trainer(tmp_path, data=rows(pairs), config=config, train_sampling_strategy="sequential", **options)
     run.train()
     batch = collate_pairs(pairs, pad_id=0, aligned=True)
-    parts = repnoise_loss(plain.train(), batch, config, generator=torch_generator(run.args.seed, "noise", 0, 0))
+    parts = repnoise_loss(plain.train(), batch, config, generator=torch_generator(run.args.seed, "noise", 0))
     parts.total.backward()
     for one, other in zip(run.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other - 0.1 * other.grad, rtol=1e-4, atol=1e-5)
@@ -98,6 +100,25 @@ def test_an_update_with_retain_is_that_of_immunize(tmp_path):
         torch.testing.assert_close(one, other - 0.1 * other.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_by_settings_a_training_is_that_of_immunize(tmp_path):
+    """With dropout, a schedule, clipping, frozen layers, balanced weights and rows to keep: to the rounding of sums."""
+    settings = SHORT.replace(epochs=2, frozen="0", clip=0.5)
+    kept, pairs = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9)), Example((4, 4), (9,))], some_pairs(10)
+    model, plain = decoder("gpt2"), decoder("gpt2")
+    record = immunize(plain, pairs, kept, settings=settings)
+    run = trainer(tmp_path, model, rows(pairs), "repnoise", kept, settings=settings)
+    run.train()
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    assert len(logged) == len(record.steps) == 6
+    for entry, step in zip(logged, record.steps, strict=True):
+        for name, term in step.terms.items():
+            assert entry[name] == pytest.approx(term.value, rel=1e-4), (name, step.step)
+            assert entry.get(f"{name}_norm") == (term.norm and pytest.approx(term.norm, rel=1e-3)), (name, step.step)
+        assert entry["grad_norm"] == pytest.approx(step.norm, rel=1e-3)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
 def test_a_stream_without_an_end_is_read_as_it_is_trained_on(tmp_path):
     class Endless(torch.utils.data.IterableDataset):
         read = 0
@@ -139,7 +160,9 @@ def test_rows_of_text_train_as_their_tokens_do(tmp_path):
     ends = []
     for data in (any_pairs(text, tokenizer), text, Stream()):
         model = decoder(vocabulary=400)
-        run = trainer(tmp_path, model, data, max_steps=1, train_sampling_strategy="sequential", tokenizer=tokenizer)
+        run = trainer(
+            tmp_path, model, data, max_steps=1, train_sampling_strategy="sequential", processing_class=tokenizer
+        )
         run.train()
         ends.append(list(run.model.parameters()))
     for end in ends[1:]:

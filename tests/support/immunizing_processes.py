@@ -203,7 +203,7 @@ def the_trainer_steps_as_one_process(rank, folder):
     plain, weight = decoder().train(), None
     for update in range(2):
         batch = collate_pairs(pairs[4 * update : 4 * update + 4], pad_id=0)
-        generator = torch_generator(run.args.seed, "noise", update, 0)
+        generator = torch_generator(run.args.seed, "noise", update)
         parts = repnoise_loss(plain, batch, config, generator=generator, noise_weight=weight)
         plain.zero_grad()
         parts.total.backward()

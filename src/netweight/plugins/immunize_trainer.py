@@ -12,8 +12,9 @@ that of one batch of all their rows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -29,12 +30,12 @@ from netweight.hf.load_language_model import context_of
 from netweight.methods.immunize.baselines import VaccineDefense
 from netweight.methods.immunize.defense import Defense, PairBatch, add_gradients, collate_pairs
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, average_gradients, trained_weights, units
-from netweight.methods.immunize.settings import DefenseSettings
+from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings
 from netweight.methods.immunize.train import check_inputs, collate_part, defense_of, drawn_rows
-from netweight.nn.decoder import structure_of
+from netweight.nn.decoder import frozen, structure_of
 
 try:
-    from transformers import Trainer, set_seed
+    from transformers import Trainer, TrainingArguments, set_seed
 except ImportError as error:
     raise MissingExtra(
         "This trainer needs transformers 5 and accelerate, which are not installed.",
@@ -74,8 +75,8 @@ class ImmunizeTrainer(Trainer):
     # conversations, the prompt apart or in both answers) for the tokenizer in `processing_class`; a stream, which has
     # no length, is read batch by batch and checked no further
     # `measure_every`: updates between two measurements of gradient norms
-
-    loss_is_scaled_for_ga = False
+    # `settings`: those of `immunize`; what they name (rate, batches, order of rows, clipping, frozen layers …) is then
+    # by them and not by `args`, and the training is that of `immunize`
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class ImmunizeTrainer(Trainer):
         retain: Sequence[Example] = (),
         pad_id: int | None = None,
         measure_every: int = 25,
+        settings: TrainingSettings | None = None,
         train_dataset: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -112,26 +114,46 @@ class ImmunizeTrainer(Trainer):
             if rows is None or not hasattr(rows, "__len__"):
                 return rows
             pairs = any_pairs(rows, tokenizer, context=context)
-            check_inputs(model, pairs, retain)
+            check_inputs(model, pairs, retain, context=settings and settings.context)
             return pairs
 
         train_dataset, evaluated = checked(train_dataset), checked(kwargs.pop("eval_dataset", None))
         kwargs.setdefault("data_collator", PairCollator(pad_id, self._defense.aligned, tokenizer, context))
         kwargs["eval_dataset"] = evaluated
-        super().__init__(model, args, train_dataset=train_dataset, **kwargs)
+        super().__init__(
+            model, args if settings is None else _by(settings, args), train_dataset=train_dataset, **kwargs
+        )
         self._group = _group_of(self)
         # A stream's columns that Trainer is to leave in place.
         self._signature_columns = ["prompt", "chosen", "rejected"]  # type: ignore[assignment]
-        self._retain, self._pad_id, self._measure_every = retain, pad_id, measure_every
+        self._retain, self._pad_id, self._settings = retain, pad_id, settings
+        self._measure_every = measure_every if settings is None else settings.measure_every
         self._update, self._part = -1, 0
         self._seen: dict[str, list[float]] = {}
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, with the model made ready for the defense."""
         model: Any = self.model
+        layers = self._settings and self._settings.frozen
         set_seed(self.args.seed)  # whatever was drawn since: the order of rows is to be that of the first start
-        with self._defense.prepared(model, seed=derive(self.args.seed, "prepare")):
+        with (
+            nullcontext() if layers is None else frozen(model, layers),
+            self._defense.prepared(model, seed=derive(self.args.seed, "prepare")),
+        ):
             return super().train(*args, **kwargs)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Return the rates of the settings, or else of the arguments."""
+        if (settings := self._settings) is not None and self.lr_scheduler is None:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer, lambda step: settings.rate(step, num_training_steps) / settings.lr
+            )
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self._settings is None:
+            return super()._get_train_sampler(train_dataset)
+        return _Order(len(train_dataset or self.train_dataset), self.args.seed)  # type: ignore[arg-type]
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -149,9 +171,9 @@ class ImmunizeTrainer(Trainer):
             scale *= float(scaler.scale(torch.ones((), device=self.args.device)))
         with self.compute_loss_context_manager(), _reducing(network, measure or self.accelerator.sync_gradients, self):
             terms = add_gradients(
-                self._defense, network, batch, self._kept(len(batch.harmful.input_ids)),
-                torch_generator(self.args.seed, "noise", self._update, self._part), trained_weights(network),
-                self._balance, measure=measure, scale=scale,
+                self._defense, network, batch, self._kept(len(batch.harmful.input_ids)), trained_weights(network),
+                self._balance, draws=(self.args.seed, self._update, *filter(None, [self._part])), measure=measure,
+                scale=scale,
             )  # fmt: skip
         if self.accelerator.sync_gradients:
             average_gradients(trained_weights(network), self._group)
@@ -190,7 +212,7 @@ class ImmunizeTrainer(Trainer):
         """What is kept besides, as much of it as there are pairs."""
         if not self._retain:
             return None
-        size = sum(self._group.counts(rows))
+        size = sum(self._group.counts(rows)) if self._settings is None else self._settings.batch_size
         step = self._update * max(1, self.args.gradient_accumulation_steps) + self._part
         drawn = drawn_rows(len(self._retain), size, step, seed=self.args.seed, stream="retain")
         return collate_part(self._retain, drawn, self._group, pad_id=self._pad_id).to(self.args.device)
@@ -209,6 +231,32 @@ class ImmunizeTrainer(Trainer):
             logs |= {name: sum(values) / len(values) for name, values in self._seen.items()}
             self._seen.clear()
         super().log(logs, start_time)
+
+
+@final
+class _Order(torch.utils.data.Sampler[int]):
+    """Rows in the order in which `immunize` takes them: another one in each pass."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count, self._seed, self._pass = count, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._pass = epoch
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(drawn_rows(self._count, self._count, self._pass, seed=self._seed, stream="order"))
+
+
+def _by(settings: TrainingSettings, given: TrainingArguments | None) -> TrainingArguments:
+    """Set what settings name in the arguments of Trainer."""
+    args = TrainingArguments() if given is None else copy.copy(given)
+    args.learning_rate, args.num_train_epochs, args.seed = settings.lr, settings.epochs, settings.seed
+    args.per_device_train_batch_size = max(1, settings.batch_size // args.world_size)
+    args.max_grad_norm, args.weight_decay, args.save_steps = settings.clip or 0.0, 0.0, settings.save_every
+    return args
 
 
 def _group_of(trainer: Trainer) -> ProcessGroup:

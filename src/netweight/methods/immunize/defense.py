@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from netweight.core.seeds import derive, torch_generator
 from netweight.data.examples import IGNORED, Batch, Pair, collate
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, average_gradients, common_norm, is_sharded
 from netweight.methods.immunize.lens import response_loss
@@ -121,25 +122,28 @@ def add_gradients(
     model: nn.Module,
     batch: PairBatch,
     kept: Batch | None,
-    generator: torch.Generator,
     parameters: Sequence[nn.Parameter],
     weights: MutableMapping[str, float],
     *,
+    draws: tuple[int, ...],
     measure: bool,
     scale: float = 1.0,
     then: Callable[[], None] = lambda: None,
 ) -> dict[str, TermLog]:
     """Add to `grad` what a batch and what is kept besides give: the part of a step that all ways of training share."""
     # Sides go forward and backward one after the other: before the next one is computed, the graph of the last one is
-    # gone. `then` is done after each.
+    # gone. `then` is done after each. `draws`, a seed and the number of the step, decides on noise and dropout.
 
     def sides() -> Iterator[Side]:
-        yield from defense.sides(model, batch, generator)
+        yield from defense.sides(model, batch, torch_generator(draws[0], "noise", *draws[1:]))
         if kept is not None:
             yield {"general": Term(defense.general(model, kept, batch.group))}
 
     terms: dict[str, TermLog] = {}
-    with closing(sides()) as all_sides:  # type: ignore[type-var]
+    cuda = sorted({value.device for value in parameters if value.device.type == "cuda"}, key=str)
+    with torch.random.fork_rng(devices=cuda), closing(sides()) as all_sides:  # type: ignore[type-var]
+        others = (batch.group.rank,) if batch.group.rank else ()  # other rows are dropped out otherwise
+        torch.manual_seed(derive(draws[0], "dropout", *draws[1:], *others))
         for side in all_sides:
             terms |= backward(side, parameters, weights, measure=measure, group=batch.group, scale=scale)
             del side

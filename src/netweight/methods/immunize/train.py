@@ -444,16 +444,10 @@ class _Training:
     def _step(self) -> str | None:
         """Make a step; the problem if there is one, and then the step is not made."""
         step, settings = len(self.steps), self.settings
-        measure = step % settings.measure_every == 0
-        generator = torch_generator(settings.seed, "noise", step)
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda):
-            others = (self.group.rank,) if self.group.rank else ()  # other rows are dropped out otherwise
-            torch.manual_seed(derive(settings.seed, "dropout", step, *others))
-            terms = add_gradients(
-                self.defense, self.model, self._batch(step), self._retained(step), generator, self.weights.parameters,
-                self.balance, measure=measure, then=self.weights.take_gradients,
-            )  # fmt: skip
+        terms = add_gradients(
+            self.defense, self.model, self._batch(step), self._retained(step), self.weights.parameters, self.balance,
+            draws=(settings.seed, step), measure=step % settings.measure_every == 0, then=self.weights.take_gradients,
+        )  # fmt: skip
         self.weights.average(self.group)
         norm = self.weights.norm(self.group)
         if (problem := self._problem(terms, norm)) is not None:
