@@ -104,9 +104,9 @@ def test_by_settings_a_training_is_that_of_immunize(tmp_path):
     """With dropout, a schedule, clipping, frozen layers, balanced weights and rows to keep: to the rounding of sums."""
     settings = SHORT.replace(epochs=2, frozen="0", clip=0.5)
     kept, pairs = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9)), Example((4, 4), (9,))], some_pairs(10)
-    model, plain = decoder("gpt2"), decoder("gpt2")
+    model, plain = decoder("gpt2").double(), decoder("gpt2").double()  # Adam enlarges last bits where a gradient is 0
     record = immunize(plain, pairs, kept, settings=settings)
-    run = trainer(tmp_path, model, rows(pairs), "repnoise", kept, settings=settings)
+    run = trainer(tmp_path, model, rows(pairs), "repnoise", kept, settings=settings, max_steps=-1)
     run.train()
     logged = [entry for entry in run.state.log_history if "loss" in entry]
     assert len(logged) == len(record.steps) == 6
@@ -116,7 +116,7 @@ def test_by_settings_a_training_is_that_of_immunize(tmp_path):
             assert entry.get(f"{name}_norm") == (term.norm and pytest.approx(term.norm, rel=1e-3)), (name, step.step)
         assert entry["grad_norm"] == pytest.approx(step.norm, rel=1e-3)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * settings.lr)
 
 
 def test_a_stream_without_an_end_is_read_as_it_is_trained_on(tmp_path):

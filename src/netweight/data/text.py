@@ -57,7 +57,7 @@ def text_pairs(source: str | Path | Any, *, columns: Mapping[str, str] | None = 
     found = []
     for row in rows.rows:
         texts = [_text(row, column, errors) for column in list(names.values())[implicit:]]
-        prompt, chosen, rejected = _parted(*texts, row, errors) if implicit else texts
+        prompt, chosen, rejected = _parted(texts, row, errors) if implicit else texts
         if prompt is None or chosen is None or rejected is None:
             continue
         if len({isinstance(side, str) for side in (prompt, chosen, rejected)}) > 1:
@@ -77,8 +77,9 @@ def _are_implicit(rows: Rows, names: Mapping[str, str]) -> bool:
     return prompt not in rows.columns and not any(isinstance(value, str) for value in others)
 
 
-def _parted(chosen: Text | None, rejected: Text | None, row: Row, errors: RowErrors) -> list[Text | None]:
+def _parted(texts: Sequence[Text | None], row: Row, errors: RowErrors) -> list[Text | None]:
     """Take what both answers begin with for their prompt: letters, or whole messages."""
+    chosen, rejected = texts
     if chosen is None or rejected is None or isinstance(chosen, str) != isinstance(rejected, str):
         return [chosen, chosen, rejected]  # the row is refused anyway
     same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))

@@ -114,7 +114,7 @@ class ImmunizeTrainer(Trainer):
             if rows is None or not hasattr(rows, "__len__"):
                 return rows
             pairs = any_pairs(rows, tokenizer, context=context)
-            check_inputs(model, pairs, retain, context=settings and settings.context)
+            check_inputs(model, pairs, retain, context=None if settings is None else settings.context)
             return pairs
 
         train_dataset, evaluated = checked(train_dataset), checked(kwargs.pop("eval_dataset", None))
@@ -134,7 +134,7 @@ class ImmunizeTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, with the model made ready for the defense."""
         model: Any = self.model
-        layers = self._settings and self._settings.frozen
+        layers = None if self._settings is None else self._settings.frozen
         set_seed(self.args.seed)  # whatever was drawn since: the order of rows is to be that of the first start
         with (
             nullcontext() if layers is None else frozen(model, layers),
@@ -145,8 +145,9 @@ class ImmunizeTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Return the rates of the settings, or else of the arguments."""
         if (settings := self._settings) is not None and self.lr_scheduler is None:
+            stepped: Any = optimizer or self.optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or self.optimizer, lambda step: settings.rate(step, num_training_steps) / settings.lr
+                stepped, lambda step: settings.rate(step, num_training_steps) / settings.lr
             )
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -199,13 +200,14 @@ class ImmunizeTrainer(Trainer):
         return (total, {name: term.value for name, term in terms.items()}) if return_outputs else total
 
     def _batch(self, inputs: dict[str, Any]) -> PairBatch:
-        sides = self._prepare_inputs(inputs)
+        sides: Any = self._prepare_inputs(inputs)
         return PairBatch(Batch(**sides["harmless"]), Batch(**sides["harmful"]), self._group)
 
     @property
     def _balance(self) -> dict[str, float]:
         """Weights that were found by gradient norms; checkpoints hold them, so that these go on to the same bits."""
-        found: dict[str, float] = self.state.stateful_callbacks.setdefault("netweight.balance", {})
+        state: Any = self.state
+        found: dict[str, float] = state.stateful_callbacks.setdefault("netweight.balance", {})
         return found
 
     def _kept(self, rows: int) -> Batch | None:
