@@ -41,18 +41,21 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
         return product
     if stored.fixed:
         return _linear_fixed(x, payload, shape, bias)
-    if not _is_decoded_here(payload):
+    if not payload.is_cpu:
         return _on_dense(payload, shape, dtype, dtype, lambda dense: F.linear(x, dense, bias))
-    if dtype == torch.bfloat16 and not prefetch.open_blocks:
+    if prefetch.open_blocks:
+        return F.linear(x, _decoded_forward(payload, shape, dtype), bias)
+    if dtype == torch.bfloat16 and payload.numel() >= _LARGE:
         found = _product_by_tiles(x, payload, shape, bias, fixed=False)
         if found is not None:
             return found
-    return F.linear(x, _decoded(payload, shape, dtype, "forward"), bias)
+    return F.linear(x, decode_here(payload, shape, dtype), bias)
 
 
-def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor | None:
+def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any, **options: Any) -> torch.Tensor | None:
     """`torch.addmm` as transformers' Conv1D calls it, or None where torch's own must run."""
-    return _product(_Addmm, x, weight, bias) if bias.dim() == 1 and _as_dense_would(x) else None
+    plain = not options and bias.dim() == 1 and _as_dense_would(x)
+    return _product(_Addmm, x, weight, bias) if plain else None
 
 
 def conv(
@@ -361,12 +364,8 @@ def _is_watched() -> bool:
     )
 
 
-def _is_decoded_here(payload: torch.Tensor) -> bool:
-    return payload.is_cpu and not device.handles(payload)
-
-
 def _decoded(payload: torch.Tensor, shape: Any, dtype: torch.dtype, direction: str) -> torch.Tensor:
-    if not prefetch.open_blocks or not _is_decoded_here(payload):
+    if not prefetch.open_blocks or not payload.is_cpu:
         return decode_payload(payload, shape, dtype)
     return prefetch.open_blocks[-1].take(payload, shape, dtype, direction)
 
@@ -439,7 +438,7 @@ def _product_by_tiles(
     """The product with a bf16 weight, or None where torch's order of adding is unknown, or the weight small."""
     (rows, columns), threads = shape, torch.get_num_threads()
     inputs, plain = x.numel() // columns, bias is None or bias.is_contiguous()
-    if not 0 < inputs <= form.MOST_INPUTS or payload.numel() < _LARGE or not plain:
+    if not 0 < inputs <= form.MOST_INPUTS or not plain:
         return None
     if not fixed_products.fit(x, bias, rows, columns, payload.device):
         return None
@@ -481,7 +480,8 @@ def _decoded_fixed(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) 
 
 
 def _linear_fixed(x: torch.Tensor, payload: torch.Tensor, shape: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    found = _product_by_tiles(x, payload, shape, bias, fixed=True) if payload.is_cpu else None
+    by_tiles = payload.is_cpu and payload.numel() >= _LARGE
+    found = _product_by_tiles(x, payload, shape, bias, fixed=True) if by_tiles else None
     return fixed_products.linear(x, payload, shape[0], shape[1], bias) if found is None else found
 
 
