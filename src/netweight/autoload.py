@@ -18,6 +18,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from netweight import _autoload as autoload  # noqa: F401 (where entry points of earlier installations lead)
+
 METHOD = "netweight"
 # The method that compressed folders name: a sentence, which loaders show where netweight is not installed. It must stay
 # as it is, so that folders stay readable.
@@ -35,9 +37,6 @@ def install() -> None:
     for name, tell in _TELL.items():
         if name in sys.modules:
             tell(sys.modules[name])
-
-
-autoload = install  # where the entry points of earlier installations lead
 
 
 class _Finder:

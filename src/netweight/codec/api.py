@@ -412,7 +412,7 @@ _A_BLOB = in_our_words("a blob")
 
 def fill(out: torch.Tensor, blob: Blob, first: int = 0, last: int | None = None, *, threads: int = 1) -> torch.Tensor:
     """Decode numbers `first` to `last` (exclusive), all by default, into a contiguous CPU tensor of just these."""
-    source = bytes_of(blob)
+    source = blob if type(blob) is memoryview and blob.c_contiguous else bytes_of(blob)
     with _A_BLOB:
         if bytes(source[:3]) == lossy.MAGIC:
             end = _about(source)[2] if last is None else last

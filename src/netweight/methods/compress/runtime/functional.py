@@ -41,7 +41,7 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
         return product
     if stored.fixed:
         return _linear_fixed(x, payload, shape, bias)
-    if not payload.is_cpu:
+    if not payload.is_cpu or device.handles(payload):
         return _on_dense(payload, shape, dtype, dtype, lambda dense: F.linear(x, dense, bias))
     if prefetch.open_blocks:
         return F.linear(x, _decoded_forward(payload, shape, dtype), bias)
@@ -365,7 +365,7 @@ def _is_watched() -> bool:
 
 
 def _decoded(payload: torch.Tensor, shape: Any, dtype: torch.dtype, direction: str) -> torch.Tensor:
-    if not prefetch.open_blocks or not payload.is_cpu:
+    if not prefetch.open_blocks or not payload.is_cpu or device.handles(payload):
         return decode_payload(payload, shape, dtype)
     return prefetch.open_blocks[-1].take(payload, shape, dtype, direction)
 

@@ -205,8 +205,6 @@ class CompressedStorage:
 
 def decode_payload(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight of a payload in the codec's form, contiguous, on the payload's device."""
-    if payload.is_cpu:
-        return decode_here(payload, shape, dtype)
     if device.handles(payload):
         return device.decoder_of(payload.device).weight(payload)
     return decode_here(payload.cpu(), shape, dtype).to(payload.device)
