@@ -37,7 +37,7 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     stored = weight.stored
     payload, shape, dtype = stored.payload, stored.shape, stored.dtype
     if torch.is_grad_enabled() or _is_watched() or _casts(x):
-        product: torch.Tensor = _product(_FixedLinear if stored.fixed else _Linear, x, weight, bias)
+        product: torch.Tensor = _product(_Linear, x, weight, bias)
         return product
     if stored.fixed:
         return _linear_fixed(x, payload, shape, bias)
@@ -240,7 +240,12 @@ class _Linear(Function):
     def forward(
         ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
     ) -> torch.Tensor:
-        _save(ctx, x, payload, shape, dtype, keeper)
+        fixed = weight.stored.fixed
+        _save(ctx, x, payload, shape, dtype, keeper, fixed=fixed)
+        if fixed and compute == dtype:  # nothing is decoded where a kernel can multiply with it
+            return _owned(_direct(linear_fixed, _linear_fixed, x, payload, shape, bias))
+        if fixed:
+            return _owned(F.linear(x, decode_fixed(payload, shape, dtype).to(compute), bias))
         return _owned(_on_dense(payload, shape, dtype, compute, lambda dense: F.linear(x, dense, bias)))
 
     @staticmethod
@@ -253,19 +258,6 @@ class _Linear(Function):
             to_x = _on_dense_again(ctx, payload, flat, flat.mm).view(*gradient.shape[:-1], ctx.shape[1])
         to_weight = flat.t().mm(x.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
         return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None, None, None
-
-
-class _FixedLinear(_Linear):
-    """A product with a weight in the fixed-length form: nothing is decoded where a kernel can multiply with it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
-    ) -> torch.Tensor:
-        _save(ctx, x, payload, shape, dtype, keeper, fixed=True)
-        if compute == dtype:
-            return _owned(_direct(linear_fixed, _linear_fixed, x, payload, shape, bias))
-        return _owned(F.linear(x, decode_fixed(payload, shape, dtype).to(compute), bias))
 
 
 class _Addmm(Function):

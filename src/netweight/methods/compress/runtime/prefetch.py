@@ -151,7 +151,7 @@ class _InQueue:
 class AccessOrder:
     """Which payload was asked for after which, learned as it happens; forward and backward passes apart."""
 
-    # What came after a payload is an attribute of it: by direction a reference to its successor, and that one's direction.
+    # What came after a payload in a direction is an attribute of it: a reference to its successor, and its direction.
 
     def __init__(self) -> None:
         self._last: tuple[Callable[[], torch.Tensor | None], str] | None = None
