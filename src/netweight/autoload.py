@@ -18,9 +18,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from netweight import _autoload as autoload  # noqa: F401 (where entry points of earlier installations lead)
-
 METHOD = "netweight"
+autoload = sys.modules[METHOD]._autoload  # where entry points of earlier installations lead
 # The method that compressed folders name: a sentence, which loaders show where netweight is not installed. It must stay
 # as it is, so that folders stay readable.
 HINT = (
