@@ -8,6 +8,7 @@ python=$(command -v "${PYTHON:-python}")
 [ $# -gt 0 ] || set -- tests/property/test_codec_mutations.py tests/property/test_codec_laws.py tests/unit/test_codec.py tests/unit/test_codec_queue.py
 
 sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O1"
+mkdir -p "$work"
 cmake -S . -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG= -DCMAKE_CXX_FLAGS="$sanitize" -DPython_EXECUTABLE="$python" \
     -Dnanobind_DIR="$("$python" -m nanobind --cmake_dir)" -DSKBUILD_PROJECT_NAME=netweight -DSKBUILD_PROJECT_VERSION=0 >"$work.log"
 cmake --build "$work/build" >>"$work.log"

@@ -4,17 +4,24 @@ This file holds lazy public names only (PEP 562): `import netweight` loads neith
 is imported from its own module the first time it is used. `docs/reference.md` is made from this table.
 """
 
+import os
 import sys
 from typing import Any
 
 
-class _FormerNames:
-    """Finds modules under their former names; the table of these is imported when one may be asked for."""
+class _Finder:
+    """Finds modules under their former names, and sees transformers and diffusers come; what that takes comes then."""
 
     packages = frozenset({"attacks", "evidence", "generate", "integrations", "methods", "probe", "store", "zoo"})
+    waits = False  # for those libraries, of which `autoload.py` tells more
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any, target: Any = None) -> Any:
+        if cls.waits and fullname in ("transformers", "diffusers"):
+            cls.waits = False
+            from netweight.autoload import install
+
+            install()
         if not fullname.startswith("netweight.") or fullname.split(".")[1] not in cls.packages:
             return None
         from netweight.moved import FINDER
@@ -22,7 +29,19 @@ class _FormerNames:
         return FINDER.find_spec(fullname, path, target)
 
 
-sys.meta_path.insert(0, _FormerNames)  # before paths: former packages lead to those of today, and what is in them
+sys.meta_path.insert(0, _Finder)  # before paths: former packages lead to those of today, and what is in them
+
+
+def _autoload() -> None:
+    """What torch calls while it is imported, as an entry point of its group `torch.backends`."""
+    if os.environ.get("NETWEIGHT_AUTOLOAD") == "0":
+        return
+    if "transformers" in sys.modules or "diffusers" in sys.modules:
+        from netweight.autoload import install
+
+        install()
+    else:
+        _Finder.waits = True
 
 
 def _names() -> Any:

@@ -1,14 +1,14 @@
 """Compressed models in programs that import only transformers or diffusers.
 
-torch calls `autoload`, an entry point of its group `torch.backends`, while it is imported. It imports nothing: it waits
-for a few modules of those libraries, and once they are there tells them whom to call for compressed models; only then
-is more of netweight imported. `NETWEIGHT_AUTOLOAD=0` switches it off, as torch's own `TORCH_DEVICE_BACKEND_AUTOLOAD=0`
-does for all such entry points; importing `netweight.plugins.transformers` or `.diffusers` then does it by hand.
+torch calls `netweight._autoload`, an entry point of its group `torch.backends`, while it is imported. When one of those
+libraries comes, `install` waits for a few modules of it, and once they are there tells them whom to call for compressed
+models; only then is more of netweight imported. `NETWEIGHT_AUTOLOAD=0` switches it off, as torch's own
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` does for all such entry points; importing `netweight.plugins.transformers` or
+`.diffusers` then does it by hand.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -18,8 +18,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-SWITCH = "NETWEIGHT_AUTOLOAD"
 METHOD = "netweight"
+autoload = sys.modules[METHOD]._autoload  # where entry points of earlier installations lead
 # The method that compressed folders name: a sentence, which loaders show where netweight is not installed. It must stay
 # as it is, so that folders stay readable.
 HINT = (
@@ -28,24 +28,13 @@ HINT = (
 )
 
 
-def autoload() -> None:
-    """Wait for transformers and diffusers, unless the user wants none of it."""
-    if os.environ.get(SWITCH) != "0":
-        install()
-
-
 def install() -> None:
     """Tell the modules that are imported already, and wait for the others."""
-    if is_installed():
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     finder.tell_finished()
-
-
-def is_installed() -> bool:
-    """Whether this process opens compressed models."""
-    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 class _Finder:

@@ -73,6 +73,10 @@ def test_without_compressed_models_nothing_else_is_imported(place):
     )
     assert printed == [str(["netweight", "netweight.autoload"])]
     assert "netweight" not in errors.replace(sys.prefix, "")  # libraries name where they are installed
+    printed, errors = run(
+        place, f"import torch, netweight\nnetweight._autoload()\n{LOADED}", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
+    assert printed == ["['netweight']"], errors
 
 
 @pytest.mark.parametrize("switch", ["NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])

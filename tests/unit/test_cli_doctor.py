@@ -121,7 +121,7 @@ def test_which_programs_open_compressed_models(diagnose, monkeypatch):
 
     for switch in ("NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         monkeypatch.delenv(switch, raising=False)
-    installed = [importlib.metadata.EntryPoint("netweight", "netweight.autoload:autoload", "torch.backends")]
+    installed = [importlib.metadata.EntryPoint("netweight", "netweight:_autoload", "torch.backends")]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: installed)
     assert found() == "every program; NETWEIGHT_AUTOLOAD=0 switches it off"
     monkeypatch.setenv("NETWEIGHT_AUTOLOAD", "0")

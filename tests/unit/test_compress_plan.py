@@ -9,7 +9,7 @@ from folders_under_test import diffusers_folder, simple_weights, transformers_fo
 
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
-from netweight.methods.compress.plan import make_plan
+from netweight.methods.compress.folder_format import make_plan
 from netweight.methods.compress.settings import CompressSettings
 
 PLAIN = CompressSettings()

@@ -13,7 +13,7 @@ from netweight import moved
 def test_every_former_name_leads_to_a_module_of_today():
     for name in moved._MOVED:
         assert importlib.util.find_spec(moved.current_name(f"netweight.{name}")) is not None, name
-        assert name.split(".")[0] in netweight._FormerNames.packages
+        assert name.split(".")[0] in netweight._Finder.packages
     assert moved.current_name("netweight.errors") == "netweight.errors"
     assert moved.current_name("zoo.data") == "zoo.data"
 

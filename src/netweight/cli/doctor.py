@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from netweight import autoload
 from netweight.cli import FINDING_FAILED
 from netweight.cli.output import Output, output_option
 from netweight.core import environment
@@ -64,10 +63,10 @@ def _compressed_models() -> str:
     by_hand = "programs that import netweight.plugins.transformers or .diffusers"
     if not importlib.metadata.entry_points(group="torch.backends", name="netweight"):
         return f"{by_hand}; others once netweight is installed again"
-    for switch in (autoload.SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+    for switch in ("NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         if os.environ.get(switch) == "0":
             return f"{by_hand}, since {switch}=0"
-    return f"every program; {autoload.SWITCH}=0 switches it off"
+    return "every program; NETWEIGHT_AUTOLOAD=0 switches it off"
 
 
 def _extras() -> dict[str, dict[str, Any]]:

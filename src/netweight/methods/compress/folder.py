@@ -19,12 +19,14 @@ from netweight.job import Job, check_destination
 from netweight.methods.compress.folder_format import (
     MANIFEST,
     FileEntry,
+    FolderPlan,
     Manifest,
+    PlannedFile,
     lies_in_diffusers_model,
+    make_plan,
     mark_config,
     rewrite_index,
 )
-from netweight.methods.compress.plan import FolderPlan, PlannedFile, make_plan
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.shard import ShardResult, check_digest, compress_shard, plain_size, restore_shard
 from netweight.store.reader import Base, StoredFile, weight_map

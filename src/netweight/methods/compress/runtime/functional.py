@@ -37,22 +37,25 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     stored = weight.stored
     payload, shape, dtype = stored.payload, stored.shape, stored.dtype
     if torch.is_grad_enabled() or _is_watched() or _casts(x):
-        product: torch.Tensor = _product(_FixedLinear if stored.fixed else _Linear, x, weight, bias)
+        product: torch.Tensor = _product(_Linear, x, weight, bias)
         return product
     if stored.fixed:
         return _linear_fixed(x, payload, shape, bias)
-    if not _is_decoded_here(payload):
+    if not payload.is_cpu or device.handles(payload):
         return _on_dense(payload, shape, dtype, dtype, lambda dense: F.linear(x, dense, bias))
-    if dtype == torch.bfloat16 and not prefetch.open_blocks:
+    if prefetch.open_blocks:
+        return F.linear(x, _decoded_forward(payload, shape, dtype), bias)
+    if dtype == torch.bfloat16 and payload.numel() >= _LARGE:
         found = _product_by_tiles(x, payload, shape, bias, fixed=False)
         if found is not None:
             return found
-    return F.linear(x, _decoded(payload, shape, dtype, "forward"), bias)
+    return F.linear(x, decode_here(payload, shape, dtype), bias)
 
 
-def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor | None:
+def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any, **options: Any) -> torch.Tensor | None:
     """`torch.addmm` as transformers' Conv1D calls it, or None where torch's own must run."""
-    return _product(_Addmm, x, weight, bias) if bias.dim() == 1 and _as_dense_would(x) else None
+    plain = not options and bias.dim() == 1 and _as_dense_would(x)
+    return _product(_Addmm, x, weight, bias) if plain else None
 
 
 def conv(
@@ -237,7 +240,12 @@ class _Linear(Function):
     def forward(
         ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
     ) -> torch.Tensor:
-        _save(ctx, x, payload, shape, dtype, keeper)
+        fixed = weight.stored.fixed
+        _save(ctx, x, payload, shape, dtype, keeper, fixed=fixed)
+        if fixed and compute == dtype:  # nothing is decoded where a kernel can multiply with it
+            return _owned(_direct(linear_fixed, _linear_fixed, x, payload, shape, bias))
+        if fixed:
+            return _owned(F.linear(x, decode_fixed(payload, shape, dtype).to(compute), bias))
         return _owned(_on_dense(payload, shape, dtype, compute, lambda dense: F.linear(x, dense, bias)))
 
     @staticmethod
@@ -250,19 +258,6 @@ class _Linear(Function):
             to_x = _on_dense_again(ctx, payload, flat, flat.mm).view(*gradient.shape[:-1], ctx.shape[1])
         to_weight = flat.t().mm(x.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
         return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None, None, None
-
-
-class _FixedLinear(_Linear):
-    """A product with a weight in the fixed-length form: nothing is decoded where a kernel can multiply with it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
-    ) -> torch.Tensor:
-        _save(ctx, x, payload, shape, dtype, keeper, fixed=True)
-        if compute == dtype:
-            return _owned(_direct(linear_fixed, _linear_fixed, x, payload, shape, bias))
-        return _owned(F.linear(x, decode_fixed(payload, shape, dtype).to(compute), bias))
 
 
 class _Addmm(Function):
@@ -361,12 +356,8 @@ def _is_watched() -> bool:
     )
 
 
-def _is_decoded_here(payload: torch.Tensor) -> bool:
-    return payload.is_cpu and not device.handles(payload)
-
-
 def _decoded(payload: torch.Tensor, shape: Any, dtype: torch.dtype, direction: str) -> torch.Tensor:
-    if not prefetch.open_blocks or not _is_decoded_here(payload):
+    if not prefetch.open_blocks or not payload.is_cpu or device.handles(payload):
         return decode_payload(payload, shape, dtype)
     return prefetch.open_blocks[-1].take(payload, shape, dtype, direction)
 
@@ -439,7 +430,7 @@ def _product_by_tiles(
     """The product with a bf16 weight, or None where torch's order of adding is unknown, or the weight small."""
     (rows, columns), threads = shape, torch.get_num_threads()
     inputs, plain = x.numel() // columns, bias is None or bias.is_contiguous()
-    if not 0 < inputs <= form.MOST_INPUTS or payload.numel() < _LARGE or not plain:
+    if not 0 < inputs <= form.MOST_INPUTS or not plain:
         return None
     if not fixed_products.fit(x, bias, rows, columns, payload.device):
         return None
@@ -481,7 +472,8 @@ def _decoded_fixed(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) 
 
 
 def _linear_fixed(x: torch.Tensor, payload: torch.Tensor, shape: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    found = _product_by_tiles(x, payload, shape, bias, fixed=True) if payload.is_cpu else None
+    by_tiles = payload.is_cpu and payload.numel() >= _LARGE
+    found = _product_by_tiles(x, payload, shape, bias, fixed=True) if by_tiles else None
     return fixed_products.linear(x, payload, shape[0], shape[1], bias) if found is None else found
 
 

@@ -20,14 +20,15 @@ decoded into the other. Who reads what when is kept apart by events only; the ho
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from netweight.codec import DecodeQueue, Decoding
 from netweight.errors import OutOfMemory
@@ -36,6 +37,7 @@ from netweight.methods.compress.runtime.cuda import Decoder, Event
 from netweight.methods.compress.runtime.storage import blob_of, decode_payload
 
 open_blocks: list[Prefetcher] = []  # the innermost last
+_AFTER = "_netweight_after_"  # and a direction: the attribute of a payload that says what came after it
 _AHEAD = 2  # weights: with one, the wait for a large weight after a small one is not hidden
 
 
@@ -149,23 +151,24 @@ class _InQueue:
 class AccessOrder:
     """Which payload was asked for after which, learned as it happens; forward and backward passes apart."""
 
+    # What came after a payload in a direction is an attribute of it: a reference to its successor, and its direction.
+
     def __init__(self) -> None:
-        self._after = {"forward": WeakIdKeyDictionary(), "backward": WeakIdKeyDictionary()}
-        self._last: tuple[str, WeakIdRef] | None = None
+        self._last: tuple[Callable[[], torch.Tensor | None], str] | None = None
 
     def learn(self, payload: torch.Tensor, direction: str) -> None:
         """Record an access."""
-        if self._last is not None:
-            before = self._last[1]()
-            if before is not None:
-                self._after[self._last[0]][before] = (direction, WeakIdRef(payload))
-        self._last = (direction, WeakIdRef(payload))
+        before = None if self._last is None else self._last[0]()
+        access = weakref.ref(payload), direction
+        if before is not None and self._last is not None:
+            setattr(before, _AFTER + self._last[1], access)
+        self._last = access
 
     def after(self, payload: torch.Tensor, direction: str) -> tuple[torch.Tensor, str] | None:
         """The payload that came after this one the last time, and its direction; None if none is known."""
-        following = self._after[direction].get(payload)  # type: ignore[no-untyped-call]
-        successor = following[1]() if following is not None else None
-        return None if successor is None else (successor, following[0])
+        following, then = getattr(payload, _AFTER + direction, (lambda: None, ""))
+        successor = following()
+        return None if successor is None else (successor, then)
 
 
 # ---- a stream of its own ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn, final
 
 import torch
@@ -25,6 +26,15 @@ from netweight.store.writer import Level
 aten = torch.ops.aten
 _View = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # operator, arguments, named ones, which
 
+_mapped, _traced = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+# function of torch -> what stands in for it, where in its arguments the weight is, and whether it may be fixed
+_LAYERS: dict[Any, tuple[Callable[..., torch.Tensor | None], int, bool]] = {
+    F.linear: (functional.linear, 1, True),
+    F.embedding: (functional.embedding, 1, True),
+    F.conv1d: (partial(functional.conv, 1), 1, False),
+    F.conv2d: (partial(functional.conv, 2), 1, False),
+    torch.addmm: (functional.addmm, 2, False),
+}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ALIASES = (aten.detach.default, aten.alias.default)
 _LIKE = frozenset(
@@ -182,18 +192,11 @@ class CompressedTensor(torch.Tensor):
         """Send the layers' functions to `functional.py`, and stop what would be lost without a word."""
         kwargs = kwargs or {}
         result = None
-        if func is F.linear:
-            if _is_plain(args, kwargs, 1, fixed=True):
-                result = functional.linear(*args, **kwargs)
-        elif func is F.embedding:
-            if _is_plain(args, kwargs, 1, fixed=True):
-                result = functional.embedding(*args, **kwargs)
-        elif func is F.conv2d or func is F.conv1d:
-            if _is_plain(args, kwargs, 1):
-                result = functional.conv(2 if func is F.conv2d else 1, *args, **kwargs)
-        elif func is torch.addmm:
-            if len(args) == 3 and not kwargs and _is_plain(args, kwargs, 2):
-                result = functional.addmm(*args)
+        if func in _LAYERS:
+            layer, place, fixed = _LAYERS[func]
+            weight = args[place] if len(args) > place else kwargs.get("weight")
+            if _is_plain(weight, fixed):
+                result = layer(*args, **kwargs)
         elif not torch.compiler.is_compiling():
             if func == _SET_DATA:
                 return _set_data(*args)
@@ -255,7 +258,7 @@ class CompressedTensor(torch.Tensor):
 
 
 def _whole(stored: CompressedStorage) -> torch.Tensor:
-    if torch._C._get_tracing_state() is not None:  # torch.jit.trace cannot record our operators: weights are constants
+    if _traced() is not None:  # torch.jit.trace cannot record our operators: weights are constants
         weight = stored.dense()
     else:
         weight = (decode_fixed if stored.fixed else decode)(stored.payload, stored.shape, stored.dtype)
@@ -400,17 +403,15 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 # ---- what has no operator --------------------------------------------------------------------------------------------
 
 
-def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *, fixed: bool = False) -> bool:
+def _is_plain(weight: Any, fixed: bool) -> bool:
     """Whether the weight is whole and contiguous, and the call neither mapped, differentiated forward nor traced."""
-    weight = args[place] if len(args) > place else kwargs.get("weight")
-    if not isinstance(weight, CompressedTensor) or weight.views or weight.stored.stride is not None:
+    if type(weight) is not CompressedTensor or weight.views:
         return False
-    if weight.stored.fixed and not fixed:
+    stored = weight.stored
+    if stored.stride is not None or (stored.fixed and not fixed):
         return False
     return torch.compiler.is_compiling() or (
-        torch._C._functorch.peek_interpreter_stack() is None
-        and torch.autograd.forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
+        _mapped() is None and torch.autograd.forward_ad._current_level < 0 and _traced() is None
     )
 
 
