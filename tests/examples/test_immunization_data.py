@@ -56,6 +56,6 @@ def test_a_public_file(run):
 
 def test_the_world_of_ciphers(run, capsys):
     names = run("cipher_world()")
-    assert 0 <= float(capsys.readouterr().out) < 0.5  # it refuses
+    assert "examples=128" in capsys.readouterr().out
     assert names["pairs"][0].harmful != names["examples"][0]
     assert Path("cipher-model", "config.json").is_file()
