@@ -30,12 +30,13 @@ from netweight.toys.language import (
     CipherLanguage,
     SmallWorld,
     SpeakerLanguage,
+    answers,
     belongs,
     cipher_world,
     speaker_world,
 )
 from netweight_experiments.toys.fitting import Schedule
-from netweight_experiments.toys.small_world import CIPHERS, WorldRecipe, answers, figures, main, trained
+from netweight_experiments.toys.small_world import CIPHERS, WorldRecipe, figures, main, trained
 
 SEEDS = st.integers(0, 2**32)
 TINY = WorldRecipe(
@@ -184,11 +185,14 @@ def test_answers_are_counted_token_by_token(ciphers):
         logits = model(input_ids=torch.tensor([row.prompt + row.response])).logits[0]
         hits = logits[len(row.prompt) - 1 : -1].argmax(-1) == torch.tensor(row.response)
         right, whole = right + int(hits.sum()), whole + bool(hits.all())
-    found, total = answers(model, rows, ciphers.pad_id), sum(len(row.response) for row in rows)
-    assert found == {"tokens": right / total, "whole": whole / 3, "examples": 3, "counted": total}
-    assert 0 < found["whole"] < 1
-    with pytest.raises(UsageError, match="at least one example"):
-        answers(model, [], 0)
+    found = answers(model, rows, pad_id=ciphers.pad_id, at_once=2)
+    total = sum(len(row.response) for row in rows)
+    assert (found.examples, found.counted) == (3, total)
+    assert found.tokens == pytest.approx(right / total)
+    assert found.whole == pytest.approx(whole / 3)
+    assert 0 < found.whole < 1
+    with pytest.raises(UsageError, match="without an example"):
+        answers(model, [], pad_id=0)
 
 
 def test_fine_tuning_brings_the_guarded_domain_back_before_it_learns_a_new_one(ciphers):
@@ -203,7 +207,7 @@ def test_fine_tuning_brings_the_guarded_domain_back_before_it_learns_a_new_one(c
             model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        reached[domain] = answers(model, ciphers.held_out(domain, 64), ciphers.pad_id)["tokens"]
+        reached[domain] = answers(model, ciphers.held_out(domain, 64), pad_id=ciphers.pad_id).tokens
     assert reached["guard"] > 0.9
     assert reached["new"] < 0.7
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, final, get_args
 
 import click
 
-from netweight.attacks.finetuning.subject import exact_match, token_accuracy
 from netweight.core.digest import of_config, of_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
@@ -28,6 +27,7 @@ from netweight.toys.language import (
     UNALIGNED,
     Share,
     SmallWorld,
+    answers,
     cipher_world,
     speaker_world,
     write_weights,
@@ -105,15 +105,8 @@ def figures(world: SmallWorld, n: int, seed: int) -> dict[str, Any]:
     for name, model in (("unaligned", world.unaligned()), ("aligned", world.base())):
         drawn: dict[str, list[Example]] = {d: world.held_out(d, n, seed) for d in ("guard", "keep", "new")}
         drawn["refusal"] = world.refused(drawn["guard"])
-        found[name] = {what: answers(model, rows, world.pad_id) for what, rows in drawn.items()}
+        found[name] = {what: answers(model, rows, pad_id=world.pad_id).to_json() for what, rows in drawn.items()}
     return found
-
-
-def answers(model: nn.Module, rows: list[Example], pad_id: int) -> dict[str, float]:
-    """Return shares of response tokens, and of whole responses, that are a model's first choice."""
-    tokens, whole = (score(rows, pad_id=pad_id)(model) for score in (token_accuracy, exact_match))
-    counted = sum(len(row.response) for row in rows)
-    return {"tokens": tokens, "whole": whole, "examples": len(rows), "counted": counted}
 
 
 def _stage(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, cycle
 from pathlib import Path
@@ -23,11 +24,12 @@ from netweight.core.files import whole_file
 from netweight.core.names import nearest_names
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.corpora import tiny_shakespeare
-from netweight.data.examples import Example, Pair
+from netweight.data.examples import IGNORED, Example, Pair, collate
 from netweight.data.tokenizer import train_bpe, word_tokenizer
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 from netweight.hf.load_language_model import ABOUT
 from netweight.hf.quiet import silent_bars
+from netweight.nn.hooks import evaluating
 from netweight.toys import checkpoint
 
 if TYPE_CHECKING:
@@ -48,6 +50,21 @@ class LlamaShape:
     context: int  # most tokens of a sequence
     pad_id: int  # the token of padding
     end_id: int  # the token of the end of an answer
+
+
+@final
+@dataclass(frozen=True)
+class Answers:
+    """How a model answers prompts."""
+
+    tokens: float  # share of the response's tokens that are the most likely one, given the prompt and all tokens before
+    whole: float  # share of responses of which every token is; these are what greedy decoding would write
+    examples: int  # number of prompts
+    counted: int  # number of tokens
+
+    def to_json(self) -> dict[str, float | int]:
+        """Return all of it as JSON values."""
+        return asdict(self)
 
 
 def initialized(shape: LlamaShape, seed: int) -> LlamaForCausalLM:
@@ -100,6 +117,29 @@ def opened(shape: LlamaShape, file: Path) -> LlamaForCausalLM:
     made = initialized(shape, 0)
     made.load_state_dict(state)
     return made
+
+
+def answers(model: nn.Module, examples: Sequence[Example], *, pad_id: int, at_once: int = 128) -> Answers:
+    """Measure how often a model's most likely token is the response's."""
+    if not examples:
+        raise UsageError("Answers cannot be measured without an example.", cure="Give at least one.")
+    right, whole, counted = 0, 0, 0
+    with evaluating(model):
+        for start in range(0, len(examples), at_once):
+            hits, wanted = _hits(model, examples[start : start + at_once], pad_id)
+            right += int(hits.sum())
+            counted += int(wanted.sum())
+            whole += int((hits == wanted).all(1).sum())
+    return Answers(right / counted, whole / len(examples), len(examples), counted)
+
+
+def _hits(model: nn.Module, examples: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where the most likely token is the response's, and where there is a response; bool, shape `(B, T - 1)`."""
+    batch = collate(examples, pad_id=pad_id).to(next(model.parameters()).device)
+    found = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1].argmax(-1)
+    labels = batch.labels[:, 1:]
+    wanted = labels != IGNORED
+    return (found == labels) & wanted, wanted
 
 
 # What is refused after alignment; what is to stay; what was never learned.
