@@ -11,9 +11,9 @@ from netweight.report.conclusions import AllTargets, Conclusion, Criterion, Meas
 from netweight.report.finding import Finding
 
 for home in ("attacks.finetuning", "attacks.embedding_search", "attacks.gradient_inversion", "methods.federate",
-             "methods.forget", "methods.immunize"):  # fmt: skip
+             "methods.forget"):  # fmt: skip
     importlib.import_module(f"netweight.{home}.report")
-for home in ("compress.recipe", "federate.recipe", "space.images"):
+for home in ("compress.recipe", "federate.recipe", "immunize.depth", "space.images"):
     importlib.import_module(f"netweight.methods.{home}")
 
 RANK = {"broken": 0, "partly": 1, "told": 2, "holds": 3}
