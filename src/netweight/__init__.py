@@ -1,7 +1,7 @@
 """netweight: take out of model weights what should not be there, and prove what is left.
 
-This file holds lazy public names only (PEP 562): `import netweight` loads neither torch nor anything heavy; each name
-is imported from its own module the first time it is used. `docs/reference.md` is made from this table.
+`import netweight` loads neither torch nor anything heavy: public names are lazy (PEP 562), each imported from its own
+module the first time it is used, and so is what torch's entry point calls. `docs/reference.md` is made from the table.
 """
 
 import os

@@ -202,12 +202,12 @@ def test_images_become_points_and_a_second_call_repeats_nothing(place, opened, t
 
 
 def test_points_whose_names_are_no_folders_stay_where_they_are_written(place, opened, tmp_path):
-    points = NamedPoints(("../beside", "a"), opened.scores[:2].clone())
+    points = NamedPoints(("../beside", "point-0"), opened.scores[:2].clone())
     write_points(points, tmp_path / "points.json")
     found = run(*on(place, "export", tmp_path / "points.json", tmp_path / "out", "--rank", 1))
     assert {name: each["path"] for name, each in found.items()} == {
-        "../beside": str(tmp_path / "out" / "point-0" / "pytorch_lora_weights.safetensors"),
-        "a": str(tmp_path / "out" / "a" / "pytorch_lora_weights.safetensors"),
+        "../beside": str(tmp_path / "out" / "point-0-" / "pytorch_lora_weights.safetensors"),
+        "point-0": str(tmp_path / "out" / "point-0" / "pytorch_lora_weights.safetensors"),
     }
     assert not (tmp_path / "beside").exists()
 

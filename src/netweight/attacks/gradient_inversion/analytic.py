@@ -159,8 +159,7 @@ class HypernetworkChange:
             new = self.after.get(name)
             if new is None or new.shape != old.shape:
                 raise UsageError(f"{name!r} is missing after, or has another shape than {tuple(old.shape)}, as before.")
-            slope = old.double().sub_(new) if old.dtype != torch.float64 else old - new
-            slope = slope.div_(lr).sub_(old, alpha=weight_decay)
+            slope = old.to(torch.float64, copy=True).sub_(new).div_(lr).sub_(old, alpha=weight_decay)
             if not slope.sum().isfinite():
                 raise UsageError(f"The tensor {name!r} holds NaN or infinity.", cure="Leave this client's update out.")
             self.gradient[name] = slope

@@ -154,10 +154,14 @@ def points_of(space: WeightSpace, text: str) -> NamedPoints:
 
 def places_of(points: NamedPoints) -> list[str]:
     """Folders of adapters by points: their names, with numbers where these cannot be names of folders."""
-    return [
-        name if name == Path(name).name and name not in (".", "..") else f"point-{number}"
-        for number, name in enumerate(points.names)
-    ]
+    places = []
+    for number, name in enumerate(points.names):
+        if name != Path(name).name or name in (".", ".."):
+            name = f"point-{number}"
+            while name in points.names:  # another point's own
+                name += "-"
+        places.append(name)
+    return places
 
 
 @final
