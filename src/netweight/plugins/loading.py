@@ -164,7 +164,7 @@ class Weights:
             return self.compress(name, dense.clone().to(stored.device))
         fixed, recut = name in self._fixed, device.wants_other_chunks(stored, level, info.chunk_log2)
         if (fixed or recut) and not codec.is_lossy(blob):
-            chunk_log2 = device.CHUNK_LOG2 if recut else info.chunk_log2
+            chunk_log2 = None if recut else info.chunk_log2
             made = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=chunk_log2, fixed=fixed)
             if made.fixed or (recut and made.payload.nbytes < info.nbytes):
                 return _parameter(made)

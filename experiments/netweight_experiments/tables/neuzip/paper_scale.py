@@ -26,6 +26,7 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
     TRIAL,
     Extent,
     chosen_device,
+    further_runs,
     runs_of,
 )
 from netweight_experiments.tables.neuzip.paper_scale_training import measured_training, train
@@ -95,7 +96,8 @@ def measure_at_size(
     extent: Extent = TRIAL if trial else PAPER
     sides = [_Throughput(place.type, trial, side) for side in extent.sides]
     inferred = all_of("inference", infer, inference[:2])
-    trained = all_of("training", train, training[:2])
+    further = further_runs((COMPRESSED, LOMO, VANILLA), place.type, trial=trial)
+    trained = all_of("training", train, [*training[:2], *further])
     rates = all_of("throughput", _throughput, sides)
     inferred |= all_of("inference", infer, inference[2:])
     trained |= all_of("training", train, training[2:])
@@ -143,7 +145,7 @@ def _in_time(
     kept = finished(out, type(runs[0]), what) if runs else {}
     for run in progress.track(runs, what, len(runs), unit="runs"):
         if time.monotonic() > until and run not in kept:
-            late.append(" ".join(str(value) for value in asdict(run).values()))  # type: ignore[call-overload]
+            late.append(" ".join(str(value) for value in asdict(run).values() if value != ""))  # type: ignore[call-overload]
             continue
         (found[run],) = run_each(function, [run], folder=out, name=what)
     return found, late

@@ -31,6 +31,7 @@ class Extent:
     """How large a measurement is."""
 
     shapes: tuple[str, ...]  # keys of `toys.decoder.SHAPES`
+    besides: tuple[tuple[str, str], ...]  # further shapes that are trained, and the optimizers
     changes: tuple[tuple[str, int], ...]  # fields of a shape's configuration to be otherwise
     sides: tuple[int, ...]  # matrix sides, for throughput
     window: int  # tokens of a forward pass, and of a training example
@@ -45,6 +46,7 @@ class Extent:
 # The paper's shapes; Llama-3 8B first, for which targets are set.
 PAPER = Extent(
     shapes=("Llama-3 8B", "GPT-Neo-XL 2.7B", "Llama-2 13B"),
+    besides=(("Llama-3.2 1B", "SGD"), ("Llama-3.2 1B", "AdamW")),
     changes=(),
     sides=(1024, 2048, 4096, 8192, 16384),
     window=1024,
@@ -65,6 +67,7 @@ _TINY = {
 # Shows that everything runs, in seconds on a CPU.
 TRIAL = Extent(
     shapes=(MINIATURE,),
+    besides=((MINIATURE, "AdamW"),),
     changes=tuple(_TINY.items()),
     sides=(64, 128),
     window=32,
@@ -86,6 +89,12 @@ class Run:
     way: str  # the way, by its row's name
     device: str  # "cuda" or "cpu"
     trial: bool  # whether it is the tiny one
+    optimizer: str = ""  # that trains, of torch.optim; the paper's SGD if none is named
+
+    @property
+    def label(self) -> str:
+        """What its columns are called."""
+        return f"{self.shape}, {self.optimizer}" if self.optimizer else self.shape
 
     @property
     def extent(self) -> Extent:
@@ -96,6 +105,12 @@ class Run:
 def runs_of(ways: Sequence[str], device: str, *, trial: bool) -> list[Run]:
     """Return the runs of every way on every shape, shape by shape."""
     return [Run(shape, way, device, trial) for shape in (TRIAL if trial else PAPER).shapes for way in ways]
+
+
+def further_runs(ways: Sequence[str], device: str, *, trial: bool) -> list[Run]:
+    """Return the runs of every way of training on the shapes that the paper does not have."""
+    besides = (TRIAL if trial else PAPER).besides
+    return [Run(shape, way, device, trial, optimizer) for shape, optimizer in besides for way in ways]
 
 
 def chosen_device(name: str | None) -> torch.device:
@@ -170,13 +185,13 @@ def by_shape(
     **more: Any,
 ) -> Measured:
     """Lay runs out: a row for each way; memory and speed of each shape; what was not measured in the notes."""
-    done: dict[str, dict[str, Any]] = {run.shape: {} for run in found}
+    done: dict[str, dict[str, Any]] = {run.label: {} for run in found}
     missing = []
     for run, value in found.items():
         if "missing" in value:
-            missing.append(f"{run.shape}, {run.way} was not measured: {value['missing']}.")
+            missing.append(f"{run.label}, {run.way} was not measured: {value['missing']}.")
         else:
-            done[run.shape][run.way] = value
+            done[run.label][run.way] = value
 
     def cells(shape: str) -> list[Cell[str]]:
         def of(number: Callable[[Any], float]) -> Callable[[str], float | None]:

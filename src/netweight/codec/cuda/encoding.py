@@ -103,8 +103,9 @@ def layout_of_encoded(
 ) -> BlobLayout:
     """The layout of `blob`, U8, encoded with `level` and `chunk_log2` from a tensor `like` this; waits for nothing."""
     plan = EncodePlan.of(like, level, chunk_log2)
-    index = blob[plan.index_at : plan.payload_at].view(plan.chunks, 4).to(torch.int64)
-    lengths = index[:, 0] | index[:, 1] << 8 | index[:, 2] << 16 | index[:, 3] << 24
+    lengths = blob[plan.index_at : plan.payload_at].clone().view(torch.int32)  # the copy is aligned
+    starts = torch.full((plan.chunks + 1,), plan.payload_at, device=blob.device)
+    starts[1:] += lengths.cumsum(0)
     return BlobLayout(
         dtype=like.dtype,
         shape=plan.shape,
@@ -116,7 +117,7 @@ def layout_of_encoded(
         payload_at=plan.payload_at,
         size=blob.numel(),
         level=level,
-        starts=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) + plan.payload_at,
+        starts=starts,
     )
 
 

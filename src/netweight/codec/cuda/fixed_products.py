@@ -22,7 +22,7 @@ MOST_FUSED = 256  # rows of inputs; beyond, reading the weight for 64 at a time 
 _MOST_AT_ONCE = 64  # rows of inputs that a kernel takes at most
 _FILE = "fixed.cu"
 _LEAST_CAPABILITY = (8, 0)  # bf16 on tensor cores
-_MOST_NARROW = 8  # rows of inputs for which each warp loads its own
+_MOST_NARROW = 32  # rows of inputs for which each warp loads its own
 _MOST_WARPS, _MOST_SPLITS = 16, 8  # of such a block, and of its columns
 _SIDE_WARPS, _SIDE_BLOCKS, _MOST_SIDE_SPLITS = 8, 2, 16  # for more inputs: of a block, blocks of a processor, splits
 _DECODE_THREADS = _FINISH_THREADS = 256
@@ -46,17 +46,18 @@ def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
     """Choose the kernel for 1 to 64 rows of inputs; columns are split where rows alone do not occupy the processors."""
     layout = layout_of_shape(rows, columns)
     if batch > _MOST_NARROW:
-        entry = next(f"product_{most}" for most in (16, 32, _MOST_AT_ONCE) if batch <= most)
         blocks = -(-layout.tile_rows // _SIDE_WARPS)
         splits = max(1, min(_SIDE_BLOCKS * processors // blocks, layout.tile_columns // 4, _MOST_SIDE_SPLITS))
-        return Plan(entry, _SIDE_WARPS, _SIDE_WARPS, splits, blocks * splits)
-    blocks = layout.tile_rows
+        return Plan(f"product_{_MOST_AT_ONCE}", _SIDE_WARPS, _SIDE_WARPS, splits, blocks * splits)
+    entry = next(f"product_{most}" for most in (8, 16, 32) if batch <= most)
+    row_tiles = 1 if batch <= 8 else 2  # with more inputs, two share what is loaded of them
+    blocks = -(-layout.tile_rows // row_tiles)
     # Narrow weights have small blocks, so that the sum over a block's warps does not take longer than the product.
     tiles_each = 4 if blocks >= 4 * processors else 2
     warps = max(1, min(_MOST_WARPS, layout.tile_columns // tiles_each))
     # A split is worth a second kernel only if each warp keeps some tiles to multiply.
     splits = max(1, min(processors // blocks, layout.tile_columns // (4 * warps), _MOST_SPLITS))
-    return Plan("product_8", warps, 1, splits, blocks * splits)
+    return Plan(entry, warps, row_tiles, splits, blocks * splits)
 
 
 @cache

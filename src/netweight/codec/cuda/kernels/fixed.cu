@@ -245,61 +245,98 @@ NETWEIGHT_DEVICE void put_sum(const Weight& weight, float sum, u32 split, u32 sp
   else y[at] = to_bf16(bias == nullptr ? sum : sum + to_float(bias[row]));
 }
 
-// Up to eight inputs: a block takes 16 rows, its warps share the columns and load their inputs themselves; blocks are
-// `splits` over columns for the same rows.
+// Up to 32 inputs: a block takes `kRowTiles` times 16 rows, its warps share the columns and load their inputs, `kBatchTiles`
+// times eight, themselves; blocks are `splits` over columns for the same rows.
 constexpr u32 kNarrowWarps = 16;
+template <u32 kRowTiles, u32 kBatchTiles>
 struct Narrow {
+  static constexpr u32 kOutputs = kRowTiles * kBatchTiles * kTileOutputs;
+  static constexpr u32 kSummed = kOutputs > 512 ? kNarrowWarps / 2 : kNarrowWarps;  // warps whose sums have room at once
+
+  const Weight weight;
+  const u16* x;
+  u32 batch;
+
   // y[batch][rows] = x[batch][columns] times the weight, plus bias[rows] if it is not null. With more than one split
-  // sums go to partial[splits][batch][rows] instead, for `finish`. `shared` holds kTileOutputs for each warp.
-  static __device__ __forceinline__ void run(const Weight& weight, const u16* x, const u16* bias, u16* y, float* partial, u32 batch,
-                                             u32 splits, float* shared, float* escaped) {
-    const u32 warps = blockDim.x / kWarp, split = blockIdx.x % splits, tile_row = blockIdx.x / splits, step = warps * splits;
+  // sums go to partial[splits][batch][rows] instead, for `finish`. `shared` holds kOutputs for each of kSummed warps.
+  __device__ __forceinline__ void run(const u16* bias, u16* y, float* partial, u32 splits, float* shared, float* escaped) const {
+    const u32 warps = blockDim.x / kWarp, split = blockIdx.x % splits, top = blockIdx.x / splits * kRowTiles, step = warps * splits;
     u32 k = split * warps + warp_id();
-    const bool wide = weight.columns % 8 == 0;
-    Tile tile;
-    load_tile_or_zeros(tile, weight, tile_row, k);
+    Tile tiles[kRowTiles];
+#pragma unroll
+    for (u32 t = 0; t < kRowTiles; t++) load_tile_or_zeros(tiles[t], weight, top + t, k);
     if (split == 0) {  // while the first weights are on their way
-      for (u32 i = threadIdx.x; i < kTileOutputs; i += blockDim.x) {
-        const Place place(i, tile_row);
+      for (u32 i = threadIdx.x; i < kOutputs; i += blockDim.x) {
+        const Place place(i, top);
         const bool there = place.row < weight.rows && place.input < batch;
         escaped[i] = there ? sum_escapes(weight, place.row, x + static_cast<u64>(place.input) * weight.columns) : 0;
       }
     }
-    float sums[4] = {};
-    for (; k < weight.tile_columns; k += step) {
-      const u32 column = k * kTileColumns + lane_id() % 4 * 16, input = lane_id() / 4;
-      u32 pairs[4][4], inputs[8];
-#pragma unroll
-      for (u32 q = 0; q < 4; q++) decode_product(pairs[q], tile, q, weight.powers);
-      load_tile_or_zeros(tile, weight, tile_row, k + step);
-      load_inputs(inputs, input < batch ? x + static_cast<u64>(input) * weight.columns : nullptr, column, weight.columns, wide);
-#pragma unroll
-      for (u32 q = 0; q < 4; q++) multiply(sums, pairs[q], inputs[2 * q], inputs[2 * q + 1]);
-    }
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) shared[warp_id() * kTileOutputs + i * kWarp + lane_id()] = sums[i];
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < kTileOutputs; i += blockDim.x) {
-      const Place place(i, tile_row);
+    float sums[kRowTiles][kBatchTiles][4] = {};
+    for (; k < weight.tile_columns; k += step) multiply_column(sums, tiles, k, step, top);
+    add_up(sums, shared);
+    for (u32 i = threadIdx.x; i < kOutputs; i += blockDim.x) {
+      const Place place(i, top);
       if (place.row >= weight.rows || place.input >= batch) continue;
       float sum = split == 0 ? escaped[i] : 0;
-      for (u32 warp = 0; warp < warps; warp++) sum += shared[warp * kTileOutputs + i];
+      for (u32 warp = 0; warp < min(warps, kSummed); warp++) sum += shared[warp * kOutputs + i];
       put_sum(weight, sum, split, splits, place.row, place.input, batch, bias, y, partial);
     }
+  }
+
+  // The sums of one column of tiles, which are loaded anew for a later one.
+  __device__ __forceinline__ void multiply_column(float (&sums)[kRowTiles][kBatchTiles][4], Tile (&tiles)[kRowTiles], u32 k, u32 step,
+                                                  u32 top) const {
+    const u32 column = k * kTileColumns + lane_id() % 4 * 16;
+    u32 inputs[kBatchTiles][8];
+#pragma unroll
+    for (u32 n = 0; n < kBatchTiles; n++) {
+      const u32 input = 8 * n + lane_id() / 4;
+      load_inputs(inputs[n], input < batch ? x + static_cast<u64>(input) * weight.columns : nullptr, column, weight.columns, weight.columns % 8 == 0);
+    }
+#pragma unroll
+    for (u32 t = 0; t < kRowTiles; t++) {
+      u32 pairs[4][4];
+#pragma unroll
+      for (u32 q = 0; q < 4; q++) decode_product(pairs[q], tiles[t], q, weight.powers);
+      load_tile_or_zeros(tiles[t], weight, top + t, k + step);
+#pragma unroll
+      for (u32 n = 0; n < kBatchTiles; n++)
+#pragma unroll
+        for (u32 q = 0; q < 4; q++) multiply(sums[t][n], pairs[q], inputs[n][2 * q], inputs[n][2 * q + 1]);
+    }
+  }
+
+  // Leaves the sums of the first kSummed warps in shared memory; before that each takes over those of another one.
+  static __device__ __forceinline__ void add_up(float (&sums)[kRowTiles][kBatchTiles][4], float* shared) {
+    const u32 warp = warp_id();
+    float* const mine = shared + warp % kSummed * kOutputs + lane_id();
+    const auto each = [&](auto call) {
+#pragma unroll
+      for (u32 i = 0; i < kOutputs / kWarp; i++) call(mine[i * kWarp], sums[i / 4 / kBatchTiles][i / 4 % kBatchTiles][i % 4]);
+    };
+    if (blockDim.x > kSummed * kWarp) {
+      if (warp >= kSummed) each([](float& there, float& sum) { there = sum; });
+      __syncthreads();
+      if (warp + kSummed < blockDim.x / kWarp) each([](float& there, float& sum) { sum += there; });
+      __syncthreads();
+    }
+    if (warp < kSummed) each([](float& there, float& sum) { there = sum; });
+    __syncthreads();
   }
 
   // The output that a number of a warp's sums belongs to.
   struct Place {
     u32 row, input;
-    __device__ __forceinline__ Place(u32 i, u32 tile_row) {
-      const u32 lane = i % kWarp, part = i / kWarp;
-      row = tile_row * kTileRows + lane / 4 + part / 2 * 8;
-      input = lane % 4 * 2 + part % 2;
+    __device__ __forceinline__ Place(u32 i, u32 top) {
+      const u32 lane = i % kWarp, part = i / kWarp % 4, tile = i / kTileOutputs;
+      row = (top + tile / kBatchTiles) * kTileRows + lane / 4 + part / 2 * 8;
+      input = tile % kBatchTiles * 8 + lane % 4 * 2 + part % 2;
     }
   };
 };
 
-// Batches of more than eight: a block takes 128 rows, 16 to a warp, and the warps go over the columns side by side, so that
+// Larger batches: a block takes 128 rows, 16 to a warp, and the warps go over the columns side by side, so that
 // inputs are staged in shared memory once for all of them, some tiles ahead.
 constexpr u32 kSideWarps = 8, kSideThreads = kSideWarps * kWarp, kSideRows = kSideWarps * kTileRows;
 constexpr u32 kStages = 4;     // of inputs, in shared memory
@@ -436,22 +473,23 @@ struct SideBySide {
   }
 };
 
-// The entries differ by the batch that they take at most. Blocks have up to 16 warps for product_8, and 8 for the others.
+// The entries differ by the batch that they take at most. Blocks have up to 16 warps, and 8 for product_64.
 #define PARAMETERS                                                                                                             \
   const u8 *payload, const u16 *x, const u16 *bias, u16 *y, float *partial, i64 batch, i64 rows, i64 columns, i64 splits
-#define RUN_SIDE_BY_SIDE(kBatchTiles)                                                                                          \
-  __shared__ uint4 shared[SideBySide<kBatchTiles>::kShared];                                                                   \
-  const SideBySide<kBatchTiles> product{Weight(payload, rows, columns), x, static_cast<u32>(batch), reinterpret_cast<u8*>(shared)}; \
-  product.run(bias, y, partial, static_cast<u32>(splits))
+#define RUN_NARROW(kRowTiles, kBatchTiles)                                                                                     \
+  using Product = Narrow<kRowTiles, kBatchTiles>;                                                                              \
+  __shared__ float shared[Product::kSummed * Product::kOutputs];                                                               \
+  __shared__ float escaped[Product::kOutputs];                                                                                 \
+  Product{Weight(payload, rows, columns), x, static_cast<u32>(batch)}.run(bias, y, partial, static_cast<u32>(splits), shared, escaped)
 
-extern "C" __global__ void __launch_bounds__(512, 2) product_8(PARAMETERS) {
-  __shared__ float shared[kNarrowWarps * kTileOutputs];
-  __shared__ float escaped[kTileOutputs];
-  Narrow::run(Weight(payload, rows, columns), x, bias, y, partial, static_cast<u32>(batch), static_cast<u32>(splits), shared, escaped);
+extern "C" __global__ void __launch_bounds__(512, 2) product_8(PARAMETERS) { RUN_NARROW(1, 1); }
+extern "C" __global__ void __launch_bounds__(512, 1) product_16(PARAMETERS) { RUN_NARROW(2, 2); }
+extern "C" __global__ void __launch_bounds__(512, 1) product_32(PARAMETERS) { RUN_NARROW(2, 4); }
+extern "C" __global__ void __launch_bounds__(256, 2) product_64(PARAMETERS) {
+  __shared__ uint4 shared[SideBySide<8>::kShared];
+  const SideBySide<8> product{Weight(payload, rows, columns), x, static_cast<u32>(batch), reinterpret_cast<u8*>(shared)};
+  product.run(bias, y, partial, static_cast<u32>(splits));
 }
-extern "C" __global__ void __launch_bounds__(256, 2) product_16(PARAMETERS) { RUN_SIDE_BY_SIDE(2); }
-extern "C" __global__ void __launch_bounds__(256, 2) product_32(PARAMETERS) { RUN_SIDE_BY_SIDE(4); }
-extern "C" __global__ void __launch_bounds__(256, 2) product_64(PARAMETERS) { RUN_SIDE_BY_SIDE(8); }
 
 // y[batch][rows]: the sums of splits, in their order, plus bias[rows] if it is not null.
 extern "C" __global__ void __launch_bounds__(256) finish(const float* partial, const u16* bias, u16* y, i64 batch, i64 rows, i64 splits) {

@@ -43,7 +43,7 @@ constexpr u32 kWindows = 1 + (kRest ? 1 : 0) + (kStore == Store::merged ? 2 : 0)
 
 // Rows that are loaded at once, as registers allow.
 template <bool kRest, Store kStore>
-constexpr u32 kBatch = kWindows<kRest, kStore> == 1 ? 8 : kWindows<kRest, kStore> == 2 ? 4 : 2;
+constexpr u32 kBatch = kWindows<kRest, kStore> <= 2 ? 4 : 2;
 
 // Rows that decode_batches decodes: all but the last three, if there are enough for a batch.
 template <bool kRest, Store kStore>

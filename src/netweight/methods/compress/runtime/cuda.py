@@ -23,9 +23,7 @@ from netweight.codec.cuda import BlobLayout, LossyLayout
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 LENGTH = 8  # bytes of the length at a payload's start
-# Of the numbers per chunk, for weights that are encoded on a device: a warp for every 16,384 of them keeps a GPU busy
-# with single matrices, at 0.25 % more bytes (docs/gpus.md).
-CHUNK_LOG2 = 15
+_CHUNK_LOG2, _SMALL_CHUNK_LOG2, _SMALL = 15, 14, 1 << 24  # the last: the most numbers of a small weight
 _NOTE = "_netweight"  # the attribute of a payload that holds its version and what is known of that
 _LOOK_EVERY = 16  # decodings between two looks at the status
 _DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
@@ -41,9 +39,16 @@ def handles(payload: torch.Tensor) -> bool:
     return payload.is_cuda and (torch.compiler.is_compiling() or _kernels_run())
 
 
+def chunk_log2_of(numbers: int) -> int:
+    """Of the numbers per chunk, for a weight of so many that is encoded on a device."""
+    # A warp decodes 16,384 numbers, or 8,192 of small weights, which keeps a GPU busy with single matrices at 0.25 and
+    # 0.7 % more bytes (docs/gpus.md).
+    return _CHUNK_LOG2 if numbers > _SMALL else _SMALL_CHUNK_LOG2
+
+
 def wants_other_chunks(payload: torch.Tensor, level: str, chunk_log2: int | None) -> bool:
     """Whether kernels would decode a weight faster if it were encoded on its device: files have larger chunks."""
-    return handles(payload) and level != "max" and (chunk_log2 is None or chunk_log2 > CHUNK_LOG2)
+    return handles(payload) and level != "max" and (chunk_log2 is None or chunk_log2 > _CHUNK_LOG2)
 
 
 @cache
@@ -107,6 +112,12 @@ def _layout_on(layout: Layout, place: torch.device) -> Layout:
         for part in [getattr(layout, name)]
     }
     return replace(layout, **parts)
+
+
+def lossy(payload: torch.Tensor) -> bool | None:
+    """Whether a payload holds a rounded weight; None if it was not looked at yet."""
+    known = _found(payload)
+    return None if known is None or known.layout is None else isinstance(known.layout, LossyLayout)
 
 
 def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int | None, level: str) -> None:
@@ -366,15 +377,19 @@ def about_to_write(payload: torch.Tensor) -> None:
         reader.let_go(payload)
 
 
-def encode_into(weight: torch.Tensor, payload: torch.Tensor, level: str, chunk_log2: int | None) -> int | None:
-    """Encode a weight on its device into a payload, and give the blob's size; None if not there, or it outgrew it."""
+def encode_into(
+    weight: torch.Tensor, payload: torch.Tensor, level: str, chunk_log2: int | None
+) -> Callable[[], bool] | None:
+    """Begin to encode a weight on its device into a payload; what is returned waits and says whether it fits."""
     if not handles(weight):
         return None
     about_to_write(payload)
+    status = torch.zeros(1, dtype=torch.int32, device=weight.device)
     try:
-        return cuda.encode_into(weight.detach(), payload, level=level, chunk_log2=chunk_log2)
+        cuda.encode_into(weight.detach(), payload, level=level, chunk_log2=chunk_log2, status=status)
     except (Unsupported, UsageError):
         return None
+    return lambda: not int(status)
 
 
 def encode(weight: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor | None:

@@ -45,7 +45,7 @@ def refuse_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     shards: list[str] = []
     for name, parameter in parameters.items():
         hooks: Any = parameter._post_accumulate_grad_hooks or {}
-        if any(hasattr(hook, "optimizer") for hook in hooks.values()):
+        if any(getattr(hook, "optimizer", None) is not None for hook in hooks.values()):
             raise LayerwiseConflict(
                 f"{name} is stepped by another LayerwiseOptimizer.", cure="Call close() on that one first."
             )

@@ -149,6 +149,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._micro = 0  # backward passes since the last update
         self._pass: weakref.ref[_Pass] | None = None  # the backward pass at work
         self._updated = 0  # parameters updated in it
+        self._ending: Callable[[], None] | None = None  # ends the last write
         self._mode = _UPDATE
         self._norms: dict[_Trained, torch.Tensor] = {}
         self._scale: torch.Tensor | None = None
@@ -158,8 +159,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._patch_step_function()
         refuse_parameters({each.name: each.parameter for each in self._trained})
         self._handles = [
-            each.parameter.register_post_accumulate_grad_hook(_Hook(self, each))  # type: ignore[no-untyped-call]
-            for each in self._trained
+            each.parameter.register_post_accumulate_grad_hook(_Hook(self, position))  # type: ignore[no-untyped-call]
+            for position, each in enumerate(self._trained)
         ]
         self._handles.append(model.register_forward_hook(_Watch(self)))
 
@@ -327,14 +328,22 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             elif self.two_passes or (self._clip is None and self._is_last()):
                 self._update(trained)
         except Exception:
+            self._end_write()
             self.zero_grad()
             self._pass = None
             raise
+
+    def _end_write(self) -> None:
+        """Wait until the weight that was written last is whole."""
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            ending()
 
     @torch.no_grad()
     def _end(self) -> None:
         """The backward pass is over."""
         self._pass = None
+        self._end_write()
         if self._mode == _MEASURE:
             return
         last = self._is_last()
@@ -349,6 +358,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             for each in waiting:
                 self._update(each)
         finally:
+            self._end_write()
             self._scale = None
             self.zero_grad()
         self.steps += 1
@@ -387,6 +397,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         checked = self._clip is not None and not self.two_passes  # by `_end`, and reduced
         gradient = parameter.grad if checked else self._checked(trained)
         assert gradient is not None
+        self._end_write()  # the last weight's, which was encoded meanwhile
         if self._scale is not None:
             gradient.mul_(self._scale.to(gradient.device))
         dense = parameter.dense() if isinstance(parameter, CompressedTensor) else parameter.detach()
@@ -401,7 +412,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             if rounded:
                 stepped = round_stochastically(stepped, self._seed, trained.name, self.steps)
             if isinstance(parameter, CompressedTensor):
-                parameter.stored.write(stepped)
+                self._ending = parameter.stored.write_later(stepped)
                 torch.autograd.graph.increment_version(parameter)
             elif rounded:
                 parameter.copy_(stepped)
@@ -448,7 +459,7 @@ class _Pass:
 
 @final
 class _Watch:
-    """Shows an optimizer the model's forward passes. A copy of the model is of no concern to it."""
+    """Shows an optimizer the model's forward passes, and keeps it. A copy of the model is of no concern to it."""
 
     def __init__(self, optimizer: LayerwiseOptimizer | None) -> None:
         self.optimizer = optimizer
@@ -465,11 +476,21 @@ class _Watch:
 class _Hook:
     """Tells an optimizer that a gradient is complete. A class, so that another optimizer can recognize it."""
 
-    def __init__(self, optimizer: LayerwiseOptimizer, trained: _Trained) -> None:
-        self.optimizer, self.trained = optimizer, trained
+    # Torch shows Python's collector nothing of these hooks: held strongly, the parameters would never be freed. The
+    # model's `_Watch` keeps the optimizer.
+
+    def __init__(self, optimizer: LayerwiseOptimizer, position: int) -> None:
+        self._optimizer, self._position = weakref.ref(optimizer), position
+
+    @property
+    def optimizer(self) -> LayerwiseOptimizer | None:
+        """The optimizer, while there is one."""
+        return self._optimizer()
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self.optimizer._ready(self.trained)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._ready(optimizer._trained[self._position])
 
 
 def _as_used(state: Any, on: torch.device) -> Any:

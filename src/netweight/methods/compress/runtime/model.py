@@ -122,7 +122,7 @@ def compress_(
     fixed: list[str] = []
     changes: dict[str, float] = {}
     before = after = 0
-    bound = 0.0
+    bound, on_gpu = 0.0, False
     while weights:
         weight = weights.pop(0)  # let go of it, so that its dense memory is freed at once
         dense = weight.places[0].parameter
@@ -147,10 +147,10 @@ def compress_(
             bound = max(bound, found.bound)
             changes.update(dict.fromkeys(its_names, found.worst_change))
         before, after = before + dense.nbytes, after + stored.payload.nbytes
-        on_gpu = dense.is_cuda
+        on_gpu |= dense.is_cuda
         del dense, weight, at
-        if on_gpu:  # else the next payload splits the block that this weight left, and the driver never gets the rest
-            torch.cuda.empty_cache()
+    if on_gpu:  # the driver gets what dense weights and scratch memory left
+        torch.cuda.empty_cache()
     return Compression(tuple(names), left, before, after, bound, changes, tuple(fixed))
 
 

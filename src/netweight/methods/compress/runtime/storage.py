@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, final
@@ -57,14 +58,15 @@ class CompressedStorage:
         precision, stride = precision or Precision(), layout_of(weight)
         payload = _fixed_form(weight) if fixed and precision.lossless and stride is None else None
         if payload is not None:
+            payload = _lasting(payload.numel(), weight.device).copy_(payload)
             return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, fixed=True)
         if chunk_log2 is None and device.handles(weight):
-            chunk_log2 = device.CHUNK_LOG2
+            chunk_log2 = device.chunk_log2_of(weight.numel())
         there = device.encode(weight, level, chunk_log2) if precision.lossless else None
         if there is None:
             payload = pack(_encode(weight, level, chunk_log2, precision)).to(weight.device)
         else:
-            payload = torch.empty(0, dtype=torch.uint8, device=weight.device)
+            payload = _lasting(_capacity(LENGTH + there.numel()), weight.device)
         stored = cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, stride)
         if there is not None:
             stored._adopt_there(there)
@@ -82,6 +84,10 @@ class CompressedStorage:
 
     def write(self, weight: torch.Tensor) -> None:
         """Encode a dense weight of the same shape and dtype in place of what was here, in the same form."""
+        self.write_later(weight)()
+
+    def write_later(self, weight: torch.Tensor) -> Callable[[], None]:
+        """Begin to `write`, and return what ends it, before which nobody may read or write here, or change `weight`."""
         # New values that have no fixed-length form bring the weight back to the codec's for good.
         if self.lossy:
             raise LossyWrite(
@@ -92,14 +98,20 @@ class CompressedStorage:
             payload = _fixed_form(weight)
             if payload is not None:
                 self._replace_fixed(payload)
-                return
+                return _nothing
             self.fixed = False
         same = weight.device == self.payload.device
-        size = device.encode_into(weight, self.payload, self.level, self.chunk_log2) if same else None
-        there = device.encode(weight, self.level, self.chunk_log2) if same and size is None else None
-        if size is not None:
-            self._wrote_there(size)
-        elif there is not None:
+        fits = device.encode_into(weight, self.payload, self.level, self.chunk_log2) if same else None
+        if fits is None:
+            self._write_elsewhere(weight, same=same)
+            return _nothing
+        self._wrote_there(self.payload.numel() - LENGTH)  # the blob and zeros
+        return lambda: None if fits() else self._write_elsewhere(weight, same=True)
+
+    def _write_elsewhere(self, weight: torch.Tensor, *, same: bool) -> None:
+        """`write` into other memory first, since the payload may be too small."""
+        there = device.encode(weight, self.level, self.chunk_log2) if same else None
+        if there is not None:
             self._adopt_there(there)
         else:
             self.adopt(_encode(weight, self.level, self.chunk_log2, Precision()))
@@ -157,13 +169,11 @@ class CompressedStorage:
         recut = not fixed and not self.lossy and device.wants_other_chunks(self.payload, self.level, self.chunk_log2)
         if (fixed == self.fixed and not recut) or (fixed and not has_form):
             return
-        dense = self.dense()
-        chunk_log2 = device.CHUNK_LOG2 if recut else self.chunk_log2
-        again = None if fixed else CompressedStorage.of(dense, level=self.level, chunk_log2=chunk_log2)
-        payload = _fixed_form(dense) if again is None else again.payload
-        if payload is not None:
+        chunk_log2 = None if recut else self.chunk_log2
+        again = CompressedStorage.of(self.dense(), level=self.level, chunk_log2=chunk_log2, fixed=fixed)
+        if again.fixed == fixed:
             self._refuse_to_move()
-            self.payload, self.fixed, self.chunk_log2 = payload, fixed, chunk_log2
+            self.payload, self.fixed, self.chunk_log2 = again.payload, fixed, again.chunk_log2
 
     def _refuse_to_move(self) -> None:
         if self.payload.is_cpu and self.payload.is_shared():  # type: ignore[no-untyped-call]
@@ -175,7 +185,10 @@ class CompressedStorage:
     @property
     def lossy(self) -> bool:
         """Whether the weight was rounded."""
-        return not self.fixed and codec.is_lossy(self.payload[LENGTH : LENGTH + 3].cpu())
+        if self.fixed:
+            return False
+        known = device.lossy(self.payload)
+        return codec.is_lossy(self.payload[LENGTH : LENGTH + 3].cpu()) if known is None else known
 
     @property
     def blob(self) -> memoryview:
@@ -217,6 +230,19 @@ def decode_here(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.
         return codec.fill(torch.empty(shape, dtype=dtype), blob_of(payload))
     dense = codec.pooled(math.prod(shape), dtype).view(shape)
     return codec.fill(dense, blob_of(payload), threads=torch.get_num_threads())
+
+
+def _nothing() -> None:
+    pass
+
+
+def _lasting(nbytes: int, place: torch.device) -> torch.Tensor:
+    """Memory for a payload; on a GPU in a block of its own."""
+    if (
+        place.type == "cuda"
+    ):  # else torch cuts it from a block that scratch memory left, and the driver never gets the rest
+        torch.cuda.empty_cache()
+    return torch.empty(nbytes, dtype=torch.uint8, device=place)
 
 
 def threads_for(nbytes: int) -> int:
