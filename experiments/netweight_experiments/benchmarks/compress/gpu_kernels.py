@@ -1,15 +1,20 @@
-"""How fast kernels decode and encode bf16 matrices on an NVIDIA GPU: written to results/ as JSON.
+"""How fast kernels decode and encode bf16 matrices on an NVIDIA GPU, and start: written to results/ as JSON.
 
     python -m netweight_experiments.benchmarks.compress.gpu_kernels
 
 Matrices are drawn from N(0, 0.02); rates are of their dense bytes, 10^9 a second, medians of replays of a CUDA graph
-that goes through more of them than caches hold. What is decoded is compared with what was encoded first.
+that goes through more of them than caches hold; "a block's seven" are those of Llama-3 8B in one launch. What is
+decoded is compared with what was encoded first. "us per layer" is what a small Linear layer takes when nothing waits
+for the GPU, that is in Python and in starting kernels: dense, fixed-length and in the codec's form.
 """
 
 import statistics
+import time
 
 import torch
+from torch import nn
 
+import netweight
 from netweight.codec import cuda
 from netweight.core.environment import describe
 from netweight_experiments.benchmarks.compress.fixed_products import captured, seconds
@@ -18,6 +23,7 @@ from netweight_experiments.benchmarks.script import script, today, write
 SIZES = ((1024, 4096), (4096, 4096), (14336, 4096), (16384, 16384))
 CHUNKS = (14, 15, 18)
 WORK = 1 << 28  # bytes that a graph goes through
+FORMS = ("dense", "fixed", "codec")
 
 
 def rate(run, nbytes, rounds, device):
@@ -52,6 +58,37 @@ def measure(shape, chunk_log2, rounds, device):
     return {**rates, "ratio": dense[0].nbytes / blobs[0].numel()}
 
 
+def one_launch(chunk_log2, rounds, device):
+    """Rate of decoding the weights of a transformer's block together."""
+    shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 3
+    dense = [(torch.randn(shape, device=device) * 0.02).bfloat16() for shape in shapes]
+    blobs = [cuda.encode(weight, chunk_log2=chunk_log2, digest=False) for weight in dense]
+    plan = cuda.DecodePlan(blobs, [cuda.layout_of(blob) for blob in blobs])
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    found = rate(lambda: plan.decode(status), sum(weight.nbytes for weight in dense), rounds, device)
+    for out, weight in zip(plan.outs, dense, strict=True):
+        assert torch.equal(out.view(torch.int16), weight.view(torch.int16)), "a matrix did not come back"
+    return found
+
+
+@torch.inference_mode()
+def starting(rounds, device):
+    """Microseconds that a layer's call takes on the host."""
+    layers = {
+        form: nn.Sequential(*(nn.Linear(256, 256, False) for _ in range(200))).bfloat16().to(device) for form in FORMS
+    }
+    netweight.compress_(layers["fixed"], prefer="speed")
+    netweight.compress_(layers["codec"])
+    x, times = torch.zeros(1, 256, dtype=torch.bfloat16, device=device), {form: [] for form in FORMS}
+    for _ in range(rounds + 2):
+        for form, model in layers.items():
+            torch.cuda.synchronize(device)
+            before = time.perf_counter()
+            model(x)
+            times[form].append((time.perf_counter() - before) / len(model))
+    return {form: round(1e6 * statistics.median(taken[2:]), 2) for form, taken in times.items()}
+
+
 def main():
     parser = script(__doc__, "gpu-kernels")
     parser.add_argument("--device", default="cuda:0")
@@ -67,7 +104,14 @@ def main():
             key = f"{rows} x {columns}, chunks of 2**{chunk_log2}"
             found[key] = measure((rows, columns), chunk_log2, options.rounds, device)
             print(key, found[key], flush=True)
-    result = {"benchmark": "gpu-kernels", "date": today(), "device": torch.cuda.get_device_name(device), "GB/s": found}
+    found["a block's seven, chunks of 2**15"] = {"decode": one_launch(15, options.rounds, device)}
+    result = {
+        "benchmark": "gpu-kernels",
+        "date": today(),
+        "device": torch.cuda.get_device_name(device),
+        "GB/s": found,
+        "us per layer": starting(options.rounds, device),
+    }
     write(options.output, {**result, "environment": describe()})
 
 

@@ -189,6 +189,7 @@ def _used(device: torch.device) -> int:
         return 0
     gc.collect()
     torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return total - free

@@ -137,6 +137,7 @@ def let_go(device: torch.device) -> None:
     dense_model.cache_clear()
     gc.collect()
     if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that products ran on
         torch.cuda.empty_cache()
 
 

@@ -42,6 +42,7 @@ def train(run: Run) -> dict[str, Any]:
     let_go(device)
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
         model: Any = random_model(run.shape, extent, device)
         model.activation_checkpointing_enable({"use_reentrant": False})
         model.train()

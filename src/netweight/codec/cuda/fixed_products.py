@@ -54,7 +54,8 @@ def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
     blocks = -(-layout.tile_rows // row_tiles)
     # Narrow weights have small blocks, so that the sum over a block's warps does not take longer than the product.
     tiles_each = 4 if blocks >= 4 * processors else 2
-    warps = max(1, min(_MOST_WARPS, layout.tile_columns // tiles_each))
+    most = _MOST_WARPS // row_tiles if blocks > 2 * processors else _MOST_WARPS  # then two blocks share a processor
+    warps = max(1, min(most, layout.tile_columns // tiles_each))
     # A split is worth a second kernel only if each warp keeps some tiles to multiply.
     splits = max(1, min(processors // blocks, layout.tile_columns // (4 * warps), _MOST_SPLITS))
     return Plan(entry, warps, row_tiles, splits, blocks * splits)
