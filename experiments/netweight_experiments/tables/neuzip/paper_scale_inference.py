@@ -64,11 +64,10 @@ def infer(run: Run) -> dict[str, Any]:
         if run.way in (LOSSLESS, FIXED):  # kernels take memory where they are loaded, once
             _apply(run.way, nn.Sequential(nn.Linear(1024, 1024, dtype=torch.bfloat16, device=device)), ["0"], device)
         converted = sum(dense.get_submodule(name).weight.nbytes for name in layers)
-        before = _used(device)
         model: Any = dense if run.way == VANILLA else copy.deepcopy(dense)
+        used = _used(device)
         _apply(run.way, model, layers, device)
-        used = _used(device) - before
-        found: dict[str, Any] = {"held": held_bytes(model), "saved": (held_bytes(dense) - used) / converted}
+        found: dict[str, Any] = {"held": held_bytes(model), "saved": (used - _used(device)) / converted}
         seconds: dict[str, Any] = {}
         for name, task in _tasks(dense, layers, extent, device).items():
             both = {"way": task.bind(model), "vanilla": task.bind(dense)}

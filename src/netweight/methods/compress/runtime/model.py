@@ -26,6 +26,7 @@ from netweight.store.writer import Level
 Prefer = Literal["memory", "speed"]
 Patterns = Select | str | Iterable[str] | None
 _ROW_CHUNKS = 15  # an embedding reads few rows: small chunks, of 32768 numbers
+_SMALL = 10 << 20  # bytes below which torch cuts a payload from a block of 20 MiB, where others may have been
 
 
 @final
@@ -122,7 +123,8 @@ def compress_(
     fixed: list[str] = []
     changes: dict[str, float] = {}
     before = after = 0
-    bound, on_gpu = 0.0, False
+    bound = 0.0
+    on_gpus: list[CompressedStorage] = []
     while weights:
         weight = weights.pop(0)  # let go of it, so that its dense memory is freed at once
         dense = weight.places[0].parameter
@@ -147,11 +149,22 @@ def compress_(
             bound = max(bound, found.bound)
             changes.update(dict.fromkeys(its_names, found.worst_change))
         before, after = before + dense.nbytes, after + stored.payload.nbytes
-        on_gpu |= dense.is_cuda
+        on_gpus += [stored] * stored.payload.is_cuda
         del dense, weight, at
-    if on_gpu:  # the driver gets what dense weights and scratch memory left
-        torch.cuda.empty_cache()
+    _give_back(on_gpus)
     return Compression(tuple(names), left, before, after, bound, changes, tuple(fixed))
+
+
+def _give_back(stored: list[CompressedStorage]) -> None:
+    """Give the driver the GPU memory that dense weights and scratch left, small payloads put side by side before."""
+    small = [each.payload for each in stored if each.payload.nbytes < _SMALL]
+    held = [payload.cpu() for payload in small]
+    for payload in small:
+        payload.data = payload.new_empty(0)
+    if stored:
+        torch.cuda.empty_cache()
+    for payload, content in zip(small, held, strict=True):
+        payload.data = content.to(payload.device)
 
 
 def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None) -> tuple[str, ...]:
