@@ -1,6 +1,8 @@
 """Training layer by layer: what is refused, bad gradients, rounding, schedulers' view, closing."""
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -51,6 +53,20 @@ def test_nothing_to_train_and_two_optimizers():
     assert unchanged(model, before)
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
     LayerwiseOptimizer(model, torch.optim.SGD, lr=0.1)
+
+
+def test_a_model_that_nobody_has_any_more_is_freed_with_its_optimizer():
+    _, model = pair(stack)
+    optimizer = LayerwiseOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(X).sum().backward()
+    left = [weakref.ref(parameter) for parameter in model.parameters()]
+    before = weights(model)
+    del optimizer  # the model keeps it
+    model(X).sum().backward()
+    assert not unchanged(model, before)
+    del model
+    gc.collect()
+    assert all(reference() is None for reference in left)
 
 
 def test_reentrant_checkpointing_is_refused():
