@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import netweight
 from netweight import codec
 from netweight.codec import cuda
-from netweight.codec.cuda import encoding
+from netweight.codec.cuda import encoding, launching
 from netweight.codec.dtypes import torch_dtype
 from netweight.errors import CorruptBlob, OutOfMemory, UsageError
 from netweight.methods.compress.runtime import cuda as device
+from netweight.methods.compress.runtime import fsdp
 from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of
 
 IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
@@ -281,6 +283,30 @@ def test_layouts_of_what_was_encoded_here_are_those_that_one_would_read(dtype, s
     made, read = cuda.layout_of_encoded(blob, tensor, chunk_log2=chunk_log2), cuda.layout_of(blob)
     assert made == read
     assert made.starts.equal(read.starts)
+
+
+def test_pieces_of_a_gather_are_decoded_in_one_launch(counts, monkeypatch):
+    weight = torch.randn(13, 40, generator=torch.Generator().manual_seed(4)).bfloat16()
+    padded = [weight[:5], weight[5:10], torch.cat([weight[10:], torch.zeros(2, 40).bfloat16()])]
+    buffers = []
+    for rows, piece in zip((5, 5, 3), padded, strict=True):
+        stored = CompressedStorage.of(piece)
+        stored.wire = fsdp._Wire(capacity=4096)
+        (buffer,), _ = fsdp.before_gather(stored, rows, SimpleNamespace(get_group=lambda: None))
+        buffers.append(buffer)
+    pieces, launched = torch.stack(buffers), []
+    launch = launching.launch
+    monkeypatch.setattr(launching, "launch", lambda *given, **more: (launched.append(given[1]), launch(*given, **more)))
+    _, *described = fsdp._described(pieces)
+    dense = torch.empty_like(weight)
+    fsdp._decode_all(pieces, *described, torch.bfloat16, dense)
+    assert same(dense, weight)
+    assert launched == ["decode_chunks"]
+    assert counts.looked == counts.waited == 0
+    pieces[1, 106] = 200  # the mode of its first plane
+    fsdp._decode_all(pieces, *described, torch.bfloat16, dense)
+    with pytest.raises(CorruptBlob):
+        netweight.check_device()
 
 
 def test_layouts_go_to_other_devices_with_their_payloads():

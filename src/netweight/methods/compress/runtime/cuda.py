@@ -10,7 +10,7 @@ go to the CPU and the weight comes back, as for devices of other kinds. Payloads
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, final
@@ -118,6 +118,19 @@ def lossy(payload: torch.Tensor) -> bool | None:
     """Whether a payload holds a rounded weight; None if it was not looked at yet."""
     known = _found(payload)
     return None if known is None or known.layout is None else isinstance(known.layout, LossyLayout)
+
+
+def cut_of(payload: torch.Tensor) -> int:
+    """The binary logarithm of a payload's numbers per chunk, if that is all that a device must know; else 0."""
+    known = _found(payload)
+    layout = None if known is None else known.layout
+    if (
+        not isinstance(layout, BlobLayout)
+        or layout.new_modes
+        or layout.payload_at != layout.index_at + 4 * layout.chunks
+    ):
+        return 0
+    return layout.chunk_log2
 
 
 def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int | None, level: str) -> None:
@@ -237,6 +250,15 @@ class Decoder:
             return None
         blob = payload[LENGTH : LENGTH + known.layout.size]
         return cuda.decode_rows(blob, known.layout, ids, self.status.kernels)
+
+    def together(self, payloads: Sequence[torch.Tensor], cuts: Sequence[int], outs: Sequence[torch.Tensor]) -> None:
+        """Decode payloads of which `cut_of` is known into `outs`, in one launch, which is not waited for."""
+        layouts = [
+            cuda.layout_of_encoded(payload[LENGTH:], out, chunk_log2=cut)
+            for payload, cut, out in zip(payloads, cuts, outs, strict=True)
+        ]
+        cuda.DecodePlan([payload[LENGTH:] for payload in payloads], layouts, outs).decode(self.status.kernels)
+        self.status.look()
 
     def nbytes(self, payload: torch.Tensor) -> int | None:
         """Bytes of a weight that can be decoded without waiting for the device; None if it cannot."""

@@ -8,8 +8,8 @@ after a gather every process knows all of them: when a changed weight nears its 
 before the next gather of it. A piece that has outgrown the capacity already is sent in two parts, the second by a
 gather of its own; nothing is ever cut off.
 
-Nothing here asks where a payload is: what is gathered on a GPU is decoded there, and the host reads 24 bytes per
-process and gather. Not yet run on a GPU.
+What is gathered on a GPU is decoded there, in one launch if every process encoded its piece on one; the host reads 32
+bytes per process and gather. Not yet run on several GPUs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from netweight import codec
 from netweight.errors import Unsupported
+from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.cuda import LENGTH
 from netweight.methods.compress.runtime.functional import decode
 from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, threads_for
 
-# Bytes before a piece's payload: its rows, those that it holds, and nothing, so that the payload is aligned.
+# Bytes before a piece's payload: its rows, those that it holds, how it is cut, and nothing, so that it is aligned.
 _FRONT = 64
 _ALIGN = 64
 
@@ -103,7 +104,7 @@ def before_gather(stored: CompressedStorage, rows: int, mesh: Any) -> tuple[tupl
         _refuse_resharding(wire)
         wire.capacity = _agreed(sent, group)
     buffer = sent.payload.new_zeros(wire.capacity)
-    buffer[:16].view(torch.int64).copy_(torch.tensor([rows, sent.shape[0]]))
+    buffer[:24].view(torch.int64).copy_(torch.tensor([rows, sent.shape[0], device.cut_of(sent.payload)]))
     fitting = min(sent.payload.numel(), wire.capacity - _FRONT)
     buffer[_FRONT : _FRONT + fitting].copy_(sent.payload[:fitting])
     rest = sent.payload[fitting:].clone() if fitting < sent.payload.numel() else None
@@ -116,19 +117,19 @@ def after_gather(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
     """Decode all shards into the weight that layers calculate with."""
     pieces = _pieces(gathered, sent)
-    lengths, rows, held = _described(pieces)
+    lengths, rows, held, cuts = _described(pieces)
     longest = max(lengths)
     if longest > sent.capacity:
         pieces = _completed(pieces, longest, sent)
     if out is None:
         dense = torch.empty((sum(rows), *stored.shape[1:]), dtype=dtype, device=gathered.device)
-        _decode_all(pieces, rows, held, sent.dtype, dense)
+        _decode_all(pieces, rows, held, cuts, sent.dtype, dense)
     elif out.is_inference():
-        _decode_all(pieces, rows, held, sent.dtype, out)
+        _decode_all(pieces, rows, held, cuts, sent.dtype, out)
     else:
         # Autograd has saved this tensor; that its memory was freed and filled again is none of its business.
         with _unsafe_preserve_version_counter(out):
-            _decode_all(pieces, rows, held, sent.dtype, out)
+            _decode_all(pieces, rows, held, cuts, sent.dtype, out)
     del pieces
     _settle(stored, sent, dtype, longest, gathered)
     return (dense, (dense,)) if out is None else None
@@ -172,12 +173,11 @@ def _pieces(gathered: torch.Tensor, sent: _Sent) -> torch.Tensor:
     return every.set_(gathered.untyped_storage(), 0, (processes, sent.capacity))  # type: ignore[call-overload,no-any-return]
 
 
-def _described(pieces: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Of each piece its length in bytes, front included, its rows, and how many it holds with those for padding."""
-    rows, held, lengths = (
-        pieces[:, start : start + 8].contiguous().view(torch.int64).reshape(-1).tolist() for start in (0, 8, _FRONT)
-    )
-    return [_FRONT + LENGTH + length for length in lengths], rows, held
+def _described(pieces: torch.Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
+    """The length of each piece in bytes, front included, its rows, those with padding, and how it is cut."""
+    front = torch.cat([pieces[:, :24], pieces[:, _FRONT : _FRONT + 8]], dim=1).view(torch.int64)
+    rows, held, cuts, lengths = front.t().tolist()
+    return [_FRONT + LENGTH + length for length in lengths], rows, held, cuts
 
 
 def _completed(pieces: torch.Tensor, longest: int, sent: _Sent) -> torch.Tensor:
@@ -193,8 +193,11 @@ def _completed(pieces: torch.Tensor, longest: int, sent: _Sent) -> torch.Tensor:
 
 
 def _decode_all(
-    pieces: torch.Tensor, rows: list[int], held: list[int], dtype: torch.dtype, dense: torch.Tensor
+    pieces: torch.Tensor, rows: list[int], held: list[int], cuts: list[int], dtype: torch.dtype, dense: torch.Tensor
 ) -> None:
+    if all(cuts) and dense.dtype == dtype and device.handles(pieces):
+        _decode_together(pieces, rows, held, cuts, dense)
+        return
     start = 0
     for piece, count, padded in zip(pieces, rows, held, strict=True):
         payload, part = piece[_FRONT:], dense[start : start + count]
@@ -203,6 +206,22 @@ def _decode_all(
         elif count:
             part.copy_(decode(payload, (padded, *part.shape[1:]), dtype)[:count])
         start += count
+
+
+def _decode_together(
+    pieces: torch.Tensor, rows: list[int], held: list[int], cuts: list[int], dense: torch.Tensor
+) -> None:
+    parts = dense.split(rows)
+    outs = [
+        part if len(part) == padded else part.new_empty((padded, *part.shape[1:]))
+        for part, padded in zip(parts, held, strict=True)
+    ]
+    there = [i for i, part in enumerate(parts) if len(part)]  # padding alone may be all that a process holds
+    payloads = [pieces[i, _FRONT:] for i in there]
+    device.decoder_of(dense.device).together(payloads, [cuts[i] for i in there], [outs[i] for i in there])
+    for part, out in zip(parts, outs, strict=True):
+        if part is not out:
+            part.copy_(out[: len(part)])
 
 
 def _settle(stored: CompressedStorage, sent: _Sent, dtype: torch.dtype, longest: int, gathered: torch.Tensor) -> None:
