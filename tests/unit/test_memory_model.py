@@ -448,3 +448,16 @@ def test_data_takes_other_shapes_and_dtypes():
             m.bias, m.weight.grad = None, None
             m(x).square().sum().backward()
         assert not differing(dense, model, lambda p: p.grad)
+
+
+def test_a_model_that_is_compressed_in_inference_mode_trains_afterwards():
+    dense, model = pair(stack)
+    netweight.decompress_(model)
+    with torch.inference_mode():
+        netweight.compress_(model)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
+    for one in (dense, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        one(x).square().sum().backward()
+        optimizer.step()
+    assert not differing(dense, model)

@@ -57,6 +57,7 @@ class Compression:
         return self.after / self.before if self.before else 1.0
 
 
+@torch.inference_mode(False)  # or the weights could not be trained afterwards
 def compress_(
     model: nn.Module,
     *,
@@ -242,6 +243,7 @@ def _held_by_optimizers(names: dict[int, str]) -> dict[str, list[str]]:
     return held
 
 
+@torch.inference_mode(False)
 def set_layout_(model: nn.Module, prefer: Prefer) -> tuple[str, ...]:
     """Change the form of a compressed model's weights in memory, in place, one after the other; values stay the same.
 

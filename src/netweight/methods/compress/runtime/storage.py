@@ -242,8 +242,7 @@ def _lasting(nbytes: int, place: torch.device) -> torch.Tensor:
         place.type == "cuda"
     ):  # else torch cuts it from a block that scratch memory left, and the driver never gets the rest
         torch.cuda.empty_cache()
-    with torch.inference_mode(False):  # torch counts no writes of what is made in inference mode
-        return torch.empty(nbytes, dtype=torch.uint8, device=place)
+    return torch.empty(nbytes, dtype=torch.uint8, device=place)
 
 
 def threads_for(nbytes: int) -> int:
