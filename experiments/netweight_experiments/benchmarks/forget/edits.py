@@ -273,28 +273,38 @@ def attack_cells(attack, backs):
 
 def table(results):
     """Two tables in Markdown: each edit, its cost and its strongest attack; every attack. Trainings are what varies."""
-    head = "| edit | trainings | processor s | broken, of 6 | copies, of 48 | worst loss, points"
-    head += " | changed: held out; neighbours |"
-    attacked = " strongest attack | back | steps until half are | NCC above never trained |"
-    lines = [head + attacked, "|---" * 11 + "|"]
-    every = [f"| edit |{attacked.replace(' strongest', '')}", "|---" * 5 + "|"]
-    for method in METHODS:
-        own = [each for each in results if each["method"] == method]
-        if not own:
-            continue
+    lines = [
+        "| edit | trainings | processor s | broken, of 6 | copies, of 48 | worst loss, points | changed: held out; "
+        "neighbours | strongest attack | back | steps until half are | NCC above never trained |", "|---" * 11 + "|",
+    ]  # fmt: skip
+    of = {method: [each for each in results if each["method"] == method] for method in METHODS}
+    of = {method: own for method, own in of.items() if own}
+    for method, own in of.items():
         mean = lambda read, own=own: interval([statistics.mean(map(read, each["blocks"])) for each in own])  # noqa: E731
         cells = [
             method, str(len(own)), interval([each["seconds"] for each in own]), mean(lambda row: row["broken"]),
             mean(lambda row: row["own"]), mean(lambda row: max(row["lost"].values())),
             "; ".join(mean(lambda row, name=name: row["changed"][name]) for name in CHANGED),
         ]  # fmt: skip
-        worst = [strongest(each) for each in own]
-        chosen = max(set(worst), key=worst.count)
-        by_attack = {name: [each["back"][name] for each in own if name in each["back"]] for name in ATTACKS}
-        cells += ["–"] * 4 if chosen is None else attack_cells(chosen, by_attack[chosen])
+        worst = [strongest(each) for each in own if each["back"]]
+        chosen = max(set(worst), key=worst.count) if worst else None
+        backs = [each["back"][chosen] for each in own if chosen in each["back"]]
+        cells += ["–"] * 4 if chosen is None else attack_cells(chosen, backs)
         lines.append("| " + " | ".join(cells) + " |")
-        every += ["| " + " | ".join([method, *attack_cells(*each)]) + " |" for each in by_attack.items() if each[1]]
-    return "\n".join([*lines, "", *every] if len(every) > 2 else lines)
+    tried = {method: own for method, own in of.items() if any(each["back"] for each in own)}
+    if tried:
+        lines += ["", f"| back, and by which step half were | {' | '.join(tried)} |", "|---" * (1 + len(tried)) + "|"]
+    for attack in ATTACKS:
+        cells = [[brief(each["back"][attack]) for each in own if attack in each["back"]] for own in tried.values()]
+        if any(cells):
+            lines.append(f"| {attack} | {' | '.join('; '.join(each) or '–' for each in cells)} |")
+    return "\n".join(lines)
+
+
+def brief(back):
+    """How many an attack brought back, and by which step half of them, as text."""
+    steps = half(back)
+    return share(back) if steps is None else f"{share(back)} by {steps}"
 
 
 def grid(results, job, path):
