@@ -22,7 +22,7 @@ from netweight.errors import NetweightError
 torch.version.cuda = "13.0"
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda index=0: (9, 0)
-torch.cuda.current_device = lambda: 1
+torch._C._cuda_getDevice = lambda: 1
 torch._C._cuda_getCurrentRawStream = lambda index: 0x70 + index
 compiling.cubin = lambda file, architecture: f"{dict(a='8 8 1 4 8', b='')[file[0]]} ".encode() + b"\\0"
 
@@ -39,6 +39,7 @@ launching.launch("a.cu", "first", 5, 64, arguments, device=device)
 launching.launch("a.cu", "first", 6, 96, arguments, device=device)
 OnGpu.device = torch.device("cuda", 1)
 launching.launch("a.cu", "second", 7, 32, arguments, device=torch.device("cuda"))
+launching.launch("a.cu", "second", 7, 64, arguments, device=torch.device("cuda"))
 OnGpu.device = device
 thread = threading.Thread(target=lambda: launching.launch("b.cu", "third", 8, 32, (), device=device))
 thread.start()
@@ -83,6 +84,7 @@ def test_kernels_are_launched_with_their_arguments_on_the_stream_of_the_device(s
         f"launch 5 1 1, 64 1 1, 0, 0x70, 0: {address} {scalars}",
         f"launch 6 1 1, 96 1 1, 0, 0x70, 0: {address} {scalars}",
         f"launch 7 1 1, 32 1 1, 0, 0x71, 0: {address} {scalars}",
+        f"launch 7 1 1, 64 1 1, 0, 0x71, 0: {address} {scalars}",
         "launch 8 1 1, 32 1 1, 0, 0x70, 0:",
     ]
 
@@ -94,10 +96,10 @@ def test_everything_is_loaded_once_for_each_device(said):
     ]  # fmt: skip
 
 
-def test_the_context_is_current_for_each_call_and_given_back(said):
-    contexts = [line for line in said if line.startswith(("push", "pop"))]
-    assert contexts[::2] == [f"push 0x100{device}" for device in (0, 0, 1, 0, 0, 0, 0, 0, 0)]
-    assert contexts[1::2] == ["pop"] * 9
+def test_the_context_of_torch_s_device_is_made_current_once_and_another_for_each_call(said):
+    contexts = [line for line in said if line.startswith(("current", "push", "pop"))]
+    other = ["push 0x1000", "pop"]
+    assert contexts == [*other * 2, "current 0x1001", *other * 6]
 
 
 def test_what_the_driver_refuses_is_told(said):

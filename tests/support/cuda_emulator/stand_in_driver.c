@@ -24,6 +24,7 @@ CUresult cuDevicePrimaryCtxRetain(void** context, int device) {
   return *context = (void*)(intptr_t)(0x1000 + device), SUCCESS;
 }
 CUresult cuCtxPushCurrent(void* context) { return NOTE("push %p\n", context), SUCCESS; }
+CUresult cuCtxSetCurrent(void* context) { return NOTE("current %p\n", context), SUCCESS; }
 CUresult cuCtxPopCurrent(void** context) { return NOTE("pop\n"), *context = NULL, SUCCESS; }
 CUresult cuModuleLoadData(void** module, const void* image) {
   NOTE("load %s\n", (const char*)image);
@@ -68,7 +69,7 @@ CUresult cuGetErrorString(CUresult error, const char** words) {
 CUresult cuGetProcAddress_v2(const char* symbol, void** found, int version, uint64_t flags, int* status) {
 #define HERE(name) \
   if (!strcmp(symbol, #name)) return *found = (void*)name, SUCCESS;
-  HERE(cuInit) HERE(cuDriverGetVersion) HERE(cuDeviceGet) HERE(cuDevicePrimaryCtxRetain) HERE(cuCtxPushCurrent) HERE(cuCtxPopCurrent)
+  HERE(cuInit) HERE(cuDriverGetVersion) HERE(cuDeviceGet) HERE(cuDevicePrimaryCtxRetain) HERE(cuCtxSetCurrent) HERE(cuCtxPushCurrent) HERE(cuCtxPopCurrent)
   HERE(cuModuleLoadData) HERE(cuModuleGetFunction) HERE(cuFuncGetParamInfo) HERE(cuLaunchKernel) HERE(cuGetErrorString)
   HERE(cuGetProcAddress_v2)
   (void)version, (void)flags, (void)status;

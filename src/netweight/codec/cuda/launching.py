@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import struct
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -20,6 +21,8 @@ from netweight.errors import CudaFailed, CudaUnavailable, OutOfMemory, UsageErro
 
 _LEAST_CAPABILITY = (7, 5)
 _CELL = (1 << 64) - 1
+_pointers: dict[tuple[int, int], Any] = {}  # kept, because the driver reads them
+_thread = threading.local()  # its `index`: the device whose context netweight made current
 Argument = torch.Tensor | int | float | np.generic
 
 
@@ -64,20 +67,33 @@ def launch(
     cache or the compiler, which cannot happen while a CUDA graph is captured.
     """
     require()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    _call("cuCtxPushCurrent", _primary_context(index))  # this thread may never have called CUDA before
+    here = torch._C._cuda_getDevice()
+    index = here if device.index is None else device.index
+    if index == here:
+        if getattr(_thread, "index", None) != index:  # this thread may never have called CUDA before
+            _call("cuCtxSetCurrent", _primary_context(index))
+            _thread.index = index
+        _start(file, entry, grid, block, arguments, index)
+        return
+    _call("cuCtxPushCurrent", _primary_context(index))
     try:
-        function, sizes = _function(file, entry, index)
-        values = [_parameter(argument, index) for argument in arguments]
-        if [nbytes for _, nbytes in values] != sizes:
-            given = [nbytes for _, nbytes in values]
-            raise UsageError(f"{entry} takes parameters of {sizes} bytes and was given {given}.")
-        cells, pointers = _cells(len(values), threading.get_ident())
-        cells[:] = [value for value, _ in values]  # the driver copies them before it returns
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        _call("cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0, what=entry)
+        _start(file, entry, grid, block, arguments, index)
     finally:
         _call("cuCtxPopCurrent")
+
+
+def _start(file: str, entry: str, grid: int, block: int, arguments: Sequence[Argument], index: int) -> None:
+    """`launch` in the context that is current."""
+    function, sizes = _function(file, entry, index)
+    given = [8 if type(a) is int or isinstance(a, torch.Tensor) else np.asarray(a).nbytes for a in arguments]
+    if given != sizes:
+        raise UsageError(f"{entry} takes parameters of {sizes} bytes and was given {given}.")
+    cells, pack, address = _cells(len(sizes), threading.get_ident())
+    pack(cells, 0, *[a & _CELL if type(a) is int else _bits(a, index) for a in arguments])  # the driver copies them
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    (result,) = _driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, address, 0)
+    if result:
+        raise _refusal(result, "cuLaunchKernel", entry)
 
 
 @cache
@@ -86,16 +102,14 @@ def multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def _parameter(argument: Argument, index: int) -> tuple[int, int]:
-    """An argument's bits, in a cell of eight bytes, and how many of these count."""
-    if isinstance(argument, int):
-        return argument & _CELL, 8
+def _bits(argument: torch.Tensor | float | np.generic, index: int) -> int:
+    """An argument in a cell of eight bytes."""
     if isinstance(argument, torch.Tensor):
         if argument.get_device() != index:  # its address would crash the kernel and spoil the context for everybody
             raise UsageError(f"A kernel on cuda:{index} was given a tensor on {argument.device}.")
-        return argument.data_ptr(), 8
+        return argument.data_ptr()
     value = argument if isinstance(argument, np.generic) else np.float64(argument)
-    return int.from_bytes(value.tobytes(), "little"), value.nbytes
+    return int.from_bytes(value.tobytes(), "little")
 
 
 @cache
@@ -116,16 +130,21 @@ def _driver() -> Any:
 
 def _call(name: str, *arguments: Any, what: str = "") -> tuple[Any, ...]:
     """Call a function of the driver and return what it gives besides its result code."""
+    result, *values = getattr(_driver(), name)(*arguments)
+    if result:
+        raise _refusal(result, name, what)
+    return tuple(values)
+
+
+def _refusal(result: Any, name: str, what: str) -> CudaFailed | OutOfMemory:
+    """The error for a result of the driver that is not 0."""
     driver = _driver()
-    result, *values = getattr(driver, name)(*arguments)
-    if result == driver.CUresult.CUDA_SUCCESS:
-        return tuple(values)
     words = driver.cuGetErrorString(result)[1]
     reason = f"{result.name}, {words.decode() if isinstance(words, bytes) else 'unknown'}"
     for_what = f" for {what}" if what else ""
     if result == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-        raise OutOfMemory(f"The GPU has no memory left{for_what}: {reason}.", cure="Free memory on it and try again.")
-    raise CudaFailed(
+        return OutOfMemory(f"The GPU has no memory left{for_what}: {reason}.", cure="Free memory on it and try again.")
+    return CudaFailed(
         f"The CUDA driver refused {name}{for_what}: {reason}.",
         cure="If an earlier kernel failed, start the process again; CUDA_LAUNCH_BLOCKING=1 shows which one did.",
     )
@@ -152,11 +171,12 @@ def _function(file: str, entry: str, index: int) -> tuple[Any, list[int]]:
 
 
 @cache
-def _cells(count: int, thread: int) -> tuple[Any, Any]:
-    """A thread's memory for parameters, and the address of each."""
-    cells = (ctypes.c_uint64 * count)()
-    first = ctypes.addressof(cells)
-    return cells, (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+def _cells(count: int, thread: int) -> tuple[bytearray, Any, int]:
+    """A thread's memory for parameters, what fills it, and the address of the addresses of each."""
+    cells = bytearray(8 * count)
+    first = ctypes.addressof((ctypes.c_uint64 * count).from_buffer(cells)) if count else 0
+    pointers = _pointers.setdefault((count, thread), (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8)))
+    return cells, struct.Struct(f"{count}Q").pack_into, ctypes.addressof(pointers)
 
 
 @cache
