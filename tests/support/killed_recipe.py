@@ -44,6 +44,7 @@ def in_a_child(recipe, most):
 
 
 def main(recipe, output):
+    Plan.of(read_recipe(recipe))  # imports what all children need, once
     for moment in range(len(toy_treatment.ALL_MOMENTS)):
         shutil.rmtree(output, ignore_errors=True)
         assert in_a_child(recipe, moment) == -signal.SIGKILL, f"not killed at {moment}"

@@ -24,20 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core import digest
+from netweight.data.images.sources import module
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.hf import open_compressed_with
 from netweight.hf.quiet import quiet_imports, silent_bars
 from netweight.nn.hooks import hooked
 from netweight.nn.text_to_image import Prediction, Text
-
-try:
-    with quiet_imports():
-        import diffusers
-except ImportError as error:
-    raise MissingExtra(
-        "Diffusion pipelines need diffusers, which is not installed.", cure='Run: pip install "netweight[diffusion]"'
-    ) from error
-
 
 _PARTS = ("vae", "text_encoder", "tokenizer", "scheduler")
 _STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -262,13 +254,13 @@ def load_text_to_image(
     """Open a pipeline's folder."""
     folder = Path(folder)
     check_pipeline(folder)
+    diffusers = _diffusers()
     with quiet_imports():
         open_compressed_with("diffusers")
-
         _import_parts(folder / "model_index.json")
     try:
         with silent_bars("transformers", "diffusers"):
-            pipeline = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
+            pipeline = diffusers.DiffusionPipeline.from_pretrained(
                 folder,
                 local_files_only=True,
                 use_safetensors=True,
@@ -404,8 +396,14 @@ def one_token_words(model: PipelineModel, *, letters: int = 3) -> tuple[str, ...
     return single
 
 
+def _diffusers() -> Any:
+    with quiet_imports():
+        return module("diffusers", "Opening a diffusion pipeline", "diffusion")
+
+
 def _denoiser_of(pipeline: Any) -> _UNet | _XLUNet | _PixArt:
     """Find the denoiser of a pipeline."""
+    diffusers = _diffusers()
     unet, transformer = (getattr(pipeline, part, None) for part in ("unet", "transformer"))
     if isinstance(unet, diffusers.UNet2DConditionModel):
         _refuse_conditions(unet, pipeline)
