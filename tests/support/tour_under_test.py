@@ -5,18 +5,18 @@ Run as a program it takes the arguments of `netweight tour`; `start` runs it whe
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import warm
+
 
 def start(*arguments):
-    """Run the tour as a process of its own: no network, no home, no data, no GPU, its output piped."""
+    """Run the tour as a process of its own: no network, no home, no data, no GPU, its output a file."""
     environment = {key: value for key, value in os.environ.items() if key not in ("NETWEIGHT_DATA", "MPLCONFIGDIR")}
-    environment |= {"HOME": "/dev/null/home", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, __file__, *(str(part) for part in arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    environment |= {"HOME": "/dev/null/home", "CUDA_VISIBLE_DEVICES": ""}
+    return warm.start(__file__, *arguments, env=environment)
 
 
 def wait_for(path, process, seconds=240.0):
@@ -36,6 +36,8 @@ def shrink():
 
     recipe = yaml.safe_load(tour._text())
     chapters = recipe["chapters"]
+    for name in ("forget", "distil"):
+        chapters[name]["treatments"][0]["forget"] |= {"look_seeds": 3, "steps": 4}
     chapters["federate"]["treatments"][0]["federate"]["rounds"] = 1
     chapters["federate"]["attacks"][0]["server"] |= {"images": 1, "softening": 1, "rounds": 1}
     chapters["forget"]["attacks"][0]["embedding"]["search"] |= {"steps": 2}

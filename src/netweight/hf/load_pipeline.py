@@ -332,7 +332,7 @@ def _decompress(pipeline: Any) -> None:
     import netweight
 
     for part in pipeline.components.values():
-        if isinstance(part, nn.Module):
+        if isinstance(part, nn.Module) and any(isinstance(w, netweight.CompressedTensor) for w in part.parameters()):
             netweight.decompress_(part)
 
 
