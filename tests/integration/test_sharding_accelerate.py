@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import warm
 from models_under_test import pair, same, stack
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -68,4 +69,4 @@ def _process(rank, folder):
 
 
 def test_two_processes(tmp_path):
-    torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
+    warm.run_in_ranks(__file__, "_process", tmp_path)

@@ -1,16 +1,14 @@
 """Fits that are killed and go on, and fits by several processes."""
 
 import functools
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy
 import pytest
 import streamed_rows
 import torch
+import warm
 
 from netweight.core.engines import in_process, local_processes
 from netweight.errors import CorruptBlob, NetweightError, UsageError
@@ -18,8 +16,7 @@ from netweight.methods.space.fitting.streaming import MatrixShard, fit_shards, f
 from netweight.nn import matrix
 from netweight.nn.matrix import MatrixFile
 
-PROGRAM = str(Path(__file__).parents[1] / "support" / "streamed_rows.py")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+PROGRAM = Path(__file__).parents[1] / "support" / "streamed_rows.py"
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +45,7 @@ def test_a_killed_fit_goes_on(file, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "_BYTES", matrix._BYTES)
     folder = tmp_path / "kept"
     for blocks in (11, 20):  # of 7 in each of 5 passes, and the first row
-        command = [sys.executable, PROGRAM, str(file), str(folder), str(blocks)]
-        killed = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+        killed = warm.run(PROGRAM, file, folder, blocks)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     found, read = streamed_rows.fit(file, folder, -1)
     assert read == 5 * 7 + 1 - (11 + 20)

@@ -3,12 +3,11 @@
 import copy
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 import netweight
 from netweight.errors import BadGradient, CorruptBlob, LayerwiseConflict, UsageError
@@ -199,10 +198,8 @@ def test_any_trainer_resumes_evaluates_and_loads_the_best(tmp_path, kind, make):
 )
 def test_two_processes_train_the_dense_bits(tmp_path, program, expected):
     file = Path(__file__).parents[1] / "support" / f"{program}.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run([*command, str(file), str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    said = warm.run_ranks(file, tmp_path)
+    assert json.loads(said[0][0].splitlines()[-1]) == expected
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -255,11 +252,10 @@ def one_thread():
 def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, capsys):
     train(tmp_path / "whole", 8)
     (expected,) = lines(capsys, "digest")
-    command = [sys.executable, str(RUN), str(tmp_path / "killed"), "8"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        for line in run.stdout:
-            if line == "saved 4\n":
-                run.send_signal(signal.SIGKILL)
+    run = warm.start(RUN, tmp_path / "killed", "8")
+    for line in run.lines():
+        if line == "saved 4\n":
+            run.send_signal(signal.SIGKILL)
     assert run.returncode == -signal.SIGKILL
     # As if the kill had come in the middle of the next checkpoint: weights are there, and half of the trainer's state.
     half = tmp_path / "killed" / "checkpoint-9"

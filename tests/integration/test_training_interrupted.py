@@ -1,13 +1,11 @@
 """Training that is killed resumes from its compressed checkpoint with the same bits."""
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from models_under_test import Tied, differing, pair, same, stack
 
 import netweight
@@ -17,8 +15,7 @@ RUN = Path(__file__).parents[1] / "support" / "training_under_test.py"
 
 
 def start(path, steps):
-    command = [sys.executable, str(RUN), str(path), str(steps)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    return warm.start(RUN, path, steps)
 
 
 def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path):
@@ -26,10 +23,10 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path):
     expected = whole.communicate(timeout=120)[0].splitlines()[-1]
     assert expected.startswith("digest")
     path = tmp_path / "killed.safetensors"
-    with start(path, 12) as run:
-        for line in run.stdout:
-            if line.startswith("5"):
-                run.send_signal(signal.SIGKILL)
+    run = start(path, 12)
+    for line in run.lines():
+        if line.startswith("5"):
+            run.send_signal(signal.SIGKILL)
     assert run.returncode == -signal.SIGKILL
     resumed = start(path, 12).communicate(timeout=120)[0].splitlines()
     assert int(resumed[0]) > 5

@@ -1,6 +1,6 @@
 """transformers' own `Trainer` in two processes: dense beside compressed, with the best model, resumed.
 
-Usage: torchrun --nproc-per-node 2 trainer_in_processes.py FOLDER; the first process prints what is the same, as JSON.
+Usage: trainer_in_processes.py FOLDER, in both processes; the first process prints what is the same, as JSON.
 """
 
 import json

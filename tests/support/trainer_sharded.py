@@ -1,6 +1,6 @@
 """transformers' own `Trainer` with FSDP2 in two processes on the CPU, dense beside compressed.
 
-Usage: torchrun --nproc-per-node 2 trainer_sharded.py FOLDER; the first process prints what is the same, as JSON.
+Usage: trainer_sharded.py FOLDER, in both processes; the first process prints what is the same, as JSON.
 """
 
 import json

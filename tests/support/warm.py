@@ -1,4 +1,4 @@
-"""Programs in processes of their own that begin with the heavy libraries imported: forks of one process that did it once.
+"""Programs in processes of their own that begin with heavy libraries imported: forks of one process that did it once.
 
 Importing torch, transformers and diffusers takes seconds, several times what most programs of tests work. `start` and
 `run` take what follows `python` in a command. They are for tests in which it is not importing that is tested. What was
@@ -17,6 +17,7 @@ import runpy
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,6 +95,7 @@ class Running:
         if key not in _servers:
             _servers[key] = _Server(libraries, environment)
         self._server, self._words, place = _servers[key], [str(word) for word in words], tempfile.mkdtemp()
+        self._read = 0
         weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
         self._written = [Path(place) / name for name in ("out", "err")]
         out, errors = map(str, self._written)
@@ -122,6 +124,22 @@ class Running:
         self.wait(timeout)
         return tuple(path.read_text() if path.exists() else "" for path in self._written)
 
+    def lines(self):
+        """Yield lines of its output as they come, until it ends."""
+        left = ""
+        while True:
+            ended = self.poll() is not None
+            if self._written[0].exists():
+                with open(self._written[0]) as file:
+                    file.seek(self._read)
+                    left += file.read()
+                    self._read = file.tell()
+            *whole, left = left.split("\n")
+            yield from (f"{line}\n" for line in whole)
+            if ended:
+                return
+            time.sleep(0.005)
+
     def send_signal(self, number):
         """Send a signal, if it runs."""
         if self.poll() is None:
@@ -145,6 +163,37 @@ def run(*words, env=None, cwd=None, timeout=300, libraries=ALL):
     finally:
         running.kill()
     return subprocess.CompletedProcess(words, running.returncode, out, errors)
+
+
+def run_ranks(*words, env=None, timeout=300, count=2):
+    """Run `python WORDS...` as the processes of a group; output and errors of each."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    group = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        start(*words, env={**(os.environ if env is None else env), **group, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(count)
+    ]
+    end = time.monotonic() + timeout
+    try:  # as launchers do: the first that fails ends all
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            assert time.monotonic() < end, "it takes too long"
+            time.sleep(0.02)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    said = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * count, "\n".join(errors + out for out, errors in said)
+    return said
+
+
+def run_in_ranks(file, function, *arguments):
+    """Call a function of a file with `(rank, *arguments)`, texts, in two processes."""
+    program = (
+        f"import os, runpy, sys; runpy.run_path({str(file)!r})[{function!r}](int(os.environ['RANK']), *sys.argv[1:])"
+    )
+    run_ranks("-c", program, *arguments)
 
 
 def _import(library):

@@ -3,12 +3,11 @@
 import copy
 import math
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -132,12 +131,7 @@ def test_a_distillation_imitates_the_original_from_weights_that_are_noise_in_par
 @pytest.mark.parametrize("defense", ["repnoise", "distillation", "security-vectors"])
 def test_a_killed_training_resumes_to_the_same_bits(tmp_path, defense):
     folder = tmp_path / "defended"
-    programs = {
-        manner: subprocess.run(
-            [sys.executable, str(KILLED), defense, str(folder), manner], capture_output=True, text=True, timeout=300
-        )
-        for manner in ("whole", "killed", "resumed")
-    }
+    programs = {manner: warm.run(KILLED, defense, folder, manner) for manner in ("whole", "killed", "resumed")}
     assert programs["whole"].returncode == 0, programs["whole"].stderr
     assert programs["killed"].returncode == -signal.SIGKILL, programs["killed"].stderr
     assert programs["resumed"].returncode == 0, programs["resumed"].stderr

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+import warm
 from models_under_test import Tied, differing, pair, same, stack
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_module
@@ -135,5 +136,5 @@ def _process(rank, folder):
 def test_two_processes(tmp_path):
     """All checks in one pair of processes, since starting them takes longer than all checks; a traceback names one."""
     environment = dict(os.environ)
-    torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
+    warm.run_in_ranks(__file__, "_process", tmp_path)
     assert dict(os.environ) == environment

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import warm
 from models_under_test import Tied, bits, pair, same, stack
 from torch import nn
 from torch.distributed.checkpoint import state_dict as sharded_state
@@ -399,7 +400,7 @@ def _process(rank, folder):
 
 def test_two_processes(tmp_path):
     """All checks in one pair of processes, since starting them takes longer than all checks; a traceback names one."""
-    torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
+    warm.run_in_ranks(__file__, "_process", tmp_path)
 
 
 def test_resharding_to_fewer_processes_is_refused():

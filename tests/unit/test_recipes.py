@@ -1,11 +1,9 @@
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import toy_treatment
+import warm
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.recipes import Known, Plan, read_recipe, run
@@ -121,11 +119,7 @@ def test_treatments_follow_what_they_take():
 
 def test_a_run_that_is_killed_goes_on_where_it_was(here):
     """Killed in each treatment and each audit in turn; what was finished before is not done again."""
-    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    answer = subprocess.run(
-        [sys.executable, str(KILLED), write(GOOD), "out"], capture_output=True, text=True, check=False,
-        env=os.environ | paths,
-    )  # fmt: skip
+    answer = warm.run(KILLED, write(GOOD), "out")
     assert answer.returncode == 0, answer.stderr
     calls = toy_treatment.ALL_MOMENTS
     assert [line.split() for line in answer.stdout.splitlines()] == [calls[moment:] for moment in range(len(calls))]
