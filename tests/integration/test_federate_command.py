@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from netweight import cli
+from netweight.attacks.gradient_inversion import tailored
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: its digits are the default data")
 SMALL = ["--clients", "5", "--rounds", "2", "--images", "1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_searches() -> Iterator[None]:
+    """Images are searched for with a few of the usual steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tailored, "PeelingConfig", partial(tailored.PeelingConfig, softening=2, rounds=1))
+        yield
 
 
 def run(*arguments: str) -> Result:
