@@ -14,7 +14,7 @@ from netweight import cli
 from netweight.attacks.gradient_inversion import tailored
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: its digits are the default data")
-SMALL = ["--clients", "5", "--rounds", "2", "--images", "1"]
+SMALL = ["--clients", "5", "--rounds", "2", "--images", "1", "--epochs", "1"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,6 +9,8 @@ from click.testing import CliRunner
 from netweight.cli import netweight
 from netweight.errors import UsageError
 from netweight_experiments.tables import run_table
+from netweight_experiments.tables.hyperfl import attacks as of_attacks
+from netweight_experiments.tables.hyperfl import federations
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("sklearn", reason="scikit-learn is in the evidence extra")
@@ -23,9 +25,10 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def attacks(shared, monkeypatch):
-    """Where tables and figures share their attacks; on scikit-learn's digits, as no other data is named."""
+    """Where tables and figures share their attacks, shorter ones than usual; on scikit-learn's digits."""
     pytest.importorskip("opacus", reason="opacus is in the dp extra")
     monkeypatch.delenv("NETWEIGHT_DATA", raising=False)
+    monkeypatch.setattr(of_attacks, "_SMALL_STEPS", {"ig": 60, "rog": 30, "tailored": 8, "analytic": 3})
     return shared
 
 
@@ -113,7 +116,9 @@ def test_table_1_measures_the_runs_asked_for(tmp_path):
     assert values["Local-only", column] > 50
 
 
-def test_figures_4_and_8_follow_a_federation(tmp_path):
+def test_figures_4_and_8_follow_a_federation(tmp_path, monkeypatch):
+    whole = federations.plan_of
+    monkeypatch.setattr(federations, "plan_of", lambda run: whole(run).replace(epochs=1))
     losses = run_table("hyperfl-fig4", out=tmp_path, options={"rounds": 2})
     values = measured(losses)
     for method in ("Local-only", "FedAvg", "HyperFL"):
