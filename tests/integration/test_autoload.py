@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from hub_stand_in import hub
 
 import netweight
@@ -36,15 +36,20 @@ def place(tmp_path_factory):
     return place
 
 
-def run(place, program, **environment):
+# What programs find imported that are `run` warm: torch first, with the entry points installed, as whoever imports it.
+IMPORTED = (
+    "torch", "torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "sklearn.metrics",
+    "transformers:AutoModel,BertModel,PreTrainedModel,PreTrainedTokenizerFast,Trainer", "transformers.modeling_utils",
+)  # fmt: skip
+
+
+def run(place, program, *, cold=False, **environment):
     """Run a program in a process of its own, with the entry points installed; what it printed, and its errors."""
     paths = [str(place / "installed"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     switches = {"NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     inherited = {name: value for name, value in os.environ.items() if name not in switches}
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=place, check=False, timeout=300,
-        env=inherited | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"} | environment,
-    )  # fmt: skip
+    inherited |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"} | environment
+    answer = warm.run("-c", program, env=inherited, cwd=place, libraries=() if cold else IMPORTED)
     return answer.stdout.splitlines(), answer.stderr
 
 
@@ -57,13 +62,14 @@ print(type(model.encoder.layer[0].output.dense.weight).__name__)
 
 
 def test_a_program_that_imports_only_transformers(place):
-    printed, errors = run(place, TRANSFORMERS)
-    assert printed == ["CompressedTensor"], errors
+    for cold in (True, False):
+        printed, errors = run(place, TRANSFORMERS, cold=cold)
+        assert printed == ["CompressedTensor"], errors
 
 
 def test_a_part_of_transformers_may_be_what_imports_torch(place):
     program = "from transformers import PreTrainedModel, Trainer" + TRANSFORMERS
-    printed, errors = run(place, program + "print(PreTrainedModel.save_pretrained.__wrapped__.__name__)")
+    printed, errors = run(place, program + "print(PreTrainedModel.save_pretrained.__wrapped__.__name__)", cold=True)
     assert printed == ["CompressedTensor", "save_pretrained"], errors
 
 
@@ -74,7 +80,7 @@ def test_without_compressed_models_nothing_else_is_imported(place):
     assert printed == [str(["netweight", "netweight.autoload"])]
     assert "netweight" not in errors.replace(sys.prefix, "")  # libraries name where they are installed
     printed, errors = run(
-        place, f"import torch, netweight\nnetweight._autoload()\n{LOADED}", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+        place, f"import torch, netweight\nnetweight._autoload()\n{LOADED}", cold=True, TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     )
     assert printed == ["['netweight']"], errors
 
@@ -91,24 +97,26 @@ def test_it_can_be_switched_off_and_done_by_hand(place, switch):
 def test_models_go_to_the_hub_and_come_by_their_id(place, tmp_path):
     with hub() as (address, repositories):
         environment = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_none", "HF_HUB_DISABLE_XET": "1"}
+        environment["HF_HOME"] = str(tmp_path / "first")
         push = """
 from transformers import AutoModel
 model = AutoModel.from_pretrained("bert-net")
 model.push_to_hub("me/one")
 model.save_pretrained("kept", push_to_hub=True, repo_id="me/other")
 """
-        _, errors = run(place, push, **environment, HF_HOME=str(tmp_path / "first"))
+        _, errors = run(place, push, **environment)
         assert repositories.keys() == {"me/one", "me/other"}, errors
         for files in repositories.values():
             assert {"model.net.safetensors", "config.json", "netweight.json"} <= files.keys()
             assert "model.safetensors" not in files
-        load = TRANSFORMERS.replace("bert-net", "me/one")
-        printed, errors = run(place, load, **environment, HF_HOME=str(tmp_path / "second"))
+        load = TRANSFORMERS.replace('"bert-net"', '"me/one", cache_dir=FOLDER')  # with nothing in it
+        printed, errors = run(place, load.replace("FOLDER", repr(str(tmp_path / "second"))), **environment)
         assert printed == ["CompressedTensor"], errors
         config = json.loads(repositories["me/one"]["config.json"])
         del config["dtype"]  # as in models of old
         repositories["me/one"]["config.json"] = json.dumps(config).encode()
-        printed, errors = run(place, load + "print(model.dtype)", **environment, HF_HOME=str(tmp_path / "third"))
+        load = load.replace("FOLDER", repr(str(tmp_path / "third"))) + "print(model.dtype)"
+        printed, errors = run(place, load, **environment)
         assert printed == ["CompressedTensor", "torch.bfloat16"], errors
 
 
