@@ -25,7 +25,7 @@ tour: $(VENV)/tour.stamp
 
 # Two processes, each with whole files of tests and one thread.
 test: $(VENV)/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Types take longest, so the rest is checked beside them.
 check: $(VENV)/dev.stamp
