@@ -1,4 +1,4 @@
-"""Shared by all tests: hypothesis profiles, local data sets, long files first, garbage collections with little to do."""
+"""Shared by all tests: hypothesis profiles, local data sets, long files first, collections with little to do."""
 
 import gc
 import os
