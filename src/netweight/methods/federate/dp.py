@@ -7,7 +7,6 @@ one backward pass gives what `by_vmap` computes example by example, for models o
 
 from __future__ import annotations
 
-import importlib
 import logging
 import warnings
 import weakref
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import grad_and_value, vmap
 
-from netweight.errors import MissingExtra, Unsupported, UsageError
+from netweight.data.images import sources
+from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.settings import Trains
 from netweight.methods.federate.task import LocalModel, Statistics
 
@@ -473,10 +473,7 @@ def _check_budget(epsilon: float, delta: float, n: int) -> None:
 @contextmanager
 def _accountants() -> Iterator[Any]:
     """Lend opacus's accountants, without the warning that a wider range of orders might give a smaller ε: it holds."""
-    try:
-        accountants = importlib.import_module("opacus.accountants")
-    except ModuleNotFoundError as error:
-        raise MissingExtra("Accounting for privacy needs opacus.", cure="pip install 'netweight[dp]'.") from error
+    accountants = sources.module("opacus.accountants", "Accounting for privacy", "dp")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Optimal order is the (smallest|largest) alpha")
         yield accountants
