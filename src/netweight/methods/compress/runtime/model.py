@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -219,6 +220,8 @@ def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns
 
 def _refuse_live_optimizers(names: dict[int, str], cure: str) -> None:
     """Refuse to replace parameters, given by id, that an optimizer holds and would step on, unseen."""
+    if not names:  # all objects of the process are looked at
+        return
     held = _held_by_optimizers(names)
     if held:
         gc.collect()  # an optimizer that nobody has any more is none
@@ -234,7 +237,8 @@ def _held_by_optimizers(names: dict[int, str]) -> dict[str, list[str]]:
         waiting = [kind for parent in waiting for kind in parent.__subclasses__() if kind not in kinds]
         kinds |= set(waiting)
     held: dict[str, list[str]] = {}
-    for optimizer in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+    things = gc.get_objects()
+    for optimizer in list(itertools.compress(things, map(kinds.__contains__, map(type, things)))):
         stepped = getattr(optimizer, "parameters_stepped", None)
         groups = getattr(optimizer, "param_groups", ()) if stepped is None else [{"params": stepped}]
         found = [names[id(each)] for group in groups for each in group["params"] if id(each) in names]
