@@ -44,7 +44,7 @@ def train(run: Run) -> dict[str, Any]:
     try:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch asks for with deterministic kernels
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         model: Any = random_model(run.shape, extent, device)
         model.activation_checkpointing_enable({"use_reentrant": False})
         model.train()

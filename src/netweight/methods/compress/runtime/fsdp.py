@@ -211,7 +211,7 @@ def _decode_all(
 def _decode_together(
     pieces: torch.Tensor, rows: list[int], held: list[int], cuts: list[int], dense: torch.Tensor
 ) -> None:
-    parts = dense.split(rows)
+    parts = dense.split(rows)  # type: ignore[no-untyped-call]
     outs = [
         part if len(part) == padded else part.new_empty((padded, *part.shape[1:]))
         for part, padded in zip(parts, held, strict=True)
