@@ -24,6 +24,7 @@ from netweight.metrics.memory import PARTS, private_bytes
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import canvas, series_color, to_figure
 from netweight_experiments.tables.grid import Cell, grid, interval_finding
+from netweight_experiments.tables.neuzip.paper_scale_models import PAPER
 from netweight_experiments.tables.neuzip.training import (
     COMPRESSED,
     GIB,
@@ -183,11 +184,7 @@ def table1(scale: Scale, out: Path) -> Measured:
         shapes.setdefault(config.shape, {})[config.way] = result
     return grid(
         {way: way for way in WAYS},
-        [
-            cell
-            for shape in (name for name in SHAPES if name != MINIATURE)
-            for cell in _cells(shape, "GiB", GIB, shapes.get(shape, {}))
-        ],
+        [cell for shape in PAPER.shapes for cell in _cells(shape, "GiB", GIB, shapes.get(shape, {}))],
         differs=(_LEARNING_RATE, _TEXT, "Weights are random, updates are 10, and everything runs on a CPU.", *left_out),
         findings=tuple(finding for shape, found in shapes.items() for finding in _findings(found, shape)),
         notes=(_SAME_SETUP,),
@@ -278,7 +275,7 @@ def _affordable() -> tuple[list[Pretraining], tuple[str, ...]]:
     """The runs at paper scale for which there is memory, and a sentence for each of the others."""
     have = _available()
     fitting, left_out = [], []
-    for shape in (name for name in SHAPES if name != MINIATURE):
+    for shape in PAPER.shapes:
         for way in WAYS:
             config = Pretraining(way, shape, steps=10, batch=8, window=1024, held_out=8, vocabulary=8192)
             need, words = memory_needed(config)
