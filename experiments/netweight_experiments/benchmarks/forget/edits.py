@@ -254,7 +254,8 @@ def strongest(result):
 
 def interval(values):
     """Mean and t-interval over trainings, as text; of fewer than three each one."""
-    if len(values) < 3:
+    if len(values) < 3 or len(set(values)) == 1:
+        values = values if len(set(values)) > 1 else values[:1]
         return ", ".join(f"{value:.2g}" for value in values)
     low, high = t_interval(values).ci95
     return f"{statistics.mean(values):.2g} ({low:.2g} to {high:.2g})"
@@ -293,7 +294,11 @@ def table(results):
         lines.append("| " + " | ".join(cells) + " |")
     tried = {method: own for method, own in of.items() if any(each["back"] for each in own)}
     if tried:
-        lines += ["", f"| back, and by which step half were | {' | '.join(tried)} |", "|---" * (1 + len(tried)) + "|"]
+        lines += [
+            "",
+            f"| back, of 6, @ the step at which half are | {' | '.join(tried)} |",
+            "|---" * (1 + len(tried)) + "|",
+        ]
     for attack in ATTACKS:
         cells = [[brief(each["back"][attack]) for each in own if attack in each["back"]] for own in tried.values()]
         if any(cells):
@@ -304,7 +309,7 @@ def table(results):
 def brief(back):
     """How many an attack brought back, and by which step half of them, as text."""
     steps = half(back)
-    return share(back) if steps is None else f"{share(back)} by {steps}"
+    return f"{returned(back)}" if steps is None else f"{returned(back)}@{steps}"
 
 
 def grid(results, job, path):
