@@ -140,7 +140,7 @@ def _as_sent(stored: CompressedStorage, wire: _Wire) -> CompressedStorage:
     if wire.dtype is None or wire.dtype == stored.dtype:
         return stored
     dense = decode(stored.payload, stored.shape, stored.dtype)
-    return CompressedStorage.of(dense.to(wire.dtype), level=stored.level, chunk_log2=stored.chunk_log2)
+    return CompressedStorage.of(dense.to(wire.dtype), level=stored.level, chunk_log2=stored.chunk_log2, lasting=False)
 
 
 def _agreed(sent: CompressedStorage, group: Any) -> int:

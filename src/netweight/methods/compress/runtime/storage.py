@@ -53,12 +53,13 @@ class CompressedStorage:
         chunk_log2: int | None = None,
         precision: Precision | None = None,
         fixed: bool = False,
+        lasting: bool = True,
     ) -> CompressedStorage:
-        """Encode a dense weight."""
+        """Encode a dense weight; `lasting` takes time, and keeps no scratch memory from the driver of a GPU."""
         precision, stride = precision or Precision(), layout_of(weight)
         payload = _fixed_form(weight) if fixed and precision.lossless and stride is None else None
         if payload is not None:
-            payload = _lasting(payload.numel(), weight.device).copy_(payload)
+            payload = _memory_on(weight.device, payload.numel(), lasting=lasting).copy_(payload)
             return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, fixed=True)
         if chunk_log2 is None and device.handles(weight):
             chunk_log2 = device.chunk_log2_of(weight.numel())
@@ -66,7 +67,7 @@ class CompressedStorage:
         if there is None:
             payload = pack(_encode(weight, level, chunk_log2, precision)).to(weight.device)
         else:
-            payload = _lasting(_capacity(LENGTH + there.numel()), weight.device)
+            payload = _memory_on(weight.device, _capacity(LENGTH + there.numel()), lasting=lasting)
         stored = cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, stride)
         if there is not None:
             stored._adopt_there(there)
@@ -236,11 +237,10 @@ def _nothing() -> None:
     pass
 
 
-def _lasting(nbytes: int, place: torch.device) -> torch.Tensor:
-    """Memory for a payload; on a GPU in a block of its own."""
-    if (
-        place.type == "cuda"
-    ):  # else torch cuts it from a block that scratch memory left, and the driver never gets the rest
+def _memory_on(place: torch.device, nbytes: int, *, lasting: bool) -> torch.Tensor:
+    """Memory for a payload."""
+    # Torch would cut it from a block that scratch memory left, and the driver would never get the rest.
+    if lasting and place.type == "cuda":
         torch.cuda.empty_cache()
     return torch.empty(nbytes, dtype=torch.uint8, device=place)
 
