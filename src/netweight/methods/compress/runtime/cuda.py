@@ -42,7 +42,7 @@ def handles(payload: torch.Tensor) -> bool:
 def chunk_log2_of(numbers: int) -> int:
     """Of the numbers per chunk, for a weight of so many that is encoded on a device."""
     # A warp decodes 16,384 numbers, or 8,192 of small weights, which keeps a GPU busy with single matrices at 0.25 and
-    # 0.7 % more bytes (docs/gpus.md).
+    # 0.5 % more bytes (docs/gpus.md).
     return _CHUNK_LOG2 if numbers > _SMALL else _SMALL_CHUNK_LOG2
 
 

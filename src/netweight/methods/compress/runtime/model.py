@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -237,8 +236,7 @@ def _held_by_optimizers(names: dict[int, str]) -> dict[str, list[str]]:
         waiting = [kind for parent in waiting for kind in parent.__subclasses__() if kind not in kinds]
         kinds |= set(waiting)
     held: dict[str, list[str]] = {}
-    things = gc.get_objects()
-    for optimizer in list(itertools.compress(things, map(kinds.__contains__, map(type, things)))):
+    for optimizer in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         stepped = getattr(optimizer, "parameters_stepped", None)
         groups = getattr(optimizer, "param_groups", ()) if stepped is None else [{"params": stepped}]
         found = [names[id(each)] for group in groups for each in group["params"] if id(each) in names]
