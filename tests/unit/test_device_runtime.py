@@ -194,6 +194,70 @@ def test_layerwise_training_is_that_of_the_dense_model(counts):
     assert not differing(dense, model)
 
 
+def checkpointed(model, x):
+    for layer in model:
+        x = checkpoint(lambda given, layer=layer: layer(torch.tanh(given)), x, use_reentrant=False)
+    return x
+
+
+def test_a_checkpointed_update_decodes_each_weight_twice(counts):
+    dense, model = pair(stack, torch.bfloat16)
+    optimizers = [netweight.LayerwiseOptimizer(m, torch.optim.SGD, lr=0.1) for m in (dense, model)]
+    x = ROWS.bfloat16().requires_grad_()
+    for _ in range(2):
+        counts.chunks.clear()
+        for m in (dense, model):
+            checkpointed(m, x).square().mean().backward()
+        assert len(counts.chunks) == 2 * len(model)
+    assert [optimizer.steps for optimizer in optimizers] == [2, 2]
+    assert not differing(dense, model)
+    assert not device.recent(x.device)._weights
+
+
+def test_a_backward_pass_keeps_no_more_weights_than_it_may(counts, monkeypatch):
+    dense, model = pair(stack, torch.bfloat16)
+    x, held = ROWS.bfloat16().requires_grad_(), []
+    monkeypatch.setattr(device, "_RECENT_BYTES", 2 * dense[0].weight.nbytes)
+    for layer in model:
+        layer.weight.register_hook(lambda gradient: held.append(len(device.recent(x.device)._weights)))
+    assert_steps_alike(dense, model, x)
+    assert max(held) == 2
+    assert not device.recent(x.device)._weights
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_a_gradient_found_bad_when_the_next_is_complete_updates_nothing_more(counts, bad):
+    _, model = pair(stack, torch.bfloat16)
+    netweight.LayerwiseOptimizer(model, torch.optim.SGD, lr=0.1)
+    before = [layer.weight.dense() for layer in model]
+    model[bad].weight.register_hook(lambda gradient: gradient * torch.nan)
+    with pytest.raises(netweight.errors.BadGradient, match=rf"gradient of {bad}\.weight"):
+        model(ROWS.bfloat16()).square().mean().backward()
+    for place, layer in enumerate(model):
+        assert layer.weight.dense().equal(before[place]) == (place <= bad)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_backward_pass_that_fails_leaves_no_gradient_to_the_next(counts):
+    dense, model = pair(stack, torch.bfloat16)
+    optimizers = [netweight.LayerwiseOptimizer(m, torch.optim.SGD, lr=0.1) for m in (dense, model)]
+
+    def fail(gradient):
+        raise RuntimeError("out of memory")
+
+    handle = model[1].bias.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(ROWS.bfloat16()).square().mean().backward()
+    handle.remove()
+    with torch.no_grad():
+        for p, q in zip(dense.parameters(), model.parameters(), strict=True):
+            p.copy_(q.dense() if isinstance(q, netweight.CompressedTensor) else q)
+    for m in (dense, model):
+        m(ROWS.bfloat16()).square().mean().backward()
+    assert [optimizer.steps for optimizer in optimizers] == [1, 1]
+    assert not differing(dense, model)
+
+
 def test_what_leaves_the_device_has_its_digest(counts, tmp_path):
     dense, model = pair(stack, torch.bfloat16)
     with torch.no_grad():

@@ -79,6 +79,7 @@ def test_large_layers_decoded_ahead_many_times():
     assert ahead.hits > 280
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_from_the_second_pass_on_the_host_waits_for_nothing():
     dense, model = on_gpu(large, torch.bfloat16)
     x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ from fixed_under_test import PROCESSORS, launched, same, weights  # noqa: F401  
 
 from netweight.codec import cuda
 from netweight.codec.cuda import compiling, fixed_products
-from netweight.codec.fixed import encode_fixed
+from netweight.codec.fixed import check_fixed, decode_fixed, encode_fixed
 from netweight.errors import CudaUnavailable
 
 SHAPES = [(1, 40), (16, 64), (17, 65), (70, 200), (33, 1000), (130, 130)]
@@ -43,6 +43,41 @@ def test_decoding_gives_every_bit(launched, shape):  # noqa: F811
     weight = weights(*shape)
     assert same(fixed_products.decode(encode_fixed(weight), *shape), weight)
     assert launched == ["decode_fixed"]
+
+
+def with_room(weight):
+    payload = encode_fixed(weight)
+    return F.pad(payload, (0, 4 * weight.numel() // 32 + 16))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES[1:], (5, 3000)])
+def test_writing_over_a_weight_gives_the_bytes_of_the_host(launched, shape):  # noqa: F811
+    weight = weights(*shape, odd=0.005)
+    payload, base = with_room(weight), encode_fixed(weight)[13]
+    for seed in (1, 2):
+        weight, status = weights(*shape, seed, odd=0.005), torch.zeros(1, dtype=torch.int32)
+        weight[0, :3] = torch.tensor([-0.0, 0.0, 0.02])
+        fixed_products.encode_into(weight, payload, status)
+        assert not status
+        assert payload[13] == base  # the same exponents have codes
+        check_fixed(payload)
+        assert same(decode_fixed(payload), weight)
+        alone = encode_fixed(weight)
+        assert alone[13] != base or torch.equal(payload[: len(alone)], alone)
+    assert launched == ["encode_fixed", "place_escapes"] * 2
+
+
+def test_what_does_not_fit_when_it_is_written_is_told(launched):  # noqa: F811
+    weight = weights(40, 2000, odd=0)
+    unusual = {
+        "too many in a payload": (encode_fixed(weight), weights(40, 2000, odd=0.02)),
+        "too many of all": (with_room(weight), weights(40, 2000, odd=0.05)),
+        "too many in 16 rows": (with_room(weight), torch.cat([weights(16, 2000, odd=0.03), weight[16:]])),
+    }
+    for payload, other in unusual.values():
+        status = torch.zeros(1, dtype=torch.int32)
+        fixed_products.encode_into(other, payload, status)
+        assert status == 1
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (2000, 30)])

@@ -1,4 +1,4 @@
-"""Products with weights in the fixed-length form, and their decoding: by kernels on the GPU, else decoded first.
+"""Products with weights in the fixed-length form, decoding and writing them: by kernels on the GPU, else decoded first.
 
 On a GPU a kernel that reads the payload as it is multiplies 64 rows of inputs at a time, up to 256; with more the
 weight is decoded first, since then arithmetic takes the time and not memory. Elsewhere weights are decoded
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from netweight.codec.cuda import launching
-from netweight.codec.fixed import TILE_ROWS, decode_fixed, decode_fixed_rows, layout_of_shape
+from netweight.codec.fixed import decode_fixed, decode_fixed_rows, layout_of_shape
 
 MOST_FUSED = 256  # rows of inputs; beyond, reading the weight for 64 at a time costs more than decoding it once
 _MOST_AT_ONCE = 64  # rows of inputs that a kernel takes at most
@@ -26,6 +26,9 @@ _MOST_NARROW = 32  # rows of inputs for which each warp loads its own
 _MOST_WARPS, _MOST_SPLITS = 16, 8  # of such a block, and of its columns
 _SIDE_WARPS, _SIDE_BLOCKS, _MOST_SIDE_SPLITS = 8, 2, 16  # for more inputs: of a block, blocks of a processor, splits
 _DECODE_THREADS = _FINISH_THREADS = 256
+_ENCODE_THREADS, _PLACE_THREADS = 512, 128
+_TILES_DECODED = 16  # of the same rows by a block
+_LISTED = 512  # kListed in kernels/fixed.cu
 _ALIGNMENT = 16  # of addresses, in bytes
 
 
@@ -74,9 +77,31 @@ def decode(payload: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     if not runs_on(payload.device):
         return decode_fixed(payload)
     weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=payload.device)
-    arguments: list[launching.Argument] = [_aligned(payload), weight, rows, columns]
-    launching.launch(_FILE, "decode_fixed", -(-rows // TILE_ROWS), _DECODE_THREADS, arguments, device=payload.device)
+    layout = layout_of_shape(rows, columns)
+    splits = -(-layout.tile_columns // _TILES_DECODED)
+    arguments: list[launching.Argument] = [_aligned(payload), weight, rows, columns, splits]
+    launching.launch(
+        _FILE, "decode_fixed", layout.tile_rows * splits, _DECODE_THREADS, arguments, device=payload.device
+    )
     return weight
+
+
+def encode_into(weight: torch.Tensor, payload: torch.Tensor, status: torch.Tensor) -> None:
+    """Write a weight over one of its shape in the fixed-length form, on a GPU, which is not waited for.
+
+    The exponents that have codes stay as they are. If too many others come to be, or their list outgrows the payload, 1
+    is ORed into `status`, int32 of shape (1,), and the payload holds nothing. Its address must be a multiple of 16.
+    """
+    rows, columns = weight.shape
+    layout = layout_of_shape(rows, columns)
+    listed = torch.empty(layout.tile_rows * _LISTED, dtype=torch.int32, device=weight.device)
+    source, on = _aligned(weight.contiguous()), weight.device
+    arguments: list[launching.Argument] = [source, payload, listed, status, rows, columns]
+    launching.launch(_FILE, "encode_fixed", layout.tile_rows, _ENCODE_THREADS, arguments, device=on)
+    counts = payload[layout.first_at + 4 : layout.escapes_at].view(torch.int32)
+    counts.copy_(counts.cumsum(0, dtype=torch.int32))
+    arguments = [payload, listed, status, rows, columns, payload.numel()]
+    launching.launch(_FILE, "place_escapes", layout.tile_rows, _PLACE_THREADS, arguments, device=on)
 
 
 def gather_rows(

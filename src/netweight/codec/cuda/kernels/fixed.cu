@@ -1,4 +1,4 @@
-// Weights in the fixed-length form (codec/fixed.py describes it): their products, and decoding.
+// Weights in the fixed-length form (codec/fixed.py describes it): their products, decoding and encoding.
 //
 // A warp loads 16 rows and 64 columns of weights with three loads of 16 bytes per lane, makes of them the registers that
 // tensor cores want, some four instructions for two weights, and multiplies. Batches of 1 to 64 rows of inputs are the
@@ -10,6 +10,9 @@
 
 constexpr u32 kTileRows = 16, kTileColumns = 64, kTileBytes = 1536, kTilesAt = 128, kBaseAt = 13;
 constexpr u32 kTileOutputs = 128;  // 16 rows times 8 columns: what a product on tensor cores sums up
+constexpr u32 kCodes = 15, kEscapesAt = 32, kChecksumAt = 40;
+constexpr u32 kMostEscapes = 32;   // of so many weights at most one may escape
+constexpr u32 kListed = 512;       // most escapes of 16 rows when a weight is encoded here
 
 // ---- what the GPU does in one instruction ----------------------------------------------------------------------------
 
@@ -136,14 +139,18 @@ NETWEIGHT_DEVICE void decode_product(u32 (&pairs)[4], const Tile& tile, u32 q, u
 
 // ---- decoding --------------------------------------------------------------------------------------------------------
 
-// out[rows][columns] bf16, 16-byte aligned. One block per 16 rows.
-extern "C" __global__ void __launch_bounds__(256) decode_fixed(const u8* payload, u16* out, i64 rows, i64 columns) {
+// out[rows][columns] bf16, 16-byte aligned. So many blocks share 16 rows.
+extern "C" __global__ void __launch_bounds__(256)
+    decode_fixed(const u8* payload, u16* out, i64 rows, i64 columns, i64 splits) {
   Weight weight(payload, rows, columns);
-  u32 row = blockIdx.x * kTileRows + lane_id() / 4, warps = blockDim.x / kWarp;
+  u32 tile_row = blockIdx.x / static_cast<u32>(splits), split = blockIdx.x % static_cast<u32>(splits);
+  u32 row = tile_row * kTileRows + lane_id() / 4, warps = blockDim.x / kWarp;
+  u32 each = (weight.tile_columns + static_cast<u32>(splits) - 1) / static_cast<u32>(splits);
+  u32 begin = split * each, end = min(begin + each, weight.tile_columns);
   bool wide = columns % 8 == 0;
-  for (u32 k = warp_id(); k < weight.tile_columns; k += warps) {
+  for (u32 k = begin + warp_id(); k < end; k += warps) {
     Tile tile;
-    load_tile(tile, weight, blockIdx.x, k);
+    load_tile(tile, weight, tile_row, k);
     u32 pairs[4][4];
 #pragma unroll
     for (u32 q = 0; q < 4; q++) decode_product(pairs[q], tile, q, weight.powers);
@@ -168,11 +175,12 @@ extern "C" __global__ void __launch_bounds__(256) decode_fixed(const u8* payload
     }
   }
   __syncthreads();
-  u32 top = blockIdx.x * kTileRows, bottom = min(top + kTileRows, weight.rows);
+  u32 top = tile_row * kTileRows, bottom = min(top + kTileRows, weight.rows);
   for (u32 i = weight.first[top] + threadIdx.x; i < weight.first[bottom]; i += blockDim.x) {
+    u32 escape = weight.escapes[i], k = (escape & 0xffff) / kTileColumns;
+    if (k < begin || k >= end) continue;
     u32 at = top;
     while (weight.first[at + 1] <= i) at++;
-    u32 escape = weight.escapes[i];
     out[static_cast<u64>(at) * weight.columns + (escape & 0xffff)] = static_cast<u16>(escape >> 16);
   }
 }
@@ -200,6 +208,114 @@ extern "C" __global__ void __launch_bounds__(256)
   __syncthreads();
   for (u32 i = weight.first[row] + threadIdx.x; i < weight.first[row + 1]; i += blockDim.x)
     to[weight.escapes[i] & 0xffff] = static_cast<u16>(weight.escapes[i] >> 16);
+}
+
+// ---- encoding --------------------------------------------------------------------------------------------------------
+
+// Where a warp puts its escapes: of 16 rows, in any order.
+struct Escapes {
+  u32 *count, *of_row;  // in all, and of each row
+  u64* list;            // the first kListed: row, column, weight from the highest bits on
+
+  __device__ __forceinline__ void add(u32 row, u32 column, u32 bits) {
+    u32 place = atomicAdd(count, 1u);
+    atomicAdd(of_row + row, 1u);
+    if (place < kListed) list[place] = static_cast<u64>(row) << 32 | column << 16 | bits;
+  }
+};
+
+// Two weights from a column on: their signs and mantissas, and their codes from bits 7 and 23 on.
+NETWEIGHT_DEVICE uint2 encode_pair(u32 pair, u32 base, u32 row, u32 column, Escapes& escapes) {
+  u32 codes = 0;
+#pragma unroll
+  for (u32 e = 0; e < 2; e++) {
+    u32 bits = pair >> 16 * e & 0xffff, code = (bits >> 7 & 0xff) - base + 1;
+    if (code - 1 < kCodes) {
+      codes |= code << (7 + 16 * e);
+    } else if (bits & 0x7fff) {
+      escapes.add(row, column + e, bits);
+      pair &= e ? 0xffffu : 0xffff0000u;
+    }
+  }
+  return make_uint2(pair & 0x807f807fu, codes);
+}
+
+NETWEIGHT_DEVICE void load_inputs(u32 (&pairs)[8], const u16* row, u32 column, u32 columns, bool wide);
+
+// Writes weight[rows][columns], bf16 and 16-byte aligned, into the tiles of a payload, with the base that is there;
+// first[row + 1]: the number of a row's escapes; listed[16 rows][kListed]: the escapes, by row and column, or if they
+// are more, 1 ORed into the status. One block per 16 rows.
+extern "C" __global__ void __launch_bounds__(512)
+    encode_fixed(const u16* from, u8* payload, u32* listed, u32* status, i64 rows, i64 columns) {
+  __shared__ u32 count, of_row[kTileRows];
+  __shared__ u64 list[kListed];
+  Weight weight(payload, rows, columns);
+  if (threadIdx.x == 0) count = 0;
+  if (threadIdx.x < kTileRows) of_row[threadIdx.x] = 0;
+  __syncthreads();
+  Escapes escapes{&count, of_row, list};
+  u32 top = blockIdx.x * kTileRows, g = lane_id() / 4, base = payload[kBaseAt];
+  bool wide = columns % 8 == 0;
+  for (u32 k = warp_id(); k < weight.tile_columns; k += blockDim.x / kWarp) {
+    u32 column = k * kTileColumns + lane_id() % 4 * 16, pairs[2][8], words[8], codes[4] = {};
+    for (u32 h = 0; h < 2; h++) {
+      u32 row = top + g + 8 * h;
+      load_inputs(pairs[h], row < weight.rows ? from + static_cast<u64>(row) * weight.columns : nullptr, column, weight.columns, wide);
+    }
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+      uint2 upper = encode_pair(pairs[0][i], base, g, column + 2 * i, escapes);
+      uint2 lower = encode_pair(pairs[1][i], base, g + 8, column + 2 * i, escapes);
+      words[i] = upper.x | __byte_perm(lower.x, 0, 0x2301);
+      u32 turn = 32 - 8 * (i % 2);  // to the right; by 32 is not at all
+      codes[i / 2] |= __funnelshift_r(upper.y, upper.y, turn % 32) | __funnelshift_r(lower.y, lower.y, turn - 4);
+    }
+    u8* to = payload + kTilesAt + (static_cast<u64>(blockIdx.x) * weight.tile_columns + k) * kTileBytes + 16 * lane_id();
+    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint4*>(to + 512) = make_uint4(words[4], words[5], words[6], words[7]);
+    *reinterpret_cast<uint4*>(to + 1024) = make_uint4(codes[0], codes[1], codes[2], codes[3]);
+  }
+  __syncthreads();
+  if (threadIdx.x < kTileRows && top + threadIdx.x < weight.rows)
+    const_cast<u32*>(weight.first)[top + threadIdx.x + 1] = of_row[threadIdx.x];
+  if (count > kListed) {
+    if (threadIdx.x == 0) atomicOr(status, 1u);
+    return;
+  }
+  for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+    u32 place = 0;
+    for (u32 j = 0; j < count; j++) place += list[j] < list[i];
+    u64 escape = list[i];
+    listed[static_cast<u64>(blockIdx.x) * kListed + place] =
+        static_cast<u32>(escape >> 16 & 0xffff) | static_cast<u32>(escape) << 16;
+  }
+}
+
+// Puts the escapes behind the tiles, once `first` adds up, and writes the header; ORs 1 into the status if they are too
+// many, and then touches nothing. One block per 16 rows.
+extern "C" __global__ void __launch_bounds__(128)
+    place_escapes(u8* payload, const u32* listed, u32* status, i64 rows, i64 columns, i64 capacity) {
+  Weight weight(payload, rows, columns);
+  u32 top = blockIdx.x * kTileRows, bottom = min(top + kTileRows, weight.rows), all = weight.first[weight.rows];
+  u8* escapes = reinterpret_cast<u8*>(const_cast<u32*>(weight.escapes));
+  u64 size = (escapes - payload + 4ull * all + 15) / 16 * 16;
+  if (size > static_cast<u64>(capacity) || static_cast<u64>(all) * kMostEscapes > static_cast<u64>(rows * columns)) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) atomicOr(status, 1u);
+    return;
+  }
+  u32 begin = weight.first[top], count = min(weight.first[bottom] - begin, kListed);
+  for (u32 i = threadIdx.x; i < count; i += blockDim.x)
+    reinterpret_cast<u32*>(escapes)[begin + i] = listed[static_cast<u64>(blockIdx.x) * kListed + i];
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  for (u8* p = escapes + 4ull * all; p < payload + size; p++) *p = 0;
+  *reinterpret_cast<u64*>(payload) = size - 8;
+  *reinterpret_cast<u64*>(payload + kEscapesAt) = all;
+  u32 crc = ~0u;  // CRC-32, bit by bit
+  for (u32 i = 8; i < kChecksumAt; i++) {
+    crc ^= payload[i];
+    for (u32 bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0);
+  }
+  *reinterpret_cast<u32*>(payload + kChecksumAt) = ~crc;
 }
 
 // ---- products --------------------------------------------------------------------------------------------------------

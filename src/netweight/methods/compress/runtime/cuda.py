@@ -10,6 +10,7 @@ go to the CPU and the weight comes back, as for devices of other kinds. Payloads
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +20,7 @@ from weakref import WeakSet
 import torch
 
 from netweight.codec import cuda
-from netweight.codec.cuda import BlobLayout, LossyLayout
+from netweight.codec.cuda import BlobLayout, LossyLayout, fixed_products
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 LENGTH = 8  # bytes of the length at a payload's start
@@ -204,6 +205,75 @@ class Status:
             "since the last check are wrong.",
             cure=_DAMAGED,
         )
+
+
+@final
+class Flag:
+    """What a device will find out. To call it waits for the work enqueued before it was made, and for no later one."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value, self._known = value, None
+        if value.is_cuda:
+            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._known = torch.cuda.current_stream(value.device).record_event()
+
+    def __call__(self) -> bool:
+        if self._known is not None:
+            self._known.synchronize()
+        return bool(self._value)
+
+
+# ---- weights that a backward pass needs several times ----------------------------------------------------------------
+
+_RECENT_BYTES = 1 << 29  # a block of Llama-3 8B has 436 MB
+
+
+@final
+class Recent:
+    """The weights that a backward pass decoded last on a device, until it ends."""
+
+    # A checkpoint decodes a weight for its second forward pass; then its input's gradient asks for it, and its update.
+
+    def __init__(self) -> None:
+        self._weights: OrderedDict[int, tuple[torch.Tensor, int | None, torch.Tensor]] = OrderedDict()
+        self._nbytes = 0
+        self._pass = -1  # torch's number of it
+
+    def keep(self, payload: torch.Tensor, weight: torch.Tensor) -> None:
+        """Keep a payload's weight instead of the oldest ones."""
+        number = torch._C._current_graph_task_id()
+        if number != self._pass:
+            self._drop()
+            self._pass = number
+            torch.autograd.Variable._execution_engine.queue_callback(self._drop)
+        self.take(payload)
+        self._weights[id(payload)] = payload, _version(payload), weight
+        self._nbytes += weight.nbytes
+        while self._nbytes > _RECENT_BYTES and len(self._weights) > 1:
+            self._nbytes -= self._weights.popitem(last=False)[1][2].nbytes
+
+    def find(self, payload: torch.Tensor) -> torch.Tensor | None:
+        """The weight, if it is here and the payload was not written since."""
+        _, version, weight = self._weights.get(id(payload), (None, None, None))
+        return weight if version is not None and version == _version(payload) else None
+
+    def take(self, payload: torch.Tensor) -> torch.Tensor | None:
+        """The same, for the caller to change: it is here no longer."""
+        found, kept = self.find(payload), self._weights.pop(id(payload), None)
+        if kept is not None:
+            self._nbytes -= kept[2].nbytes
+        return found
+
+    def _drop(self) -> None:
+        self._weights.clear()
+        self._nbytes = 0
+
+
+@cache
+def recent(device: torch.device) -> Recent:
+    """Those of a device, whose backward passes run in a thread of its own."""
+    return Recent()
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
@@ -411,7 +481,17 @@ def encode_into(
         cuda.encode_into(weight.detach(), payload, level=level, chunk_log2=chunk_log2, status=status)
     except (Unsupported, UsageError):
         return None
-    return lambda: not int(status)
+    return Flag(status == 0)
+
+
+def encode_fixed_into(weight: torch.Tensor, payload: torch.Tensor) -> Callable[[], bool] | None:
+    """The same for the fixed-length form."""
+    if not fixed_products.runs_on(weight.device):
+        return None
+    about_to_write(payload)
+    status = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    fixed_products.encode_into(weight.detach(), payload, status)
+    return Flag(status == 0)
 
 
 def encode(weight: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor | None:

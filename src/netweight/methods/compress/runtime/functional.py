@@ -162,7 +162,7 @@ def _on_dense(
     """Run a kernel, which keeps neither the decoded weight nor a view of it."""
     borrowed = borrow(payload, "forward")
     try:
-        dense = read(payload, shape, dtype) if borrowed is None else borrowed.weight
+        dense = _lately(read, payload, shape, dtype) if borrowed is None else borrowed.weight
         result: torch.Tensor = kernel(dense.to(compute))
         return result
     finally:
@@ -175,7 +175,7 @@ def _on_dense_again(ctx: Any, payload: Any, gradient: torch.Tensor, kernel: Call
     borrowed = None if ctx.fixed else borrow(payload, "backward")
     try:
         again = decode_fixed_backward if ctx.fixed else decode_backward
-        dense = again(payload, ctx.shape, ctx.dtype) if borrowed is None else borrowed.weight
+        dense = _lately(again, payload, ctx.shape, ctx.dtype) if borrowed is None else borrowed.weight
         dense = dense.to(gradient.dtype)
         # Only a graph of the gradients themselves (create_graph) is recorded here, and the decoded weight is no part of
         # it. Transforms of torch.func do not come here: they see the weight itself.
@@ -242,10 +242,11 @@ class _Linear(Function):
     ) -> torch.Tensor:
         fixed = weight.stored.fixed
         _save(ctx, x, payload, shape, dtype, keeper, fixed=fixed)
-        if fixed and compute == dtype:  # nothing is decoded where a kernel can multiply with it
+        decodes = _is_going_back(payload) and x.numel() > form.MOST_INPUTS * shape[1]
+        if fixed and compute == dtype and not decodes:  # nothing is decoded where a kernel can multiply with it
             return _owned(_direct(linear_fixed, _linear_fixed, x, payload, shape, bias))
         if fixed:
-            return _owned(F.linear(x, decode_fixed(payload, shape, dtype).to(compute), bias))
+            return _owned(F.linear(x, _lately(decode_fixed, payload, shape, dtype).to(compute), bias))
         return _owned(_on_dense(payload, shape, dtype, compute, lambda dense: F.linear(x, dense, bias)))
 
     @staticmethod
@@ -334,6 +335,23 @@ def _direct(operator: Any, implementation: Callable[..., torch.Tensor], *argumen
 def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The operator `decode`."""
     return _direct(decode, _decoded_forward, payload, shape, dtype)
+
+
+def _is_going_back(payload: torch.Tensor) -> bool:
+    """Whether a backward pass is running on a GPU, which may calculate a checkpoint again."""
+    return device.handles(payload) and torch._C._current_graph_task_id() != -1 and not _is_watched()
+
+
+def _lately(decode: Callable[..., torch.Tensor], payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight by an operator, unless the backward pass at work has it yet."""
+    if not _is_going_back(payload):
+        return decode(payload, shape, dtype)
+    recent = device.recent(payload.device)
+    found = recent.find(payload)
+    if found is None:
+        found = decode(payload, shape, dtype)
+        recent.keep(payload, found)
+    return found
 
 
 def borrow(payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:

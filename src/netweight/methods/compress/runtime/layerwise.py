@@ -19,6 +19,7 @@ from torch import nn
 
 from netweight.core import seeds
 from netweight.errors import BadGradient, LayerwiseConflict, UsageError
+from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.incompatible import (
     reentrant,
     refuse_closures,
@@ -47,6 +48,15 @@ class _Trained:
     group: int
     position: int
     rank: int  # its place in the model
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A complete gradient, which its device is looking at."""
+
+    trained: _Trained
+    gradient: torch.Tensor
+    finite: Callable[[], bool]
 
 
 def _in_order(trained: Iterable[_Trained]) -> list[_Trained]:
@@ -150,6 +160,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._pass: weakref.ref[_Pass] | None = None  # the backward pass at work
         self._updated = 0  # parameters updated in it
         self._ending: Callable[[], None] | None = None  # ends the last write
+        self._waiting: _Waiting | None = None  # what is updated next
         self._mode = _UPDATE
         self._norms: dict[_Trained, torch.Tensor] = {}
         self._scale: torch.Tensor | None = None
@@ -303,7 +314,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         at_work = self._pass() if self._pass is not None else None
         if at_work is not None and at_work.number == number:
             return
-        self._updated = 0
+        self._updated, self._waiting = 0, None
         if at_work is not None:
             raise reentrant()
         refuse_unreduced_gradients(self._reduce)
@@ -326,12 +337,21 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 self._norms[trained] = torch.linalg.vector_norm(self._checked(trained))
                 trained.parameter.grad = None
             elif self.two_passes or (self._clip is None and self._is_last()):
-                self._update(trained)
+                coming = self._look_at(trained)
+                trained.parameter.grad = None
+                self._update_waiting()
+                self._waiting = coming
+                if not device.handles(coming.gradient):  # a GPU has looked by the time the next one is complete
+                    self._update_waiting()
         except Exception:
-            self._end_write()
-            self.zero_grad()
-            self._pass = None
+            self._give_up()
             raise
+
+    def _give_up(self) -> None:
+        """Drop all gradients."""
+        self._end_write()
+        self.zero_grad()
+        self._pass = self._waiting = None
 
     def _end_write(self) -> None:
         """Wait until the weight that was written last is whole."""
@@ -343,6 +363,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def _end(self) -> None:
         """The backward pass is over."""
         self._pass = None
+        try:
+            self._update_waiting()
+        except Exception:
+            self._give_up()
+            raise
         self._end_write()
         if self._mode == _MEASURE:
             return
@@ -356,7 +381,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             if self._clip is not None and not self.two_passes:
                 self._take_norm([torch.linalg.vector_norm(self._checked(each)) for each in waiting])
             for each in waiting:
-                self._update(each)
+                checked = self._clip is not None and not self.two_passes
+                gradient = each.parameter.grad if checked else self._checked(each)
+                each.parameter.grad = None
+                self._update(each, gradient)
         finally:
             self._end_write()
             self._scale = None
@@ -371,41 +399,49 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self.grad_norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         self._scale = torch.clamp(self._clip / (self.grad_norm + 1e-6), max=1.0)
 
-    def _checked(self, trained: _Trained) -> torch.Tensor:
-        """The complete gradient, reduced over processes, if it is finite."""
+    def _look_at(self, trained: _Trained) -> _Waiting:
+        """The complete gradient, reduced over processes, and how to find out whether it is finite."""
         gradient = trained.parameter.grad
         assert gradient is not None
         if self._reduce is not None:
             self._reduce(gradient)
-        values = gradient._values() if gradient.is_sparse else gradient
-        if not _is_finite(values):
+        return _Waiting(trained, gradient, _finiteness(gradient._values() if gradient.is_sparse else gradient))
+
+    def _checked(self, trained: _Trained) -> torch.Tensor:
+        """The same gradient, if it is finite."""
+        return self._if_finite(self._look_at(trained))
+
+    def _if_finite(self, found: _Waiting) -> torch.Tensor:
+        if not found.finite():
             done = (
                 f"{self._updated} other parameters were updated in this pass before, and it was not."
                 if self._updated
                 else "Nothing was updated."
             )
             raise BadGradient(
-                f"The gradient of {trained.name} holds NaN or infinity. {done}",
+                f"The gradient of {found.trained.name} holds NaN or infinity. {done}",
                 cure="Lower the learning rate or look at the batch; with clip_norm (also infinity) all gradients are "
                 "examined before the first update.",
             )
-        return gradient
+        return found.gradient
 
-    def _update(self, trained: _Trained) -> None:
-        """Step one parameter and free its gradient."""
+    def _update_waiting(self) -> None:
+        """Step the parameter whose gradient is waiting, if there is one."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._update(waiting.trained, self._if_finite(waiting))
+
+    def _update(self, trained: _Trained, gradient: Any) -> None:
+        """Step one parameter."""
         parameter = trained.parameter
-        checked = self._clip is not None and not self.two_passes  # by `_end`, and reduced
-        gradient = parameter.grad if checked else self._checked(trained)
-        assert gradient is not None
         self._end_write()  # the last weight's, which was encoded meanwhile
         if self._scale is not None:
             gradient.mul_(self._scale.to(gradient.device))
-        dense = parameter.dense() if isinstance(parameter, CompressedTensor) else parameter.detach()
+        dense = parameter.stored.taken() if isinstance(parameter, CompressedTensor) else parameter.detach()
         rounded = self._dtype_of(parameter) != dense.dtype
         shell = self._shell(trained)
         shell.data = dense.float() if rounded else dense
         shell.grad = gradient.float() if rounded else gradient
-        parameter.grad = None
         try:
             self._step_alone(trained, shell)
             stepped = shell.detach()
@@ -535,8 +571,7 @@ def round_stochastically(values: torch.Tensor, seed: int, *path: str | int) -> t
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
-def _is_finite(values: torch.Tensor) -> bool:
+def _finiteness(values: torch.Tensor) -> Callable[[], bool]:
     """Whether every number is finite, mostly found out by adding them up, which takes a fraction of the time."""
-    if torch.isfinite(values.sum()):
-        return True
-    return bool(torch.isfinite(values).all())  # finite numbers may add up to infinity
+    summed = device.Flag(torch.isfinite(values.sum()))
+    return lambda: summed() or bool(torch.isfinite(values).all())  # finite numbers may add up to infinity

@@ -83,6 +83,11 @@ class CompressedStorage:
             return fixed_products.decode(self.payload, *self.shape)
         return decode_payload(self.payload, self.shape, self.dtype)
 
+    def taken(self) -> torch.Tensor:
+        """The decoded weight, for the caller to change; on a GPU a backward pass has mostly just decoded it."""
+        found = device.recent(self.payload.device).take(self.payload) if device.handles(self.payload) else None
+        return self.dense() if found is None else found
+
     def write(self, weight: torch.Tensor) -> None:
         """Encode a dense weight of the same shape and dtype in place of what was here, in the same form."""
         self.write_later(weight)()
@@ -95,19 +100,28 @@ class CompressedStorage:
                 f"{self.name or 'A weight'} of shape {self.shape} is kept rounded: nothing can be written into it.",
                 cure="decompress_ the layer first; or train what is added to it, such as adapters.",
             )
-        if self.fixed:
-            payload = _fixed_form(weight)
-            if payload is not None:
-                self._replace_fixed(payload)
-                return _nothing
-            self.fixed = False
         same = weight.device == self.payload.device
+        if self.fixed:
+            begun = device.encode_fixed_into(weight, self.payload) if same else None
+            if begun is None:
+                self._write_fixed(weight)
+                return _nothing
+            torch.autograd.graph.increment_version(self.payload)
+            return lambda: None if begun() else self._write_fixed(weight)
         fits = device.encode_into(weight, self.payload, self.level, self.chunk_log2) if same else None
         if fits is None:
             self._write_elsewhere(weight, same=same)
             return _nothing
         self._wrote_there(self.payload.numel() - LENGTH)  # the blob and zeros
         return lambda: None if fits() else self._write_elsewhere(weight, same=True)
+
+    def _write_fixed(self, weight: torch.Tensor) -> None:
+        payload = _fixed_form(weight)
+        if payload is not None:
+            self._replace_fixed(payload)
+            return
+        self.fixed = False
+        self.write(weight)
 
     def _write_elsewhere(self, weight: torch.Tensor, *, same: bool) -> None:
         """`write` into other memory first, since the payload may be too small."""
