@@ -31,7 +31,7 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
 )
 from netweight_experiments.tables.neuzip.paper_scale_training import measured_training, train
 from netweight_experiments.tables.neuzip.throughput import joined, measured_throughput, throughput
-from netweight_experiments.tables.neuzip.training import COMPRESSED, LOMO, VANILLA
+from netweight_experiments.tables.neuzip.training import COMPRESSED, FIXED, LOMO, VANILLA
 from netweight_experiments.tables.published import published
 from netweight_experiments.tables.registry import Measured
 
@@ -90,17 +90,17 @@ def measure_at_size(
         left_out.extend(late)
         return found
 
-    # What has targets first: two ways to run the first shape, and two to train it.
+    # What has targets first: two ways to run the first shape, and three to train it.
     inference = runs_of(WAYS, place.type, trial=trial)
-    training = runs_of((COMPRESSED, LOMO, VANILLA), place.type, trial=trial)
+    training = runs_of((COMPRESSED, FIXED, LOMO, VANILLA), place.type, trial=trial)
     extent: Extent = TRIAL if trial else PAPER
     sides = [_Throughput(place.type, trial, side) for side in extent.sides]
     inferred = all_of("inference", infer, inference[:2])
-    further = further_runs((COMPRESSED, LOMO, VANILLA), place.type, trial=trial)
-    trained = all_of("training", train, [*training[:2], *further])
+    further = further_runs((COMPRESSED, FIXED, LOMO, VANILLA), place.type, trial=trial)
+    trained = all_of("training", train, [*training[:3], *further])
     rates = all_of("throughput", _throughput, sides)
     inferred |= all_of("inference", infer, inference[2:])
-    trained |= all_of("training", train, training[2:])
+    trained |= all_of("training", train, training[3:])
     tables: dict[str, Measured] = {}
     if rates:
         tables["neuzip-fig4"] = measured_throughput(joined(list(rates.values())), place)

@@ -27,7 +27,16 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
     random_model,
     synchronize,
 )
-from netweight_experiments.tables.neuzip.training import COMPRESSED, GIB, LOMO, SEED, WAYS, arrange, differing_steps
+from netweight_experiments.tables.neuzip.training import (
+    COMPRESSED,
+    FIXED,
+    GIB,
+    LOMO,
+    SEED,
+    WAYS,
+    arrange,
+    differing_steps,
+)
 from netweight_experiments.tables.registry import Measured
 
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
@@ -66,7 +75,7 @@ def train(run: Run) -> dict[str, Any]:
 
 def _states(run: Run) -> dict[str, Any]:
     """How states of an optimizer wait: compressed as the weights are."""
-    return {"states": "compressed"} if run.optimizer and run.way == COMPRESSED else {}
+    return {"states": "compressed"} if run.optimizer and run.way in (COMPRESSED, FIXED) else {}
 
 
 class _Peak:
@@ -113,10 +122,10 @@ def measured_training(found: Found) -> Measured:
     """Lay runs out as table 1 without its losses."""
     return by_shape(
         found,
-        WAYS,
+        (*WAYS, FIXED),
         lambda value: int(value["peak"]),
         lambda value: value["seconds"],
-        _findings,
+        lambda shape, of: [one for way in (COMPRESSED, FIXED) if way in of for one in _findings(shape, way, of)],
         differs=(
             "Weights and tokens are random, so that losses say nothing; a few updates of one window of 1,024 tokens.",
             "Speed is by a clock that waits for the device; the paper's does not.",
@@ -125,18 +134,17 @@ def measured_training(found: Found) -> Measured:
     )
 
 
-def _findings(shape: str, of: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    if COMPRESSED not in of:
-        return []
-    compressed, targets, peak = of[COMPRESSED], shape == PAPER.shapes[0], of[COMPRESSED]["peak"] / GIB
+def _findings(shape: str, way: str, of: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    compressed, targets, peak = of[way], shape == PAPER.shapes[0], of[way]["peak"] / GIB
+    called = "compressed" if way == COMPRESSED else "fixed length"
     findings = [
         Finding(
-            f"{shape}, compressed: peak memory", peak, unit="GiB", better="lower",
+            f"{shape}, {called}: peak memory", peak, unit="GiB", better="lower",
             target=_TARGET_PEAK if targets else None, n=1, seeds=(SEED,),
         )
     ]  # fmt: skip
     if LOMO in of:
-        dense, what = of[LOMO], f"{shape}, compressed against {LOMO}"
+        dense, what = of[LOMO], f"{shape}, {called} against {LOMO}"
         ratio = median(dense["seconds"]) / median(compressed["seconds"])
         steps = differing_steps(compressed["losses"], dense["losses"])
         findings += [

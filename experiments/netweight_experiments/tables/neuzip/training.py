@@ -29,6 +29,7 @@ from netweight_experiments.tables.published import required
 VANILLA, LOMO, COMPRESSED = "Vanilla", "LOMO", "LOMO + NeuZip lossless"
 # Names of rows, as the paper has them.
 WAYS = (VANILLA, LOMO, COMPRESSED)
+FIXED = "LOMO + fixed length"  # which the paper has not
 SEED = 20241031
 GIB, MIB = 1 << 30, 1 << 20
 _WATCHED = 3  # updates during which the process' memory is sampled
@@ -39,8 +40,8 @@ def arrange(way: str, model: nn.Module, optimizer: Any, **options: Any) -> torch
     if way == VANILLA:
         plain: torch.optim.Optimizer = optimizer(model.parameters(), **options)
         return plain
-    if way == COMPRESSED:
-        netweight.compress_(model)
+    if way in (COMPRESSED, FIXED):
+        netweight.compress_(model, prefer="speed" if way == FIXED else "memory")
     layerwise: torch.optim.Optimizer = netweight.LayerwiseOptimizer(model, optimizer, **options)
     return layerwise
 
