@@ -27,7 +27,7 @@ _MOST_WARPS, _MOST_SPLITS = 16, 8  # of such a block, and of its columns
 _SIDE_WARPS, _SIDE_BLOCKS, _MOST_SIDE_SPLITS = 8, 2, 16  # for more inputs: of a block, blocks of a processor, splits
 _DECODE_THREADS = _FINISH_THREADS = 256
 _ENCODE_THREADS, _PLACE_THREADS = 512, 128
-_TILES_DECODED = 16  # of the same rows by a block
+_TILES_DECODED = 4  # of the same rows by a block
 _LISTED = 512  # kListed in kernels/fixed.cu
 _ALIGNMENT = 16  # of addresses, in bytes
 

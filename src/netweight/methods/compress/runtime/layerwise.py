@@ -8,10 +8,12 @@ plain SGD only.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -65,7 +67,13 @@ def _in_order(trained: Iterable[_Trained]) -> list[_Trained]:
 
 
 def _empty(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+    return _zero(dtype, parameter.device).expand(parameter.shape)
+
+
+@cache
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device)
 
 
 @final
@@ -573,5 +581,5 @@ def round_stochastically(values: torch.Tensor, seed: int, *path: str | int) -> t
 
 def _finiteness(values: torch.Tensor) -> Callable[[], bool]:
     """Whether every number is finite, mostly found out by adding them up, which takes a fraction of the time."""
-    summed = device.Flag(torch.isfinite(values.sum()))
-    return lambda: summed() or bool(torch.isfinite(values).all())  # finite numbers may add up to infinity
+    total = device.Answer(values.sum())
+    return lambda: math.isfinite(total()) or bool(torch.isfinite(values).all())  # finite numbers may add up to infinity
