@@ -24,6 +24,7 @@ from netweight.codec.dtypes import torch_dtype
 from netweight.errors import CorruptBlob, OutOfMemory, UsageError
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import fsdp
+from netweight.methods.compress.runtime import model as model_in_memory
 from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of
 
 IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
@@ -192,6 +193,22 @@ def test_layerwise_training_is_that_of_the_dense_model(counts):
                 m(IDS).square().mean().backward()
     assert [optimizer.steps for optimizer in optimizers] == [3, 3]
     assert not differing(dense, model)
+
+
+def test_payloads_lie_side_by_side(counts, monkeypatch):
+    monkeypatch.setattr(model_in_memory, "_TOGETHER", 16_000)
+    dense, model = pair(lambda: nn.Sequential(*stack(6), nn.Linear(64, 300)), torch.bfloat16)
+    payloads = [layer.weight.payload for layer in model]
+    segments = [payload.untyped_storage().data_ptr() for payload in payloads]
+    assert [segments.count(each) for each in segments] == [2, 2, 2, 2, 2, 2, 1]
+    assert all(payload.data_ptr() % 512 == segment % 512 for payload, segment in zip(payloads, segments, strict=True))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (dense, model)]
+    for _ in range(2):
+        assert_steps_alike(dense, model, ROWS.bfloat16())
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not differing(dense, model)
+    assert not differing(dense, pickle.loads(pickle.dumps(model)))
 
 
 def checkpointed(model, x):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
@@ -17,6 +19,7 @@ from netweight.codec.dtypes import dtype_name
 from netweight.codec.lossy import LOSSLESS_BITS
 from netweight.core.names import Select
 from netweight.errors import AlreadyCompressed, Unsupported, UsageError
+from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.fsdp import dense_shard, local_part
 from netweight.methods.compress.runtime.incompatible import refuse_rounded_steps
 from netweight.methods.compress.runtime.storage import CompressedStorage
@@ -26,7 +29,8 @@ from netweight.store.writer import Level
 Prefer = Literal["memory", "speed"]
 Patterns = Select | str | Iterable[str] | None
 _ROW_CHUNKS = 15  # an embedding reads few rows: small chunks, of 32768 numbers
-_SMALL = 10 << 20  # bytes below which torch cuts a payload from a block of 20 MiB, where others may have been
+_TOGETHER = 256 << 20  # bytes of payloads that share a segment of a GPU's memory
+_ALIGNMENT = 512  # of their addresses, as torch has it
 
 
 @final
@@ -125,7 +129,7 @@ def compress_(
     changes: dict[str, float] = {}
     before = after = 0
     bound = 0.0
-    on_gpus: list[CompressedStorage] = []
+    on_gpus: dict[torch.device, list[torch.Tensor]] = {}
     while weights:
         weight = weights.pop(0)  # let go of it, so that its dense memory is freed at once
         dense = weight.places[0].parameter
@@ -150,22 +154,28 @@ def compress_(
             bound = max(bound, found.bound)
             changes.update(dict.fromkeys(its_names, found.worst_change))
         before, after = before + dense.nbytes, after + stored.payload.nbytes
-        on_gpus += [stored] * stored.payload.is_cuda
+        if device.handles(stored.payload):
+            on_gpus.setdefault(stored.payload.device, []).append(stored.payload)
         del dense, weight, at
-    _give_back(on_gpus)
+    for payloads in on_gpus.values():
+        _put_side_by_side(payloads)
     return Compression(tuple(names), left, before, after, bound, changes, tuple(fixed))
 
 
-def _give_back(stored: list[CompressedStorage]) -> None:
-    """Give the driver the GPU memory that dense weights and scratch left, small payloads put side by side before."""
-    small = [each.payload for each in stored if each.payload.nbytes < _SMALL]
-    held = [payload.cpu() for payload in small]
-    for payload in small:
-        payload.data = payload.new_empty(0)
-    if stored:
+def _put_side_by_side(payloads: list[torch.Tensor]) -> None:
+    """Give the driver the GPU memory that dense weights, scratch and the ends of payloads take."""
+    # Torch takes memory from the driver in pieces of 2 MiB: with a segment for each payload, half of one is lost.
+    while payloads:
         torch.cuda.empty_cache()
-    for payload, content in zip(small, held, strict=True):
-        payload.data = content.to(payload.device)
+        sizes = list(accumulate(-(-payload.numel() // _ALIGNMENT) * _ALIGNMENT for payload in payloads))
+        together = payloads[: bisect(sizes, _TOGETHER)]
+        if together:
+            room = payloads[0].new_empty(sizes[len(together) - 1])
+            for payload, start in zip(together, [0, *sizes], strict=False):
+                payload.data = room[start : start + payload.numel()].copy_(payload)
+            del room, payload
+        payloads = payloads[max(1, len(together)) :]  # a larger one stays where it is
+    torch.cuda.empty_cache()
 
 
 def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None) -> tuple[str, ...]:
