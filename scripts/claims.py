@@ -1,19 +1,20 @@
 """Checks figures of README.md and docs against the results that they come from: `python scripts/claims.py [--untied]`.
 
-A comment ties figures of the paragraph, list or table above it, one per line, to an expression over dated results:
+benchmarks/figures.yaml ties figures to expressions over dated results: of each page, words that one paragraph, list or
+table alone has, and below them the figures of that block, one per line:
 
-    <!-- figures
-    0.56 = `training-memory-2026-11-23.json|rows|0|counted / baseline|value`
-    66.1 = 100 / `performance.md|netweight avx512, default|ratio`
-    -->
+    README.md:
+      "memory of training": |
+        0.56 = `training-memory-2026-11-23.json|rows|0|counted / baseline|value`
+        66.1 = 100 / `performance.md|netweight avx512, default|ratio`
 
-`all = FILE, FILE` says that every figure above is a value of these files, as it is or in percent; targets, and what
-is in square brackets, a paper's, apart. `given = 0.98, 1.3` names settings and published numbers. A path is a file
-below benchmarks/results (`published/…`: a paper's numbers; `PAGE.md`: a table of a page that is made from results),
-then keys, joined by `|`; `#` counts entries, and of a list of numbers the median is taken. A page that says "Made by"
-in its first line, and a table between `<!-- edits of FILES -->` and `<!-- /edits -->`, are tied as a whole: a test
-makes them again.
-Fails where a figure is not above its comment, or differs from its result in a digit shown.
+`all = FILE, FILE` says that every figure of the block is a value of these files, as it is or in percent; targets, and
+what is in square brackets, a paper's, apart. `given = 0.98, 1.3` names settings and published numbers. A path is a
+file below benchmarks/results (`published/…`: a paper's numbers; `PAGE.md`: a table of a page that is made from
+results), then keys, joined by `|`; `#` counts entries, and of a list of numbers the median is taken. A page that says
+"Made by" in its first line, and a table between `<!-- edits of FILES -->` and `<!-- /edits -->`, are tied as a whole:
+a test makes them again.
+Fails where a figure is not in its block, or differs from its result in a digit shown.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+FIGURES = ROOT / "benchmarks" / "figures.yaml"
 PUBLISHED = ROOT / "experiments" / "netweight_experiments"
 MOST = 1000  # numbers of a file that may be tied as a whole: among more, any would be found
-COMMENT = re.compile(r"<!-- figures\n(.*?)-->", re.S)
 OTHERS = re.compile(  # a paper's numbers and its own, targets, files, code, shares of intervals, versions
     r"\[[^]]*\](?!\()|\d{4}\.\d{5}|[≤≥] ?[\d.]+|\([^)]*\.json\)|95 %|N\([^)]*\)|```.*?```|`[^`]*`"
     r"|<!-- options of.*?<!-- end -->|<!-- edits of .*?<!-- /edits -->"
@@ -99,20 +102,41 @@ def missing(block: str, files: str) -> list[str]:
     ]  # fmt: skip
 
 
-def faults(page: Path) -> tuple[list[str], int]:
+def ties(page: Path) -> dict[str, str]:
+    """What figures.yaml has of a page: words of a block, and the figures of that block, one per line."""
+    known: dict[str, dict[str, str]] = yaml.safe_load(FIGURES.read_text())
+    return known.get(page.relative_to(ROOT).as_posix(), {})
+
+
+def blocks(text: str, tied: dict[str, str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Blocks of a page, each with its ties, and the words that not exactly one block has."""
+    found = text.split("\n\n")
+    plain = [" ".join(block.split()) for block in found]
+    lines, lost = [""] * len(found), []
+    for words, below in tied.items():
+        homes = [number for number, block in enumerate(plain) if words in block]
+        if len(homes) == 1:
+            lines[homes[0]] += below
+        else:
+            lost.append(f"{len(homes)} blocks have the words {words!r}")
+    return list(zip(found, lines, strict=True)), lost
+
+
+def faults(page: Path, tied: dict[str, str]) -> tuple[list[str], int]:
     """What is wrong with the claims of a page, and how many there are."""
-    text, wrong, count = page.read_text(), [], 0
-    for found in COMMENT.finditer(text):
-        above = text[: found.start()].rstrip().rpartition("\n\n")[2]
-        for line in found[1].strip().splitlines():
+    found, lost = blocks(page.read_text(), tied)
+    wrong, count = [f"{page.name}: {each}" for each in lost], 0
+    for block, lines in found:
+        for line in lines.strip().splitlines():
             said, _, rule = line.partition(" = ")
-            count += len(MEASURED.findall(above)) if said == "all" else 1
+            count += len(MEASURED.findall(block)) if said == "all" else 1
             try:
                 if said == "given":
-                    wrong += [f"{page.name}: {each} is not above" for each in rule.split(", ") if each not in above]
+                    absent = [each for each in rule.split(", ") if each not in block]
+                    wrong += [f"{page.name}: {each} is not in its block" for each in absent]
                     continue
                 if said == "all":
-                    wrong += [f"{page.name}: {each} is in none of {rule}" for each in missing(above, rule)]
+                    wrong += [f"{page.name}: {each} is in none of {rule}" for each in missing(block, rule)]
                     continue
                 terms = re.sub(r"`([^`]+)`", lambda match: repr(value(match[1])), rule)
                 if not re.fullmatch(r"[\d.e+*/() -]+", terms):
@@ -122,34 +146,37 @@ def faults(page: Path) -> tuple[list[str], int]:
                     wrong.append(f"{page.name}: {said} is {eval(terms):.6g} in the results ({rule})")
             except (KeyError, IndexError, OSError, ValueError) as error:
                 wrong.append(f"{page.name}: {line}: {type(error).__name__} {error}")
-            if not re.search(rf"(?<![\d.]){re.escape(said)}(?!\d)", above):
-                wrong.append(f"{page.name}: {said} is tied, and not above its comment")
+            if not re.search(rf"(?<![\d.]){re.escape(said)}(?!\d)", block):
+                wrong.append(f"{page.name}: {said} is tied, and not in its block")
     return wrong, count
 
 
-def untied(page: Path) -> list[str]:
-    """Figures that look measured, outside code, which no comment ties."""
+def untied(page: Path, tied: dict[str, str]) -> list[str]:
+    """Figures that look measured, outside code, which nothing ties."""
     text = page.read_text()
     if text.startswith("<!-- Made by"):
         return []
     found = []
-    kept: list[str] = []
-    plain = COMMENT.sub(lambda found: kept.append(found[1]) or f"\0{len(kept) - 1}\0", text)
-    for block in OTHERS.sub("", plain).split("\n\n"):
-        claims = "\n".join(kept[int(number)] for number in re.findall("\0(\\d+)\0", block))
-        tied = {line.partition(" = ")[0] for line in claims.splitlines()}
-        tied |= set(", ".join(re.findall("^given = (.*)$", claims, re.M)).split(", "))
-        found += [each for each in MEASURED.findall(re.sub("\0\\d+\0", "", block)) if not tied & {each, "all"}]
+    own = OTHERS.sub(lambda other: "\n\n" * other[0].count("\n\n"), text).split("\n\n")
+    for (_, lines), block in zip(blocks(text, tied)[0], own, strict=True):
+        known = {line.partition(" = ")[0] for line in lines.splitlines()}
+        known |= set(", ".join(re.findall("^given = (.*)$", lines, re.M)).split(", "))
+        found += [each for each in MEASURED.findall(block) if not known & {each, "all"}]
     return found
 
 
 def main() -> None:
-    wrong: list[str] = []
-    for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
-        found, count = faults(page)
+    pages = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    known = yaml.safe_load(FIGURES.read_text())
+    strangers = known.keys() - {str(page.relative_to(ROOT)) for page in pages}
+    wrong = [f"{FIGURES.name}: no page {name}" for name in strangers]
+    for page in pages:
+        tied = ties(page)
+        found, count = faults(page, tied)
         wrong += found
         if "--untied" in sys.argv:
-            print(f"{page.name}: {count} tied, {len(untied(page))} not: {' '.join(untied(page)[:12])}")
+            left = untied(page, tied)
+            print(f"{page.name}: {count} tied, {len(left)} not: {' '.join(left[:12])}")
     for line in wrong:
         print(line)
     sys.exit(bool(wrong))

@@ -56,7 +56,7 @@ def test_a_verbose_command_logs_and_says_where_an_error_comes_from(monkeypatch, 
         ours.setLevel(level)
     assert answer.exit_code == 2
     assert "Traceback (most recent call last)" in answer.stderr
-    assert answer.stderr.endswith("Error: Broken.\n")
+    assert answer.stderr.endswith("Error: Broken. [UsageError]\n")
     assert "Traceback" not in call("trial").stderr
 
 
@@ -88,7 +88,7 @@ def test_errors_become_messages_and_exit_codes(monkeypatch, call, kind):
     answer = call("trial")
     assert answer.exit_code == kind.exit_code
     assert answer.exit_code in (2, 3)
-    assert answer.stderr == "Error: The thing is broken. Mend it.\n"
+    assert answer.stderr == f"Error: The thing is broken. Mend it. [{kind.__name__}]\n"
     assert answer.stdout == ""
     answer = call("trial", "--json")
     assert answer.exit_code == kind.exit_code

@@ -51,8 +51,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def _report(error: NetweightError, as_json: bool) -> None:
-    """Write an error's message to standard error, and for machines a JSON object to standard output."""
-    click.secho(f"Error: {error}", fg="red", err=True)
+    """Write message and kind, a heading of docs/errors.md, to standard error; for machines JSON to standard output."""
+    click.secho(f"Error: {error} [{type(error).__name__}]", fg="red", err=True)
     if as_json:
         detail = {"kind": type(error).__name__, "message": error.reason, "cure": error.cure}
         click.echo(json.dumps({"error": detail}, indent=2, ensure_ascii=False))

@@ -62,9 +62,9 @@ def init(folder: Path, subject: Path | None, output: Output) -> None:
             text = "\n".join(own if line.startswith("subject: ") else line for line in text.split("\n"))
         write_text(folder / name, text)
     write_text(folder / "recipe.schema.json", json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n")
-    first = "recipe.yaml" if subject is not None else "quickstart.yaml"
+    first = f"netweight run {'quickstart.yaml' if subject is None else 'recipe.yaml'} --plan"
     output.line(f"Written to {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}.", bold=True)
-    output.line(f'To try next:\n  cd "{folder}"\n  netweight run {first} --plan')
+    output.line("To try next:\n  " + ("" if folder == Path() else f'cd "{folder}"\n  ') + first)
     output.result({"folder": str(folder), "recipes": sorted(recipes)})
 
 
