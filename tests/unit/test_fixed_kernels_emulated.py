@@ -57,7 +57,7 @@ def test_writing_over_a_weight_gives_the_bytes_of_the_host(launched, shape):  # 
     for seed in (1, 2):
         weight, status = weights(*shape, seed, odd=0.005), torch.zeros(1, dtype=torch.int32)
         weight[0, :3] = torch.tensor([-0.0, 0.0, 0.02])
-        fixed_products.encode_into(weight, payload, status)
+        fixed_products.overwrite(weight, payload, status)
         assert not status
         assert payload[13] == base  # the same exponents have codes
         check_fixed(payload)
@@ -76,7 +76,7 @@ def test_what_does_not_fit_when_it_is_written_is_told(launched):  # noqa: F811
     }
     for payload, other in unusual.values():
         status = torch.zeros(1, dtype=torch.int32)
-        fixed_products.encode_into(other, payload, status)
+        fixed_products.overwrite(other, payload, status)
         assert status == 1
 
 

@@ -86,7 +86,7 @@ def decode(payload: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return weight
 
 
-def encode_into(weight: torch.Tensor, payload: torch.Tensor, status: torch.Tensor) -> None:
+def overwrite(weight: torch.Tensor, payload: torch.Tensor, status: torch.Tensor) -> None:
     """Write a weight over one of its shape in the fixed-length form, on a GPU, which is not waited for.
 
     The exponents that have codes stay as they are. If too many others come to be, or their list outgrows the payload, 1

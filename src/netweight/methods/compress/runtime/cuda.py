@@ -512,7 +512,7 @@ def encode_fixed_into(weight: torch.Tensor, payload: torch.Tensor) -> Callable[[
         return None
     about_to_write(payload)
     status = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    fixed_products.encode_into(weight.detach(), payload, status)
+    fixed_products.overwrite(weight.detach(), payload, status)
     told = Answer(status)
     return lambda: not told()
 
