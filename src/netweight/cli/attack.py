@@ -17,8 +17,7 @@ from netweight.attacks.gradient_inversion.settings import InversionSettings
 from netweight.attacks.refusal.settings import RefusalSettings
 from netweight.attacks.safeguards.settings import SafeguardSettings
 from netweight.cli import FINDING_FAILED
-from netweight.cli.generated import options
-from netweight.cli.output import FOLDER, OUTPUT_FOLDER, Output, end_attack, new_report, output_option
+from netweight.cli.options import FOLDER, OUTPUT_FOLDER, Output, end_attack, new_report, options, output_option
 from netweight.core.lazy import import_named
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, UsageError

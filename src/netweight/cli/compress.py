@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.generated import options
-from netweight.cli.output import Output, card_option, output_option, write_card
+from netweight.cli.options import Output, card_option, options, output_option, write_card
 from netweight.methods.compress.settings import CompressSettings
 
 if TYPE_CHECKING:

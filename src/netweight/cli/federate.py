@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netweight.cli.generated import options
-from netweight.cli.output import Output, output_option
+from netweight.cli.options import Output, options, output_option
 from netweight.core.progress import Progress
 from netweight.methods.federate.folder import FederationPlan, FolderFederation
 

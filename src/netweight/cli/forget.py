@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.generated import options
-from netweight.cli.output import (
+from netweight.cli.options import (
     FOLDER,
     NEW,
     OUTPUT_FOLDER,
@@ -18,6 +17,7 @@ from netweight.cli.output import (
     card_option,
     end_attack,
     new_report,
+    options,
     output_option,
     write_card,
 )

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from netweight.cli.generated import options
-from netweight.cli.output import FOLDER, OUTPUT_FOLDER, Output, card_option, output_option, write_card
+from netweight.cli.options import FOLDER, OUTPUT_FOLDER, Output, card_option, options, output_option, write_card
 from netweight.core.progress import QUIET, Progress
 from netweight.methods.immunize.settings import ImmunizeSettings
 

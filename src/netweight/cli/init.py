@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from netweight.cli.output import OUTPUT_FOLDER, Output, output_option
+from netweight.cli.options import OUTPUT_FOLDER, Output, output_option
 from netweight.errors import OutputExists
 
 # What tells the kind of a subject → the recipe for it.

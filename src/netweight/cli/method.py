@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.generated import options
-from netweight.cli.output import NEW, Output, card_option, output_option, write_card
+from netweight.cli.options import NEW, Output, card_option, options, output_option, write_card
 from netweight.core.files import refuse_existing
 from netweight.core.progress import QUIET, Progress
 from netweight.registry import known_methods

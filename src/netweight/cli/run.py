@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.output import FOLDER, Output, output_option
+from netweight.cli.options import FOLDER, Output, output_option
 from netweight.core.progress import Progress
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from netweight.cli.generated import options
-from netweight.cli.output import FILE, FOLDER, NEW, Output, card_option, output_option, write_card
+from netweight.cli.options import FILE, FOLDER, NEW, Output, card_option, options, output_option, write_card
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.methods.space.settings import (

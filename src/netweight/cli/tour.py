@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.output import Output, output_option
+from netweight.cli.options import Output, output_option
 
 _OUT = Path("out") / "tour"
 
