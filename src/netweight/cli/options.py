@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from netweight.cli import FINDING_FAILED
 from netweight.core.names import nearest_names
+from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.settings import Leaf, Settings, bounds, element, leaves, path_type, peel, words
 
@@ -43,6 +44,11 @@ class Output:
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
+
+    @property
+    def progress(self) -> Progress:
+        """Bars for people, none where a machine reads."""
+        return QUIET if self.as_json else Progress()
 
     def line(self, text: str = "", **style: Any) -> None:
         """Write a line for people; `style` as for `click.style`, e.g. `fg="red"`."""
@@ -91,6 +97,11 @@ def _make_output(context: click.Context, parameter: click.Parameter, value: bool
     return output
 
 
+def command_line() -> str:
+    """The command as it was given, for reports and cards."""
+    return shlex.join(["netweight", *sys.argv[1:]])
+
+
 def card_option(command: F) -> F:
     """Give a command the flag `--card`."""
     return click.option(
@@ -102,7 +113,7 @@ def write_card(folder: Path, output: Output) -> None:
     """Write or update the card of a folder that a command has just written."""
     from netweight.plugins.model_card import update_card
 
-    card = update_card(folder, command=shlex.join(["netweight", *sys.argv[1:]]))
+    card = update_card(folder, command=command_line())
     output.line(f"Card: {card}")
 
 
@@ -111,7 +122,7 @@ def new_report(title: str, summary: str, *, seed: int, files: Iterable[Path]) ->
     from netweight.core.digest import of_file
     from netweight.report.report import Report
 
-    command = shlex.join(["netweight", *sys.argv[1:]])
+    command = command_line()
     inputs = {path.name: of_file(path) for path in files}
     return Report(title, summary=summary, command=command, seeds=(seed,), inputs=inputs)
 
