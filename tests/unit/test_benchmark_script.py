@@ -74,14 +74,6 @@ def test_a_file_says_where_it_comes_from(tmp_path, tries, monkeypatch):
         script.run(tries(main), ["--count", "2"])
 
 
-def test_work_takes_turns_and_the_first_rounds_are_left_out():
-    done = []
-    times = script.in_turns({name: lambda name=name: done.append(name) for name in "ab"}, 2, warm=1, best_of=2)
-    assert "".join(done) == "aabb" * 3
-    assert {name: len(taken) for name, taken in times.items()} == {"a": 2, "b": 2}
-    assert script.ratios({"a": [4.0, 9.0], "b": [2.0, 3.0]}, "a", "b") == [2.0, 3.0]
-
-
 @pytest.mark.parametrize(
     "name",
     sorted(
@@ -108,6 +100,6 @@ def test_a_table_is_put_between_its_marks(tmp_path):
 
 
 def test_the_most_memory_is_more_than_what_is_held():
-    from netweight.metrics.memory import private_bytes
+    from netweight_experiments.memory import private_bytes
 
     assert script.peak_bytes() >= private_bytes()

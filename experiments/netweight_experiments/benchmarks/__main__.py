@@ -6,4 +6,6 @@ import sys
 from netweight_experiments.benchmarks.script import run
 
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1], sys.argv[2:]), indent=1, ensure_ascii=False, default=str))
+    result = run(sys.argv[1], sys.argv[2:])
+    if result is not None:
+        print(json.dumps(result, indent=1, ensure_ascii=False, default=str))

@@ -1,9 +1,9 @@
-"""What benchmarks share: their command line, times taken in turns, and how results are written.
+"""What benchmarks share: their command line, and how results are written.
 
 `python -m netweight_experiments.benchmarks PART.NAME` runs `main` of a script. Parameters of `main` are options, those
-before `/` arguments; a `str` of an `Annotated` one is its help, another value its choices. What `main` returns, or
-yields as it grows, is written beside what every result says of itself; a script that takes `output` may look at what an
-earlier run has written there.
+before `/` arguments; a `str` of an `Annotated` one is its help, another value its choices; a `Literal` has its own.
+What `main` returns, or yields as it grows, is written beside what every result says of itself; a script that takes
+`output` may look at what an earlier run has written there.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import datetime
 import inspect
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from netweight.core.environment import describe
 from netweight.errors import UsageError
 
 # Where results are kept, from the root of the source tree.
 RESULTS = Path("benchmarks") / "results"
-Work = Mapping[str, Callable[[], Any]]
 
 
 def run(name: str, words: Sequence[str]) -> dict[str, Any] | None:
@@ -41,9 +39,9 @@ def run(name: str, words: Sequence[str]) -> dict[str, Any] | None:
     output = given["output"] or RESULTS / part / f"{'-'.join([own, *flags])}-{today()}.json"
     head = about(name, str(module.__doc__), options)
     parameters = inspect.signature(module.main).parameters
-    known = {key: value for key, value in {**options, "output": output}.items() if key in parameters}
-    first = [known.pop(key) for key, one in parameters.items() if one.kind is one.POSITIONAL_ONLY]
-    found = module.main(*first, **known)
+    named = {key: value for key, value in {**options, "output": output}.items() if key in parameters}
+    arguments = [named.pop(key) for key, one in parameters.items() if one.kind is one.POSITIONAL_ONLY]
+    found = module.main(*arguments, **named)
     result = None
     for measured in found if inspect.isgenerator(found) else [found] * (found is not None):
         result = head | measured | {"load_average_after": load()}
@@ -51,15 +49,6 @@ def run(name: str, words: Sequence[str]) -> dict[str, Any] | None:
     if result is not None:
         print(f"Written: {output}", flush=True)
     return result
-
-
-def about(name: str, doc: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what every result says of itself: what it is, when, with which options and where it was made."""
-    from netweight.codec import active_path
-
-    told = {key: value.name if isinstance(value, Path) else value for key, value in options.items()}
-    where = {"environment": describe({"codec_path": active_path()}), "load_average": load()}
-    return {"benchmark": name, "what": doc.splitlines()[0], "date": now(), "options": told, **where}
 
 
 def parser_of(main: Callable[..., Any], name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -84,8 +73,12 @@ def _argument(one: inspect.Parameter, hint: Any, *, optional: bool) -> dict[str,
         how = {"help" if isinstance(each, str) else "choices": each for each in more}
     if hint is bool:
         return how | {"action": "store_true"}
-    required = one.default is one.empty
-    how |= {"type": (get_args(hint) or (hint,))[0], "default": None if required else one.default}
+    required, kind = one.default is one.empty, hint
+    if get_origin(hint) not in (None, Literal):  # of a tuple its elements, and what may be None
+        kind = get_args(hint)[0]
+    if get_origin(kind) is Literal:
+        how["choices"], kind = get_args(kind), str
+    how |= {"type": kind, "default": None if required else one.default}
     if get_origin(hint) is tuple:
         how["nargs"] = "+" if required or one.default else "*"
     elif not optional and not required:
@@ -93,6 +86,22 @@ def _argument(one: inspect.Parameter, hint: Any, *, optional: bool) -> dict[str,
     if "choices" in how:
         how["choices"] = tuple(how["choices"])
     return how | ({"required": required} if optional else {})
+
+
+def about(name: str, doc: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what every result says of itself: what it is, when, with which options and where it was made."""
+    from netweight.codec import active_path
+
+    told = {key: _told(value) for key, value in options.items()}
+    where = {"environment": describe({"codec_path": active_path()}), "load_average": load()}
+    return {"benchmark": name, "what": doc.splitlines()[0], "date": now(), "options": told, **where}
+
+
+def _told(value: Any) -> Any:
+    """An option as it is written: of a path, which says where something lies, its name."""
+    if isinstance(value, list | tuple):
+        return [_told(each) for each in value]
+    return value.name if isinstance(value, Path) else value
 
 
 def today() -> str:
@@ -121,27 +130,6 @@ def seconds(work: Callable[[], Any], clock: Callable[[], float] = time.process_t
     started = clock()
     work()
     return clock() - started
-
-
-def in_turns(
-    work: Work, rounds: int, *, clock: Callable[[], float] = time.process_time, warm: int = 0, best_of: int = 1
-) -> dict[str, list[float]]:
-    """Return seconds of each piece of work by round, the best of some tries; all take turns, some rounds to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(warm + rounds):
-        for name, one in work.items():
-            times[name].append(min(seconds(one, clock) for _ in range(best_of)))
-    return {name: taken[warm:] for name, taken in times.items()}
-
-
-def ratios(times: Mapping[str, Sequence[float]], slow: str, fast: str) -> list[float]:
-    """Return how many times as fast one was as the other, round by round."""
-    return [one / other for one, other in zip(times[slow], times[fast], strict=True)]
-
-
-def median_ratio(times: Mapping[str, Sequence[float]], slow: str, fast: str) -> float:
-    """Return the median of how many times as fast one was as the other in the same rounds."""
-    return round(statistics.median(ratios(times, slow, fast)), 3)
 
 
 def write(output: Path | None, result: Any) -> None:

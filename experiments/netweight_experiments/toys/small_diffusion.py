@@ -25,8 +25,8 @@ from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.errors import NetweightError, UsageError
 from netweight.metrics.copies import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.toys.diffusion import DiffusionShape, initialized, opened
-from netweight.toys.emoji import EmojiWorld
 from netweight.toys.shapes import CaptionedWorld, ShapesWorld, memorized
+from netweight_experiments.toys.emoji import EmojiWorld
 from netweight_experiments.toys.fitting import CHECKPOINT, DenoiserRecipe, finished, fit_denoiser, record
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ import netweight
 from netweight import codec
 from netweight.hf.load_language_model import load_causal_lm
 from netweight_experiments.benchmarks.compress.codec_data import order_0
-from netweight_experiments.benchmarks.script import in_turns, median_ratio
+from netweight_experiments.timing import in_turns, median_ratio
 
 
 def loss_of(folder, text):
@@ -161,7 +161,7 @@ def decode_speed(pairs, rounds=5):
         for blob, out, (_, base) in zip(blobs, outs, pairs, strict=True):
             codec.decode_into(blob, out, base=base, check=check)
 
-    seconds = in_turns({"plain": lambda: decode(False), "checked": lambda: decode(True)}, rounds, warm=1)
+    seconds = in_turns({"plain": lambda: decode(False), "checked": lambda: decode(True)}, rounds)
     if not all(torch.equal(out, tensor) for out, (tensor, _) in zip(outs, pairs, strict=True)):
         raise SystemExit("tensors came back otherwise")
     nbytes = sum(out.nbytes for out in outs)

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 import netweight
 from netweight.core.files import sync
 from netweight.core.seeds import torch_generator
-from netweight_experiments.benchmarks.script import ratios
+from netweight_experiments.timing import ratios
 
 
 def make_folder(folder, megabytes, generator):

@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 
 from netweight import codec
 from netweight.codec.fixed import decode_fixed, encode_fixed, read_layout
-from netweight.metrics.timing import Case, interleave
 from netweight.toys import minilm
+from netweight_experiments.timing import Case, interleave
 
 SEED = 0
 BATCHES = (1, 8, 32, 64, 128, 256, 1024, 8192)

@@ -38,7 +38,6 @@ import gc
 import json
 import statistics
 import tempfile
-import time
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -49,8 +48,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import netweight
-from netweight.metrics.memory import PrivateMemory, TensorLedger, in_fresh_process, private_bytes
-from netweight_experiments.benchmarks.script import in_turns, load
+from netweight_experiments.benchmarks.script import load
+from netweight_experiments.memory import PrivateMemory, TensorLedger, in_fresh_process, private_bytes
+from netweight_experiments.timing import in_turns
 
 PARTS = ("memory", "training", "inference", "small", "saving")
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
@@ -163,7 +163,7 @@ def training_speed(arguments, rounds):
     times = {}
     for optimizer in OPTIMIZERS:
         steps = {way: make_training(way, arguments)[2] for way in VARIANTS if way.endswith(optimizer)}
-        times |= in_turns(steps, rounds, warm=1)
+        times |= in_turns(steps, rounds)
     return {"seconds_per_step": times}
 
 
@@ -226,7 +226,7 @@ def generation_speed(dense, compressed, fixed, shape, new, target, rounds, one_c
         "dense": lambda: dense.generate(ids, **options),
         "compressed": lambda: compressed.generate(ids, **options),
     }
-    times = in_turns(cases | {"fixed": lambda: fixed.generate(ids, **options)}, rounds, warm=1)
+    times = in_turns(cases | {"fixed": lambda: fixed.generate(ids, **options)}, rounds)
     found = {
         "seconds": times,
         "dense, tokens per second": round(shape[0] * new / statistics.median(times["dense"]), 2),
@@ -235,9 +235,9 @@ def generation_speed(dense, compressed, fixed, shape, new, target, rounds, one_c
     }
     if one_core:
         return found
-    ahead_times = in_turns({"dense": cases["dense"], "ahead": ahead}, rounds, clock=time.perf_counter, warm=1)
+    ahead_times = in_turns({"dense": cases["dense"], "ahead": ahead}, rounds, clock="wall")
     torch.set_num_threads(2)
-    on_two = in_turns(cases, rounds, clock=time.perf_counter, warm=1)
+    on_two = in_turns(cases, rounds, clock="wall")
     torch.set_num_threads(1)
     return found | {
         "seconds, decode ahead": ahead_times,
@@ -285,7 +285,7 @@ def small_layers(rounds):
                 cases = {
                     label: repeated(layer, given) for label, layer in (("dense", dense), ("compressed", compressed))
                 }
-                times = in_turns(cases, rounds, warm=1)
+                times = in_turns(cases, rounds)
             each = {label: round(statistics.median(values) * 500, 2) for label, values in times.items()}
             added = at_most(each["compressed"] - each["dense"], target)
             found[f"{name}, {str(dtype).removeprefix('torch.')}"] = {"microseconds": each, "added": added}

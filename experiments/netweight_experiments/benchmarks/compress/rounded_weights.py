@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from netweight import codec
 from netweight.codec import lossy
-from netweight.metrics.timing import Case, interleave
 from netweight.toys import minilm
 from netweight_experiments.benchmarks.compress.codec_data import order_0
+from netweight_experiments.timing import Case, interleave
 
 SEED = 0
 SETTINGS = [(bits, block) for bits in (0, 1, 3) for block in (None, 512, 64, 32)]

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from netweight.metrics.memory import in_fresh_process
+from netweight_experiments.memory import in_fresh_process
 
 
 def ledger(work, sizes):

@@ -20,7 +20,7 @@ from netweight import codec
 from netweight.codec.dtypes import dtype_name
 from netweight.core.seeds import torch_generator
 from netweight_experiments.benchmarks.compress.codec_data import order_0
-from netweight_experiments.benchmarks.script import in_turns, median_ratio
+from netweight_experiments.timing import in_turns, median_ratio
 
 _COUNT = 1 << 20
 _ZIPNN = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -101,7 +101,7 @@ def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
         out.fill(0xA5)
         check()
         assert (out == raw).all()
-    times = in_turns(work, rounds, best_of=3)
+    times = in_turns(work, rounds, steady=0.02)
     entropy = order_0(raw.view(f"<u{width}")) / 8
     speeds = {name: round(raw.nbytes / statistics.median(seconds) / 1e9, 3) for name, seconds in times.items()}
     ratios = {name: round(raw.nbytes / size, 3) for name, size in sizes.items()}

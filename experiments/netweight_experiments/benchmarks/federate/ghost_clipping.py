@@ -6,7 +6,6 @@ The paper's networks for 28 × 28 and 32 × 32 images, batches of 50 and 600, on
 were taken in turn, and how far the sums differ. Opacus gives the clipped sum after two backward passes.
 """
 
-import time
 from statistics import median
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from torch import nn
 from netweight.methods.federate import ClientData, Task
 from netweight.methods.federate.dp import PrivateStep, by_layers, by_vmap
 from netweight.methods.federate.task import LocalModel, small_cnn
-from netweight_experiments.benchmarks.script import in_turns
+from netweight_experiments.timing import in_turns
 
 CLIP = 0.5
 
@@ -58,7 +57,7 @@ def measure(channels, size, batch, repeats):
     """Return ratios of times to ours, and relative differences of the sums."""
     made = ways(channels, size, batch)
     sums = {name: way() for name, way in made.items()}
-    times = in_turns(made, repeats, clock=time.perf_counter)
+    times = in_turns(made, repeats, clock="wall")
     ours = sums["ours"]
     return {
         name: {

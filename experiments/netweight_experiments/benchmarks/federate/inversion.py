@@ -15,7 +15,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Annotated
+from typing import Literal
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ def main(
     beside: Path | None = None,
     steps: int = MatchingConfig.steps,
     restarts: int = MatchingConfig.restarts,
-    distance: Annotated[str, ("cosine", "squared")] = MatchingConfig.distance,
+    distance: Literal["cosine", "squared"] = MatchingConfig.distance,
 ):
     config = MatchingConfig(steps=steps, restarts=restarts, distance=distance)
     about = {

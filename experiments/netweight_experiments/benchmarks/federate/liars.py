@@ -16,7 +16,7 @@ from argparse import Namespace
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import get_args
 
 from netweight.methods.federate import Task, train
 from netweight.methods.federate.defenses import TARGET, triggered
@@ -137,8 +137,8 @@ def main(
     epochs: int = 1,
     seeds: tuple[int, ...] = (520,),
     deployed: bool = False,
-    lies: Annotated[tuple[str, ...], get_args(Lie)] = get_args(Lie),
-    aggregators: Annotated[tuple[str, ...], get_args(Aggregator)] = get_args(Aggregator),
+    lies: tuple[Lie, ...] = get_args(Lie),
+    aggregators: tuple[Aggregator, ...] = get_args(Aggregator),
     output: Path,
 ):
     given = Namespace(rounds=rounds, epochs=epochs, seeds=seeds, lies=lies, aggregators=aggregators)

@@ -13,8 +13,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from netweight.metrics.memory import PrivateMemory, in_fresh_process, private_bytes
 from netweight_experiments.benchmarks.script import fill
+from netweight_experiments.memory import PrivateMemory, in_fresh_process, private_bytes
 
 
 def measure(given):

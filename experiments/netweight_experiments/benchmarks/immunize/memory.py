@@ -25,8 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from netweight.data.examples import Pair, collate
 from netweight.methods.immunize.settings import ImmunizeSettings, TrainingSettings, named_defense
 from netweight.methods.immunize.train import immunize
-from netweight.metrics.memory import TensorLedger
-from netweight_experiments.benchmarks.script import median_ratio, seconds
+from netweight_experiments.benchmarks.script import seconds
+from netweight_experiments.memory import TensorLedger
+from netweight_experiments.timing import median_ratio
 
 EVERY = TrainingSettings().measure_every  # steps, of which one measures gradient norms
 

@@ -20,7 +20,7 @@ from netweight.hf.train_adapters import ATTENTION, Subject, train_pictures
 from netweight.nn import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.toys.faces_pipeline import FaceBank, faces_pipeline
-from netweight_experiments.benchmarks.script import ratios
+from netweight_experiments.timing import ratios
 from netweight_experiments.toys.drawn_worlds import person_name
 
 

@@ -24,7 +24,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy
 import torch
@@ -33,10 +33,10 @@ from netweight.core.files import publish
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator
 from netweight.methods.space.fitting.streaming import fit_matrix, fit_streaming
-from netweight.metrics.memory import in_fresh_process
 from netweight.nn.matrix import MatrixFile
 from netweight.nn.pca import orthonormality
 from netweight_experiments.benchmarks.script import peak_bytes
+from netweight_experiments.memory import in_fresh_process
 
 POWER, SIGNAL = 0.55, 1500
 CHUNK = 512
@@ -231,7 +231,7 @@ def large(known, work, components, passes, tolerance, progress):
 
 
 def main(
-    which: Annotated[str, ("peers", "large")],
+    which: Literal["peers", "large"],
     /,
     *,
     work: Annotated[Path, "folder for the matrix"],

@@ -30,13 +30,13 @@ from netweight import AdapterBank, write_adapter
 from netweight.core.progress import QUIET
 from netweight.methods.space.fitting.basis import CombinationBasis
 from netweight.methods.space.folder import find_duplicates
-from netweight.metrics.memory import in_fresh_process
 from netweight.nn.lora import Adapter, LowRank, combined
 from netweight.store.bank.published import stable_diffusion_dimensions
 from netweight.store.bank.shard import Rows, read_bank_record
 from netweight.store.bank.write import BankWriter
 from netweight.store.lora_formats.files import export_adapter, read_adapter
 from netweight_experiments.benchmarks.script import load, peak_bytes
+from netweight_experiments.memory import in_fresh_process
 
 BLOCKS = [
     f"{side}_blocks.{level}.attentions.{number}" for side in ("down", "up") for level in (0, 1) for number in (0, 1)
