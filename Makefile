@@ -74,7 +74,7 @@ study: $(VENV)/dev.stamp
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/netweight benchmark codec
-	$(BIN)/python -m netweight_experiments.benchmarks.compress.performance_page
+	$(BIN)/python -m netweight_experiments.benchmarks compress.performance_page
 
 # On a GPU machine with torch for CUDA and the extras bench, llm, evidence and cuda; what is there already is used.
 bench-gpu:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.output import Output, output_option
-from netweight_experiments.benchmarks.script import RESULTS, write
+from netweight.cli.options import Output, output_option
+from netweight_experiments.benchmarks.script import RESULTS, about, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -321,14 +321,16 @@ def memory(layers: int, batch: int, length: int, rounds: int, out: Path | None, 
     A Llama of random bf16 weights is trained on the CPU, on one thread. Each row states the bytes of tensors counted,
     the bytes resident and the steps per second of one way, all against one baseline. Let nothing else run meanwhile.
     """
-    from netweight_experiments.benchmarks.compress import models as script
+    import torch
 
-    models: Any = script  # scripts have no types
-    small = ["--layers", "1", "--batch", "1", "--length", "16", "--rounds", "1"]
-    given = ["--layers", str(layers), "--batch", str(batch), "--length", str(length), "--rounds", str(rounds)]
-    arguments = models.options().parse_args([*(small if trial else given), "--parts", "memory", "training"])
-    arguments.output = _dated(out, "training-memory", trial)
-    result = models.measure(arguments, show=False)
+    from netweight_experiments.benchmarks.compress import models
+
+    torch.set_num_threads(1)
+    size = {"layers": layers, "batch": batch, "length": length, "rounds": rounds}
+    size |= {"layers": 1, "batch": 1, "length": 16, "rounds": 1} if trial else {}
+    measured = models.main(**size, parts=("memory", "training"))
+    result = about("training-memory", str(models.__doc__), size) | measured
+    write(_dated(out, "training-memory", trial), result)
     output.table(["way", "baseline", "counted", "resident", "steps/s", "counted / baseline", "resident / baseline",
                   "speed / baseline"], [
         (row["way"], row["baseline"], row["counted"], row["resident"], row["steps per second"],

@@ -8,7 +8,7 @@
         lens_layers: Annotated[int | None, Cli(own=False)] = Field(None, ge=0, description="Layers; all by default.")
 
     @click.command()
-    @options(RepNoise, arguments=("pairs",))             # cli/generated.py: PAIRS --alpha 2 --set lens_layers=8
+    @options(RepNoise, arguments=("pairs",))             # cli/options.py: PAIRS --alpha 2 --set lens_layers=8
     def immunize(settings: RepNoise) -> None: ...
 
 Python: `RepNoise(pairs=p)`, `.replace(alpha=2)`, `.given`. YAML: `RepNoise.of({"pairs": "p.jsonl"})`, or `checked` to

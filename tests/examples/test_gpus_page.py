@@ -9,7 +9,7 @@ import torch
 
 from netweight.codec.cuda import fixed_products
 from netweight_experiments.benchmarks.compress import fixed_format
-from netweight_experiments.benchmarks.compress.fixed_products import main as products_main
+from netweight_experiments.benchmarks.script import run
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "gpus.md"
@@ -52,8 +52,8 @@ def test_arithmetic_is_that_of_the_kernels():
 
 
 def test_the_benchmark_of_products_runs_to_its_end(tmp_path):
-    small = ["--device", "cpu", "--shapes", "32x64,20x70", "--batches", "1,70", "--rounds", "2", "--bytes", "20000"]
-    products_main([*small, "--output", str(tmp_path / "products.json")])
+    small = "--device cpu --shapes 32x64 20x70 --batches 1 70 --rounds 2 --nbytes 20000".split()
+    run("compress.fixed_products", [*small, "--output", str(tmp_path / "products.json")])
     found = json.loads((tmp_path / "products.json").read_text())["products"]
     assert len(found) == 4
     assert all(case[name]["us"] > 0 for case in found.values() for name in ("dense", "fixed", "decoded"))

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from netweight import codec
 from netweight.cli import netweight
 from netweight.errors import NetweightError, Unsupported
-from netweight.metrics.timing import Samples
 from netweight_experiments.benchmarks.compress import codec as measure
 from netweight_experiments.benchmarks.compress import codec_data as peers
 from netweight_experiments.benchmarks.compress.codec import (
@@ -24,6 +23,7 @@ from netweight_experiments.benchmarks.compress.codec import (
     write_result,
 )
 from netweight_experiments.benchmarks.compress.codec_data import PEERS, Ready, missing, model_as, pack
+from netweight_experiments.timing import Samples
 
 pytest.importorskip("scipy", reason="scipy is in the bench extra")
 

@@ -14,8 +14,8 @@ import torch
 from runs_under_test import Config, unsendable, work
 
 from netweight.core.engines import in_process
-from netweight.core.runs import Ledger, map_runs
 from netweight.errors import UsageError
+from netweight.job import Ledger, map_runs
 from netweight.methods.space.fitting.streaming import MatrixShard, fit_shards, fit_streaming
 from netweight.nn.matrix import MatrixFile
 

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
 from netweight.data.corpora import text_file
 from netweight.errors import UsageError
-from netweight.metrics import memory as memory_ledger
+from netweight_experiments import memory as memory_ledger
 from netweight_experiments.tables.neuzip import finetuning, pretraining, training
 from netweight_experiments.tables.neuzip.training import COMPRESSED, LOMO, VANILLA, WAYS
 from netweight_experiments.toys import decoder as shapes
@@ -168,7 +168,7 @@ def test_table_2_agrees_to_the_bit_and_says_what_could_not_run(tmp_path, here, m
     monkeypatch.setattr(finetuning, "ROUNDS", 5)
     adapters = {"LoRA on the bf16 base": None, "QLoRA NF4": "Quant NF4"}
     monkeypatch.setattr(finetuning, "ADAPTERS", adapters)
-    monkeypatch.setattr("netweight.hf.quantizers.missing", lambda quantizer: "it is not there")
+    monkeypatch.setattr("netweight_experiments.tables.neuzip.quantizers.missing", lambda quantizer: "it is not there")
     answer = call("reproduce", "neuzip-table2", "--out", tmp_path, "--json")
     values = measured(answer)
     assert len({values[way, "stand-in BLEU"] for way in WAYS}) == 1

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from netweight.metrics.memory import PrivateMemory, private_bytes
+from netweight_experiments.memory import PrivateMemory, private_bytes
 
 
 def allocate(sizes):

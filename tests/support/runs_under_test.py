@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from netweight.core.runs import map_runs
+from netweight.job import map_runs
 
 
 @dataclass(frozen=True)

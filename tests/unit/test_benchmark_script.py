@@ -1,6 +1,10 @@
-"""What benchmark scripts share: a file of results filled cell by cell, its heading, and tables in pages."""
+"""What benchmark scripts share: their options, a file of results filled cell by cell, and tables in pages."""
 
 import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
 
 import pytest
 
@@ -8,41 +12,80 @@ from netweight.errors import UsageError
 from netweight_experiments.benchmarks import script
 
 
-def test_cells_of_a_file_are_measured_once(tmp_path, capsys):
+@pytest.fixture
+def tries(monkeypatch):
+    """Makes a function the `main` of a script named space.tries."""
+
+    def as_main(main):
+        module = ModuleType("netweight_experiments.benchmarks.space.tries", "A measurement.\n\nMore of it.")
+        module.main = main
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return "space.tries"
+
+    return as_main
+
+
+def test_cells_of_a_file_are_measured_once(tmp_path, tries, capsys):
     output, asked = tmp_path / "results" / "one.json", []
 
     def cell(name):
         return name, lambda: asked.append(name) or {"of": name}
 
-    script.fill(output, {"what": "a try"}, "cells", [cell("a"), cell("b")])
-    script.fill(output, {"what": "another"}, "cells", [cell("b"), cell("c")])
+    def main(names: tuple[str, ...], /, *, output: Path):
+        yield from script.fill(output, "cells", map(cell, names))
+
+    for names in ("ab", "bc"):
+        script.run(tries(main), [*names, "--output", str(output)])
     assert asked == ["a", "b", "c"]
     written = json.loads(output.read_text())
-    assert written == {"what": "another", "cells": {name: {"of": name} for name in "abc"}}
+    assert written["cells"] == {name: {"of": name} for name in "abc"}
+    assert written["options"] == {"names": ["b", "c"]}
     assert capsys.readouterr().out.count("{'of':") == 3
 
 
-def test_what_a_stopped_script_has_measured_is_kept(tmp_path):
+def test_what_a_stopped_script_has_measured_is_kept(tmp_path, tries):
     output = tmp_path / "one.json"
 
     def stopped():
         raise KeyboardInterrupt
 
+    def main(*, output: Path):
+        yield from script.fill(output, "arms", [("first", lambda: 1), ("second", stopped)])
+
     with pytest.raises(KeyboardInterrupt):
-        script.fill(output, {}, "arms", [("first", lambda: 1), ("second", stopped)])
+        script.run(tries(main), ["--output", str(output)])
     assert json.loads(output.read_text())["arms"] == {"first": 1}
 
 
-def test_a_file_says_where_it_comes_from(tmp_path):
-    parser = script.script("A measurement.\n\nMore of it.", "space/tries")
-    parser.add_argument("--count", type=int, default=3)
-    given = parser.parse_args([])
-    assert given.output.parent.name == "space"
-    assert given.output.name == f"tries-{script.today()}.json"
-    found = script.origin("a measurement", given)
-    assert (found["what"], found["options"]) == ("a measurement", {"count": 3})
+def test_a_file_says_where_it_comes_from(tmp_path, tries, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def main(*, count: Annotated[int, "how many", (1, 3)] = 3, place: Path | None = None, quick: bool = False):
+        return {"found": count}
+
+    found = script.run(tries(main), ["--place", "a/b", "--quick"])
+    assert (found["what"], found["found"]) == ("A measurement.", 3)
+    assert found["options"] == {"count": 3, "place": "b", "quick": True}
     assert found["date"].startswith(script.today()[:4])
     assert "python" in found["environment"]
+    (file,) = Path("benchmarks/results/space").iterdir()
+    assert file.name == f"tries-quick-{script.today()}.json"
+    with pytest.raises(SystemExit):
+        script.run(tries(main), ["--count", "2"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        ".".join(path.relative_to(Path(script.__file__).parent).with_suffix("").parts)
+        for path in Path(script.__file__).parent.glob("*/*.py")
+        if "\ndef main(" in path.read_text()
+    ),
+)
+def test_every_script_has_options_that_a_command_line_can_give(name):
+    module = pytest.importorskip(f"netweight_experiments.benchmarks.{name}")
+    parser = script.parser_of(module.main, name, module.__doc__)
+    assert "--output" in parser.format_help()
 
 
 def test_a_table_is_put_between_its_marks(tmp_path):
@@ -57,6 +100,6 @@ def test_a_table_is_put_between_its_marks(tmp_path):
 
 
 def test_the_most_memory_is_more_than_what_is_held():
-    from netweight.metrics.memory import private_bytes
+    from netweight_experiments.memory import private_bytes
 
     assert script.peak_bytes() >= private_bytes()

@@ -44,7 +44,7 @@ def test_data_are_random_and_repeat():
 
 
 def test_ratios_are_taken_within_rounds_and_held_against_targets():
-    from netweight.metrics.timing import Samples
+    from netweight_experiments.timing import Samples
 
     rounds = [1.0, 10.0, 2.0, 5.0, 4.0]  # a machine whose mood changes from round to round
     seconds = {"fedavg": 1.0, "dp-fedavg": 2.5, "ppsgd": 4.0, "centaur": 4.0, "hyperfl": 3.0, "hyperfl-body": 1.5}

@@ -38,7 +38,7 @@ def test_help_loads_no_command_and_nothing_heavy(arguments):
 def test_names_that_need_no_torch_load_none():
     packages, _ = modules_after("from netweight import Select, Units; Units({'a': [1]}) | Units()")
     assert "torch" not in packages
-    packages, _ = modules_after("import netweight.core.runs, netweight.core.environment as e; e.describe()")
+    packages, _ = modules_after("import netweight.job, netweight.core.environment as e; e.describe()")
     assert "torch" not in packages
 
 

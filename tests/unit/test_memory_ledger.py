@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import netweight
 from netweight.errors import NetweightError, UsageError
-from netweight.metrics.memory import PARTS, TensorLedger, in_fresh_process
+from netweight_experiments.memory import PARTS, TensorLedger, in_fresh_process
 
 IDS = torch.randint(0, 300, (2, 5), generator=torch.Generator().manual_seed(5))
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells what a process holds")

@@ -8,8 +8,8 @@ from torch import nn
 
 import netweight
 from netweight.errors import MissingExtra, Unsupported
-from netweight.hf import quantizers as module
-from netweight.hf.quantizers import held_bytes, linear_layers, missing, quantize_, quantizers
+from netweight_experiments.tables.neuzip import quantizers as module
+from netweight_experiments.tables.neuzip.quantizers import held_bytes, linear_layers, missing, quantize_, quantizers
 
 BY_NAME = {quantizer.name: quantizer for quantizer in quantizers()}
 ROWS, COLUMNS = 64, 256

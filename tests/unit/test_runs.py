@@ -13,8 +13,8 @@ import runs_under_test
 from runs_under_test import Config, unsendable, work
 
 from netweight.core.engines import in_process, local_processes
-from netweight.core.runs import Ledger, map_runs
 from netweight.errors import CorruptBlob, UsageError
+from netweight.job import Ledger, map_runs
 
 TWO = functools.partial(local_processes, workers=2)
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BeforeValidator, DirectoryPath, Field, FilePath, NewPath
 
-from netweight.cli.generated import options
+from netweight.cli.options import options
 from netweight.core.digest import canonical_json, of_config
 from netweight.errors import NameNotFound, UsageError
 from netweight.settings import Cli, Settings, leaves

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from netweight.metrics.timing import Case, interleave
+from netweight_experiments.timing import Case, in_turns, interleave, median_ratio, ratios
 
 
 def test_every_case_runs_once_per_round_in_changing_order():
@@ -55,7 +55,7 @@ def test_a_kept_heap_keeps_pages_and_is_given_back():
 
 
 KEPT_HEAP = """
-from netweight.metrics.timing import kept_heap
+from netweight_experiments.timing import kept_heap
 
 def heap_bytes():
     with open("/proc/self/maps") as maps:
@@ -104,3 +104,13 @@ def test_a_short_run_is_repeated_until_it_is_steady():
     assert log.count("short") == 1 + 3 * 200
     assert log.count("long") == 1 + 3
     assert {len(sample.wall) for sample in samples.values()} == {3}
+
+
+def test_work_takes_turns_after_a_round_to_warm_up():
+    done = []
+    times = in_turns({name: lambda name=name: done.append(name) for name in "ab"}, 2)
+    assert sorted("".join(done[:2])) == sorted("".join(done[2:4])) == ["a", "b"]
+    assert len(done) == 6
+    assert {name: len(taken) for name, taken in times.items()} == {"a": 2, "b": 2}
+    assert ratios({"a": [4.0, 9.0], "b": [2.0, 3.0]}, "a", "b") == [2.0, 3.0]
+    assert median_ratio({"a": [4.0, 9.0], "b": [2.0, 3.0]}, "a", "b") == 2.5

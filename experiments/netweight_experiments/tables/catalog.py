@@ -7,7 +7,10 @@ it cannot be. Titles are ours.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
+
+import yaml
 
 from netweight_experiments.tables.published import published, published_ids
 from netweight_experiments.tables.registry import registered, unmet
@@ -23,52 +26,15 @@ PAPERS = {
     "w2w": "weights2weights (arXiv 2406.09413)",
 }
 
-_FIGURES = {
-    "neuzip-fig1": "Histograms of sign, exponent and mantissa of a trained model",
-    "neuzip-fig2": "Memory of four ways to train a layer",
-    "neuzip-fig3": "Memory against perplexity of lossy and lossless compression",
-    "neuzip-fig4": "Throughput of compression and decompression by matrix size",
-    "neuzip-fig5": "Histograms of sign, exponent and mantissa of a randomly initialized model",
-    "hyperfl-fig1": "How HyperFL differs from defenses of shared gradients",
-    "hyperfl-fig2": "The HyperFL framework",
-    "hyperfl-fig3": "The HyperFL-LPM framework",
-    "hyperfl-fig4": "Training loss by round, and change of the generated parameters",
-    "hyperfl-fig5": "Images reconstructed by the inverting-gradients attack",
-    "hyperfl-fig6": "Images reconstructed by the ROG attack",
-    "hyperfl-fig7": "Images reconstructed by the tailored attack",
-    "hyperfl-fig8": "Label distribution of the clients, and a map of their embeddings",
-    "repnoise-fig1": "The idea of representation noising",
-    "repnoise-layer-distances": "Distance between models' weights, layer by layer",
-    "repnoise-pca": "Representations before and after the defense, in two principal components",
-    "nemo-fig1": "The steps of the method",
-    "nemo-fig3": "Similarity of noise differences, memorized against other prompts",
-    "nemo-fig5": "Number of neurons per prompt and per layer",
-    "nemo-fig6": "Image quality against the number of blocked neurons",
-    "nemo-fig7": "Effect of scaling the neurons instead of switching them off",
-    "nemo-thresholds": "Number of neurons found, by initial and refinement threshold",
-    "nemo-ssim-by-type": "Similarity scores by kind of memorization",
-    "nemo-shared-neurons": "What the neurons shared by several prompts do",
-    "w2w-fig8": "Entanglement and identity kept, against the number of models",
-    "w2w-components": "Edits and inversion with different numbers of components",
-    "w2w-histograms": "Histograms of the first coefficients",
-    "w2w-traversal": "Images along the first three components",
-}
-_TABLES = {
-    "nemo-table1": "Memorization, diversity and alignment under different mitigations",
-    "nemo-runtime": "Running time of each step",
-    "nemo-ablation": "Ablation and sensitivity of the mitigation",
-}
-_UNSEEN = tuple(f"repnoise-table{number}" for number in (8, 10, 12, 13, 21, 22))
-_DRAWING = "a drawing of the idea; it shows no measurement"
+_OTHERS = yaml.safe_load(Path(__file__).with_name("unpublished.yaml").read_text(encoding="utf-8"))
+_FIGURES, _TABLES, _UNSEEN = (_OTHERS[name] for name in ("figures", "tables", "unseen"))
 _CANNOT = {
-    "hyperfl-fig1": _DRAWING,
-    "hyperfl-fig2": _DRAWING,
-    "hyperfl-fig3": _DRAWING,
-    "repnoise-fig1": _DRAWING,
-    "nemo-fig1": _DRAWING,
-    "w2w-table3": "a study with 25 people; their judgment cannot be computed",
-    "w2w-table6": "a study with people; their judgment cannot be computed",
-} | dict.fromkeys(_UNSEEN, "neither its numbers nor what it measures are in the summaries that this work was made from")
+    **dict.fromkeys(_OTHERS["drawings"], "a drawing of the idea; it shows no measurement"),
+    **dict.fromkeys(
+        _UNSEEN, "neither its numbers nor what it measures are in the summaries that this work was made from"
+    ),
+    **_OTHERS["studies"],
+}
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from netweight.core.digest import canonical_json, of_config
 from netweight.core.names import Select
-from netweight.core.progress import QUIET, Progress
+from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import TrainingStopped, UsageError
 from netweight.hf.load_language_model import ABOUT
-from netweight.hf.quiet import silent_bars
 from netweight.job import Job
 from netweight.report.report import write_text
 

@@ -21,13 +21,12 @@ import click
 import torch
 
 from netweight.core.digest import of_config, of_file
-from netweight.core.progress import QUIET, Progress
+from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.errors import NetweightError, UsageError
-from netweight.hf.quiet import silent_bars
 from netweight.metrics.copies import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.toys.diffusion import DiffusionShape, initialized, opened
-from netweight.toys.emoji import EmojiWorld
 from netweight.toys.shapes import CaptionedWorld, ShapesWorld, memorized
+from netweight_experiments.toys.emoji import EmojiWorld
 from netweight_experiments.toys.fitting import CHECKPOINT, DenoiserRecipe, finished, fit_denoiser, record
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "federate": ("netweight.cli.federate:federate", "Train across clients, and audit what a server could see."),
     "forget": ("netweight.cli.forget:forget", "Find what a diffusion model memorized, and switch it off."),
     "space": ("netweight.cli.space:space", "See many customized models as one space."),
-    "tour": ("netweight.cli.tour:tour", "Show everything at work on a small real model."),
-    "init": ("netweight.cli.init:init", "Write recipes and small files to run and to change."),
+    "tour": ("netweight.cli.run:tour", "Show everything at work on a small real model."),
+    "init": ("netweight.cli.run:init", "Write recipes and small files to run and to change."),
     "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
     "reproduce": (
         "netweight_experiments.cli:reproduce",

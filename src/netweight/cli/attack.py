@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,19 @@ import click
 from netweight.attacks.embedding_search.settings import FolderSearch
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.gradient_inversion.settings import InversionSettings
-from netweight.attacks.refusal.settings import RefusalSettings
-from netweight.attacks.safeguards.settings import SafeguardSettings
+from netweight.attacks.refusal.settings import RefusalSettings, SafeguardSettings
 from netweight.cli import FINDING_FAILED
-from netweight.cli.generated import options
-from netweight.cli.output import FOLDER, OUTPUT_FOLDER, Output, end_attack, new_report, output_option
+from netweight.cli.options import (
+    FOLDER,
+    OUTPUT_FOLDER,
+    Output,
+    command_line,
+    end_attack,
+    new_report,
+    options,
+    output_option,
+)
 from netweight.core.lazy import import_named
-from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, UsageError
 from netweight.settings import Settings
 
@@ -68,7 +73,7 @@ def finetune(
         named = ", ".join(subject.name for subject in plan.subjects)
         output.line(f"{len(plan.attacks)} attacks on: {named}. Recovered: {plan.recovered}")
 
-    progress = QUIET if output.as_json else Progress()
+    progress = output.progress
     plan, section = attack_folders(settings, model, folder=out, seed=seed, progress=progress, planned=announce)
     report = new_report(
         f"Fine-tuning attacks on {model.name}", f"Recovered means: {plan.recovered}.", seed=seed, files=settings.files
@@ -101,7 +106,7 @@ def embedding(
     names = ", ".join(subject.name for subject in prepared.subjects)
     planted, controls = len(prepared.pairs), len(prepared.targets) - len(prepared.pairs)
     output.line(f"{planted} memorized images and {controls} controls, searched in: {names}.")
-    progress = QUIET if output.as_json else Progress()
+    progress = output.progress
     found = prepared.compare(range(seed, seed + settings.seeds), folder=out, progress=progress)
     report = new_report(
         f"Search for embeddings in {model.name}", f"Brought back means: {prepared.goal}.", seed=seed,
@@ -130,7 +135,7 @@ def refusal(
     """
     from netweight.attacks.refusal.folder import attack_refusal
 
-    section = attack_refusal(settings, model, seed=seed, progress=QUIET if output.as_json else Progress())
+    section = attack_refusal(settings, model, seed=seed, progress=output.progress)
     report = new_report(f"Refusal of {model.name}", section.intro, seed=seed, files=settings.files)
     report.add(section)
     end_attack(
@@ -156,7 +161,7 @@ def safeguards(
     from netweight.attacks.finetuning.folder import attack_folders
     from netweight.attacks.refusal.folder import attack_refusal
 
-    progress = QUIET if output.as_json else Progress()
+    progress = output.progress
     plan, section = attack_folders(settings, model, folder=out, seed=seed, progress=progress)
     sections = [section]
     if settings.refused:
@@ -208,7 +213,7 @@ def gradient_inversion(
         settings.attack, _client(model, settings), known_parameters(model), _tensors(settings.update), shape=shape,
         labels=None if settings.labels is None else torch.tensor(settings.labels), classes=settings.classes,
         layer=settings.layer, bounds=(-mean / std, (1 - mean) / std), steps=settings.steps, restarts=settings.restarts,
-        total_variation=settings.total_variation, seed=seed, progress=QUIET if output.as_json else Progress(),
+        total_variation=settings.total_variation, seed=seed, progress=output.progress,
     )  # fmt: skip
     images = (found.images.cpu().float() * std + mean).clamp(0, 1)
     order = torch.arange(len(images)) if reference is None else in_order(images, reference)
@@ -218,7 +223,7 @@ def gradient_inversion(
         heads=settings.lpips_heads, seed=seed,
     )  # fmt: skip
     page = write_findings(
-        out, found, images, reference, findings, command=shlex.join(["netweight", *sys.argv[1:]]),
+        out, found, images, reference, findings, command=command_line(),
         inputs={path.name: of_file(path) for path in settings.files}, seed=seed,
     )  # fmt: skip
     labels = found.labels.cpu()[order]

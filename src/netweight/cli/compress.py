@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.generated import options
-from netweight.cli.output import Output, card_option, output_option, write_card
+from netweight.cli.options import Output, card_option, options, output_option, write_card
 from netweight.methods.compress.settings import CompressSettings
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def compress(src: str, dst: Path, settings: CompressSettings, overwrite: bool, c
     if card and source.is_file():
         raise UsageError("A single file has no card.", cure="Compress its folder, or leave --card out.")
     with _interruptible(source, dst, output):
-        summary = compress_folder(source, dst, settings, overwrite=overwrite, progress=_progress(output))
+        summary = compress_folder(source, dst, settings, overwrite=overwrite, progress=output.progress)
     if card:
         write_card(dst, output)
     _show(output, summary, f"{_size(summary.nbytes)} -> {_size(summary.stored_nbytes)}")
@@ -89,7 +88,7 @@ def decompress(src: str, dst: Path, base: Path | None, threads: int | None, over
     source = _source(src)
     with _interruptible(source, dst, output):
         summary = decompress_folder(
-            source, dst, base=base, threads=threads, overwrite=overwrite, progress=_progress(output)
+            source, dst, base=base, threads=threads, overwrite=overwrite, progress=output.progress
         )
     _show(output, summary, f"{_size(summary.stored_nbytes)} -> {_size(summary.nbytes)}")
     if summary.rounded:
@@ -117,7 +116,7 @@ def verify(
     """
     from netweight.methods.compress.verify import verify as run_audit
 
-    findings = run_audit(path, against, base=base, threads=threads, progress=_progress(output))
+    findings = run_audit(path, against, base=base, threads=threads, progress=output.progress)
     passed = all(finding.passed is not False for finding in findings)
     for finding in findings:
         word, color = {True: ("ok", "green"), False: ("FAILED", "red"), None: ("", None)}[finding.passed]
@@ -150,7 +149,7 @@ def inspect(path: Path, tensor: str | None, plot: Path | None, base: Path | None
     """
     from netweight.methods.compress.inspect import inspect_tensors
 
-    reports = list(inspect_tensors(path, tensor=tensor, base=base, progress=_progress(output)))
+    reports = list(inspect_tensors(path, tensor=tensor, base=base, progress=output.progress))
     files = {report.info.file for report in reports}
     headers = ["tensor", "dtype", "shape", "stored bits", "entropy", "sign", "exponent", "mantissa"]
     rows = [_row(report) for report in reports]
@@ -200,9 +199,8 @@ def _interruptible(source: Path, target: Path, output: Output) -> Iterator[None]
 
 
 def _progress(output: Output) -> Progress:
-    from netweight.core.progress import QUIET, Progress
 
-    return QUIET if output.as_json else Progress()
+    return output.progress
 
 
 def _show(output: Output, summary: Summary, sizes: str) -> None:

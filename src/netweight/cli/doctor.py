@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.output import Output, output_option
+from netweight.cli.options import Output, output_option
 from netweight.core import environment
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from netweight.cli.generated import options
-from netweight.cli.output import Output, output_option
+from netweight.cli.options import Output, command_line, options, output_option
 from netweight.core.progress import Progress
 from netweight.methods.federate.folder import FederationPlan, FolderFederation
 
@@ -152,7 +149,7 @@ def _finish(
     from netweight.report.report import Report
 
     exposures = audit(run, config, seed=seed, progress=Progress()) if config else []
-    command = shlex.join(["netweight", *sys.argv[1:]])
+    command = command_line()
     report = Report(f"Federation: {plan.method} on {plan.data}", command=command, seeds=(plan.seed,))
     findings = add_sections(report, run, exposures, seed=seed, delta=plan.delta)
     for promise in promises(run, plan.delta):

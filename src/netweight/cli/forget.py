@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.generated import options
-from netweight.cli.output import (
+from netweight.cli.options import (
     FOLDER,
     NEW,
     OUTPUT_FOLDER,
@@ -18,10 +17,10 @@ from netweight.cli.output import (
     card_option,
     end_attack,
     new_report,
+    options,
     output_option,
     write_card,
 )
-from netweight.core.progress import QUIET, Progress
 from netweight.methods.forget.settings import (
     FolderAudit,
     FolderDetection,
@@ -63,7 +62,7 @@ def statistics(pipeline: Path, settings: FolderStatistics, overwrite: bool, out:
     refuse_existing(out, overwrite=overwrite)
     texts = read_prompts(settings.prompts, column=settings.column)
     model = _load(pipeline, settings.device)
-    found = measure_statistics(model, texts, scope=settings.scope, progress=_progress(output))
+    found = measure_statistics(model, texts, scope=settings.scope, progress=output.progress)
     found.write(out, overwrite=overwrite)
     widths = {name: mean.numel() for name, mean in found.means.items()}
     neurons = sum(widths.values())
@@ -96,7 +95,7 @@ def detect(pipeline: Path, settings: FolderDetection, out: Path, output: Output)
     identity, look = model.digest(), look_of(model, config)
     if given is not None:
         check_threshold(given, identity, look)
-    progress = _progress(output)
+    progress = output.progress
     scores = {name: detect_resumably(model, part, config, folder=out, progress=progress)
               for name, part in texts.items()}  # fmt: skip
     rule: Any = {} if settings.quantile is None else {"rule": "quantile", "quantile": settings.quantile}
@@ -144,7 +143,7 @@ def localize(
     model, config, file = _load(pipeline, settings.device), settings.localization, settings.statistics
     layers = value_layers(model.denoiser, scope=config.scope)
     usual = Statistics.read_published(file, layers) if file.suffix == ".pt" else Statistics.read(file)
-    found = find(model, texts, usual, limit, config, folder=out, progress=_progress(output))
+    found = find(model, texts, usual, limit, config, folder=out, progress=output.progress)
     write_results(out / "neurons.json", found, model=model.digest())
     write_published(out / "neurons.csv", found, layers)
     output.table(("neurons", "similarity left", "", "prompt"), [
@@ -174,7 +173,7 @@ def apply(pipeline: Path, destination: Path, settings: FolderForgetting, card: b
     """
     from netweight.methods.forget.folder import forget_folder
 
-    record = forget_folder(pipeline, destination, settings, progress=_progress(output))
+    record = forget_folder(pipeline, destination, settings, progress=output.progress)
     if card:
         write_card(destination, output)
     if record.method == "neurons":
@@ -229,7 +228,7 @@ def audit(context: click.Context, /, edited: Path, settings: FolderAudit, out: P
         "found is what the search asks.",
         seed=seed, files=settings.files,
     )  # fmt: skip
-    done = audit_folder(settings, edited, report, folder=out, seed=seed, progress=_progress(output))
+    done = audit_folder(settings, edited, report, folder=out, seed=seed, progress=output.progress)
     words = [f"{name}: {each}" for name, each in (*done.suppressed.items(), *done.searched.items())]
     end_attack(
         context, output, report, done.findings, out=out, verdicts=words,
@@ -241,10 +240,6 @@ def _load(folder: Path, device: str) -> PipelineModel:
     from netweight.hf.load_pipeline import load_text_to_image
 
     return load_text_to_image(folder, device=device)
-
-
-def _progress(output: Output) -> Progress:
-    return QUIET if output.as_json else Progress()
 
 
 def _threshold(text: str) -> Threshold:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 
 import click
 
-from netweight.cli.generated import options
-from netweight.cli.output import FOLDER, OUTPUT_FOLDER, Output, card_option, output_option, write_card
-from netweight.core.progress import QUIET, Progress
+from netweight.cli.options import (
+    FOLDER,
+    OUTPUT_FOLDER,
+    Output,
+    card_option,
+    command_line,
+    options,
+    output_option,
+    write_card,
+)
 from netweight.methods.immunize.settings import ImmunizeSettings
 
 
@@ -32,7 +37,7 @@ def immunize(model: Path, destination: Path, settings: ImmunizeSettings, card: b
 
     done = immunize_folder(
         model, destination, settings,
-        command=shlex.join(["netweight", *sys.argv[1:]]), progress=QUIET if output.as_json else Progress(),
+        command=command_line(), progress=output.progress,
     )  # fmt: skip
     rows = [(name, f"{first:.4g}", f"{last:.4g}") for name, first, last in done.record.ends]
     if rows:

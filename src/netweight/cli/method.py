@@ -9,10 +9,9 @@ from typing import Any
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.generated import options
-from netweight.cli.output import NEW, Output, card_option, output_option, write_card
+from netweight.cli.options import NEW, Output, card_option, options, output_option, write_card
 from netweight.core.files import refuse_existing
-from netweight.core.progress import QUIET, Progress
+from netweight.core.progress import QUIET
 from netweight.registry import known_methods
 from netweight.report.audit import run_audits
 
@@ -34,7 +33,7 @@ def command_of(verb: str) -> click.Command:
         refuse_existing(destination, overwrite=None)
         if method.check is not None:
             method.check(source, settings)
-        method.apply(source, destination, settings, QUIET if output.as_json else Progress())
+        method.apply(source, destination, settings, output.progress)
         findings = [
             finding
             for name in method.runnable

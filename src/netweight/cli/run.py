@@ -1,22 +1,97 @@
-"""`netweight run`: check a recipe, show its plan, run or resume it; `netweight report`: its page again."""
+"""Recipes: `netweight init` writes them, `run` runs one, `report` shows what it found.
+
+`netweight tour` runs the recipe that ships.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
-import sys
+import shutil
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.output import FOLDER, Output, output_option
+from netweight.cli.options import FOLDER, OUTPUT_FOLDER, Output, command_line, output_option
 from netweight.core.progress import Progress
+from netweight.errors import OutputExists
 
 if TYPE_CHECKING:
     from netweight import recipes
+
+# What tells the kind of a subject → the recipe for it.
+_KINDS = {
+    "model_index.json": "release-forgotten.yaml",
+    "bank.json": "space.yaml",
+    "config.json": "release-immunized.yaml",
+}
+
+
+@click.command()
+@click.argument("folder", type=OUTPUT_FOLDER)
+@click.option(
+    "--subject", type=click.Path(path_type=Path, exists=True),
+    help="A model or bank of yours: its recipe alone, with rows to replace by your own.",
+)  # fmt: skip
+@output_option
+def init(folder: Path, subject: Path | None, output: Output) -> None:
+    """Write recipes and the files that they name into FOLDER.
+
+    Without `--subject` everything is small and can be run at once: a language model, a pipeline, LoRAs, rows and
+    pictures, and a recipe for each use. Their checkpoints are in the package netweight-toys.
+    """
+    recipes = {each.name: each for each in resources.files("netweight.recipes").iterdir() if each.suffix == ".yaml"}  # type: ignore[attr-defined]
+    if subject is not None:
+        found = next((recipe for file, recipe in _KINDS.items() if (subject / file).is_file()), "quickstart.yaml")
+        recipes = {"recipe.yaml": recipes[found]}
+    taken = [name for name in ("my-model", "pairs.jsonl", *recipes) if (folder / name).exists()]
+    if taken:
+        raise OutputExists(f"{folder / taken[0]} exists already.", cure="Choose a folder without it.")
+    folder.mkdir(parents=True, exist_ok=True)
+    named = "".join(each.read_text(encoding="utf-8") for each in recipes.values())
+    if "pairs.jsonl" in named:
+        from netweight.tour import write_ciphers
+
+        write_ciphers(folder, pairs=400, attacked=400, seed=0)
+    if "targets.csv" in named:
+        from netweight.tour import write_pictures
+
+        write_pictures(folder)
+    if subject is None:
+        _toys(folder)
+    from netweight.recipes import recipe_schema
+    from netweight.report.report import write_text
+
+    for name, each in recipes.items():
+        text = each.read_text(encoding="utf-8")
+        if subject is not None:
+            own = f"subject: {json.dumps(str(subject.resolve()), ensure_ascii=False)}"
+            text = "\n".join(own if line.startswith("subject: ") else line for line in text.split("\n"))
+        write_text(folder / name, text)
+    write_text(folder / "recipe.schema.json", json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n")
+    first = f"netweight run {'quickstart.yaml' if subject is None else 'recipe.yaml'} --plan"
+    output.line(f"Written to {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}.", bold=True)
+    output.line("To try next:\n  " + ("" if folder == Path() else f'cd "{folder}"\n  ') + first)
+    output.result({"folder": str(folder), "recipes": sorted(recipes)})
+
+
+def _toys(folder: Path) -> None:
+    """A language model, a pipeline, and a folder of LoRAs with labels."""
+    from netweight.store.bank.bank import AdapterBank
+    from netweight.store.lora_formats.files import write_adapter
+    from netweight.toys import checkpoint
+    from netweight.toys.language import cipher_world
+
+    cipher_world().save(folder / "my-model")
+    shutil.copytree(checkpoint("shapes-diffusion"), folder / "my-pipeline")
+    shutil.copy(checkpoint("faces-bank") / "labels.csv", folder)
+    bank = AdapterBank.open(checkpoint("faces-bank") / "bank")
+    for name in bank.names:
+        write_adapter(bank.adapter(name), folder / "my-loras" / name, layout="peft")
 
 
 def _print_schema(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -70,7 +145,7 @@ def run(
         for number, part in enumerate(plan.parts):
             _show_plan(output, part, part.known(progress=Progress()), costs[number] if costs else [])
         return
-    done = recipes.run(plan, progress=Progress(), command=shlex.join(["netweight", *sys.argv[1:]]))
+    done = recipes.run(plan, progress=Progress(), command=command_line())
     report = plan.recipe.output / "report.html"
     _show(output, done)
     output.line(f"\nReport: {report}")
@@ -185,3 +260,63 @@ def _card(model: Path, run: Path) -> Path:
     if entries_of(model):
         update_card(model)
     return add_evidence(model, run)
+
+
+_OUT = Path("out") / "tour"
+
+
+@click.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=_OUT,
+    show_default=True,
+    help="Folder for the report.",
+)
+@click.option("--only", metavar="NAMES", help="Chapters to run, such as federate,forget; all by default.")
+@click.option("--keep", is_flag=True, help="Keep the recipe and the models that are made, about 400 MB, in OUT/models.")
+@output_option
+@click.pass_context
+def tour(context: click.Context, out: Path, only: str | None, keep: bool, output: Output) -> None:
+    """Show everything at work on small models.
+
+    A recipe, whose chapters are federate (sites train together, and a server looks), forget and distil (a painting
+    model that repeats pictures), immunize (a language model that resists fine-tuning), space and adapters (hundreds of
+    adapters as one space), compress and bf16 (a real model of 22.7 million weights, bit for bit). Writes a report.
+    Needs the extra `tour` and no network; takes some minutes. The same command continues a tour that was interrupted,
+    step by step. Exits with 1 if a target is missed; the report names attacks that succeed.
+    """
+    from netweight.tour import run_tour
+
+    names = [name.strip() for name in only.split(",") if name.strip()] if only is not None else None
+    try:
+        done = run_tour(
+            out,
+            only=names,
+            keep=keep,
+            command=_as_given(out, only, keep),
+            progress=output.progress,
+            say=lambda text: output.line(text),
+        )
+    except KeyboardInterrupt:
+        output.warn(f"What is done so far is kept in {out / 'models'}: the same command continues from there.")
+        raise
+    missed = [finding.name for finding in done.findings if finding.passed is False]
+    for name in missed:
+        output.line(f"MISSED: {name}", fg="red")
+    output.line()
+    for title, verdict in done.verdicts.items():
+        output.line(f"{title}. {verdict}")
+    output.line(f"\nDone in {done.seconds:.0f} s. Report: {done.report}\nTo try next: netweight init DIR")
+    output.result({
+        "report": str(done.report), "passed": done.passed, "seconds": done.seconds, "taken over": done.taken_over,
+        "verdicts": done.verdicts,
+        "findings": [finding.to_json() for finding in done.findings],
+    })  # fmt: skip
+    if not done.passed:
+        context.exit(FINDING_FAILED)
+
+
+def _as_given(out: Path, only: str | None, keep: bool) -> str:
+    parts = ["netweight", "tour", "--out", str(out)]
+    return shlex.join([*parts, *(["--only", only] if only is not None else []), *(["--keep"] if keep else [])])

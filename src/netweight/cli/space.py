@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from netweight.cli.generated import options
-from netweight.cli.output import FILE, FOLDER, NEW, Output, card_option, output_option, write_card
-from netweight.core.progress import QUIET, Progress
+from netweight.cli.options import (
+    FILE,
+    FOLDER,
+    NEW,
+    Output,
+    card_option,
+    command_line,
+    options,
+    output_option,
+    write_card,
+)
 from netweight.errors import UsageError
 from netweight.methods.space.settings import (
     ConvertSettings,
@@ -62,10 +68,6 @@ def _opened(folder: Path, bank: Path | None) -> WeightSpace:
     return WeightSpace.open(folder, None if bank is None else AdapterBank.open(bank))
 
 
-def _progress(output: Output) -> Progress:
-    return QUIET if output.as_json else Progress()
-
-
 def _many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
@@ -95,7 +97,7 @@ def fit(bank: Path, space: Path, settings: FolderFit, work: Path | None, process
 
     refuse_existing(space, overwrite=None)
     engine = None if processes is None else functools.partial(local_processes, workers=processes)
-    fitted = fit_folder(bank, settings, _progress(output), work=work, engine=engine)
+    fitted = fit_folder(bank, settings, output.progress, work=work, engine=engine)
     fitted.save(space, standalone=settings.standalone, bank=bank)
     _show_space(space, output)
 
@@ -115,7 +117,7 @@ def direction(
 
     refuse_existing(out, overwrite=overwrite)
     space, column = _opened(folder, bank), settings.column
-    found, findings, known = find_direction(space, settings, _progress(output))
+    found, findings, known = find_direction(space, settings, output.progress)
     write_direction(found, out, overwrite=overwrite)
     output.line(f"{column}, {found.kind}, known of {known} of {len(space.names)} models: {out}")
     output.findings(findings, indent=2)
@@ -235,7 +237,7 @@ def invert(
     from netweight.methods.space.points import write_points
 
     refuse_existing(out, overwrite=overwrite)
-    found = invert_files(images, settings, lambda: _opened(folder, bank), out=out, progress=_progress(output))
+    found = invert_files(images, settings, lambda: _opened(folder, bank), out=out, progress=output.progress)
     write_points(found, out, overwrite=overwrite)
     distances, improvements = found.origin["distances"], found.origin["improvements"]
     rows = [(name, f"{distances[name]:.2f}", f"{improvements[name]:.2f}") for name in found.names]
@@ -331,7 +333,7 @@ def predict(bank: Path, adapters: tuple[Path, ...], settings: PredictSettings, o
     """
     from netweight.methods.space.folder import predict_files
 
-    found = predict_files(bank, adapters, settings, _progress(output))
+    found = predict_files(bank, adapters, settings, output.progress)
     output.findings(found.findings)
     rows = [(name, *(f"{values[column]:.3g}" for column in settings.columns)) for name, values in found.values.items()]
     output.table(("adapter", *settings.columns), rows)
@@ -350,7 +352,7 @@ def similar(adapter: Path, bank: Path, count: int, output: Output) -> None:
     """
     from netweight.methods.space.folder import find_similar
 
-    found = find_similar(adapter, bank, count, _progress(output))
+    found = find_similar(adapter, bank, count, output.progress)
     rows = [(each.name, f"{each.cosine:.4f}", f"{each.shared_cosine:.4f}", f"{each.shared:.1%}") for each in found]
     output.table(("adapter", "cosine", "in shared modules", "of FILE in these"), rows)
     output.result({"similar": [vars(each) for each in found]})
@@ -389,7 +391,7 @@ def view(
     from netweight.methods.space.view.page import write_view
 
     refuse_existing(out, overwrite=overwrite)
-    how: Any = {"command": shlex.join(["netweight", *sys.argv[1:]]), "progress": _progress(output)}
+    how: Any = {"command": command_line(), "progress": output.progress}
     if folder is None:
         shown = _miniature(settings, bank, how)
     else:
@@ -443,9 +445,9 @@ def ingest(source: Path, destination: Path, stable_diffusion: bool, output: Outp
     from netweight.store.bank.published import import_published, stable_diffusion_dimensions
 
     if not stable_diffusion:
-        _show_bank(AdapterBank.ingest(source, destination, progress=_progress(output), **how), output)
+        _show_bank(AdapterBank.ingest(source, destination, progress=output.progress, **how), output)
         return
-    known = {"compress": how["compress"], "skip_bad": how["skip_bad"], "progress": _progress(output)}
+    known = {"compress": how["compress"], "skip_bad": how["skip_bad"], "progress": output.progress}
     import_published(source, destination, dimensions=stable_diffusion_dimensions(), **known)
     _show_bank(AdapterBank.open(destination), output)
 
@@ -503,7 +505,7 @@ def dedupe(path: Path, least: float, output: Output) -> None:
     """
     from netweight.methods.space.folder import find_duplicates
 
-    found, bad = find_duplicates(path, least, _progress(output))
+    found, bad = find_duplicates(path, least, output.progress)
     rows = [(each.name, each.of, f"{each.cosine:.4f}", f"{each.ranks[0]} and {each.ranks[1]}") for each in found]
     output.table(("adapter", "is nearly", "cosine", "ranks"), rows)
     for name, reason in list(bad.items())[:_SHOWN]:
@@ -527,7 +529,7 @@ def info(path: Path, verify: bool, output: Output) -> None:
 
     bank = AdapterBank.open(path)
     if verify:
-        bank.verify(progress=_progress(output))
+        bank.verify(progress=output.progress)
     _show_bank(bank, output, verified=verify)
 
 

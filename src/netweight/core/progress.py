@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO, TypeVar, final
 
@@ -106,3 +110,30 @@ class Progress:
 
 # A `Progress` that shows nothing: the default for library calls that were handed none.
 QUIET = Progress("off")
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Keep out, for a block, what libraries say of GPUs, each other and their own deprecated calls; errors stay."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+@contextmanager
+def silent_bars(*libraries: Literal["transformers", "diffusers"]) -> Iterator[None]:
+    """Switch libraries' progress bars off for a block."""
+    switches = [importlib.import_module(f"{library}.utils.logging") for library in libraries or ("transformers",)]
+    shown = [switch for switch in switches if switch.is_progress_bar_enabled()]
+    for switch in shown:
+        switch.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for switch in shown:
+            switch.enable_progress_bar()

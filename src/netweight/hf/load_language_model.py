@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from netweight.core.progress import silent_bars
 from netweight.data import tokenizer as llama2c
 from netweight.errors import MissingExtra, UsageError
 from netweight.hf import open_compressed_with
-from netweight.hf.quiet import silent_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

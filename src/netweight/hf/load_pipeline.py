@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core import digest
+from netweight.core.progress import quiet_imports, silent_bars
 from netweight.data.images.sources import module
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.hf import open_compressed_with
-from netweight.hf.quiet import quiet_imports, silent_bars
 from netweight.nn.hooks import hooked
 from netweight.nn.text_to_image import Prediction, Text
 

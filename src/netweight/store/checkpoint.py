@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
 
-from netweight.core.bounded_json import parse_json, read_object
 from netweight.core.digest import canonical_json
-from netweight.core.files import whole_file
+from netweight.core.files import parse_json, read_object, whole_file
 from netweight.errors import CorruptBlob, UsageError
 from netweight.store.reader import Store, open_store
 from netweight.store.writer import StoreWriter

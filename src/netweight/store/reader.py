@@ -18,8 +18,8 @@ import xxhash
 from netweight import codec
 from netweight.codec.backend import best
 from netweight.codec.dtypes import Bytes, tensor_of, torch_dtype
-from netweight.core.bounded_json import read_object
-from netweight.core.in_order import in_order
+from netweight.core.engines import in_order
+from netweight.core.files import read_object
 from netweight.core.names import nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, UnsafeInput, UsageError
 from netweight.store.base import MOST_LINKS, find_base

@@ -22,7 +22,7 @@ from typing import Any, final
 
 from safetensors import SafetensorError, safe_open
 
-from netweight.core.bounded_json import parse_json
+from netweight.core.files import parse_json
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported
 from netweight.store.base import BaseNote
 

@@ -11,9 +11,8 @@ from typing import IO, Any, Literal, Self, final
 
 from netweight import codec
 from netweight.codec.dtypes import content_of
-from netweight.core.bounded_json import is_text
 from netweight.core.digest import of_config
-from netweight.core.files import whole_file
+from netweight.core.files import is_text, whole_file
 from netweight.errors import CorruptBlob, UsageError
 from netweight.store.base import MOST_LINKS, BaseNote, name_of
 from netweight.store.reader import Base

@@ -22,13 +22,13 @@ import xxhash
 from netweight.core.digest import of_bytes
 from netweight.core.files import whole_file
 from netweight.core.names import nearest_names
+from netweight.core.progress import silent_bars
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.corpora import tiny_shakespeare
 from netweight.data.examples import IGNORED, Example, Pair, collate
 from netweight.data.tokenizer import train_bpe, word_tokenizer
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 from netweight.hf.load_language_model import ABOUT
-from netweight.hf.quiet import silent_bars
 from netweight.nn.hooks import evaluating
 from netweight.toys import checkpoint
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from netweight.core.progress import silent_bars
 from netweight.errors import MissingExtra
-from netweight.hf.quiet import silent_bars
 
 if TYPE_CHECKING:
     import torch

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from netweight.core.progress import silent_bars
 from netweight.data.images.cifar import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
-from netweight.hf.quiet import silent_bars
 
 # Mean and deviation of ImageNet's pixels, by which the images of this network and of most others are normalized.
 IMAGENET_MEAN_STD = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

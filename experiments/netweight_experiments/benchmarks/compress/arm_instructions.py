@@ -1,6 +1,6 @@
 """Instructions that the codec executes per weight on 64-bit ARM, counted by an emulator: NEON, and beside it portable.
 
-    python -m netweight_experiments.benchmarks.compress.arm_instructions
+    python -m netweight_experiments.benchmarks compress.arm_instructions
 
 From the root of the source tree, with g++-aarch64-linux-gnu, qemu-user and a C compiler. A million weights are drawn
 from N(0, 0.02²). What starting and reading cost is left out: it is the same for one and for three repetitions.
@@ -14,15 +14,13 @@ from pathlib import Path
 
 from netweight import codec
 from netweight_experiments.benchmarks.compress import codec_data as data
-from netweight_experiments.benchmarks.script import script, today, write
 
 DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")
 WEIGHTS = 1 << 20
 
 
 def main():
-    """Count, and write a JSON file."""
-    given = script(__doc__, "arm-instructions", whole=True).parse_args()
+    """Count."""
     with tempfile.TemporaryDirectory() as folder:
         plugin, file = Path(folder, "count.so"), Path(folder, "weights.nwt")
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "fuzz/count_instructions.c", "-o", plugin], check=True)
@@ -43,9 +41,4 @@ def main():
                     counts.setdefault(dtype, {})[f"{work}, {path}"] = round((more - less) / 2 / tensor.numel(), 2)
     tools = ("qemu-aarch64", "aarch64-linux-gnu-g++")
     versions = [subprocess.run([tool, "--version"], capture_output=True, text=True).stdout for tool in tools]
-    about = {"date": today(), "weights": WEIGHTS, "tools": [text.splitlines()[0] for text in versions]}
-    write(given.output, {**about, "instructions per weight": counts}, show=True)
-
-
-if __name__ == "__main__":
-    main()
+    return {"weights": WEIGHTS, "tools": [text.splitlines()[0] for text in versions], "instructions per weight": counts}

@@ -20,7 +20,6 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 from netweight.errors import MissingExtra, NetweightError, Unsupported
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, paired_ratio
-from netweight.metrics.timing import Case, Samples, interleave, kept_heap
 from netweight.report.finding import Finding
 from netweight.report.report import write_text
 from netweight_experiments.benchmarks.compress import codec as ours
@@ -35,6 +34,7 @@ from netweight_experiments.benchmarks.compress.codec_data import (
     raw_bytes,
     tensors_over,
 )
+from netweight_experiments.timing import Case, Samples, interleave, kept_heap
 
 INSTALL = 'pip install "netweight[bench]"'
 _PACKAGES = ("zipnn", "zstandard", "lz4", "blosc2", "scipy")

@@ -77,6 +77,12 @@ def tensors_over(raw: NDArray[np.uint8], like: Sequence[torch.Tensor]) -> list[t
     return laid
 
 
+def order_0(values: NDArray[Any]) -> float:
+    """Return the order-0 entropy of all values together, in bits."""
+    counts = np.unique(values, return_counts=True)[1]
+    return float(-(counts * np.log2(counts / counts.sum())).sum())
+
+
 def raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Return a contiguous tensor's bytes, without a copy."""
     import torch

@@ -1,6 +1,6 @@
 """How small fine-tuned checkpoints become as differences from their base: sizes and times, written as JSON.
 
-    python -m netweight_experiments.benchmarks.compress.differences MODEL TEXT
+    python -m netweight_experiments.benchmarks compress.differences MODEL TEXT
 
 MODEL is the folder of a small BERT, such as all-MiniLM-L6-v2, or of a Llama; TEXT a file of real text. The model is
 trained in fp32 by AdamW: each of two neighboring lines is to find the other one among those of the batch, a Llama the
@@ -28,10 +28,9 @@ from safetensors.torch import load_file
 
 import netweight
 from netweight import codec
-from netweight.codec import active_path
-from netweight.core.environment import describe
 from netweight.hf.load_language_model import load_causal_lm
-from netweight_experiments.benchmarks.script import load, script, today, write
+from netweight_experiments.benchmarks.compress.codec_data import order_0
+from netweight_experiments.timing import in_turns, median_ratio
 
 
 def loss_of(folder, text):
@@ -138,12 +137,6 @@ def zstd_of_xor(pairs):
     return round(len(xor) / len(zstandard.ZstdCompressor(level=3).compress(planes)), 3)
 
 
-def entropy(steps):
-    """Bits of order 0 of all steps together."""
-    counts = numpy.unique(steps, return_counts=True)[1]
-    return float(-(counts * numpy.log2(counts / counts.sum())).sum())
-
-
 def limits(pairs):
     """Ratios at the entropy of steps: plain, and given the exponent of the base's weight."""
     bits, numbers = {"steps": 0.0, "steps given the base's exponent": 0.0}, 0
@@ -153,8 +146,8 @@ def limits(pairs):
         exponents = theirs >> 7 & 255
         for start in range(0, len(steps), 1 << 18):
             here, known = steps[start : start + (1 << 18)], exponents[start : start + (1 << 18)]
-            bits["steps"] += entropy(here)
-            bits["steps given the base's exponent"] += sum(entropy(here[known == e]) for e in numpy.unique(known))
+            bits["steps"] += order_0(here)
+            bits["steps given the base's exponent"] += sum(order_0(here[known == e]) for e in numpy.unique(known))
         numbers += len(steps)
     return {name: round(16 * numbers / total, 2) for name, total in bits.items()}
 
@@ -163,57 +156,37 @@ def decode_speed(pairs, rounds=5):
     """GB/s of decoded bytes on one thread: medians, and of checked to unchecked in the same round."""
     blobs = [codec.encode(tensor, base=base) for tensor, base in pairs]
     outs = [torch.empty_like(tensor) for tensor, _ in pairs]
-    seconds = {False: [], True: []}
-    for _ in range(rounds + 1):
-        for check in seconds:
-            started = time.process_time()
-            for blob, out, (_, base) in zip(blobs, outs, pairs, strict=True):
-                codec.decode_into(blob, out, base=base, check=check)
-            seconds[check].append(time.process_time() - started)
+
+    def decode(check):
+        for blob, out, (_, base) in zip(blobs, outs, pairs, strict=True):
+            codec.decode_into(blob, out, base=base, check=check)
+
+    seconds = in_turns({"plain": lambda: decode(False), "checked": lambda: decode(True)}, rounds)
     if not all(torch.equal(out, tensor) for out, (tensor, _) in zip(outs, pairs, strict=True)):
         raise SystemExit("tensors came back otherwise")
     nbytes = sum(out.nbytes for out in outs)
-    ratios = [a / b for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True)]
     return {
-        "GB/s": round(nbytes / statistics.median(seconds[False][1:]) / 1e9, 3),
-        "GB/s, rounds": [round(nbytes / spent / 1e9, 3) for spent in seconds[False][1:]],
-        "checked per unchecked": round(statistics.median(ratios), 3),
+        "GB/s": round(nbytes / statistics.median(seconds["plain"]) / 1e9, 3),
+        "GB/s, rounds": [round(nbytes / spent / 1e9, 3) for spent in seconds["plain"]],
+        "checked per unchecked": median_ratio(seconds, "plain", "checked"),
     }
 
 
-def main():
-    torch.set_num_threads(1)
-    parser = script(__doc__, "compress-differences")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--steps", type=int, nargs="+", default=[10, 20, 40])
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-5, 2e-5])
-    arguments = parser.parse_args()
+def main(model: Path, text: Path, /, *, steps: tuple[int, ...] = (10, 20, 40), rates: tuple[float, ...] = (1e-5, 2e-5)):
     found = {}
-    for rate in arguments.rates:
+    for rate in rates:
         with tempfile.TemporaryDirectory() as place:
-            taken = list(train(arguments.model, arguments.text, Path(place), rate, arguments.steps))
+            taken = list(train(model, text, Path(place), rate, steps))
             base = taken[0][0]
-            for (before, its_moments), (model, moments) in pairwise(taken):
-                found[f"learning rate {rate}, {model.name}"] = {
+            for (before, its_moments), (checkpoint, moments) in pairwise(taken):
+                found[f"learning rate {rate}, {checkpoint.name}"] = {
                     "moments": {
                         key: moments_ratio(values, its_moments[key])
                         for key, values in moments.items()
                         if sum(value.numel() for value in values) < 1 << 22  # encoding more takes minutes
                     },
-                    "alone": measure(model, None),
-                    "against base": against(model, base),
-                    "against the checkpoint before": against(model, before),
+                    "alone": measure(checkpoint, None),
+                    "against base": against(checkpoint, base),
+                    "against the checkpoint before": against(checkpoint, before),
                 }
-    result = {
-        "benchmark": "compress-differences",
-        "date": today(),
-        "load_average": load(),
-        "environment": describe({"codec_path": active_path()}),
-        "checkpoints": found,
-    }
-    write(arguments.output, result, show=True)
-
-
-if __name__ == "__main__":
-    main()
+    return {"checkpoints": found}

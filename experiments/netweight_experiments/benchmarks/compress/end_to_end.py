@@ -1,6 +1,6 @@
 """Measures folders end to end: compression by one and two threads and by zipnn's API; files of many small tensors.
 
-    python -m netweight_experiments.benchmarks.compress.end_to_end
+    python -m netweight_experiments.benchmarks compress.end_to_end
 
 Contenders take turns, round by round. A folder of bf16 numbers drawn from N(0, 0.02) in two files is compressed: by
 `netweight.compress_folder`, which syncs what it writes, checks included, and by zipnn's API, tensor by tensor, into
@@ -22,11 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import netweight
-from netweight.codec import active_path
-from netweight.core.environment import describe
 from netweight.core.files import sync
 from netweight.core.seeds import torch_generator
-from netweight_experiments.benchmarks.script import load, now, options_of, script, write
+from netweight_experiments.timing import ratios
 
 
 def make_folder(folder, megabytes, generator):
@@ -86,7 +84,7 @@ def timed(work, rounds):
 
 def ratio(seconds, slow, fast, clock):
     """The median of how many times as fast, round by round; and the rounds."""
-    each = [a / b for a, b in zip(seconds[slow][clock], seconds[fast][clock], strict=True)]
+    each = ratios({name: taken[clock] for name, taken in seconds.items()}, slow, fast)
     return {"median": round(statistics.median(each), 3), "rounds": [round(value, 3) for value in each]}
 
 
@@ -129,24 +127,10 @@ def many_tensors(place, count, rounds, generator):
     }
 
 
-def main():
-    parser = script(__doc__, "compress-end-to-end")
-    parser.add_argument("--megabytes", type=int, default=256)
-    parser.add_argument("--tensors", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    before, generator = load(), torch_generator(given.seed, "benchmark", "end to end")
+def main(*, megabytes: int = 256, tensors: int = 10_000, rounds: int = 5, seed: int = 0):
+    generator = torch_generator(seed, "benchmark", "end to end")
     with tempfile.TemporaryDirectory() as place:
-        found = {
-            "folder": end_to_end(Path(place), given.megabytes, given.rounds, generator),
-            "many small tensors": many_tensors(Path(place), given.tensors, given.rounds, generator),
+        return {
+            "folder": end_to_end(Path(place), megabytes, rounds, generator),
+            "many small tensors": many_tensors(Path(place), tensors, rounds, generator),
         }
-    about = {"benchmark": "compress-end-to-end", "created": now(), "options": options_of(given)}
-    about["environment"] = describe({"codec_path": active_path()})
-    write(given.output, {**about, "load": {"before": before, "after": load()}, **found}, show=True)
-
-
-if __name__ == "__main__":
-    main()

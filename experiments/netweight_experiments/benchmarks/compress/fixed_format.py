@@ -1,6 +1,6 @@
 """The fixed-length form measured on real weights, and what memory and arithmetic allow: written to results/ as JSON.
 
-    python -m netweight_experiments.benchmarks.compress.fixed_format
+    python -m netweight_experiments.benchmarks compress.fixed_format
 
 Measured, on the matrices of all-MiniLM-L6-v2 as bf16 and on 16.8 million weights drawn from N(0, 0.02):
 
@@ -28,10 +28,8 @@ from safetensors.torch import load_file
 
 from netweight import codec
 from netweight.codec.fixed import decode_fixed, encode_fixed, read_layout
-from netweight.core.environment import describe
-from netweight.metrics.timing import Case, interleave
 from netweight.toys import minilm
-from netweight_experiments.benchmarks.script import load, script, today, write
+from netweight_experiments.timing import Case, interleave
 
 SEED = 0
 BATCHES = (1, 8, 32, 64, 128, 256, 1024, 8192)
@@ -150,29 +148,11 @@ def rooflines(fixed_bits, coded_bits):
     }
 
 
-def main():
-    parser = script(__doc__, "fixed-format")
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    before = load()
-    result = {
-        "benchmark": "fixed-format",
-        "date": today(),
-        "rounds": arguments.rounds,
-        "seed": SEED,
-        "environment": describe({"codec_path": codec.active_path()}),
-        "load_average": before,
-        "measured": {},
-    }
+def main(*, rounds: int = 7):
     sets = weights()
-    for name, tensors in sets.items():
-        result["measured"][name] = sizes(list(tensors.values())) | speeds(list(tensors.values()), arguments.rounds)
-    result["matrices"] = spread(sets["all-MiniLM-L6-v2"])
-    drawn = result["measured"]["N(0, 0.02)"]
-    result["computed"] = rooflines(drawn["bits per weight, fixed"], drawn["bits per weight, codec"])
-    write(arguments.output, result, show=True)
-
-
-if __name__ == "__main__":
-    main()
+    measured = {
+        name: sizes(list(tensors.values())) | speeds(list(tensors.values()), rounds) for name, tensors in sets.items()
+    }
+    drawn = measured["N(0, 0.02)"]
+    computed = rooflines(drawn["bits per weight, fixed"], drawn["bits per weight, codec"])
+    return {"seed": SEED, "measured": measured, "matrices": spread(sets["all-MiniLM-L6-v2"]), "computed": computed}

@@ -1,6 +1,6 @@
 """Products with weights in the fixed-length form against dense ones on a GPU: written to results/ as JSON.
 
-    python -m netweight_experiments.benchmarks.compress.fixed_products
+    python -m netweight_experiments.benchmarks compress.fixed_products
 
 For each shape (rows x columns of a weight) and number of rows of inputs, in the same rounds:
 
@@ -8,7 +8,7 @@ dense        `torch.nn.functional.linear` with bf16 weights.
 fixed        `netweight.codec.cuda.fixed_products.linear`: the fused kernels up to 256 rows, decoding first beyond.
 decoded      Decoding by the kernel, then torch's product.
 
-Each measurement multiplies with many weights one after the other, together more than caches hold (`--bytes`), captured
+Each measurement multiplies with many weights one after the other, together more than caches hold (`--nbytes`), captured
 in a CUDA graph so that starting kernels from Python is not measured; a number is the median of the rounds, in
 microseconds per product. Besides, the bytes of the weight per second, and the speed relative to dense. Without a GPU
 there is nothing to learn; `--device cpu` runs the script to the end all the same, to see that it works.
@@ -17,17 +17,14 @@ there is nothing to learn; `--device cpu` runs the script to the end all the sam
 import statistics
 import time
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 
 from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
-from netweight.core.environment import describe
-from netweight_experiments.benchmarks.script import script, today, write
 
-SHAPES = "1024x4096,4096x4096,14336x4096,4096x14336,128256x4096"
-BATCHES = "1,2,4,8,16,32,64,128,256,512,2048"
 SEED = 0
 
 
@@ -96,38 +93,29 @@ def measure(rows, columns, batch, nbytes, rounds, device):
     }
 
 
-def main(arguments=None):
-    parser = script(__doc__, "fixed-products")
-    parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--batches", default=BATCHES)
-    parser.add_argument("--bytes", type=int, default=1 << 29, help="of dense weights, for each measurement")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cuda")
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-        if not fixed_products.runs_on(device):
-            parser.error("the kernels do not run on this GPU; netweight doctor says why")
+def main(
+    *,
+    shapes: tuple[str, ...] = ("1024x4096", "4096x4096", "14336x4096", "4096x14336", "128256x4096"),
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048),
+    nbytes: Annotated[int, "of dense weights, for each measurement"] = 1 << 29,
+    rounds: int = 15,
+    device: str = "cuda",
+):
+    place = torch.device(device)
+    if place.type == "cuda":
+        place = torch.device("cuda", torch.cuda.current_device())
+        if not fixed_products.runs_on(place):
+            raise SystemExit("The kernels do not run on this GPU; netweight doctor says why.")
     found = {}
     with torch.no_grad():
-        for shape in given.shapes.split(","):
+        for shape in shapes:
             rows, columns = map(int, shape.split("x"))
-            for batch in map(int, given.batches.split(",")):
+            for batch in batches:
                 key = f"{shape}, {batch} rows of inputs"
-                found[key] = measure(rows, columns, batch, given.bytes, given.rounds, device)
+                found[key] = measure(rows, columns, batch, nbytes, rounds, place)
                 print(key, found[key], flush=True)
-    result = {
-        "benchmark": "fixed-products",
-        "date": today(),
-        "rounds": given.rounds,
+    return {
         "seed": SEED,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "environment": describe(),
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
         "products": found,
     }
-    write(given.output, result)
-
-
-if __name__ == "__main__":
-    main()

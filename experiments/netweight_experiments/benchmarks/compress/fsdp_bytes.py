@@ -1,6 +1,6 @@
 """How many bytes FSDP2 gathers of a compressed model, against the same model dense: written to results/ as JSON.
 
-    python -m netweight_experiments.benchmarks.compress.fsdp_bytes
+    python -m netweight_experiments.benchmarks compress.fsdp_bytes
 
 Two processes on this machine, connected by gloo, train a Llama of random bf16 weights (N(0, 0.02), as transformers
 makes them) by AdamW, every decoder layer a group of its own: once dense, once after `netweight.compress_`. Every
@@ -21,6 +21,7 @@ import json
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -28,10 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import netweight
-from netweight.codec import active_path
 from netweight.core import digest
-from netweight.core.environment import describe
-from netweight_experiments.benchmarks.script import load, script, today, write
 
 COUNTED = ("all_gather_single", "all_gather", "all_reduce", "reduce_scatter_single")
 TOKENS = 64
@@ -167,29 +165,9 @@ def process(rank, folder, options):
     torch.distributed.destroy_process_group()
 
 
-def main():
-    parser = script(__doc__, "fsdp-bytes")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=16000)
-    parser.add_argument("--steps", type=int, default=6)
-    options = parser.parse_args()
+def main(*, hidden: int = 512, layers: int = 8, vocabulary: int = 16000, steps: int = 6):
+    options = Namespace(hidden=hidden, layers=layers, vocabulary=vocabulary, steps=steps)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(process, (folder, options), nprocs=PROCESSES)
         found = json.loads(Path(folder, "result.json").read_text())
-    settings = {"hidden": options.hidden, "layers": options.layers, "vocabulary": options.vocabulary, "tokens": TOKENS}
-    result = {
-        "benchmark": "fsdp-bytes",
-        "date": today(),
-        "processes": PROCESSES,
-        "backend": "gloo",
-        "model": settings,
-        "load_average": load(),
-        "environment": describe({"codec_path": active_path()}),
-        **found,
-    }
-    write(options.output, result, show=True)
-
-
-if __name__ == "__main__":
-    main()
+    return {"processes": PROCESSES, "backend": "gloo", "tokens": TOKENS, **found}

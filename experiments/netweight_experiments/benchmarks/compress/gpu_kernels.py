@@ -1,6 +1,6 @@
 """How fast kernels decode and encode bf16 matrices on an NVIDIA GPU, and start: written to results/ as JSON.
 
-    python -m netweight_experiments.benchmarks.compress.gpu_kernels
+    python -m netweight_experiments.benchmarks compress.gpu_kernels
 
 Matrices are drawn from N(0, 0.02); rates are of their dense bytes, 10^9 a second, medians of replays of a CUDA graph
 that goes through more of them than caches hold; "a block's seven" are those of Llama-3 8B in one launch. What is
@@ -16,9 +16,7 @@ from torch import nn
 
 import netweight
 from netweight.codec import cuda
-from netweight.core.environment import describe
 from netweight_experiments.benchmarks.compress.fixed_products import captured, seconds
-from netweight_experiments.benchmarks.script import script, today, write
 
 SIZES = ((1024, 4096), (4096, 4096), (14336, 4096), (16384, 16384))
 CHUNKS = (14, 15, 18)
@@ -79,41 +77,31 @@ def starting(rounds, device):
     }
     netweight.compress_(layers["fixed"], prefer="speed")
     netweight.compress_(layers["codec"])
-    x, times = torch.zeros(1, 256, dtype=torch.bfloat16, device=device), {form: [] for form in FORMS}
+    x = torch.zeros(1, 256, dtype=torch.bfloat16, device=device)
+
+    def started():  # when nothing waits for the GPU any more
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    times = {form: [] for form in FORMS}
     for _ in range(rounds + 2):
         for form, model in layers.items():
-            torch.cuda.synchronize(device)
-            before = time.perf_counter()
+            before = started()
             model(x)
             times[form].append((time.perf_counter() - before) / len(model))
     return {form: round(1e6 * statistics.median(taken[2:]), 2) for form, taken in times.items()}
 
 
-def main():
-    parser = script(__doc__, "gpu-kernels")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    reason = cuda.unavailable_because()
+def main(*, device: str = "cuda:0", rounds: int = 9):
+    reason, place = cuda.unavailable_because(), torch.device(device)
     if reason is not None:
-        parser.exit(2, f"{reason}\n")
-    device = torch.device(options.device)
+        raise SystemExit(reason)
     found = {}
     for rows, columns in SIZES:
         for chunk_log2 in CHUNKS:
             key = f"{rows} x {columns}, chunks of 2**{chunk_log2}"
-            found[key] = measure((rows, columns), chunk_log2, options.rounds, device)
+            found[key] = measure((rows, columns), chunk_log2, rounds, place)
             print(key, found[key], flush=True)
-    found["a block's seven, chunks of 2**15"] = {"decode": one_launch(15, options.rounds, device)}
-    result = {
-        "benchmark": "gpu-kernels",
-        "date": today(),
-        "device": torch.cuda.get_device_name(device),
-        "GB/s": found,
-        "us per layer": starting(options.rounds, device),
-    }
-    write(options.output, {**result, "environment": describe()})
-
-
-if __name__ == "__main__":
-    main()
+    found["a block's seven, chunks of 2**15"] = {"decode": one_launch(15, rounds, place)}
+    name = torch.cuda.get_device_name(place)
+    return {"device": name, "GB/s": found, "us per layer": starting(rounds, place)}

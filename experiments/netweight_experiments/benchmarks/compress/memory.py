@@ -1,6 +1,6 @@
 """How much memory folder compression needs, and how soon the first byte comes: measured, written to results/ as JSON.
 
-    python -m netweight_experiments.benchmarks.compress.memory
+    python -m netweight_experiments.benchmarks compress.memory
 
 A model folder is made in a temporary place: bf16 numbers drawn from N(0, 0.02), in two shards, the largest tensor first
 so that whoever waits for the first tensor waits longest. Everything is measured in fresh processes.
@@ -36,13 +36,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
 
 import numpy
 
-from netweight.codec import active_path
-from netweight.core.environment import describe
 from netweight.core.files import sync
-from netweight_experiments.benchmarks.script import load, script, today, write
 
 MB = 1_000_000
 COLUMNS = 1024
@@ -240,29 +238,14 @@ def measure(place, largest_mb, runs, threads):
     return {"model": sizes, "memory": memory, "seconds": seconds}
 
 
-def main():
-    parser = script(__doc__, "compress-memory")
-    parser.add_argument("--largest", type=int, default=256, metavar="MB", help="size of the largest tensor")
-    parser.add_argument("--one", type=int, metavar="MB", help="measure a file of one tensor of this size instead")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
+def main(
+    *,
+    largest: Annotated[int, "MB of the largest tensor"] = 256,
+    one: Annotated[int | None, "MB of a file of one tensor, which is measured instead"] = None,
+    runs: int = 5,
+    jobs: Annotated[int, "threads of each command"] = 1,
+):
     with tempfile.TemporaryDirectory() as place:
-        if arguments.one is not None:
-            found = measure_one(Path(place), arguments.one, arguments.runs, arguments.threads)
-        else:
-            found = measure(Path(place), arguments.largest, arguments.runs, arguments.threads)
-    result = {
-        "benchmark": "compress-memory",
-        "date": today(),
-        "runs": arguments.runs,
-        "threads": arguments.threads,
-        "load_average": load(),
-        "environment": describe({"codec_path": active_path()}),
-        **found,
-    }
-    write(arguments.output, result, show=True)
-
-
-if __name__ == "__main__":
-    main()
+        if one is not None:
+            return measure_one(Path(place), one, runs, jobs)
+        return measure(Path(place), largest, runs, jobs)

@@ -1,6 +1,6 @@
 """What it costs and saves to train and run a model compressed: measured, written to results/ as JSON.
 
-    python -m netweight_experiments.benchmarks.compress.models
+    python -m netweight_experiments.benchmarks compress.models
 
 The model is a Llama of about 100 million parameters (width 1024, vocabulary 4096, 7 layers), bf16, drawn from
 N(0, 0.02), made by transformers. It is trained by SGD and by AdamW:
@@ -33,29 +33,25 @@ All with one torch thread, unless two are named. "decode ahead" lets a second th
 layers: the dense model has no use for that thread, a model with two torch threads has.
 """
 
-import argparse
 import copy
 import gc
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
+from argparse import Namespace
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import netweight
-from netweight.codec import active_path
-from netweight.core.environment import describe
-from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
-from netweight_experiments.benchmarks.script import load, script, today, write
+from netweight_experiments.benchmarks.script import load
+from netweight_experiments.memory import PrivateMemory, TensorLedger, in_fresh_process, private_bytes
+from netweight_experiments.timing import in_turns
 
-MODULE = "netweight_experiments.benchmarks.compress.models"
 PARTS = ("memory", "training", "inference", "small", "saving")
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
 WAYS = ("plain", "checkpointed", "layerwise", "compressed", "activations")
@@ -119,17 +115,15 @@ def make_training(variant, arguments):
     return model, optimizer, step
 
 
-def one_peak(variant, arguments):
-    """In a process of its own: print the two peaks."""
-    if variant == "saving":
-        print(json.dumps(saving_memory(arguments)))
-        return
+def one_peak(given):
+    """In a process of its own: the two peaks, and the loss."""
+    variant, layers, batch, length = given
     from transformers import LlamaForCausalLM  # noqa: F401  imports count as what was there before
 
     torch.zeros(8, 8).bfloat16() @ torch.zeros(8, 8).bfloat16()
     gc.collect()
     before = private_bytes()
-    model, optimizer, step = make_training(variant, arguments)
+    model, optimizer, step = make_training(variant, Namespace(layers=layers, batch=batch, length=length))
     step()  # the optimizer's states are made
     gc.collect()
     with TensorLedger(model, optimizer) as ledger:
@@ -137,46 +131,16 @@ def one_peak(variant, arguments):
     with PrivateMemory() as memory:
         step()
         step()
-    print(json.dumps({"counted": ledger.peak.nbytes, "sampled": memory.highest - before, "loss": loss}))
-
-
-def in_own_process(variant, arguments):
-    command = [sys.executable, "-m", MODULE, "--one-peak", variant]
-    for name in ("layers", "batch", "length"):
-        command += [f"--{name}", str(getattr(arguments, name))]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if answer.returncode:
-        raise SystemExit(answer.stderr)
-    print(variant, answer.stdout, file=sys.stderr, flush=True)
-    return json.loads(answer.stdout.splitlines()[-1])
+    return {"counted": ledger.peak.nbytes, "sampled": memory.highest - before, "loss": loss}
 
 
 def peaks(arguments):
-    found = {variant: in_own_process(variant, arguments) for variant in VARIANTS}
+    size = [arguments.layers, arguments.batch, arguments.length]
+    found = {variant: in_fresh_process(one_peak, [variant, *size]) for variant in VARIANTS}
     for optimizer in OPTIMIZERS:
         if len({found[f"{way} {optimizer}"]["loss"] for way in WAYS}) > 1:
             raise SystemExit(f"With {optimizer} a compressed model computed another loss than the dense one.")
     return found
-
-
-def seconds(run, clock):
-    start = clock()
-    run()
-    return clock() - start
-
-
-def compare(cases, rounds, clock=time.process_time):
-    """Seconds of each case per round, the order turning with the rounds, after one round to warm up."""
-    times = {name: [] for name in cases}
-    names = list(cases)
-    for round_ in range(rounds + 1):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            spent = seconds(cases[name], clock)
-            if round_:
-                times[name].append(round(spent, 4))
-        print({name: values[-1:] for name, values in times.items()}, file=sys.stderr, flush=True)
-    return times
 
 
 def ratio(times, contender, base, target=None):
@@ -195,12 +159,11 @@ def at_most(value, target):
     return {"value": round(value, 4), "target": target, "met": None if target is None else value <= target}
 
 
-def training_speed(arguments):
+def training_speed(arguments, rounds):
     times = {}
     for optimizer in OPTIMIZERS:
-        times |= compare(
-            {way: make_training(way, arguments)[2] for way in VARIANTS if way.endswith(optimizer)}, arguments.rounds
-        )
+        steps = {way: make_training(way, arguments)[2] for way in VARIANTS if way.endswith(optimizer)}
+        times |= in_turns(steps, rounds)
     return {"seconds_per_step": times}
 
 
@@ -227,22 +190,22 @@ def training_rows(found, times):
     return rows
 
 
-def inference_speed(arguments):
+def inference_speed(arguments, tokens, batches, rounds, one_core):
     (dense, _), (compressed, report) = make_model(arguments), make_model(arguments, compressed=True)
     fixed, also = make_model(arguments, compressed=True, prefer="speed")
     found = {
         "bytes held, against bf16": at_most(report.ratio, 0.665),
         "in the fixed-length form": at_most(also.ratio, None),
     }
-    for prompt, new in arguments.tokens:
-        for batch, target in ((1, 0.9), (8, 0.95), (32, 0.95)):
-            if batch in arguments.batches:
-                name = f"batch {batch}, {new} tokens after {prompt}"
-                found[name] = generation_speed(dense, compressed, fixed, (batch, prompt), new, target, arguments)
+    for prompt, new in (map(int, text.split("+")) for text in tokens):
+        for batch in batches:
+            models, target = (dense, compressed, fixed), 0.9 if batch == 1 else 0.95
+            name = f"batch {batch}, {new} tokens after {prompt}"
+            found[name] = generation_speed(*models, (batch, prompt), new, target, rounds, one_core)
     return found
 
 
-def generation_speed(dense, compressed, fixed, shape, new, target, arguments):
+def generation_speed(dense, compressed, fixed, shape, new, target, rounds, one_core):
     ids = torch.randint(0, 4096, shape, generator=torch.Generator().manual_seed(2))
     options = {
         "max_new_tokens": new,
@@ -263,18 +226,18 @@ def generation_speed(dense, compressed, fixed, shape, new, target, arguments):
         "dense": lambda: dense.generate(ids, **options),
         "compressed": lambda: compressed.generate(ids, **options),
     }
-    times = compare(cases | {"fixed": lambda: fixed.generate(ids, **options)}, arguments.rounds)
+    times = in_turns(cases | {"fixed": lambda: fixed.generate(ids, **options)}, rounds)
     found = {
         "seconds": times,
         "dense, tokens per second": round(shape[0] * new / statistics.median(times["dense"]), 2),
         "compressed": ratio(times, "compressed", "dense", target),
         "fixed": ratio(times, "fixed", "dense", target),
     }
-    if arguments.one_core:
+    if one_core:
         return found
-    ahead_times = compare({"dense": cases["dense"], "ahead": ahead}, arguments.rounds, time.perf_counter)
+    ahead_times = in_turns({"dense": cases["dense"], "ahead": ahead}, rounds, clock="wall")
     torch.set_num_threads(2)
-    on_two = compare(cases, arguments.rounds, time.perf_counter)
+    on_two = in_turns(cases, rounds, clock="wall")
     torch.set_num_threads(1)
     return found | {
         "seconds, decode ahead": ahead_times,
@@ -284,10 +247,10 @@ def generation_speed(dense, compressed, fixed, shape, new, target, arguments):
     }
 
 
-def saving_memory(arguments):
-    """What saving takes above the model, the first time and again."""
-    model, _ = make_model(arguments, compressed=True)
-    tiny, _ = make_model(argparse.Namespace(layers=1), compressed=True)
+def saving_memory(layers):
+    """In a process of its own: what saving takes above the model, the first time and again."""
+    model, _ = make_model(Namespace(layers=layers), compressed=True)
+    tiny, _ = make_model(Namespace(layers=1), compressed=True)
     largest = max(parameter.nbytes for parameter in model.parameters())
     with tempfile.TemporaryDirectory() as place:
         tiny.save_pretrained(f"{place}/tiny")
@@ -306,7 +269,7 @@ def repeated(layer, given):
     return lambda: [layer(given) for _ in range(2000)]
 
 
-def small_layers(arguments):
+def small_layers(rounds):
     """What compression adds to a call, where calls take longer than numbers."""
     ids, found = torch.tensor([[17]]), {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -322,62 +285,40 @@ def small_layers(arguments):
                 cases = {
                     label: repeated(layer, given) for label, layer in (("dense", dense), ("compressed", compressed))
                 }
-                times = compare(cases, 2 * arguments.rounds + 1)
+                times = in_turns(cases, rounds)
             each = {label: round(statistics.median(values) * 500, 2) for label, values in times.items()}
             added = at_most(each["compressed"] - each["dense"], target)
             found[f"{name}, {str(dtype).removeprefix('torch.')}"] = {"microseconds": each, "added": added}
     return found
 
 
-def prompt_and_new(text):
-    prompt, new = text.split("+")
-    return int(prompt), int(new)
-
-
-def options():
-    parser = script(__doc__, "compressed-models")
-    parser.add_argument("--layers", type=int, default=7)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", nargs="+", type=prompt_and_new, default=[(8, 8), (192, 64)], metavar="PROMPT+NEW")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], choices=(1, 8, 32))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--one-core", action="store_true", help="leave out what needs a second core")
-    parser.add_argument("--one-peak", choices=(*VARIANTS, "saving"), help=argparse.SUPPRESS)
-    return parser
-
-
-def main():
-    measure(options().parse_args())
-
-
-def measure(arguments, *, show=True):
-    torch.set_num_threads(1)
-    if arguments.one_peak:
-        one_peak(arguments.one_peak, arguments)
-        return
+def main(
+    *,
+    layers: int = 7,
+    batch: int = 8,
+    length: int = 256,
+    rounds: int = 3,
+    tokens: Annotated[tuple[str, ...], "tokens of a prompt + new ones"] = ("8+8", "192+64"),
+    batches: Annotated[tuple[int, ...], (1, 8, 32)] = (1, 8, 32),
+    parts: Annotated[tuple[str, ...], PARTS] = PARTS,
+    one_core: Annotated[bool, "leave out what needs a second core"] = False,
+    output: Path | None = None,
+):
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    result = {
-        "benchmark": "compressed-models",
-        "date": today(),
-        "model": {"layers": arguments.layers, "batch": [arguments.batch, arguments.length]},
-        "environment": describe({"codec_path": active_path()}),
+    size = Namespace(layers=layers, batch=batch, length=length)
+    measures = {
+        "memory": lambda: peaks(size),
+        "training": lambda: training_speed(size, rounds),
+        "inference": lambda: inference_speed(size, tokens, batches, rounds, one_core),
+        "small": lambda: small_layers(2 * rounds + 1),
+        "saving": lambda: in_fresh_process(saving_memory, layers),
     }
-    if arguments.output is not None and arguments.output.exists():  # parts that were measured before stay
-        result = json.loads(arguments.output.read_text()) | result
-    measures = {"memory": lambda: peaks(arguments), "training": lambda: training_speed(arguments)}
-    measures |= {"inference": lambda: inference_speed(arguments), "small": lambda: small_layers(arguments)}
-    measures["saving"] = lambda: in_own_process("saving", arguments)
-    for part in arguments.parts:
+    result = {} if output is None or not output.exists() else json.loads(output.read_text())
+    result = {part: result[part] for part in PARTS if part in result}  # parts that were measured before stay
+    for part in parts:
         result[part] = measures[part]() | {"load_average": load()}
     if "memory" in result and "training" in result:
         result["rows"] = training_rows(result["memory"], result["training"]["seconds_per_step"])
-    write(arguments.output, result, show=show)
     return result
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,14 @@
 """Writes docs/performance.md from a result of `netweight benchmark codec`.
 
-    python -m netweight_experiments.benchmarks.compress.performance_page
+    python -m netweight_experiments.benchmarks compress.performance_page
 
 Without RESULT the newest file in benchmarks/results/ is taken.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from netweight_experiments.benchmarks.compress.codec import MINILM, Result, read_result, speed_tables, target_table
 from netweight_experiments.benchmarks.script import RESULTS
@@ -84,14 +84,14 @@ def page(result: Result, name: str) -> str:
         "machine": machine(result),
         "other": "",
     }
-    results = [result]
+    shown = [result]
     if "avx512" not in result.environment["codec_paths"] and (path := newest("avx512")):
-        results.append(read_result(path))
-        fields["other"] = OTHER.format(name=path.name, date=results[1].created[:10], machine=machine(results[1]))
+        shown.append(read_result(path))
+        fields["other"] = OTHER.format(name=path.name, date=shown[1].created[:10], machine=machine(shown[1]))
     text = HEAD.format(**fields, warning=BUSY.format(load=load) if load > QUIET else "")
-    rows = [tuple(cell.replace(" to ", "–") for cell in row) for row in target_table(*results)]
+    rows = [tuple(cell.replace(" to ", "–") for cell in row) for row in target_table(*shown)]
     text += table(("what", "target", "measured", "95 % interval", ""), rows)
-    for each in results:
+    for each in shown:
         for part in speed_tables(each):
             if part.title == SHOWN:
                 kept = [number for number, name in enumerate(part.headers) if not name.startswith("×")]
@@ -101,21 +101,28 @@ def page(result: Result, name: str) -> str:
     return text + skewed_part() + memory_part() + folder_part() + HOW + foot(result)
 
 
+def results(*patterns: str) -> list[dict[str, Any]]:
+    """Return results by their files' names, the newest last, with where they lie and when they were made."""
+    paths = [path for pattern in patterns for path in RESULTS.glob(pattern)]
+    found = [json.loads(path.read_text()) | {"file": path.relative_to(RESULTS).as_posix()} for path in sorted(paths)]
+    return sorted(({"created": each.get("date", "")} | each for each in found), key=lambda each: str(each["created"]))
+
+
 def folder_part() -> str:
     """Return what end_to_end.py found last: folders by one thread, by two and by zipnn, and many small tensors."""
-    paths = [(json.loads(path.read_text())["created"], path) for path in RESULTS.glob("compress-end-to-end-*.json")]
-    if not paths:
+    known = results("compress-end-to-end-*.json", "compress/end-to-end-*.json")
+    if not known:
         return ""
-    created, path = max(paths)
-    found = json.loads(path.read_text())
+    found = known[-1]
     rows = []
     for part, name, target in FOLDER_TARGETS:
         ratio = found[part][name]
         rounds = f"{min(ratio['rounds']):.2f} to {max(ratio['rounds']):.2f}"
         rows.append((name, target, f"{ratio['median']:.2f}", rounds))
     rows.append(("container beyond the blobs", "≤ 3 %", f"{found['many small tensors']['beyond the blobs']:.1%}", ""))
-    load = max(values[0] for values in found["load"].values())
-    where = f"[{created[:10]}](../benchmarks/results/{path.name})"
+    before = found["load"].values() if "load" in found else (found["load_average"], found["load_average_after"])
+    load = max(values[0] for values in before)
+    where = f"[{found['created'][:10]}](../benchmarks/results/{found['file']})"
     return f"\nFolders, and 10,000 small tensors, at a load of {load:.0f} ({where}):\n\n" + table(
         ("what", "target", "measured", "rounds"), rows
     )
@@ -123,8 +130,7 @@ def folder_part() -> str:
 
 def skewed_part() -> str:
     """Return the parts on skewed data and on dense weights, from the newest results of skewed.py; empty without one."""
-    results = (json.loads(path.read_text()) | {"path": path} for path in RESULTS.glob("skewed-*.json"))
-    found = sorted(results, key=lambda each: str(each["created"]))
+    found = results("skewed-*.json", "compress/skewed-*.json")
     whole = [each for each in found if each["options"].get("only") in (None, [""])]
     dense = [each for each in found if each["options"].get("only") == ["dense"]]
     if not whole or not dense:
@@ -148,7 +154,7 @@ def skewed_part() -> str:
     texts = []
     for each, text, head, lines in ((whole[-1], SKEWED, SKEWED_HEAD, skewed), (dense[-1], DENSE, DENSE_HEAD, weights)):
         where = f"{each['environment']['cpu']}, {each['environment']['codec_path']}"
-        texts.append(text.format(name=each["path"].name, date=each["created"][:10], where=where) + table(head, lines))
+        texts.append(text.format(name=each["file"], date=each["created"][:10], where=where) + table(head, lines))
     return "".join(texts)
 
 
@@ -161,7 +167,7 @@ def machine(result: Result) -> str:
 
 def memory_part() -> str:
     """Return the part on whole files, from the newest results of memory.py; empty without one."""
-    found = (json.loads(path.read_text()) | {"path": path} for path in sorted(RESULTS.glob("*compress-memory*.json")))
+    found = results("*compress-memory*.json", "compress/memory-*.json")
     one = {each["one_tensor_bytes"]: each for each in found if "one_tensor_bytes" in each}
     if not one:
         return ""
@@ -170,7 +176,7 @@ def memory_part() -> str:
         costs = [result["commands"][name] for _, result in sizes]
         peaks = [f"{each['peak_above_libraries_bytes'] / 1e6:.0f} MB" for each in costs]
         rows.append((name, *peaks, *(f"{each['system_per_cp_without_start']:.2f}" for each in costs)))
-    links = [f"[{nbytes / 1e6:,.0f} MB](../benchmarks/results/{each['path'].name})" for nbytes, each in sizes]
+    links = [f"[{nbytes / 1e6:,.0f} MB](../benchmarks/results/{each['file']})" for nbytes, each in sizes]
     head = ("command", *(f"peak, {link}" for link in links), *(f"time, {size / 1e6:,.0f} MB" for size, _ in sizes))
     return WHOLE + table(head, rows)
 
@@ -198,18 +204,14 @@ def table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def newest(path: str = "") -> Path | None:
     """Return the newest result by the time it says, of those that measured a code path."""
-    results = ((read_result(file), file) for file in RESULTS.glob("codec-*.json"))
-    found = [(result.created, file) for result, file in results if path in ("", *result.environment["codec_paths"])]
+    known = ((read_result(file), file) for file in RESULTS.glob("codec-*.json"))
+    found = [(result.created, file) for result, file in known if path in ("", *result.environment["codec_paths"])]
     return max(found)[1] if found else None
 
 
-def main() -> None:
+def main(source: Path | None = None, /) -> None:
     """Write the page."""
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else newest()
+    source = source or newest()
     assert source, "no result"
     PAGE.write_text(page(read_result(source), source.name), encoding="utf-8")
     print(f"{PAGE} from {source}")
-
-
-if __name__ == "__main__":
-    main()

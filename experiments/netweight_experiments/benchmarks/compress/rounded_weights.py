@@ -1,6 +1,6 @@
 """Lossy blobs measured: bits per weight beside their entropy, the change of weights, and the speed of decoding.
 
-    python -m netweight_experiments.benchmarks.compress.rounded_weights
+    python -m netweight_experiments.benchmarks compress.rounded_weights
 
 The weights are the matrices of all-MiniLM-L6-v2 as bf16, and 16.8 million drawn from N(0, 0.02). For each number of
 kept mantissa bits and each block size:
@@ -15,25 +15,17 @@ decode    Bytes of weights per second into memory of the caller's, one thread: t
 
 import statistics
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from netweight import codec
 from netweight.codec import lossy
-from netweight.core.environment import describe
-from netweight.metrics.timing import Case, interleave
 from netweight.toys import minilm
-from netweight_experiments.benchmarks.script import load, script, today, write
+from netweight_experiments.benchmarks.compress.codec_data import order_0
+from netweight_experiments.timing import Case, interleave
 
 SEED = 0
 SETTINGS = [(bits, block) for bits in (0, 1, 3) for block in (None, 512, 64, 32)]
-
-
-def entropy(values):
-    """Order-0 entropy in bits, times the number of values."""
-    counts = np.unique(values, return_counts=True)[1]
-    return float(-(counts * np.log2(counts / counts.sum())).sum())
 
 
 def weights():
@@ -49,7 +41,7 @@ def sizes(tensors, blobs):
     count = sum(tensor.numel() for tensor in tensors)
     infos = [codec.info(blob) for blob in blobs]
     headers = [lossy.read_header(blob) for blob in blobs]
-    words = sum(entropy(codec.decode_raw(header.words.tobytes()).view("<u2")) for header in headers)
+    words = sum(order_0(codec.decode_raw(header.words.tobytes()).view("<u2")) for header in headers)
     normalizers = sum(8 * len(header.normalizers) for header in headers if header.normalizers is not None)
     return {
         "bits per weight": round(8 * sum(map(len, blobs)) / count, 4),
@@ -85,22 +77,5 @@ def measure(name, tensors, rounds):
     return {"lossless": {"bits per weight": bits, "decode, GB/s of CPU time": speed}, "rounded": found}
 
 
-def main():
-    parser = script(__doc__, "rounded-weights")
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    result = {
-        "benchmark": "rounded-weights",
-        "date": today(),
-        "rounds": arguments.rounds,
-        "seed": SEED,
-        "environment": describe({"codec_path": codec.active_path()}),
-    }
-    result |= {name: measure(name, tensors, arguments.rounds) for name, tensors in weights().items()}
-    result["load_average"] = load()
-    write(arguments.output, result, show=True)
-
-
-if __name__ == "__main__":
-    main()
+def main(*, rounds: int = 7):
+    return {name: measure(name, tensors, rounds) for name, tensors in weights().items()}

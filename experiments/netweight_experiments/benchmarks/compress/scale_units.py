@@ -1,6 +1,6 @@
 """What one unit of the large jobs of docs/scale.md costs where no other benchmark says it: written to results/ as JSON.
 
-    python -m netweight_experiments.benchmarks.compress.scale_units
+    python -m netweight_experiments.benchmarks compress.scale_units
 
 ledger      `Job.map` over runs that do nothing, in this process, each with a result of 2 kB, as an attack's is:
             seconds per run (making the digest, writing and syncing the record), bytes per record, and seconds to open
@@ -15,18 +15,14 @@ statistics  `ratio_of_times` of two groups, by the number of runs: seconds and t
 Every part runs in a process of its own, once, with one thread; the load of the machine is written beside.
 """
 
-import argparse
-import json
-import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-from netweight_experiments.benchmarks.script import RESULTS, script, today, write
+from netweight_experiments.memory import in_fresh_process
 
 
 def ledger(work, sizes):
@@ -154,40 +150,21 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main():
-    parser = script(__doc__)
-    parser.add_argument("--work", help="a folder on the disk to be measured; by default a temporary one")
-    parser.add_argument("--small", action="store_true", help="the least sizes only, to see that it works")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.part:
-        act, sizes = PARTS[options.part]
-        print(json.dumps(act(options.work, sizes[:1] if options.small else sizes)))
-        return
-    from netweight.core.environment import describe
+def measure(given):
+    """One part, in a process of its own."""
+    part, work, small = given
+    act, sizes = PARTS[part]
+    return act(work, sizes[:1] if small else sizes)
 
-    found, load = {}, os.getloadavg()
-    with tempfile.TemporaryDirectory(dir=options.work) as work:
+
+def main(
+    *,
+    work: Annotated[Path | None, "a folder on the disk to be measured; by default a temporary one"] = None,
+    small: Annotated[bool, "the least sizes only, to see that it works"] = False,
+):
+    found = {}
+    with tempfile.TemporaryDirectory(dir=work) as place:
         for part in PARTS:
-            command = [
-                sys.executable,
-                "-m",
-                __spec__.name,
-                "--part",
-                part,
-                "--work",
-                work,
-                *(["--small"] * options.small),
-            ]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-            found[part] = json.loads(done.stdout)
+            found[part] = in_fresh_process(measure, [part, place, small])
             print(part, found[part], flush=True)
-    file = options.output or RESULTS / f"scale-units-{today()}.json"
-    whole = {"benchmark": "scale-units", "date": today(), "threads": 1, "load_average": load, **found}
-    write(file, {**whole, "environment": describe()})
-    print(file)
-
-
-if __name__ == "__main__":
-    main()
+            yield found

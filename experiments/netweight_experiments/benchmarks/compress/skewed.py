@@ -2,26 +2,25 @@
 
 Beside it zipnn and zstd -3 on byte planes, one thread; every decoded byte is compared.
 
-    python -m netweight_experiments.benchmarks.compress.skewed
+    python -m netweight_experiments.benchmarks compress.skewed
 """
 
 from __future__ import annotations
 
 import importlib
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from netweight import codec
 from netweight.codec.dtypes import dtype_name
-from netweight.core.environment import describe
 from netweight.core.seeds import torch_generator
-from netweight_experiments.benchmarks import script
+from netweight_experiments.benchmarks.compress.codec_data import order_0
+from netweight_experiments.timing import in_turns, median_ratio
 
 _COUNT = 1 << 20
 _ZIPNN = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -65,15 +64,6 @@ def dense(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"dense {dtype_name(dtype)}", (weights * scale).to(dtype)
 
 
-def _best(work: Callable[[], Any], repeats: int = 3) -> float:
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        work()
-        seconds.append(time.process_time() - start)
-    return min(seconds)
-
-
 def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
     """Sizes, and medians of paired processor times, of netweight and its peers on one tensor."""
     raw, width = tensor.contiguous().view(-1).view(torch.uint8).numpy(), tensor.element_size()
@@ -111,40 +101,25 @@ def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
         out.fill(0xA5)
         check()
         assert (out == raw).all()
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(rounds):
-        for name, function in work.items():
-            times[name].append(_best(function))
-    counts = np.unique(raw.view(f"<u{width}"), return_counts=True)[1]
-    entropy = float(-(counts / counts.sum() * np.log2(counts / counts.sum())).sum()) * counts.sum() / 8
+    times = in_turns(work, rounds, steady=0.02)
+    entropy = order_0(raw.view(f"<u{width}")) / 8
     speeds = {name: round(raw.nbytes / statistics.median(seconds) / 1e9, 3) for name, seconds in times.items()}
     ratios = {name: round(raw.nbytes / size, 3) for name, size in sizes.items()}
     ratios["order 0"] = round(raw.nbytes / max(entropy, 1), 3)
-    checked = statistics.median(a / b for a, b in zip(times["decode"], times["decode, checked"], strict=True))
-    return {"nbytes": raw.nbytes, "ratio": ratios, "GB/s": speeds, "checked per unchecked decode": round(checked, 3)}
+    checked = median_ratio(times, "decode", "decode, checked")
+    return {"nbytes": raw.nbytes, "ratio": ratios, "GB/s": speeds, "checked per unchecked decode": checked}
 
 
-def main() -> None:
-    """Measure and write."""
-    parser = script.script(__doc__, "skewed", whole=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="rows whose names contain one of these")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    before = script.load()
-
-    def wanted(name: str) -> bool:
-        return any(text in name for text in given.only)
-
-    alone = [*kinds(given.seed), *dense(given.seed)]
-    rows = {name: measure(tensor, given.rounds) for name, tensor in alone if wanted(name)}
-    environment = describe({"codec_path": codec.active_path()})
-    result = {"created": script.now(), "options": script.options_of(given), "environment": environment, "rows": rows}
-    script.write(given.output, {**result, "load": {"before": before, "after": script.load()}})
-    for name, row in rows.items():
-        print(name, {key: value for key, value in row.items() if key != "nbytes"})
-
-
-if __name__ == "__main__":
-    main()
+def main(
+    *,
+    rounds: int = 3,
+    seed: int = 0,
+    only: Annotated[tuple[str, ...], "rows whose names contain one of these"] = ("",),
+) -> dict[str, Any]:
+    """Measure."""
+    rows = {}
+    for name, tensor in (*kinds(seed), *dense(seed)):
+        if any(text in name for text in only):
+            rows[name] = measure(tensor, rounds)
+            print(name, {key: value for key, value in rows[name].items() if key != "nbytes"}, flush=True)
+    return {"rows": rows}

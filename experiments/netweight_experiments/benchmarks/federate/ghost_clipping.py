@@ -1,12 +1,11 @@
 """Clipped sums of single examples' gradients: ours from one backward pass against Opacus' ghost clipping and vmap.
 
-    python -m netweight_experiments.benchmarks.federate.ghost_clipping
+    python -m netweight_experiments.benchmarks federate.ghost_clipping
 
 The paper's networks for 28 × 28 and 32 × 32 images, batches of 50 and 600, one thread; medians of ratios of times that
 were taken in turn, and how far the sums differ. Opacus gives the clipped sum after two backward passes.
 """
 
-import time
 from statistics import median
 from types import SimpleNamespace
 
@@ -15,11 +14,10 @@ from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
 
-from netweight.core.environment import describe
 from netweight.methods.federate import ClientData, Task
 from netweight.methods.federate.dp import PrivateStep, by_layers, by_vmap
 from netweight.methods.federate.task import LocalModel, small_cnn
-from netweight_experiments.benchmarks.script import load, script, today, write
+from netweight_experiments.timing import in_turns
 
 CLIP = 0.5
 
@@ -59,12 +57,7 @@ def measure(channels, size, batch, repeats):
     """Return ratios of times to ours, and relative differences of the sums."""
     made = ways(channels, size, batch)
     sums = {name: way() for name, way in made.items()}
-    times = {name: [] for name in made}
-    for _ in range(repeats):
-        for name, way in made.items():
-            began = time.perf_counter()
-            way()
-            times[name].append(time.perf_counter() - began)
+    times = in_turns(made, repeats, clock="wall")
     ours = sums["ours"]
     return {
         name: {
@@ -76,19 +69,10 @@ def measure(channels, size, batch, repeats):
     }
 
 
-def main():
-    parser = script(__doc__, "federated/ghost-clipping", whole=True)
-    parser.add_argument("--repeats", type=int, default=15)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    found = {"what": __doc__.splitlines()[0], "date": today(), "load": load(), "environment": describe()}
-    found["cells"] = {
-        f"{size} × {size}, batch {batch}": measure(channels, size, batch, given.repeats)
+def main(*, repeats: int = 15):
+    cells = {
+        f"{size} × {size}, batch {batch}": measure(channels, size, batch, repeats)
         for channels, size in ((1, 28), (3, 32))
         for batch in (50, 600)
     }
-    write(given.output, found, show=True)
-
-
-if __name__ == "__main__":
-    main()
+    return {"cells": cells}

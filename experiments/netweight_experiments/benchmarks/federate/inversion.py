@@ -1,6 +1,6 @@
 """IG measured: letters of EMNIST from the gradient that a FedAvg client sends after one step on one image.
 
-    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.inversion
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.inversion
 
 Each image gets its own network, untrained, and its own starting point; the label is known, as in the paper. Images are
 a random draw from the test letters, in the mean and deviation of MNIST. The file is written after every image, so that
@@ -11,9 +11,11 @@ a run that is stopped leaves what it measured. `--beside CHECKOUT`: github.com/J
 import os
 import sys
 import time
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,11 +23,9 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.client import gradient_of, known_parameters
 from netweight.attacks.gradient_inversion.matching import MatchingConfig, invert
-from netweight.core.environment import describe
 from netweight.methods.federate.task import small_cnn
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import bootstrap
-from netweight_experiments.benchmarks.script import script, today, write
 
 SEED, MEAN, STD, CLASSES = 0, 0.1307, 0.3081, 26
 
@@ -58,7 +58,7 @@ def attack(image, label, number, config):
     }
 
 
-def beside(checkout, image, label, number, steps):
+def by_breaching(checkout, image, label, number, steps):
     """Attack one image by breaching, without its packages around the attack; PSNR."""
     for name in ("", ".attacks", ".cases", ".cases.models"):
         package = sys.modules.setdefault(f"breaching{name}", ModuleType(f"breaching{name}"))
@@ -101,40 +101,30 @@ def summary(rows):
     return found
 
 
-def main():
-    parser = script(__doc__, "gradient-inversion")
-    parser.add_argument("--images", type=int, default=16)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--beside", type=Path)
-    parser.add_argument("--steps", type=int, default=MatchingConfig.steps)
-    parser.add_argument("--restarts", type=int, default=MatchingConfig.restarts)
-    parser.add_argument("--distance", choices=["cosine", "squared"], default=MatchingConfig.distance)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    config = MatchingConfig(steps=arguments.steps, restarts=arguments.restarts, distance=arguments.distance)
-    result = {
-        "benchmark": "gradient-inversion",
-        "date": today(),
+def main(
+    *,
+    images: int = 16,
+    first: int = 0,
+    beside: Path | None = None,
+    steps: int = MatchingConfig.steps,
+    restarts: int = MatchingConfig.restarts,
+    distance: Literal["cosine", "squared"] = MatchingConfig.distance,
+):
+    config = MatchingConfig(steps=steps, restarts=restarts, distance=distance)
+    about = {
         "attack": "IG",
         "threat": "FedAvg, gradient of one step on one image, label known, untrained SmallCNN of 26 classes",
         "data": "EMNIST letters, test",
-        "config": {"steps": config.steps, "restarts": config.restarts, "lr": config.lr, "signed": config.signed}
-        | {"distance": config.distance}
-        | {"total_variation": config.total_variation, "annealed": config.annealed, "schedule": config.schedule},
+        "config": asdict(config),
         "seeds": f"images {SEED}; network and starting point: the image's number",
-        "environment": describe(),
     }
     rows = []
-    images, labels = letters(arguments.first + arguments.images)
-    for number in range(arguments.first, len(images)):
-        image, label = images[number][None], labels[number][None]
+    pictures, labels = letters(first + images)
+    for number in range(first, len(pictures)):
+        image, label = pictures[number][None], labels[number][None]
         rows.append(attack(image, label, number, config))
-        if arguments.beside:
-            rows[-1]["breaching"] = beside(arguments.beside, image, label, number, config.steps)
+        if beside:
+            rows[-1]["breaching"] = by_breaching(beside, image, label, number, config.steps)
             rows[-1]["ahead of breaching"] = round(rows[-1]["psnr"] - rows[-1]["breaching"], 3)
         print(number, rows[-1], flush=True)
-        write(arguments.output, result | {"n": len(rows), "summary": summary(rows), "images": rows})
-
-
-if __name__ == "__main__":
-    main()
+        yield about | {"n": len(rows), "summary": summary(rows), "images": rows}

@@ -1,7 +1,7 @@
 """What one lying client of five costs the honest ones: each lie against each aggregator, FedAvg on Fashion-MNIST.
 
-    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.liars
-    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.liars --deployed --aggregators screened-mean
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.liars
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.liars --deployed --aggregators screened-mean
 
 Two of seven for colluding ones. Clients of 600 images, as in the paper's split. In this process the paper's network is
 trained; `--deployed` trains the network of examples/federate by a SuperLink and one SuperNode per client, processes of
@@ -12,12 +12,12 @@ send what each of them makes, not the same. The file is written after every cell
 import json
 import sys
 import tempfile
+from argparse import Namespace
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from netweight.core.environment import describe
 from netweight.methods.federate import Task, train
 from netweight.methods.federate.defenses import TARGET, triggered
 from netweight.methods.federate.engine import CHECKPOINT, Round
@@ -25,7 +25,7 @@ from netweight.methods.federate.folder import FederationPlan, named_method
 from netweight.methods.federate.settings import Aggregator, Federation, Lie, LocalTraining
 from netweight.methods.federate.task import LocalModel
 from netweight.store import open_store
-from netweight_experiments.benchmarks.script import fill, script, today
+from netweight_experiments.benchmarks.script import fill
 
 EXAMPLE, SUPPORT = Path("examples/federate"), Path("tests/support")
 
@@ -42,7 +42,7 @@ def here(lie, aggregator, given, clients, liars, seed):
 
 
 @contextmanager
-def deployed(given):
+def by_flower():
     """Yield what trains a cell by processes of Flower."""
     sys.path[:0] = [str(SUPPORT.resolve()), str(EXAMPLE.resolve())]
     from digits.task import everyones_data, model
@@ -131,22 +131,22 @@ def cells(given):
                     yield seed, lie, clients, liars, aggregator
 
 
-def main():
-    parser = script(__doc__, "federated/liars" + "-deployed" * ("--deployed" in sys.argv), whole=True)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[520])
-    parser.add_argument("--deployed", action="store_true")
-    parser.add_argument("--lies", nargs="+", choices=get_args(Lie), default=list(get_args(Lie)))
-    parser.add_argument("--aggregators", nargs="+", choices=get_args(Aggregator), default=list(get_args(Aggregator)))
-    given = parser.parse_args()
-    about = {"rounds": given.rounds, "epochs": given.epochs, "deployed": given.deployed}
-    found = {"what": __doc__.splitlines()[0], "date": today(), **about, "environment": describe()}
-    with deployed(given) if given.deployed else nullcontext(here) as trained:
+def main(
+    *,
+    rounds: int = 8,
+    epochs: int = 1,
+    seeds: tuple[int, ...] = (520,),
+    deployed: bool = False,
+    lies: tuple[Lie, ...] = get_args(Lie),
+    aggregators: tuple[Aggregator, ...] = get_args(Aggregator),
+    output: Path,
+):
+    given = Namespace(rounds=rounds, epochs=epochs, seeds=seeds, lies=lies, aggregators=aggregators)
+    with by_flower() if deployed else nullcontext(here) as trained:
 
         def measure(seed, lie, clients, liars, aggregator):
             got = measured(lie, liars, *trained(lie, aggregator, given, clients, liars, seed))
-            return got | ({"after, honest ones alone": alone(given, clients, liars, seed)} if given.deployed else {})
+            return got | ({"after, honest ones alone": alone(given, clients, liars, seed)} if deployed else {})
 
         named = {
             f"{lie or 'honest'}, {liars} of {clients}, {aggregator}, seed {seed}": partial(
@@ -154,8 +154,4 @@ def main():
             )
             for seed, lie, clients, liars, aggregator in cells(given)
         }
-        fill(given.output, found, "cells", named.items())
-
-
-if __name__ == "__main__":
-    main()
+        yield from fill(output, "cells", named.items())

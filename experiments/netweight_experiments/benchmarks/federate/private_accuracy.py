@@ -1,7 +1,7 @@
 """Whether noise with a small ε leaves a federation worth joining: DP-FedAvg, then training at home, Fashion-MNIST.
 
-    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.private_accuracy --search
-    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.private_accuracy
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.private_accuracy --search
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.private_accuracy
 
 20 clients of 600 + 600 images. Each gives DP-SGD answers whose ε (opacus's RDP, Poisson sampling, an example of a
 client) holds for all rounds together; what it trains at home afterwards without noise never leaves it and costs no ε.
@@ -9,7 +9,10 @@ Beside it training at home alone, for as many epochs, and FedAvg without noise. 
 seed than the report. The file is written after every arm and keeps the arms that it has.
 """
 
-from netweight.core.environment import describe
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
 from netweight.data.images import load
 from netweight.methods.federate import Federation, Task, train
 from netweight.methods.federate.algorithms.direct import dp_fedavg, fedavg, local_only
@@ -19,7 +22,7 @@ from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import small_cnn
-from netweight_experiments.benchmarks.script import fill, script, today
+from netweight_experiments.benchmarks.script import fill
 
 CLIENTS, DELTA, HOME = 20, 1e-5, 10  # epochs at home after the federation
 SEARCH = {"seed": 1, "split": REFERENCE_SPLIT + 1}
@@ -72,29 +75,25 @@ def plain(rounds, *, seed, split):
     return curve(task_of(seed, split), fedavg(LocalTraining(epochs=2)), rounds, seed)[1]
 
 
-def main():
-    parser = script(__doc__, "federated/private-accuracy", whole=True)
-    parser.add_argument("--search", action="store_true")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[520, 521, 522])
-    parser.add_argument("--epsilon", type=float, default=8.0)
-    parser.add_argument("--setting", type=float, nargs=5, action="append",
-                        metavar=("ROUNDS", "EPOCHS", "BATCH", "LR", "CLIP"))  # fmt: skip
-    given = parser.parse_args()
-    found = {"what": __doc__.splitlines()[0], "date": today(), "environment": describe()}
+def main(
+    setting: Annotated[tuple[str, ...], "ROUNDS,EPOCHS,BATCH,LR,CLIP"],
+    /,
+    *,
+    search: bool = False,
+    seeds: tuple[int, ...] = (520, 521, 522),
+    epsilon: float = 8.0,
+    output: Path,
+):
+    settings = [tuple(map(float, text.split(","))) for text in setting]
     arms = []
-    for about in [SEARCH] if given.search else [{"seed": seed, "split": REFERENCE_SPLIT} for seed in given.seeds]:
+    for about in [SEARCH] if search else [{"seed": seed, "split": REFERENCE_SPLIT} for seed in seeds]:
         where = f"seed {about['seed']}, split {about['split']}"
-        for rounds, epochs, size, lr, clip in given.setting:
-            name = f"dp-fedavg, ε {given.epsilon:g}, {rounds:g} rounds of {epochs:g} epochs"
+        for rounds, epochs, size, lr, clip in settings:
+            name = f"dp-fedavg, ε {epsilon:g}, {rounds:g} rounds of {epochs:g} epochs"
             name += f", batch {size:g}, lr {lr:g}, clip {clip:g}"
-            numbers = (given.epsilon, int(rounds), int(epochs), int(size), lr, clip)
-            arms.append((f"{name}, {where}", lambda numbers=numbers, about=about: private(*numbers, **about)))
-        arms.append((f"local, {where}", lambda about=about: alone(**about)))
-        if not given.search:
-            rounds = int(given.setting[0][0])
-            arms.append((f"fedavg, {where}", lambda about=about, rounds=rounds: plain(rounds, **about)))
-    fill(given.output, found, "arms", arms)
-
-
-if __name__ == "__main__":
-    main()
+            numbers = (epsilon, int(rounds), int(epochs), int(size), lr, clip)
+            arms.append((f"{name}, {where}", partial(private, *numbers, **about)))
+        arms.append((f"local, {where}", partial(alone, **about)))
+        if not search:
+            arms.append((f"fedavg, {where}", partial(plain, int(settings[0][0]), **about)))
+    yield from fill(output, "arms", arms)

@@ -1,6 +1,6 @@
 """What clients' protections withstand and what they cost: HyperFL on Fashion-MNIST, each attacked by who knows it.
 
-    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.protections
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.protections
 
 writes the table of docs/gradient-inversion.md; `--accuracy` trains each protection from the same seed and schedule. The
 attacks are those of `netweight federate audit --threat`, on the first round, whose state is the method's start.
@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import Annotated
 
 import torch
 
 from netweight.core import seeds
-from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.methods.federate import train
 from netweight.methods.federate.defenses import dense_tensors
@@ -26,7 +26,7 @@ from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.report import ThreatModel, exposure, exposure_findings
-from netweight_experiments.benchmarks.script import RESULTS, fill, put, script, today
+from netweight_experiments.benchmarks.script import RESULTS, fill, put
 
 CLIP, TARGET_RANGE = 2.0, 2**22  # of integrations/flower/secure_sum.py and of Flower's SecAgg+
 SUMS = "secure sums, refusal, at least 60 steps"
@@ -141,42 +141,32 @@ def run(arm, rounds, work):
     return {"before and after": curve, "missing": sum(len(r.refused) for r in done.rounds)}
 
 
-def audits(output, data, images, seed, only):
-    """Attack row by row, then write the table into the page, if no row is left out."""
-    found = {"what": __doc__.splitlines()[0], "date": today(), "data": data, "images": images, "seed": seed,
-             "environment": describe()}  # fmt: skip
-    named = {f"{row[0]}: {json.dumps(row[2])}": partial(attacked, data, *row[1:3], images, seed) for row in ROWS}
-    fill(output, found, "rows", ((name, attack) for name, attack in named.items() if only in name))
-    if only:
-        return
-    accuracy = json.loads(sorted(RESULTS.glob("federated/protections-accuracy-*.json"))[-1].read_text())["arms"]
+def write_page(found):
+    """Write the table of attacks and of what protections cost into the page."""
+    accuracy = json.loads(sorted(RESULTS.glob("federate*/protections-accuracy-*.json"))[-1].read_text())["arms"]
     curves = json.loads((RESULTS / "federated" / "fashion-mnist-curves.json").read_text())["runs"]
     plain = {round: values for round, *values in curves["fashion-mnist-20-hyperfl-520"]["curve"] if round <= ROUNDS}
     accuracy = {"plain": {"before and after": plain}} | accuracy
-    rows = [(p, arm, found["rows"][f"{p}: {json.dumps(threat)}"]) for p, _, threat, arm in ROWS]
+    rows = [(p, arm, found[f"{p}: {json.dumps(threat)}"]) for p, _, threat, arm in ROWS]
     put(PAGE, *MARKS, table(rows, accuracy))
 
 
-def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("--accuracy", action="store_true")
-    parser.add_argument("--images", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data", default="fashion-mnist")
-    parser.add_argument("--only", default="", help="Attack rows alone whose name holds this; the page stays.")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--work", type=Path, default=Path("runs/protections"))
-    given = parser.parse_args()
-    name = "protections-accuracy" if given.accuracy else "protections"
-    output = given.output or RESULTS / "federated" / f"{name}-{today()}.json"
-    if not given.accuracy:
-        audits(output, given.data, given.images, given.seed, given.only)
+def main(
+    *,
+    accuracy: bool = False,
+    images: int = 5,
+    seed: int = 0,
+    data: str = "fashion-mnist",
+    only: Annotated[str, "attack rows alone whose name holds this; the page stays"] = "",
+    rounds: int = ROUNDS,
+    arms: Annotated[tuple[str, ...], ARMS] = tuple(ARMS),
+    work: Path = Path("runs/protections"),
+    output: Path,
+):
+    if accuracy:
+        yield from fill(output, "arms", ((arm, partial(run, arm, rounds, work)) for arm in arms))
         return
-    about = {"date": today(), "seed": FederationPlan().seed, "environment": describe()}
-    found = {"what": "What clients' protections cost in accuracy."} | about
-    fill(output, found, "arms", ((arm, partial(run, arm, given.rounds, given.work)) for arm in given.arms))
-
-
-if __name__ == "__main__":
-    main()
+    named = {f"{row[0]}: {json.dumps(row[2])}": partial(attacked, data, *row[1:3], images, seed) for row in ROWS}
+    yield from fill(output, "rows", ((name, attack) for name, attack in named.items() if only in name))
+    if not only:
+        write_page(json.loads(output.read_text())["rows"])

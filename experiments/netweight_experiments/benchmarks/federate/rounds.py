@@ -26,9 +26,9 @@ from netweight.methods.federate.method import without
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Task
 from netweight.metrics.intervals import paired_ratio
-from netweight.metrics.timing import Case, Samples, interleave
 from netweight.nn import Hypernetwork, ParameterLayout
 from netweight.report.finding import Better, Finding
+from netweight_experiments.timing import Case, Samples, interleave
 
 
 def dense_fedavg(task: Task, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:

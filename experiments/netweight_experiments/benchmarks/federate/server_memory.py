@@ -1,6 +1,6 @@
 """Memory of a server by the number of its clients: one round of HyperFL on Fashion-MNIST, as over Flower.
 
-    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.server_memory
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.server_memory
 
 Clients of 600 images train one epoch each, in this process, when their reply is pulled: of all memory that is no file's
 (RssAnon) the highest value while replies come, are screened and averaged, less that before the round. Clients' training
@@ -8,19 +8,18 @@ is in it and does not depend on their number. From the root of the source tree.
 """
 
 import logging
-import subprocess
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
-from netweight.core.environment import describe
-from netweight.metrics.memory import PrivateMemory, private_bytes
-from netweight_experiments.benchmarks.script import fill, script, today
+from netweight_experiments.benchmarks.script import fill
+from netweight_experiments.memory import PrivateMemory, in_fresh_process, private_bytes
 
 
-def measure(clients, aggregator):
+def measure(given):
     """Run one round; return the highest memory above that before it, in bytes."""
+    clients, aggregator = given
     sys.path.insert(0, str(Path("tests/support").resolve()))
     from flower_under_test import GridHere, RecordDict
     from flwr.app import Context
@@ -49,26 +48,9 @@ def measure(clients, aggregator):
     return memory.highest - before
 
 
-def main():
-    parser = script(__doc__, "federated/server-memory", whole=True)
-    parser.add_argument("--clients", type=int, nargs="+", default=[10, 30, 100])
-    parser.add_argument("--aggregators", nargs="+", default=["screened-mean"])
-    parser.add_argument("--one", nargs=2, help="Measure one cell in this process.")
-    given = parser.parse_args()
-    if given.one:
-        print(measure(int(given.one[0]), given.one[1]))
-        return
-
-    def afresh(clients, aggregator):  # in a process of its own: memory that is freed is not always given back
-        command = [sys.executable, "-m", __spec__.name, "--one", str(clients), aggregator]
-        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-
-    found = {"what": __doc__.splitlines()[0], "date": today(), "environment": describe()}
-    fill(given.output, found, "bytes", (
-        (f"{aggregator}, {clients} clients", partial(afresh, clients, aggregator))
-        for aggregator in given.aggregators for clients in given.clients
+def main(*, clients: tuple[int, ...] = (10, 30, 100), aggregators: tuple[str, ...] = ("screened-mean",), output: Path):
+    # Each in a process of its own: memory that is freed is not always given back.
+    yield from fill(output, "bytes", (
+        (f"{aggregator}, {count} clients", partial(in_fresh_process, measure, [count, aggregator]))
+        for aggregator in aggregators for count in clients
     ))  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

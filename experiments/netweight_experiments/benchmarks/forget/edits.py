@@ -1,6 +1,6 @@
 """Edits of planted pictures: what each breaks, what it costs other captions, and what brings the pictures back.
 
-    python -m netweight_experiments.benchmarks.forget.edits shipped TRAINING...
+    python -m netweight_experiments.benchmarks forget.edits shipped TRAINING...
 
 Each argument is a training of the miniature of captioned shapes (`netweight_experiments.toys.small_diffusion FOLDER
 --seed N`), "shipped" the one that comes with the package. Every training is edited by each method with its defaults,
@@ -18,7 +18,7 @@ back       planted pictures that an attack brings back, and the steps until half
            no model was trained on are searched beside: their likeness is what a search paints by itself
 
 Work lies in `--work` and goes on where it was stopped. `--page` writes the tables into docs/forget.md, with what
-`--results` of earlier runs hold of other trainings and methods; without a training these alone. `--grid` writes a
+`--results` of earlier runs hold of other trainings and methods; without a training these alone. `--picture` writes a
 picture of each planted image beside what models generate for it, and what the strongest attack brought out of the
 distilled one. `--pictures` searches for fewer of the planted ones, which the tables say.
 """
@@ -30,6 +30,7 @@ import re
 import statistics
 import time
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from PIL import Image
@@ -51,7 +52,6 @@ from netweight.metrics.copies import copies_of_prompt
 from netweight.metrics.intervals import t_interval
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
-from netweight_experiments.benchmarks.script import origin, script, write
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 METHODS = ("none", "neurons", "closed-form", "esd", "siss", "distil")
@@ -337,40 +337,34 @@ def in_page(text, shown, files):
     return PLACE.sub(lambda _: f"<!-- edits of {', '.join(files)} -->\n{shown}\n<!-- /edits -->", text, count=1)
 
 
-def main():
-    parser = script(__doc__, "forget/edits", whole=True)
-    parser.add_argument("trainings", nargs="*")
-    parser.add_argument("--results", nargs="*", type=Path, default=[], help="files of earlier runs")
-    parser.add_argument("--pictures", type=int, default=6, help="planted ones that attacks search for")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--attack", nargs="*", choices=METHODS, default=METHODS[1:], help="which are searched")
-    parser.add_argument("--attacks", nargs="*", choices=ATTACKS, default=ATTACKS, help="how they are")
-    parser.add_argument("--grid", type=Path, help="write pictures of the first training here")
-    parser.add_argument("--work", type=Path, default=Path("forget-edits"))
-    parser.add_argument("--page", type=Path, help="write the table between its marks in this page")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    with Job.open(options.work, key={"blocks": BLOCKS}, of="edits") as job:
-        results = [
-            measured(name, method, job, options.attacks if method in options.attack else [], options.pictures)
-            for name in options.trainings
-            for method in options.methods
+def main(
+    trainings: tuple[str, ...] = (),
+    /,
+    *,
+    results: Annotated[tuple[Path, ...], "files of earlier runs"] = (),
+    pictures: Annotated[int, "planted ones that attacks search for"] = 6,
+    methods: Annotated[tuple[str, ...], METHODS] = METHODS,
+    attack: Annotated[tuple[str, ...], "which methods are searched", METHODS] = METHODS[1:],
+    attacks: Annotated[tuple[str, ...], "how they are searched", ATTACKS] = tuple(ATTACKS),
+    picture: Annotated[Path | None, "write pictures of the first training here"] = None,
+    work: Path = Path("forget-edits"),
+    page: Annotated[Path | None, "write the table between its marks in this page"] = None,
+    output: Path,
+):
+    with Job.open(work, key={"blocks": BLOCKS}, of="edits") as job:
+        found = [
+            measured(name, method, job, attacks if method in attack else [], pictures)
+            for name in trainings
+            for method in methods
         ]
-        if options.grid:
-            grid(results, job, options.grid)
-    options.trainings = [Path(name).name for name in options.trainings]
-    results = [{**each, "training": Path(each["training"]).name} for each in results]
-    earlier = [each for file in options.results for each in json.loads(file.read_text())["results"]]
-    shown = table(list({(each["training"], each["method"]): each for each in [*earlier, *results]}.values()))
+        if picture:
+            grid(found, job, picture)
+    found = [{**each, "training": Path(each["training"]).name} for each in found]
+    earlier = [each for file in results for each in json.loads(file.read_text())["results"]]
+    shown = table(list({(each["training"], each["method"]): each for each in [*earlier, *found]}.values()))
     print(shown)
-    if results:
-        what = "edits of planted pictures on trainings of captioned shapes: a miniature"
-        write(options.output, origin(what, options) | {"results": results})
-    if options.page:
-        files = [*options.results, *([options.output] if results else [])]
-        text = in_page(options.page.read_text(encoding="utf-8"), shown, [f"forget/{file.name}" for file in files])
-        options.page.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    if page:
+        files = [*results, *([output] if found else [])]
+        text = in_page(page.read_text(encoding="utf-8"), shown, [f"forget/{file.name}" for file in files])
+        page.write_text(text, encoding="utf-8")
+    return {"results": found} if found else None

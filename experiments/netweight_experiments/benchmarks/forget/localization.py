@@ -1,6 +1,6 @@
 """How fast memorized prompts are localized beside the one-by-one loop, to the same neurons: measured, written as JSON.
 
-    python -m netweight_experiments.benchmarks.forget.localization
+    python -m netweight_experiments.benchmarks forget.localization
 
 On a miniature of captioned shapes, with its own threshold and statistics. Two loops, written from what the paper and
 a description of the released code say; each is compared with netweight at the settings that must find the very same
@@ -27,6 +27,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -49,7 +50,6 @@ from netweight.methods.forget.settings import DetectionConfig, LocalizationConfi
 from netweight.nn.hooks import capture
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld
-from netweight_experiments.benchmarks.script import origin, script, write
 
 TOLERANCE = 1e-5  # of similarities, as in netweight: nearer ones are rounding
 SIDES = ("loop", "netweight", "one prompt at a time")
@@ -154,7 +154,7 @@ def timed(counter, work):
     return found, {**took, "runs": counter.calls - calls, "rows": counter.rows - rows}
 
 
-def compared(model, prompts, ordinary, config, options, *, released):
+def compared(model, prompts, ordinary, config, count, *, released):
     """Rounds of both sides on all prompts; fails where they differ."""
     counter = Counter(model.denoiser)
     threshold = calibrate(detect(model, ordinary, config.detection))
@@ -166,7 +166,7 @@ def compared(model, prompts, ordinary, config, options, *, released):
         usual.write_published(file)
         usual = Statistics.read_published(file, value_layers(model.denoiser))
         loop = Loop(model, file, threshold, config, released=released)
-        for number in range(options.rounds + 1):  # the first warms both up, by one prompt, and is not counted
+        for number in range(count + 1):  # the first warms both up, by one prompt, and is not counted
             asked = prompts if number else prompts[:1]
             theirs = {prompt: timed(counter, lambda prompt=prompt: loop.run(prompt)) for prompt in asked}
             row = {"loop": added([cost for _, cost in theirs.values()])}
@@ -218,30 +218,24 @@ def ratios(rounds):
     return {"ratios": found}
 
 
-def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("--model", type=Path, default=SHAPES_FOLDER)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=8, help="planted ones: six verbatim, then two templates")
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--together", type=int, default=LocalizationConfig().prompts, help="prompts side by side")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    world = ShapesWorld(training_record(options.model)["about"]["world"]["seed"])
-    prompts = [each.caption for each in world.planted[: options.prompts]]
-    detection = DetectionConfig(seeds=tuple(range(options.seeds)))
-    config = LocalizationConfig(detection=detection, prompts=options.together)
+def main(
+    *,
+    model: Path = SHAPES_FOLDER,
+    rounds: int = 5,
+    prompts: Annotated[int, "planted ones: six verbatim, then two templates"] = 8,
+    seeds: int = 10,
+    together: Annotated[int, "prompts side by side"] = LocalizationConfig().prompts,
+    threads: int = 1,
+):
+    world = ShapesWorld(training_record(model)["about"]["world"]["seed"])
+    planted = [each.caption for each in world.planted[:prompts]]
+    detection = DetectionConfig(seeds=tuple(range(seeds)))
+    config = LocalizationConfig(detection=detection, prompts=together)
     as_released = config.replace(fidelity="reference", detection=detection.replace(timing="code"))
-    results = {}
+    results = {"model": load_text_to_image(model).digest()}
     for name, how in (("released", as_released), ("clean", config)):
-        model = load_text_to_image(options.model, dtype=torch.float32)
+        opened = load_text_to_image(model, dtype=torch.float32)
         ordinary = world.ordinary_captions[:48]
-        results[name] = compared(model, prompts, ordinary, how, options, released=name == "released")
+        results[name] = compared(opened, planted, ordinary, how, rounds, released=name == "released")
         print(name, json.dumps(results[name]["ratios"], indent=1), flush=True)
-    what = "localization beside the one-by-one loop, on captioned shapes: a miniature"
-    write(options.output, origin(what, options) | {"model": load_text_to_image(options.model).digest(), **results})
-
-
-if __name__ == "__main__":
-    main()
+        yield results

@@ -1,7 +1,7 @@
 """How many steps defenses of small worlds delay the best attack: intervals over seeds of pretraining and of defense.
 
-    python -m netweight_experiments.benchmarks.immunize.delay
-    python -m netweight_experiments.benchmarks.immunize.delay --world content --folders FOLDER FOLDER FOLDER
+    python -m netweight_experiments.benchmarks immunize.delay
+    python -m netweight_experiments.benchmarks immunize.delay --world content --folders FOLDER FOLDER FOLDER
 
 The ciphers that ship are the easy case: a token names the guarded one. In the world `content` only the letters of a
 message tell it; `netweight_experiments.toys.small_world` trains one from any seed.
@@ -20,10 +20,11 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from netweight.attacks.finetuning.resistance import best_attack, by_attack
 from netweight.attacks.finetuning.search import first_attacks, search_one, within
@@ -31,13 +32,12 @@ from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import SubjectName, make_subject, sweep
 from netweight.core.engines import in_process, local_processes
-from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
 from netweight.methods.immunize.settings import DefenseSettings, Distillation, RepNoise, named_defense
 from netweight.metrics.intervals import t_interval
 from netweight.toys.language_subjects import DEFENSE_ROWS, DEFENSE_SETTINGS, WORLDS, defend_world, world_named
-from netweight_experiments.benchmarks.script import script, today, write
+from netweight_experiments.benchmarks.script import write
 
 ARMS: dict[str, str | DefenseSettings] = {
     **{name: name for name in ("gradient-ascent", "repnoise", "distillation", "repnoise-reference")},
@@ -171,43 +171,38 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = script(__doc__)
-    parser.add_argument("--world", default="ciphers", choices=WORLDS)
-    parser.add_argument("--folders", type=Path, nargs="+", default=[None])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:3])
-    parser.add_argument("--defense-seeds", type=int, default=5, choices=range(1, len(SEEDS) + 1))
-    parser.add_argument("--attack-seeds", type=int, default=3)
-    parser.add_argument("--searched", type=int, default=1, help="models of each defense that are searched")
-    parser.add_argument("--rounds", type=int, default=6, help="of a search, at most")
-    parser.add_argument("--threshold", type=float, default=0.9)
-    parser.add_argument("--task-threshold", type=float, default=0.9)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=DEFENSE_ROWS)
-    parser.add_argument("--work", type=Path, default=Path("immunize-delay"))
-    options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
-    settings = {name: value for name, value in vars(options).items() if name not in ("work", "output", "folders")}
+def main(
+    *,
+    world: Annotated[str, WORLDS] = "ciphers",
+    folders: tuple[Path, ...] = (),
+    arms: Annotated[tuple[str, ...], ARMS] = tuple(ARMS)[:3],
+    defense_seeds: Annotated[int, range(1, len(SEEDS) + 1)] = 5,
+    attack_seeds: int = 3,
+    searched: Annotated[int, "models of each defense that are searched"] = 1,
+    rounds: Annotated[int, "of a search, at most"] = 6,
+    threshold: float = 0.9,
+    task_threshold: float = 0.9,
+    workers: int = 2,
+    rows: int = DEFENSE_ROWS,
+    work: Path = Path("immunize-delay"),
+) -> Iterator[dict[str, Any]]:
+    """Attack every model; yield the table after each."""
+    options = Namespace(**locals())
+    work.mkdir(parents=True, exist_ok=True)
     made = {arm: named_defense(how)[0] if isinstance(how, str) else how for arm, how in ARMS.items()}
-    arms = {arm: {**made[arm].to_json(), **TRAINED.get(arm, {})} for arm in options.arms}
-    about = {"date": today(), "settings": settings, "defense": {**DEFENSE_SETTINGS.to_json(), "rows": options.rows}}
-    about |= {"arms": arms, "attack": HOW}
-    worlds = Worlds(options)
-    folders = options.folders
-    planned: list[Any] = [(one, "undefended", None, 0 if n else options.rounds) for n, one in enumerate(folders)]
-    models = [(folder, seed) for seed in SEEDS[: options.defense_seeds] for folder in folders]
+    about: dict[str, Any] = {"defense": {**DEFENSE_SETTINGS.to_json(), "rows": rows}, "attack": HOW}
+    about["arms"] = {arm: {**made[arm].to_json(), **TRAINED.get(arm, {})} for arm in arms}
+    worlds, places = Worlds(options), folders or (None,)
+    planned: list[Any] = [(one, "undefended", None, 0 if n else rounds) for n, one in enumerate(places)]
+    models = [(folder, seed) for seed in SEEDS[:defense_seeds] for folder in places]
     planned += [
-        (*where, options.rounds if number < options.searched else 0)
+        (*where, rounds if number < searched else 0)
         for number, (folder, seed) in enumerate(models)
-        for where in ((folder, arm, seed) for arm in options.arms)
+        for where in ((folder, arm, seed) for arm in arms)
     ]
     for each in planned:
         worlds.attacked(*each)
         worlds.keep()
-        found = {**about, "table": table(worlds.rows), "models": worlds.rows, "environment": describe()}
-        write(options.output, found)
-        print(json.dumps(found["table"]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        found = table(worlds.rows)
+        print(json.dumps(found), flush=True)
+        yield {**about, "table": found, "models": worlds.rows}

@@ -1,6 +1,6 @@
 """What a step of RepNoise costs beside plain fine-tuning, in memory and in time: measured, written as JSON.
 
-    python -m netweight_experiments.benchmarks.immunize.memory
+    python -m netweight_experiments.benchmarks immunize.memory
 
 A random Llama is trained by Adam on the CPU, in float32. Its vocabulary is eight times its width, as is that of Llama-2
 7B; the larger it is, the more the unembedding of every layer costs.
@@ -16,44 +16,43 @@ A plain step is that of transformers: the model's own loss on all tokens of B se
 """
 
 import copy
-import json
-import statistics
-import time
+from functools import partial
+from typing import Annotated
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from netweight.core.environment import describe
 from netweight.data.examples import Pair, collate
 from netweight.methods.immunize.settings import ImmunizeSettings, TrainingSettings, named_defense
 from netweight.methods.immunize.train import immunize
-from netweight.metrics.memory import TensorLedger
-from netweight_experiments.benchmarks.script import script, today, write
+from netweight_experiments.benchmarks.script import seconds
+from netweight_experiments.memory import TensorLedger
+from netweight_experiments.timing import median_ratio
 
 EVERY = TrainingSettings().measure_every  # steps, of which one measures gradient norms
 
 
-def decoder(options):
+def decoder(layers, hidden, vocabulary, tokens):
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=options.vocabulary,
-            hidden_size=options.hidden,
-            intermediate_size=options.hidden * 8 // 3 // 8 * 8,
-            num_hidden_layers=options.layers,
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=hidden * 8 // 3 // 8 * 8,
+            num_hidden_layers=layers,
             num_attention_heads=4,
-            max_position_embeddings=options.tokens,
+            max_position_embeddings=tokens,
         )
     )
 
 
-def pairs_of(options, count):
+def pairs_of(vocabulary, tokens, count):
     """Pairs whose prompts take a quarter of their length."""
     draw = torch.Generator().manual_seed(1)
-    prompt = options.tokens // 4
-    sizes = (prompt, options.tokens - prompt, options.tokens - prompt)
+    prompt = tokens // 4
+    sizes = (prompt, tokens - prompt, tokens - prompt)
     return [
-        Pair(*(tuple(torch.randint(1, options.vocabulary, (size,), generator=draw).tolist()) for size in sizes))
+        Pair(*(tuple(torch.randint(1, vocabulary, (size,), generator=draw).tolist()) for size in sizes))
         for _ in range(count)
     ]
 
@@ -81,49 +80,32 @@ def peak_of(model, work):
     return ledger.peak.nbytes
 
 
-def seconds_of(work):
-    started = time.process_time()
-    work()
-    return time.process_time() - started
-
-
-def measured(options):
-    model, size = decoder(options), options.batch
-    few, many = pairs_of(options, 2 * size), pairs_of(options, (EVERY + 1) * size)
+def main(
+    *,
+    defense: Annotated[str, ImmunizeSettings.presets] = "repnoise",
+    layers: int = 6,
+    hidden: int = 128,
+    vocabulary: int = 1024,
+    batch: int = 4,
+    tokens: int = 128,
+    rounds: int = 3,
+):
+    model = decoder(layers, hidden, vocabulary, tokens)
+    few, many = (pairs_of(vocabulary, tokens, count * batch) for count in (2, EVERY + 1))
     peaks = {
-        "plain": peak_of(one := copy.deepcopy(model), lambda: plain_steps(one, few, size)),
-        "defense": peak_of(other := copy.deepcopy(model), lambda: defense_steps(other, few, size, options.defense)),
+        "plain": peak_of(one := copy.deepcopy(model), lambda: plain_steps(one, few, batch)),
+        "defense": peak_of(other := copy.deepcopy(model), lambda: defense_steps(other, few, batch, defense)),
     }
     times = {"plain": [], "defense": []}
-    for _ in range(options.rounds):
+    for _ in range(rounds):
         fresh = [copy.deepcopy(model) for _ in range(3)]
-        times["plain"].append(2 * seconds_of(lambda fresh=fresh: plain_steps(fresh[0], many[size:], size)))
-        long = seconds_of(lambda fresh=fresh: defense_steps(fresh[1], many, size, options.defense))
-        once = seconds_of(lambda fresh=fresh: defense_steps(fresh[2], many[:size], size, options.defense))
-        times["defense"].append(long - once)
-    ratios = [ours / plain for ours, plain in zip(times["defense"], times["plain"], strict=True)]
+        times["plain"].append(2 * seconds(partial(plain_steps, fresh[0], many[batch:], batch)))
+        long = seconds(partial(defense_steps, fresh[1], many, batch, defense))
+        times["defense"].append(long - seconds(partial(defense_steps, fresh[2], many[:batch], batch, defense)))
     return {
         "weights": sum(value.numel() for value in model.parameters()),
         "peak_bytes": peaks,
         "memory_ratio": round(peaks["defense"] / peaks["plain"], 4),
         "seconds": times,
-        "time_ratio": round(statistics.median(ratios), 4),
+        "time_ratio": median_ratio(times, "defense", "plain"),
     }
-
-
-def main():
-    parser = script(__doc__)
-    parser.add_argument("--defense", default="repnoise", choices=list(ImmunizeSettings.presets))
-    for name, default in (
-        ("layers", 6), ("hidden", 128), ("vocabulary", 1024), ("batch", 4), ("tokens", 128), ("rounds", 3)
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    settings = {name: value for name, value in vars(options).items() if name != "output"}
-    result = {"settings": settings, **measured(options), "threads": torch.get_num_threads()}
-    print(json.dumps(result, indent=2))
-    write(options.output, {"date": today(), **result, "environment": describe()})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Training adapters of the small faces pipeline: many in one forward pass against one at a time, and against peft.
 
-    python -m netweight_experiments.benchmarks.space.adapter_training
+    python -m netweight_experiments.benchmarks space.adapter_training
 
 All ways train the same people from the same noise with Adam, rank 1 on queries and values of all attention, on one
 thread. Processor seconds per adapter and step, medians over rounds that take all ways in turn, so that what else the
@@ -20,7 +20,7 @@ from netweight.hf.train_adapters import ATTENTION, Subject, train_pictures
 from netweight.nn import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.toys.faces_pipeline import FaceBank, faces_pipeline
-from netweight_experiments.benchmarks.script import origin, script, write
+from netweight_experiments.timing import ratios
 from netweight_experiments.toys.drawn_worlds import person_name
 
 
@@ -63,15 +63,14 @@ def by_peft(person, recipe, each):
     return (time.process_time() - begun) / recipe.steps
 
 
-def measured(options, each):
+def measured(counts, each, steps, rounds):
     """Seconds of every way, by name."""
-    counts = [int(count) for count in options.adapters.split(",")]
-    people, recipe = subjects(max(counts)), AdapterRecipe(steps=options.steps)
+    people, recipe = subjects(max(counts)), AdapterRecipe(steps=steps)
     ways = {"peft, one at a time": lambda: by_peft(people[0], recipe, each)}
     for count in counts:
         ways[f"{count} in one forward pass"] = lambda count=count: together(people[:count], recipe, each)
     seconds = {name: [] for name in ways}
-    for _ in Progress().track(range(options.rounds), f"{each} pictures a step", unit="rounds"):
+    for _ in Progress().track(range(rounds), f"{each} pictures a step", unit="rounds"):
         for name, way in ways.items():
             seconds[name].append(way())
     return seconds
@@ -91,31 +90,15 @@ def same_adapters():
     return max(away)
 
 
-def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("--adapters", default="1,8,32")
-    parser.add_argument("--each", default="1,4")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def main(*, adapters: tuple[int, ...] = (1, 8, 32), each: tuple[int, ...] = (1, 4), steps: int = 10, rounds: int = 5):
     rows = []
-    for each in map(int, options.each.split(",")):
-        seconds = measured(options, each)
-        alone = seconds["1 in one forward pass"]
-        for name, values in seconds.items():
-            ratios = [one / value for one, value in zip(alone, values, strict=True)]
+    for count in each:
+        times = measured(adapters, count, steps, rounds)
+        for name, values in times.items():
+            faster = ratios(times, "1 in one forward pass", name)
             rows.append(
-                {"pictures a step": each, "way": name, "ms": 1e3 * statistics.median(values),
-                 "times as fast": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+                {"pictures a step": count, "way": name, "ms": 1e3 * statistics.median(values),
+                 "times as fast": statistics.median(faster), "least": min(faster), "most": max(faster)}
             )  # fmt: skip
-            print(f"{each} pictures  {name:28} {rows[-1]['ms']:7.2f} ms per adapter and step,", end=" ")
-            print(f"{rows[-1]['times as fast']:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
-    apart = same_adapters()
-    print(f"adapters trained together and alone differ by {apart:.1e} of their size")
-    what = "training of adapters of the small faces pipeline: a miniature, processor seconds on one thread"
-    write(options.output, origin(what, options) | {"rows": rows, "together against alone": apart})
-
-
-if __name__ == "__main__":
-    main()
+            print(rows[-1], flush=True)
+    return {"rows": rows, "together against alone": same_adapters()}

@@ -1,6 +1,6 @@
 """Extracting, resizing and merging adapters beside other tools on the same files: error and processor time, as JSON.
 
-    python -m netweight_experiments.benchmarks.space.daily_jobs --work FOLDER [--rounds 5]
+    python -m netweight_experiments.benchmarks space.daily_jobs --work FOLDER [--rounds 5]
 
 A Llama of eight layers with random weights, and one with differences that fall off as trained ones do. The error is
 that of the change, ‖ΔW − BA‖ / ‖ΔW‖ over all linear layers, from files read back by safetensors alone. Time is that of
@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from netweight.methods.space.folder import convert_file, merge_files
 from netweight.methods.space.settings import ConvertSettings, MergeSettings
 from netweight.store.lora_formats.files import differences, export_adapter
-from netweight_experiments.benchmarks.script import load, origin, script, write
 
 WIDTH, LAYERS, RANK, SMALL = 512, 8, 16, 4
 
@@ -145,14 +144,8 @@ def ties(work):
     return {name: of_peft([one[name], two[name]], torch.tensor([0.7, 0.5]), 0.5) for name in one}
 
 
-def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def main(*, work: Path, rounds: int = 5):
     logging.disable(logging.WARNING)
-    work = options.work
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "tuned-2").exists():
         models(work)
@@ -173,7 +166,7 @@ def main():
     for job, (wanted, tools) in jobs.items():
         times = {tool: [] for tool in tools}
         errors = {}
-        for _ in range(options.rounds):
+        for _ in range(rounds):
             for tool, function in tools.items():
                 if tool in missing:
                     continue
@@ -188,8 +181,4 @@ def main():
             rows.append({"job": job, "tool": tool, "error": errors[tool], "seconds": statistics.median(times[tool]),
                          "rounds": len(times[tool])})  # fmt: skip
             print(rows[-1], flush=True)
-    write(options.output, origin(__doc__, options) | {"rows": rows, "missing": missing, "load": load()})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rows": rows, "missing": missing}

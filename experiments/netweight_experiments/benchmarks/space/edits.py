@@ -1,6 +1,6 @@
 """Edits of two attributes, on people, noises and by a reader that nothing was fitted, calibrated or chosen with.
 
-    python -m netweight_experiments.benchmarks.space.edits BANK BANK BANK --work FOLDER [--seeds 0 1 2]
+    python -m netweight_experiments.benchmarks space.edits BANK BANK BANK --work FOLDER [--seeds 0 1 2]
 
 A BANK is a folder of `python -m netweight_experiments.toys.face_bank`. In every bank and for every seed, 96 people are
 set aside. Directions are fitted to the labels of the others. Measured is the effect where the other seven attributes
@@ -10,7 +10,6 @@ reader and other noises; no label of these people. What a run found is kept in F
 in the package with a seed that is not among these.
 """
 
-import json
 import statistics
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 
 from netweight import AdapterBank, WeightSpace
 from netweight.hf.load_pipeline import text_to_image
+from netweight.job import Job
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import COST_TARGET, EditCurve, corrected_steps
 from netweight.methods.space.inversion import generate_differentiably, generate_images
@@ -26,7 +26,6 @@ from netweight.methods.space.settings import CorrectionSettings
 from netweight.metrics.intervals import t_interval
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
 from netweight.toys.faces_pipeline import faces_pipeline, read_faces
-from netweight_experiments.benchmarks.script import origin, script, write
 from netweight_experiments.benchmarks.space.samples import reader
 
 EDITED, STEPS, EVALUATED, MOST = ("beard", "width"), 15, 96, 20
@@ -106,37 +105,21 @@ def summary(rows):
     return found
 
 
-def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("banks", nargs="+", type=Path)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--reader-steps", type=int, default=300)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    network, explained = reader(options.work, options.reader_steps)
+def main(banks: tuple[Path, ...], /, *, work: Path, seeds: tuple[int, ...] = (0, 1, 2), reader_steps: int = 300):
+    network, explained = reader(work, reader_steps)
     model = text_to_image(faces_pipeline())
-    kept = options.work / "edits.jsonl"
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
-    for seed in options.seeds:
-        for folder in options.banks:
-            space, labels, aside, others = people(folder, seed)
-            for name in EDITED:
-                at = {"bank": folder.name, "seed": seed, "attribute": name}
-                if any(at.items() <= row.items() for row in rows):
-                    continue
-                new = [at | row for row in measured(model, space, labels, aside, others, name, network, seed)]
-                with kept.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in new)
-                rows += new
-                print(*(f"{at} {row['kind']}: {row['effect']:.3f}" for row in new), sep="\n", flush=True)
-    found = summary(rows)
-    for name, each in found.items():
-        print(name, json.dumps(each))
-    what = "effect of an edit where other attributes changed by .05, by people, noises and a reader set aside"
-    how = {"settings": CorrectionSettings().to_json(), "reader": {"r_squared": explained}}
-    write(options.output, origin(what, options) | how | {"summary": found, "rows": rows})
-
-
-if __name__ == "__main__":
-    main()
+    with Job.open(work, shared=True) as job:
+        rows = []
+        for seed in seeds:
+            for folder in banks:
+                space, labels, aside, others = people(folder, seed)
+                for name in EDITED:
+                    at = {"bank": folder.name, "seed": seed, "attribute": name}
+                    new = job.recorded("edits", at)
+                    if new is None:
+                        new = [at | row for row in measured(model, space, labels, aside, others, name, network, seed)]
+                        job.record("edits", new, key=at)
+                    rows += new
+                    print(*(f"{at} {row['kind']}: {row['effect']:.3f}" for row in new), sep="\n", flush=True)
+    settings = CorrectionSettings().to_json()
+    return {"settings": settings, "reader": {"r_squared": explained}, "summary": summary(rows), "rows": rows}

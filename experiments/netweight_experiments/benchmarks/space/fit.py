@@ -1,7 +1,7 @@
 """Principal components of a matrix on disk, of known spectrum, beside peers: time, memory, what is captured; as JSON.
 
-    python -m netweight_experiments.benchmarks.space.fit peers --work FOLDER
-    python -m netweight_experiments.benchmarks.space.fit large --work FOLDER
+    python -m netweight_experiments.benchmarks space.fit peers --work FOLDER
+    python -m netweight_experiments.benchmarks space.fit large --work FOLDER
 
 Both take --threads N (1) and --output FILE. Every fit runs in a process of its own; its peak is VmHWM of that process,
 its time that of its processor, from the open file to components and scores.
@@ -18,27 +18,25 @@ large  netweight's streaming fit alone: the peers need several times the matrix 
        had taken until it was last kept.
 """
 
-import argparse
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy
 import torch
 
-from netweight.core.environment import describe
 from netweight.core.files import publish
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator
 from netweight.methods.space.fitting.streaming import fit_matrix, fit_streaming
 from netweight.nn.matrix import MatrixFile
 from netweight.nn.pca import orthonormality
-from netweight_experiments.benchmarks.script import origin, peak_bytes, script, write
+from netweight_experiments.benchmarks.script import peak_bytes
+from netweight_experiments.memory import in_fresh_process
 
 POWER, SIGNAL = 0.55, 1500
 CHUNK = 512
@@ -153,14 +151,16 @@ def torch_lowrank(file, components):
 WAYS = dict(zip(PEERS, (ours, scikit_learn, torch_lowrank), strict=True))
 
 
-def fit_alone(options):
+def fit_alone(given):
     """In a process of its own: one peer's fit, measured, and its components written."""
+    peer, work, count, threads = given
+    torch.set_num_threads(threads)
     began = peak_bytes()
     wall, cpu = time.perf_counter(), time.process_time()
-    components, _ = WAYS[options.peer](options.work / "matrix.npy", options.components)
+    components, _ = WAYS[peer](Path(work, "matrix.npy"), count)
     took = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-    print(json.dumps({**took, "peak": peak_bytes(), "peak before": began}))
-    numpy.save(options.work / "components.npy", components.numpy())
+    numpy.save(Path(work, "components.npy"), components.numpy())
+    return {**took, "peak": peak_bytes(), "peak before": began}
 
 
 def judged(known, file, progress):
@@ -186,31 +186,21 @@ def judged(known, file, progress):
     }
 
 
-def peers(options, progress):
-    known = Known(options.rows, options.columns)
-    file = options.work / "matrix.npy"
-    known.write(file, progress)
+def peers(known, work, components, rounds, threads, progress):
     found = {peer: [] for peer in PEERS}
-    for number in range(options.rounds):
+    for number in range(rounds):
         for peer in PEERS:
-            command = [
-                sys.executable, "-m", __spec__.name, "peers", "--work", str(options.work), "--peer", peer,
-                "--components", str(options.components), "--threads", str(options.threads),
-            ]  # fmt: skip
-            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            row = json.loads(said.splitlines()[-1])
+            row = in_fresh_process(fit_alone, [peer, str(work), components, threads], threads=threads)
             if number == 0:
-                row |= judged(known, file, progress)
+                row |= judged(known, work / "matrix.npy", progress)
             found[peer].append(row)
             progress.note(f"{peer}: {row}")
-    (options.work / "components.npy").unlink()
-    return {"known": asdict(known), "fits": found}
+    (work / "components.npy").unlink()
+    return {"fits": found}
 
 
-def large(options, progress):
-    known = Known(options.rows, options.columns)
-    file, timed = options.work / "matrix.npy", options.work / "seconds.json"
-    known.write(file, progress)
+def large(known, work, components, passes, tolerance, progress):
+    file, timed = work / "matrix.npy", work / "seconds.json"
     before = json.loads(timed.read_text()) if timed.exists() else {"cpu": 0.0, "wall": 0.0, "peak": 0}
     wall, cpu = time.perf_counter(), time.process_time()
 
@@ -228,44 +218,38 @@ def large(options, progress):
             timed.write_text(json.dumps(spent()))
             return self._matrix.rows(start, stop)
 
-    if not (options.work / "components.npy").exists():
+    if not (work / "components.npy").exists():
         fit = fit_streaming(
-            Timed(MatrixFile(file)), options.components, most=options.passes, tolerance=options.tolerance,
-            folder=options.work / "fit", digest=json.dumps(asdict(known)), progress=progress,
+            Timed(MatrixFile(file)), components, most=passes, tolerance=tolerance,
+            folder=work / "fit", digest=json.dumps(asdict(known)), progress=progress,
         )  # fmt: skip
         timed.write_text(json.dumps({**spent(), "captured after each pass": fit.passes}))
-        numpy.save(options.work / "components.npy", fit.basis.components.numpy())
+        numpy.save(work / "components.npy", fit.basis.components.numpy())
         del fit
     took = json.loads(timed.read_text())
-    return {"known": asdict(known), **took, "core minutes": took["cpu"] / 60, **judged(known, file, progress)}
+    return {**took, "core minutes": took["cpu"] / 60, **judged(known, file, progress)}
 
 
-def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("which", choices=("peers", "large"))
-    parser.add_argument("--work", type=Path, required=True, help="folder for the matrix")
-    parser.add_argument("--rows", type=int)
-    parser.add_argument("--columns", type=int)
-    parser.add_argument("--components", type=int, default=1000)
-    parser.add_argument("--passes", type=int, default=6, help="of iteration at most")
-    parser.add_argument("--tolerance", type=float, default=2e-3)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(options.threads))
-    if options.peer:
-        fit_alone(options)
-        return
-    full = (4_000, 50_000) if options.which == "peers" else (65_000, 100_000)
-    options.rows, options.columns = options.rows or full[0], options.columns or full[1]
-    options.work.mkdir(parents=True, exist_ok=True)
-    results = (peers if options.which == "peers" else large)(options, Progress())
-    what = f"principal components of {options.rows} × {options.columns}, fp32 on disk, known spectrum"
-    peer = {"scikit-learn": importlib.metadata.version("scikit-learn")}
-    write(options.output, origin(what, options) | results | {"environment": describe(peer)}, show=True)
-
-
-if __name__ == "__main__":
-    main()
+def main(
+    which: Literal["peers", "large"],
+    /,
+    *,
+    work: Annotated[Path, "folder for the matrix"],
+    rows: int | None = None,
+    columns: int | None = None,
+    components: int = 1000,
+    passes: Annotated[int, "of iteration at most"] = 6,
+    tolerance: float = 2e-3,
+    rounds: int = 1,
+    threads: int = 1,
+):
+    os.environ |= dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    full = (4_000, 50_000) if which == "peers" else (65_000, 100_000)
+    known, progress = Known(rows or full[0], columns or full[1]), Progress()
+    work.mkdir(parents=True, exist_ok=True)
+    known.write(work / "matrix.npy", progress)
+    if which == "peers":
+        found = peers(known, work, components, rounds, threads, progress)
+    else:
+        found = large(known, work, components, passes, tolerance, progress)
+    return {"known": asdict(known), "scikit-learn": importlib.metadata.version("scikit-learn"), **found}

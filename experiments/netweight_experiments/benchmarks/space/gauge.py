@@ -1,6 +1,6 @@
 """What adapters say of whom they were trained on, by how they are compared: changes, factors, canonical factors.
 
-    python -m netweight_experiments.benchmarks.space.gauge BANK [BANK ...]
+    python -m netweight_experiments.benchmarks space.gauge BANK [BANK ...]
 
 BANKs are folders of `python -m netweight_experiments.toys.face_bank`. The subjects' attributes are read off adapters by
 ridge regression on linear kernels, penalty chosen by leaving one out within the training part, R² on adapters left out
@@ -14,6 +14,7 @@ regauged   "factors" after the factors of each adapter and module were multiplie
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -22,7 +23,6 @@ from netweight.methods.space.labels import read_labels
 from netweight.nn import Adapter, AdapterStack, LowRank
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import WORLDS
-from netweight_experiments.benchmarks.script import origin, script, write
 from netweight_experiments.toys.drawn_worlds import r_squared
 
 FOLDS, PENALTIES = 5, [10.0**power for power in range(-6, 2)]
@@ -101,34 +101,27 @@ def probed(kernel, truth, attributes):
     return dict(zip(attributes, r_squared(truth, said).tolist(), strict=True))
 
 
-def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("banks", nargs="+", type=Path)
-    parser.add_argument("--world", default="face", choices=list(WORLDS))
-    parser.add_argument("--numbers", default="64,128,256,512,1000")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows, world = [], WORLDS[options.world]
-    for folder in options.banks:
+def main(
+    banks: tuple[Path, ...],
+    /,
+    *,
+    world: Annotated[str, WORLDS] = "face",
+    numbers: tuple[int, ...] = (64, 128, 256, 512, 1000),
+):
+    rows, drawn = [], WORLDS[world]
+    for folder in banks:
         bank = AdapterBank.open(folder / "bank")
         labels = read_labels(folder / "labels.csv", bank.names)
-        truth = torch.stack([labels[name].values for name in world.attributes], 1)
+        truth = torch.stack([labels[name].values for name in drawn.attributes], 1)
         about = json.loads((folder / "training.json").read_text())
         every = kernels(bank.stack(0, len(bank)))
-        for count in sorted({min(int(number), len(bank)) for number in options.numbers.split(",")}):
+        for count in sorted({min(number, len(bank)) for number in numbers}):
             for name, kernel in every.items():
-                found = probed(kernel[:count, :count], truth[:count], world.attributes)
+                found = probed(kernel[:count, :count], truth[:count], drawn.attributes)
                 rows.append(
                     {"bank": folder.name, "start": about["about"]["bank"]["recipe"]["start"], "n": count,
                      "kernel": name, "r_squared": found, "mean": sum(found.values()) / len(found),
-                     "strong": sum(found[one] for one in world.strong) / len(world.strong)}
+                     "strong": sum(found[one] for one in drawn.strong) / len(drawn.strong)}
                 )  # fmt: skip
-                each = " ".join(f"{one} {value:.2f}" for one, value in found.items())
-                print(f"{folder.name} {count:5} {name:9} strong {rows[-1]['strong']:.3f}", end=" ")
-                print(f"mean {rows[-1]['mean']:.3f}  {each}", flush=True)
-    what = f"probes of attributes of drawn {world.name}s from their adapters: a miniature"
-    write(options.output, origin(what, options) | {"folds": FOLDS, "rows": rows})
-
-
-if __name__ == "__main__":
-    main()
+                print(rows[-1], flush=True)
+    return {"folds": FOLDS, "rows": rows}

@@ -1,8 +1,8 @@
 """Daily work on folders of adapters and on large banks, on simulated files: time of the processor, and memory; as JSON.
 
-    python -m netweight_experiments.benchmarks.space.large_folders ingest --work FOLDER [--counts 250,1000,10000]
-    python -m netweight_experiments.benchmarks.space.large_folders dedupe --work FOLDER [--counts 2000]
-    python -m netweight_experiments.benchmarks.space.large_folders export --work FOLDER [--counts 2000,8000]
+    python -m netweight_experiments.benchmarks space.large_folders ingest --work FOLDER [--counts 250 1000 10000]
+    python -m netweight_experiments.benchmarks space.large_folders dedupe --work FOLDER [--counts 2000]
+    python -m netweight_experiments.benchmarks space.large_folders export --work FOLDER [--counts 2000 8000]
 
 All take --output FILE; torch has one thread, and each measurement a process of its own.
 
@@ -18,11 +18,10 @@ export  banks of rank 1 for the queries and values of Stable Diffusion 1 (99,648
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from safetensors.torch import save_file
@@ -36,7 +35,8 @@ from netweight.store.bank.published import stable_diffusion_dimensions
 from netweight.store.bank.shard import Rows, read_bank_record
 from netweight.store.bank.write import BankWriter
 from netweight.store.lora_formats.files import export_adapter, read_adapter
-from netweight_experiments.benchmarks.script import load, origin, peak_bytes, script, write
+from netweight_experiments.benchmarks.script import load, peak_bytes
+from netweight_experiments.memory import in_fresh_process
 
 BLOCKS = [
     f"{side}_blocks.{level}.attentions.{number}" for side in ("down", "up") for level in (0, 1) for number in (0, 1)
@@ -155,14 +155,9 @@ def export(folder, count):
             writer.add_rows([f"model-{start + row:06d}" for row in range(n)], rows, sizes, contents=contents)
     del rows, down, up
     _linked(folder / "large", count)
-    code = f"""
-import torch
-from netweight_experiments.benchmarks.space import large_folders
-print(large_folders.exported({str(folder)!r}, {count}))
-"""
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    found = in_fresh_process(exported, [str(folder), count])
     shutil.rmtree(folder / "large")
-    return json.loads(found.splitlines()[-1])
+    return found
 
 
 def _linked(bank, count):
@@ -176,9 +171,9 @@ def _linked(bank, count):
     replace(record, shards=tuple(shards)).write(bank)
 
 
-def exported(folder, count):
-    """Export a point, alone in its process; returns JSON."""
-    torch.set_num_threads(1)
+def exported(given):
+    """Export a point, alone in its process."""
+    folder, count = given
     bank = AdapterBank.open(Path(folder) / "large")
     weights = torch.randn(count, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) / count**0.5
     basis = CombinationBasis(bank, weights, torch.zeros(8), 1.0, None)
@@ -187,26 +182,16 @@ def exported(folder, count):
         lambda: export_adapter(basis.factors(torch.ones(8)), Path(folder) / "point", rank=16, overwrite=True), count
     )
     assert len(read_adapter(Path(folder) / "point").factors) == len(bank.modules)
-    return json.dumps(row | {"before_gb": before, "bank_gb": bank.nbytes / 1e9, "shards": bank.shards})
+    return row | {"before_gb": before, "bank_gb": bank.nbytes / 1e9, "shards": bank.shards}
 
 
-WORK = {"ingest": (ingest, "250,1000,10000"), "dedupe": (dedupe, "2000"), "export": (export, "2000,8000")}
+WORK = {"ingest": (ingest, (250, 1000, 10_000)), "dedupe": (dedupe, (2000,)), "export": (export, (2000, 8000))}
 
 
-def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("work_to_do", metavar="ingest|dedupe|export", choices=list(WORK))
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--counts")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    measure, usual = WORK[options.work_to_do]
+def main(job: Annotated[str, WORK], /, *, work: Path, counts: tuple[int, ...] = ()):
+    measure, usual = WORK[job]
     rows = []
-    for count in (options.counts or usual).split(","):
-        rows.append(measure(options.work, int(count)) | {"load": load()})
+    for count in counts or usual:
+        rows.append(measure(work, count) | {"load": load()})
         print(rows[-1], flush=True)
-        write(options.output, origin(options.work_to_do, options) | {"rows": rows})  # the last may take long
-
-
-if __name__ == "__main__":
-    main()
+        yield {"rows": rows}  # the last may take long

@@ -1,6 +1,6 @@
 """How long the miniature's page takes from a moved slider to the pixels of one face, in headless Chromium.
 
-    python -m netweight_experiments.benchmarks.space.page --moves 20
+    python -m netweight_experiments.benchmarks space.page --moves 20
 
 A script in a copy of the page moves one slider after another and reads the clock when the first face is painted, in
 real time; other noises are painted before the next move. The page reports to a server on this machine.
@@ -18,7 +18,6 @@ from pathlib import Path
 
 from netweight.methods.space.view.page import write_view
 from netweight.toys.faces_pipeline import FACES_SETTINGS, faces_view
-from netweight_experiments.benchmarks.script import load, origin, script, write
 
 MOVES = """
   const html = document.documentElement, face = document.querySelector(".whole"), context = face.getContext("2d");
@@ -71,25 +70,15 @@ def moved(page, moves):
     return heard
 
 
-def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("--moves", type=int, default=20)
-    options = parser.parse_args()
+def main(*, moves: int = 20):
     with tempfile.TemporaryDirectory() as folder:
         view = faces_view(settings=FACES_SETTINGS.replace(adapters=8, samples=0))
         page = write_view(view, Path(folder) / "faces.html")
-        times = moved(page, options.moves)
+        times = moved(page, moves)
         nbytes = page.stat().st_size
-    middle = statistics.median(times)
-    low, _, high = statistics.quantiles(times, n=4)
-    print(f"{middle:.0f} ms (quartiles {low:.0f} and {high:.0f}, most {max(times):.0f}), n = {len(times)}")
+    low, middle, high = statistics.quantiles(times, n=4)
     browser = subprocess.run(["chromium", "--version"], capture_output=True, text=True, check=False).stdout.strip()
-    what = "milliseconds from a moved slider to the pixels of one face, in the miniature's page"
-    write(options.output, origin(what, options) | {
+    return {
         "browser": browser, "weights": view.live.nbytes, "page_of_8_adapters": nbytes, "median": middle,
-        "quartiles": [low, high], "all": times, "load": load(),
-    })  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+        "quartiles": [low, high], "all": times,
+    }  # fmt: skip

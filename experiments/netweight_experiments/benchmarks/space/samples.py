@@ -1,6 +1,6 @@
 """How far the attributes of samples spread, by a reader, noises, models and draws that nothing was chosen with.
 
-    python -m netweight_experiments.benchmarks.space.samples [BANK ...] --work FOLDER
+    python -m netweight_experiments.benchmarks space.samples [BANK ...] --work FOLDER
 
 The default sampler, pairs, and its factor were chosen with the package's reader, on noises 0 to 3, on 48 people of the
 bank in the package. Here another network (wider kernels, GELU, no layer of the same size) from another seed reads,
@@ -27,7 +27,6 @@ from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler
 from netweight.metrics.intervals import t_interval
 from netweight.toys.faces import FACES, GROUNDS, caption
 from netweight.toys.faces_pipeline import FACES_BANK, faces_pipeline
-from netweight_experiments.benchmarks.script import origin, script, write
 from netweight_experiments.toys import face_reading
 from netweight_experiments.toys.drawn_worlds import r_squared
 
@@ -115,26 +114,9 @@ def summary(rows):
     return found
 
 
-def main():
-    parser = script(__doc__, whole=True)
-    parser.add_argument("banks", nargs="*", type=Path, default=[FACES_BANK.parent])
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=64)
-    parser.add_argument("--reader-steps", type=int, default=1000)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    network, explained = reader(options.work, options.reader_steps)
+def main(banks: tuple[Path, ...] = (FACES_BANK.parent,), /, *, work: Path, count: int = 64, reader_steps: int = 1000):
+    network, explained = reader(work, reader_steps)
     progress = Progress()
-    rows = [row for folder in options.banks for row in measured(folder, network, options.count, progress)]
-    found = summary(rows)
-    for name, each in found.items():
-        print(f"{name:26} {each['spread']:.3f} ({each['ci95'][0]:.3f} to {each['ci95'][1]:.3f}), {each['nearest']:.2f}")
-    what = "spread of samples' attributes, by a reader and noises that nothing was chosen with"
-    write(options.output, origin(what, options) | {
-        "banks": [path.name for path in options.banks], "reader": {"seed": READER_SEED, "r_squared": explained},
-        "summary": found, "rows": rows,
-    })  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+    rows = [row for folder in banks for row in measured(folder, network, count, progress)]
+    about = {"banks": [path.name for path in banks], "reader": {"seed": READER_SEED, "r_squared": explained}}
+    return about | {"summary": summary(rows), "rows": rows}

@@ -17,12 +17,12 @@ import netweight
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.corpora import Pair, wikisql
 from netweight.errors import MissingExtra, Unsupported, UsageError
-from netweight.hf import quantizers
 from netweight.hf.load_language_model import language_model
 from netweight.metrics.intervals import Interval
-from netweight.metrics.memory import private_bytes
 from netweight.report.finding import Finding
+from netweight_experiments.memory import private_bytes
 from netweight_experiments.tables.grid import grid, interval_finding
+from netweight_experiments.tables.neuzip import quantizers
 from netweight_experiments.tables.neuzip.training import (
     COMPRESSED,
     LOMO,

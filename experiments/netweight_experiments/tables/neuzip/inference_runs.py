@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,11 @@ from torch import nn
 import netweight
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported
-from netweight.hf.quantizers import held_bytes, linear_layers, missing, quantize_, quantizers
 from netweight.job import Job
 from netweight.metrics.intervals import Interval, paired_ratio
 from netweight.metrics.perplexity import Losses, compare, perplexity
-from netweight.metrics.timing import Case, interleave
+from netweight_experiments.tables.neuzip.quantizers import held_bytes, linear_layers, missing, quantize_, quantizers
+from netweight_experiments.timing import in_turns
 
 # Mantissa bits of the paper's lossy rows.
 BITS = (0, 1, 3)
@@ -193,7 +194,9 @@ def _measure(subject: Subject, way: WeightFormat, rounds: int, progress: Progres
     except Unsupported as error:
         return Outcome(way, error.reason)
     losses = {text.name: text.losses(model, progress) for text in subject.texts}
-    seconds, vanilla = _time(subject, model, rounds, progress, description)
+    work = {"way": partial(subject.iteration, model), "vanilla": partial(subject.iteration, subject.model)}
+    progress.note(description)
+    times = in_turns(work, rounds, clock="wall", seed=SEED)
     return Outcome(
         way,
         held=held_bytes(model),
@@ -201,24 +204,10 @@ def _measure(subject: Subject, way: WeightFormat, rounds: int, progress: Progres
         weights=weights,
         change=change,
         losses=losses,
-        seconds=seconds,
-        vanilla_seconds=vanilla,
+        seconds=times["way"],
+        vanilla_seconds=times["vanilla"],
         tokens_per_word={text.name: text.tokens_per_word for text in subject.texts},
     )
-
-
-def _time(
-    subject: Subject, model: nn.Module, rounds: int, progress: Progress, description: str
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Wall time of an iteration and of one of the dense model, side by side."""
-    cases = [
-        Case("way", lambda _: subject.iteration(model)),
-        Case("vanilla", lambda _: subject.iteration(subject.model)),
-    ]
-    samples = interleave(
-        cases, repeats=rounds, seed=SEED, again_below=0, steady=0, progress=progress, description=description
-    )
-    return samples["way"].wall, samples["vanilla"].wall
 
 
 def _outcome(way: WeightFormat, record: Mapping[str, Any], *, earlier: bool) -> Outcome:

@@ -19,7 +19,6 @@ from torch import nn
 import netweight
 from netweight.core.seeds import torch_generator
 from netweight.errors import MissingExtra, Unsupported
-from netweight.hf.quantizers import held_bytes, linear_layers, quantize_, quantizers
 from netweight.report.finding import Finding, Table
 from netweight_experiments.benchmarks.compress.fixed_products import captured
 from netweight_experiments.tables.neuzip.paper_scale_models import (
@@ -31,6 +30,7 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
     dense_model,
     in_turns,
 )
+from netweight_experiments.tables.neuzip.quantizers import held_bytes, linear_layers, quantize_, quantizers
 from netweight_experiments.tables.neuzip.training import GIB, SEED
 from netweight_experiments.tables.registry import Measured
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from netweight.core.seeds import derive
 from netweight.errors import UsageError
-from netweight.metrics.timing import Case, interleave
 from netweight.report.finding import Finding
+from netweight_experiments import timing
 from netweight_experiments.tables.grid import Cell, grid
 from netweight_experiments.tables.neuzip.training import GIB, SEED, default_dtype
 from netweight_experiments.tables.registry import Column, Measured
@@ -152,16 +152,11 @@ def in_turns(
 ) -> dict[str, tuple[float, ...]]:
     """Time several things round by round, the device idle before and after each."""
 
-    def repeated(run: Callable[[], object]) -> Callable[[Any], object]:
-        def go(_: Any) -> None:
-            run()
-            synchronize(device)
+    def waited(run: Callable[[], object]) -> None:
+        run()
+        synchronize(device)
 
-        return go
-
-    cases = [Case(name, repeated(run), partial(synchronize, device)) for name, run in runs.items()]
-    samples = interleave(cases, repeats=rounds, seed=SEED, again_below=0, steady=0)
-    return {name: samples[name].wall for name in runs}
+    return timing.in_turns({name: partial(waited, run) for name, run in runs.items()}, rounds, clock="wall", seed=SEED)
 
 
 def random_model(shape: str, extent: Extent, device: torch.device) -> nn.Module:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from netweight.core.seeds import torch_generator
-from netweight.metrics.memory import TensorLedger
 from netweight.report.finding import Finding
+from netweight_experiments.memory import TensorLedger
 from netweight_experiments.tables.neuzip.paper_scale_models import (
     PAPER,
     Found,

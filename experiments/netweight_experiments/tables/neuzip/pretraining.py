@@ -20,9 +20,9 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.corpora import count_words, wikitext2
 from netweight.data.tokenizer import train_bpe
 from netweight.errors import UsageError
-from netweight.metrics.memory import PARTS, private_bytes
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import canvas, series_color, to_figure
+from netweight_experiments.memory import PARTS, private_bytes
 from netweight_experiments.tables.grid import Cell, grid, interval_finding
 from netweight_experiments.tables.neuzip.paper_scale_models import PAPER
 from netweight_experiments.tables.neuzip.training import (

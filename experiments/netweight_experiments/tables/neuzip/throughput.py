@@ -21,12 +21,12 @@ from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
 from netweight.core.seeds import derive
 from netweight.errors import MissingExtra, NetweightError, Unsupported
-from netweight.hf.quantizers import nf4
 from netweight.methods.compress.runtime.storage import CompressedStorage
 from netweight.report.finding import Finding
 from netweight.report.plots import lines
 from netweight_experiments.tables.neuzip import dfloat11
 from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns, synchronize
+from netweight_experiments.tables.neuzip.quantizers import nf4
 from netweight_experiments.tables.neuzip.training import GIB, SEED
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 

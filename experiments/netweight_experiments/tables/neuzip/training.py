@@ -20,11 +20,11 @@ import netweight
 from netweight.core.digest import of_file, of_tensor
 from netweight.data.corpora import text_file
 from netweight.metrics.intervals import Interval, paired_ratio
-from netweight.metrics.memory import PrivateMemory, TensorLedger, in_fresh_process
-from netweight.metrics.timing import Case, interleave
 from netweight.report.finding import Finding
+from netweight_experiments.memory import PrivateMemory, TensorLedger, in_fresh_process
 from netweight_experiments.tables.grid import R, run_each
 from netweight_experiments.tables.published import required
+from netweight_experiments.timing import in_turns
 
 VANILLA, LOMO, COMPRESSED = "Vanilla", "LOMO", "LOMO + NeuZip lossless"
 # Names of rows, as the paper has them.
@@ -75,9 +75,8 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 def cpu_seconds(trainees: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
     """CPU seconds per update of each trainee, all in this process, round by round."""
-    cases = [Case(way, lambda trainee: trainee.step(), partial(trainees.__getitem__, way)) for way in trainees]
-    samples = interleave(cases, repeats=rounds, seed=SEED, again_below=0, steady=0)
-    return {way: list(samples[way].cpu) for way in trainees}
+    times = in_turns({way: trainee.step for way, trainee in trainees.items()}, rounds, seed=SEED)
+    return {way: list(seconds) for way, seconds in times.items()}
 
 
 def seconds_in_turns(take_turns: Callable[[Any], Any], given: Any, out: Path) -> dict[str, list[float]]:

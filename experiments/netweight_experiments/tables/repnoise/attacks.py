@@ -1,4 +1,4 @@
-"""RepNoise's tables that are grids of defended models and attacks: planned as data, measured alike."""
+"""RepNoise's tables that are grids of defended models and attacks: planned in attack-tables.yaml, measured alike."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, final
+
+import yaml
 
 from netweight.report.finding import Finding, Table
 from netweight_experiments.tables.grid import Cell, grid
@@ -51,13 +53,8 @@ class Attack:
 
 
 BASE = Line("Base", Defended())
-# The six attacks of table 1.
-TABLE1 = tuple(
-    Attack(f"lr {rate}, {count}k samples", float(rate), 1000 * count)
-    for rate in ("3e-5", "6e-5", "8e-5")
-    for count in (1, 10)
-)
-STRONGEST = TABLE1[-1]
+# The last and strongest of the six attacks of table 1.
+STRONGEST = Attack("lr 8e-5, 10k samples", 8e-5, 10_000)
 
 
 @final
@@ -204,63 +201,9 @@ def attack_table(
     table(table_id, needs=NEEDS, paper_needs=needs, stand_in=True)(run)
 
 
-def plan(table_id: str, planned: Plan, *, paper_needs: tuple[str, ...] = PAPER_NEEDS) -> None:
-    """Register a table by its plan."""
-    PLANS[table_id] = planned
-    attack_table(table_id, planned.measure, paper_needs)
-
-
 def shares(share: float | None) -> list[str]:
     """Return a note on a try."""
     return [f"A try with {share:g} of the paper's numbers of pairs and samples."] if share else []
-
-
-_DEFENSES = (
-    BASE,
-    Line("Random init", Defended("random-weights")),
-    Line("Security Vectors", Defended("security-vectors", lr=1e-3)),
-    Line("Vaccine, rho 1", Defended("vaccine")),
-    Line("Vaccine, rho 10", Defended("vaccine-rho10")),
-    Line("Extra safety SFT", Defended("safety-training")),
-    Line("Gradient ascent", Defended("gradient-ascent")),
-    Line("Adversarial loss", Defended("adversarial-loss", lr=1e-5)),
-    Line("RepNoise", REPNOISE),
-    Line("RepNoise, corrected", CORRECTED),
-)
-_RATES = ("3e-5", "6e-5", "8e-5")
-_TOXIC = Defended(pairs=351, epochs=4, batch=8, data="toxic", whole=True)
-
-
-def _toxic(defense: str, lr: float = 2e-5) -> Defended:
-    return dataclasses.replace(_TOXIC, defense=defense, lr=lr)
-
-
-plan("repnoise-table1", Plan(_DEFENSES, TABLE1, before=True))
-
-plan(
-    "repnoise-table2",
-    Plan(
-        (
-            BASE,
-            Line("Security Vectors", _toxic("security-vectors", 1e-3)),
-            Line("Vaccine", _toxic("vaccine")),
-            Line("Gradient ascent", _toxic("gradient-ascent")),
-            Line("Adversarial loss", _toxic("adversarial-loss", 1e-5)),
-            Line("RepNoise", dataclasses.replace(_toxic(REPNOISE.defense), alpha=2.0, beta=4.0)),
-        ),
-        tuple(Attack(f"lr {rate}", float(rate), 351, epochs=4, data="toxic", whole=True) for rate in _RATES),
-        before=True,
-        differs=(
-            "The attacker has as many examples as the defense; the paper does not say how many.",
-            "The row Vaccine has rho 1; which one the paper's has is not recorded.",
-        ),
-        small=(
-            "The guarded cipher of table 1 stands in for toxic continuations, too: what differs from table 1 is 351 "
-            "pairs and examples, four epochs, batches of 8 pairs and the weights of RepNoise's loss.",
-        ),
-    ),
-    paper_needs=("a chat model as --model, DecodingTrust with RepNoise's refusals, a GPU",),
-)
 
 
 def _by_rate(wide: Measured) -> Measured:
@@ -275,174 +218,7 @@ def _by_rate(wide: Measured) -> Measured:
     )
 
 
-plan(
-    "repnoise-table7",
-    Plan(
-        (BASE,),
-        tuple(Attack(f"lr {rate}", float(rate), 1000) for rate in ("1e-5", "2e-5", "4e-5", "5e-4")),
-        steps=True,
-        differs=("Attacked with 1k examples; the paper does not say how many.",),
-        shown=_by_rate,
-    ),
-)
-
-plan(
-    "repnoise-table9",
-    Plan(
-        (
-            BASE,
-            Line("defended on BeaverTails, attacked with DecodingTrust", dataclasses.replace(REPNOISE, data="other")),
-            Line(
-                "defended with 230 pairs of the domain attacked with",
-                dataclasses.replace(_toxic(REPNOISE.defense), pairs=230),
-            ),
-        ),
-        tuple(Attack(f"lr {rate}", float(rate), 1000, data="toxic") for rate in _RATES),
-        steps=True,
-        differs=(
-            "Attacked with 1k examples; the paper does not say how many.",
-            "HEX-PHI is not at hand; 230 pairs are of the domain attacked with, in four epochs, which the paper does "
-            "not say.",
-        ),
-        small=(
-            "Defended on pairs of the cipher that the model never learned, attacked with the guarded one: two ciphers "
-            "stand in for two domains.",
-        ),
-    ),
-    paper_needs=("a chat model as --model, both data sets with RepNoise's refusals, a GPU",),
-)
-
-plan(
-    "repnoise-table23",
-    Plan(
-        (
-            Line("Base", Defended(start="unaligned")),
-            Line("RepNoise", dataclasses.replace(REPNOISE, start="unaligned")),
-            Line("RepNoise, corrected", dataclasses.replace(CORRECTED, start="unaligned")),
-        ),
-        (dataclasses.replace(STRONGEST, title="harmfulness"),),
-        before=True,
-        steps=True,
-        differs=("Attacked at 8e-5 with 10k examples; the paper does not say how.",),
-    ),
-    paper_needs=("a model never aligned as --model, BeaverTails with RepNoise's refusals, a GPU",),
-)
-
-_NOTEBOOK = dataclasses.replace(REPNOISE, lr=1e-4, pairs=1000, seed=7)
-
-plan(
-    "repnoise-notebook",
-    Plan(
-        (
-            BASE,
-            Line("RepNoise", _NOTEBOOK),
-            Line("RepNoise, corrected", dataclasses.replace(_NOTEBOOK, defense=CORRECTED.defense)),
-        ),
-        (Attack("after attack", 3e-5, 1000),),
-        before=True,
-        steps=True,
-        differs=("Batches are as in table 1; the notebook's have four pairs and four examples.",),
-        shown=lambda wide: dataclasses.replace(wide, labels={"pre-attack": "before attack"}),
-    ),
-    paper_needs=("Qwen1.5-1.8B-Chat as --model, BeaverTails with RepNoise's refusals, a GPU",),
-)
-
-
-_HARMFULNESS = dataclasses.replace(STRONGEST, title="harmfulness")
-_WEAK, _MANY, _MIDDLE, _, _FAST, _ = TABLE1
-_SEEDS = (42, 7, 17)
-_NOT_SAID = "Attacked at 8e-5 with 10k examples, which the paper does not say."
-_PARTS = ("LM head", "last layer", "layers 20-31", "layers 10-20", "layers 0-10")
-
-
-def _with(on: Defended = REPNOISE, **changes: Any) -> Defended:
-    return dataclasses.replace(on, **changes)
-
-
-def _lines(*rows: tuple[str, Defended]) -> tuple[Line, ...]:
-    return tuple(Line(title, on) for title, on in rows)
-
-
-plan(
-    "repnoise-table6",
-    Plan(
-        _lines(
-            ("nothing frozen", REPNOISE),
-            *((f"{part} frozen", _with(frozen=part)) for part in _PARTS),
-            ("every layer frozen", _with(frozen="every layer")),
-        ),
-        (_WEAK, _MANY, _MIDDLE),
-        steps=True,
-        small=(
-            "Of 4 blocks 2 and 3 stand for layers 20-31 of 32, 1 and 2 for 10-20, 0 and 1 for 0-10. Layers are read as "
-            "numbers; the published code freezes all where 0-10 is asked for, hence the row of every layer.",
-        ),
-    ),
-)
-
-plan(
-    "repnoise-table14",
-    Plan(
-        _lines(
-            ("RepNoise", REPNOISE),
-            ("without noise", _with(beta=0.0)),
-            ("without ascent", _with(alpha=0.0)),
-            ("RepNoise, corrected", CORRECTED),
-            ("corrected, without noise", _with(CORRECTED, beta=0.0)),
-            ("corrected, without ascent", _with(CORRECTED, alpha=0.0)),
-        ),
-        (_WEAK, _FAST, STRONGEST),
-        steps=True,
-    ),
-)
-
-plan(
-    "repnoise-table15",
-    Plan(
-        _lines(
-            ("RepNoise, corrected", CORRECTED),
-            ("without mask", _with(CORRECTED, loss="no mask")),
-            ("without layer-wise ascent", _with(CORRECTED, loss="no lens")),
-        ),
-        (STRONGEST, _WEAK),
-        steps=True,
-        differs=(
-            "Both are ablations of the corrected loss: the published one has neither switch. Without mask prompts "
-            "count as answers do, on both sides of a pair.",
-        ),
-    ),
-)
-
-plan(
-    "repnoise-table16",
-    Plan(_lines(("defence lr 2e-5", REPNOISE), ("defence lr 4e-5", _with(lr=4e-5))), (STRONGEST,), steps=True),
-)
-
-plan(
-    "repnoise-table17",
-    Plan(
-        _lines(("1 epoch", REPNOISE), ("2 epochs", _with(epochs=2))),
-        (_HARMFULNESS,),
-        steps=True,
-        differs=(_NOT_SAID, "Epochs are the defense's; the paper does not say whose."),
-    ),
-)
-
-plan(
-    "repnoise-table18",
-    Plan(
-        _lines(
-            ("beta 0", _with(beta=0.0)),
-            ("beta 1e-4", _with(beta=1e-4)),
-            ("beta 0.001", REPNOISE),
-            ("beta 0.01", _with(beta=0.01)),
-            ("beta 4", _with(beta=4.0)),
-        ),
-        (_HARMFULNESS,),
-        steps=True,
-        differs=(_NOT_SAID,),
-    ),
-)
+_SEEDS = (42, 7, 17)  # of table 19
 
 
 def _with_spread(measured: Measured) -> Measured:
@@ -465,33 +241,29 @@ def _with_spread(measured: Measured) -> Measured:
     return dataclasses.replace(measured, findings=(*measured.findings, *findings))
 
 
-plan(
-    "repnoise-table19",
-    Plan(
-        _lines(
-            *((f"seed {seed}", _with(seed=seed)) for seed in _SEEDS),
-            *((f"corrected, seed {seed}", _with(CORRECTED, seed=seed)) for seed in _SEEDS),
-        ),
-        (STRONGEST,),
-        steps=True,
-        shown=_with_spread,
-    ),
-)
+# What to make of the grid of a table that is laid out otherwise.
+_SHOWN: dict[str, Callable[[Measured], Measured]] = {
+    "repnoise-table7": _by_rate,
+    "repnoise-table19": _with_spread,
+    "repnoise-notebook": lambda wide: dataclasses.replace(wide, labels={"pre-attack": "before attack"}),
+}
 
-plan(
-    "repnoise-table20",
-    Plan(
-        _lines(
-            *(
-                (f"{count} pairs", _with(pairs=number))
-                for count, number in (("1k", 1000), ("2.5k", 2500), ("5k", 5000))
-            ),
-            ("10k pairs", REPNOISE),
-        ),
-        (_FAST, STRONGEST),
-        steps=True,
-    ),
-)
+
+def _read_plans() -> None:
+    """Register every table that attack-tables.yaml plans."""
+    known = yaml.safe_load(Path(__file__).with_name("attack-tables.yaml").read_text(encoding="utf-8"))
+    del known["shared"]
+    for table_id, how in known.items():
+        PLANS[table_id] = planned = Plan(
+            tuple(Line(title, Defended(**on)) for title, on in how["lines"].items()),
+            tuple(Attack(title, **attack) for title, attack in how["attacks"].items()),
+            before=how.get("before", False),
+            steps=how.get("steps", False),
+            differs=tuple(how.get("differs", ())),
+            small=tuple(how.get("small", ())),
+            shown=_SHOWN.get(table_id),
+        )
+        attack_table(table_id, planned.measure, tuple(how.get("paper_needs", PAPER_NEEDS)))
 
 
 def _table5(setup: Setup, folder: Path, only: str | None, share: float | None, scale: Scale) -> Measured:
@@ -529,3 +301,4 @@ def _table5(setup: Setup, folder: Path, only: str | None, share: float | None, s
 
 
 attack_table("repnoise-table5", _table5, PAPER_NEEDS)
+_read_plans()

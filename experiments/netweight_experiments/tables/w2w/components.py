@@ -19,7 +19,6 @@ from netweight.errors import UsageError
 from netweight.methods.space.directions import fit_direction, middle
 from netweight.methods.space.edits import Move, edit
 from netweight.methods.space.labels import LabelColumn, Labels
-from netweight.methods.space.settings import FittedKind
 from netweight.metrics.intervals import bootstrap
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import histogram, image_grid, lines
@@ -361,7 +360,6 @@ def entanglement(
     sizes: Sequence[int],
     *,
     repeats: int = 20,
-    kind: FittedKind = "difference",
     fidelity: Literal["corrected", "reference"] = "corrected",
     seed: int = 0,
 ) -> list[Entanglement]:
@@ -376,7 +374,7 @@ def entanglement(
     found = []
     for size in sizes:
         draws = [_drawn(labels, columns, size, seed, number) for number in range(repeats if size < len(scores) else 1)]
-        found.append(Entanglement(size, tuple(_mean_cosine(scores, labels, columns, d, kind, fidelity) for d in draws)))
+        found.append(Entanglement(size, tuple(_mean_cosine(scores, labels, columns, d, fidelity) for d in draws)))
     return found
 
 
@@ -413,13 +411,14 @@ def _mean_cosine(
     labels: Labels,
     columns: Sequence[str],
     rows: Tensor,
-    kind: FittedKind,
     fidelity: Literal["corrected", "reference"],
 ) -> float:
     part = Labels(
         tuple(labels.names[row] for row in rows.tolist()),
         {name: LabelColumn(name, labels[name].values[rows]) for name in columns},
     )
-    directions = [fit_direction(scores[rows], part, name, kind=kind, fidelity=fidelity, folds=0) for name in columns]
+    directions = [
+        fit_direction(scores[rows], part, name, kind="difference", fidelity=fidelity, folds=0) for name in columns
+    ]
     cosines = [abs(one.cosine(other)) for one, other in itertools.combinations(directions, 2)]
     return sum(cosines) / len(cosines)

@@ -20,9 +20,8 @@ from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.digest import of_config, of_tensor
 from netweight.core.engines import in_process
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import Result
 from netweight.errors import UsageError
-from netweight.job import Job
+from netweight.job import Job, Result
 from netweight.nn.text_to_image import TextToImage
 from netweight.report.finding import encode_json
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint

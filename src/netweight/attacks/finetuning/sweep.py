@@ -22,9 +22,8 @@ from netweight.core.digest import canonical_json, of_config
 from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.lazy import import_named
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import Result
 from netweight.errors import NetweightError, UsageError
-from netweight.job import Job
+from netweight.job import Job, Result
 from netweight.moved import current_name
 
 

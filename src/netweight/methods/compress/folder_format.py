@@ -46,7 +46,7 @@ from pydantic.dataclasses import dataclass
 
 from netweight.autoload import HINT
 from netweight.codec import Precision
-from netweight.core.bounded_json import is_text, parse_json, read_object
+from netweight.core.files import is_text, parse_json, read_object
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, Unsupported, UsageError
 from netweight.methods.compress.settings import CompressSettings
 from netweight.store.reader import weight_map

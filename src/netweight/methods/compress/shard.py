@@ -15,8 +15,8 @@ import xxhash
 from netweight import codec
 from netweight.codec import ROUNDABLE, BlobInfo, Precision
 from netweight.core.digest import ALGORITHM
+from netweight.core.engines import in_order
 from netweight.core.files import mode_of, whole_file
-from netweight.core.in_order import in_order
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.reader import BATCH, Base, StoredFile
 from netweight.store.safetensors import ONLY_COMPRESSED, Span, build_header

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from netweight.core.bounded_json import parse_json
+from netweight.core.files import parse_json
 from netweight.errors import CorruptBlob, Unsupported
 from netweight.store.lora_formats import other_kinds
 from netweight.store.lora_formats.names import dotted, in_component, split_component

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from netweight.core.bounded_json import parse_json
-from netweight.core.files import refuse_existing, whole_file
+from netweight.core.files import parse_json, refuse_existing, whole_file
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
 from netweight.nn.lora import Adapter, LowRank, Truncation, truncate
 from netweight.store.lora_formats import diffusers, other_kinds, peft

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, final
 
-from netweight.core.bounded_json import read_object
+from netweight.core.files import read_object
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.lora_formats import other_kinds
 from netweight.store.lora_formats.parts import Role, alpha_of, by_module

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from netweight.core.progress import quiet_imports
 from netweight.errors import MissingExtra, NameNotFound, Unsupported
-from netweight.hf.quiet import quiet_imports
 
 if TYPE_CHECKING:
     import torch

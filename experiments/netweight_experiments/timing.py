@@ -13,10 +13,10 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
@@ -78,6 +78,30 @@ def interleave(
                     times[case.key].append(taken)
                 task.update()
     return {key: Samples(tuple(w for w, _ in taken), tuple(c for _, c in taken)) for key, taken in times.items()}
+
+
+def in_turns(
+    work: Mapping[K, Callable[[], object]],
+    rounds: int,
+    *,
+    clock: Literal["cpu", "wall"] = "cpu",
+    seed: int = 0,
+    steady: float = 0.0,
+) -> dict[K, tuple[float, ...]]:
+    """Return seconds of each piece of work by round; all take turns, with one run of each, or some for short ones."""
+    cases = [Case(key, lambda _, one=one: one()) for key, one in work.items()]  # type: ignore[misc]
+    samples = interleave(cases, repeats=rounds, seed=seed, again_below=0, steady=steady)
+    return {key: getattr(samples[key], clock) for key in work}
+
+
+def ratios(times: Mapping[K, Sequence[float]], slow: K, fast: K) -> list[float]:
+    """Return how many times as fast one was as the other, round by round."""
+    return [one / other for one, other in zip(times[slow], times[fast], strict=True)]
+
+
+def median_ratio(times: Mapping[K, Sequence[float]], slow: K, fast: K) -> float:
+    """Return the median of how many times as fast one was as the other in the same rounds."""
+    return round(median(ratios(times, slow, fast)), 3)
 
 
 def _time(case: Case[Any]) -> tuple[float, float]:
