@@ -26,7 +26,7 @@ _MOST_NARROW = 32  # rows of inputs for which each warp loads its own
 _MOST_WARPS, _MOST_SPLITS = 16, 8  # of such a block, and of its columns
 _SIDE_WARPS, _SIDE_BLOCKS, _MOST_SIDE_SPLITS = 8, 2, 16  # for more inputs: of a block, blocks of a processor, splits
 _DECODE_THREADS = _FINISH_THREADS = 256
-_ENCODE_THREADS, _PLACE_THREADS = 512, 128
+_ENCODE_THREADS, _SUM_THREADS, _PLACE_THREADS = 512, 1024, 128
 _TILES_DECODED = 4  # of the same rows by a block
 _LISTED = 512  # kListed in kernels/fixed.cu
 _ALIGNMENT = 16  # of addresses, in bytes
@@ -98,8 +98,7 @@ def overwrite(weight: torch.Tensor, payload: torch.Tensor, status: torch.Tensor)
     source, on = _aligned(weight.contiguous()), weight.device
     arguments: list[launching.Argument] = [source, payload, listed, status, rows, columns]
     launching.launch(_FILE, "encode_fixed", layout.tile_rows, _ENCODE_THREADS, arguments, device=on)
-    counts = payload[layout.first_at + 4 : layout.escapes_at].view(torch.int32)
-    counts.copy_(counts.cumsum(0, dtype=torch.int32))
+    launching.launch(_FILE, "add_up_escapes", 1, _SUM_THREADS, [payload, rows, columns], device=on)
     arguments = [payload, listed, status, rows, columns, payload.numel()]
     launching.launch(_FILE, "place_escapes", layout.tile_rows, _PLACE_THREADS, arguments, device=on)
 

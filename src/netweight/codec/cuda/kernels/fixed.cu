@@ -6,7 +6,7 @@
 // multiplied apart, so that where an input is infinite or NaN an output may be NaN though a dense product were
 // infinite. Sums are fp32, taken in an order that depends on sizes only: the same call gives the same bits. Launched by
 // codec/cuda/fixed_products.py, which checks sizes and addresses.
-#include "types.cuh"
+#include "reductions.cuh"
 
 constexpr u32 kTileRows = 16, kTileColumns = 64, kTileBytes = 1536, kTilesAt = 128, kBaseAt = 13;
 constexpr u32 kTileOutputs = 128;  // 16 rows times 8 columns: what a product on tensor cores sums up
@@ -289,6 +289,18 @@ extern "C" __global__ void __launch_bounds__(512)
     listed[static_cast<u64>(blockIdx.x) * kListed + place] =
         static_cast<u32>(escape >> 16 & 0xffff) | static_cast<u32>(escape) << 16;
   }
+}
+
+// Adds up the numbers of escapes of rows to where each row's begin. One block.
+extern "C" __global__ void __launch_bounds__(1024) add_up_escapes(u8* payload, i64 rows, i64 columns) {
+  __shared__ u32 parts[32];
+  Weight weight(payload, rows, columns);
+  u32* first = const_cast<u32*>(weight.first);
+  u32 each = (weight.rows + blockDim.x - 1) / blockDim.x, begin = threadIdx.x * each, end = min(begin + each, weight.rows);
+  u32 sum = 0, all;
+  for (u32 row = begin; row < end; row++) sum += first[row + 1];
+  sum = block_running_sum(sum, parts, all);
+  for (u32 row = begin; row < end; row++) first[row + 1] = sum += first[row + 1];
 }
 
 // Puts the escapes behind the tiles, once `first` adds up, and writes the header; ORs 1 into the status if they are too
