@@ -125,7 +125,7 @@ def _saving_is_hooked() -> bool:
 
 
 def _casts(x: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
 def _cast(x: Any, dtype: torch.dtype, bias: Any) -> Any:
@@ -322,13 +322,13 @@ class _Embedding(Function):
 
 # ---- decoding, without the dispatcher where nothing observes it: its microseconds count at one token at a time -------
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, tuple, list, type(None)})
 
 
 def _direct(operator: Any, implementation: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
     """Run an operator, without the dispatcher where nothing observes it."""
-    odd = any(isinstance(value, torch.Tensor) and type(value) not in _PLAIN for value in arguments)
-    result: torch.Tensor = (operator if odd or _is_watched() else implementation)(*arguments)
+    plain = _PLAIN.issuperset(map(type, arguments)) and not _is_watched()
+    result: torch.Tensor = (implementation if plain else operator)(*arguments)
     return result
 
 
@@ -384,8 +384,9 @@ _decoded_forward = partial(_decoded, direction="forward")
 
 
 def _rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor, fixed: bool) -> torch.Tensor:
-    way = (gather_fixed_rows, _gathered_fixed_rows) if fixed else (gather_rows, _gathered_rows)
-    return _direct(*way, payload, shape, dtype, ids)
+    if fixed:
+        return _direct(gather_fixed_rows, _gathered_fixed_rows, payload, shape, dtype, ids)
+    return _direct(gather_rows, _gathered_rows, payload, shape, dtype, ids)
 
 
 def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
@@ -400,13 +401,15 @@ def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: t
         finally:
             if borrowed is not None:
                 borrowed.give_back()
-    local, wanted, result = payload.cpu(), ids.cpu(), (*ids.shape, *shape[1:])
-    blob, count, width = blob_of(local), wanted.numel(), math.prod(shape[1:])
+    local, count, width = payload if payload.is_cpu else payload.cpu(), ids.numel(), math.prod(shape[1:])
+    blob, result = blob_of(local), (*ids.shape, *shape[1:])
     if count == 1:
-        first = _checked(int(wanted), shape) * width
-        return codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width).to(payload.device)
+        first = _checked(int(ids.item()), shape) * width
+        row = codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width)
+        return row if payload.is_cpu else row.to(payload.device)
+    wanted = ids.cpu()
     rows, places = torch.unique(wanted, return_inverse=True)
-    runs = _runs(rows.tolist(), max(1, (1 << codec.info(blob).chunk_log2) // max(1, width))) if count else []
+    runs = _runs(rows.tolist(), max(1, (1 << _chunk_log2(blob)) // max(1, width))) if count else []
     for start, stop in runs:
         _checked(start, shape), _checked(stop - 1, shape)
     if sum(stop - start for start, stop in runs) * 2 > shape[0]:
@@ -417,6 +420,11 @@ def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: t
         part = torch.empty((stop - start, *shape[1:]), dtype=dtype)
         table[inside] = codec.fill(part, blob, start * width, stop * width)[rows[inside] - start]
     return table[places.reshape(-1)].view(result).to(payload.device)
+
+
+def _chunk_log2(blob: memoryview) -> int:
+    """Of the numbers per chunk; see docs/format.md."""
+    return 18 if codec.is_lossy(blob) else blob[6]
 
 
 def _checked(row: int, shape: Any) -> int:
@@ -467,7 +475,7 @@ def _product_by_tiles(
 def _tiles(blob: memoryview, shape: Any) -> Iterator[torch.Tensor]:
     """Rows of a bf16 weight in one piece of memory, decoded whole chunks at a time."""
     rows, columns = shape
-    chunk = 1 << (18 if codec.is_lossy(blob) else blob[6])  # see docs/format.md
+    chunk = 1 << _chunk_log2(blob)
     step, numbers = -(-_TILE // (2 * chunk)) * chunk, rows * columns
     memory, held = codec.pooled(step + columns, torch.bfloat16), 0
     for first in range(0, numbers, step):

@@ -25,7 +25,7 @@ from netweight.store.writer import Level
 
 Prefer = Literal["memory", "speed"]
 Patterns = Select | str | Iterable[str] | None
-_ROW_CHUNKS = 15  # an embedding reads few rows: small chunks, of 32768 numbers
+_ROW_CHUNKS = 14  # an embedding reads few rows: small chunks, of 16,384 numbers
 _SMALL = 10 << 20  # bytes below which torch cuts a payload from a block of 20 MiB, where others may have been
 
 

@@ -240,8 +240,7 @@ def decode_payload(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> tor
 
 def decode_here(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The same of a payload on the CPU."""
-    compressed = payload.numel()
-    if compressed < _MANY:  # the pool is for large weights, whose fresh pages would cost more than decoding
+    if payload.numel() < _MANY:  # the pool is for large weights, whose fresh pages would cost more than decoding
         return codec.fill(torch.empty(shape, dtype=dtype), blob_of(payload))
     dense = codec.pooled(math.prod(shape), dtype).view(shape)
     return codec.fill(dense, blob_of(payload), threads=torch.get_num_threads())
