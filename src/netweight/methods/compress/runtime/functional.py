@@ -37,8 +37,7 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     stored = weight.stored
     payload, shape, dtype = stored.payload, stored.shape, stored.dtype
     if torch.is_grad_enabled() or _is_watched() or _casts(x):
-        product: torch.Tensor = _product(_Linear, x, weight, bias)
-        return product
+        return _product(x, weight, bias)
     if stored.fixed:
         return _linear_fixed(x, payload, shape, bias)
     if not payload.is_cpu or device.handles(payload):
@@ -55,7 +54,7 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
 def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any, **options: Any) -> torch.Tensor | None:
     """`torch.addmm` as transformers' Conv1D calls it, or None where torch's own must run."""
     plain = not options and bias.dim() == 1 and _as_dense_would(x)
-    return _product(_Addmm, x, weight, bias) if plain else None
+    return _product(x, weight, bias, turned=True) if plain else None
 
 
 def conv(
@@ -111,13 +110,16 @@ def _as_dense_would(x: torch.Tensor) -> bool:
     return (x.dim() >= 2 and x.is_contiguous()) or torch.compiler.is_compiling()
 
 
-def _product(function: Any, x: Any, weight: Any, bias: Any) -> Any:
+def _product(x: Any, weight: Any, bias: Any, *, turned: bool = False) -> torch.Tensor:
     stored = weight.stored
     x, bias, compute = _cast(x, stored.dtype, bias)
     payload, keeper = stored.payload, []  # type: ignore[var-annotated]
     if not torch.compiler.is_compiling() and x.requires_grad and torch.is_grad_enabled() and _saving_is_hooked():
         x = _Keep.apply(x, payload, weight.requires_grad, keeper)  # type: ignore[no-untyped-call]
-    return _call(function, x, weight, payload, bias, stored.shape, stored.dtype, compute, keeper)
+    result: torch.Tensor = _call(
+        _Linear, x, weight, payload, bias, stored.shape, stored.dtype, compute, (turned, keeper)
+    )
+    return result
 
 
 def _saving_is_hooked() -> bool:
@@ -224,24 +226,22 @@ class _Keep(Function):
         return gradient, None, None, None
 
 
-def _save(ctx: Any, x: Any, payload: Any, shape: Any, dtype: Any, keeper: Any, *, fixed: bool = False) -> None:
-    """Save what the needed gradients of a product ask for, and nothing else, unless `_Keep` has."""
-    if ctx is None:
-        return
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.keeper = keeper
-    if not keeper:
-        ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
-    ctx.shape, ctx.dtype, ctx.fixed, ctx.trains = shape, dtype, fixed, needs_weight
-
-
 class _Linear(Function):
+    """`linear`, or with `turned` `addmm`, whose weight has its columns where that of `linear` has its rows."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
+        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, rest: Any
     ) -> torch.Tensor:
-        fixed = weight.stored.fixed
-        _save(ctx, x, payload, shape, dtype, keeper, fixed=fixed)
+        (turned, keeper), fixed = rest, weight.stored.fixed
+        if ctx is not None:  # what the needed gradients ask for, and nothing else, unless `_Keep` has it
+            needs_x, needs_weight = ctx.needs_input_grad[:2]
+            if not keeper:
+                ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
+            ctx.keeper, ctx.turned, ctx.shape, ctx.dtype = keeper, turned, shape, dtype
+            ctx.fixed, ctx.trains = fixed, needs_weight
+        if turned:
+            return _on_dense(payload, shape, dtype, compute, lambda dense: torch.addmm(bias, x, dense))
         decodes = _is_going_back(payload) and x.numel() > form.MOST_INPUTS * shape[1]
         if fixed and compute == dtype and not decodes:  # nothing is decoded where a kernel can multiply with it
             return _owned(_direct(linear_fixed, _linear_fixed, x, payload, shape, bias))
@@ -253,29 +253,14 @@ class _Linear(Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, payload = (ctx.keeper[0] if ctx.keeper else ctx).saved_tensors
         needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
-        flat = gradient.flatten(0, -2)
-        to_x = None
+        flat, to_x, to_weight = gradient.flatten(0, -2), None, None
         if needs_x:
-            to_x = _on_dense_again(ctx, payload, flat, flat.mm).view(*gradient.shape[:-1], ctx.shape[1])
-        to_weight = flat.t().mm(x.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
+            to_x = _on_dense_again(ctx, payload, flat, lambda dense: flat.mm(dense.t() if ctx.turned else dense))
+            to_x = to_x.view(*gradient.shape[:-1], to_x.shape[1])
+        if needs_weight:
+            rows = x.flatten(0, -2)
+            to_weight = (rows.t().mm(flat) if ctx.turned else flat.t().mm(rows)).to(ctx.dtype)
         return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None, None, None
-
-
-class _Addmm(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
-    ) -> torch.Tensor:
-        _save(ctx, x, payload, shape, dtype, keeper)
-        return _on_dense(payload, shape, dtype, compute, lambda dense: torch.addmm(bias, x, dense))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, payload = (ctx.keeper[0] if ctx.keeper else ctx).saved_tensors
-        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
-        to_x = _on_dense_again(ctx, payload, gradient, lambda dense: gradient.mm(dense.t())) if needs_x else None
-        to_weight = x.t().mm(gradient).to(ctx.dtype) if needs_weight else None
-        return to_x, to_weight, None, gradient.sum(0) if needs_bias else None, None, None, None, None
 
 
 class _Conv(Function):
