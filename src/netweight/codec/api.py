@@ -414,7 +414,7 @@ def fill(out: torch.Tensor, blob: Blob, first: int = 0, last: int | None = None,
     """Decode numbers `first` to `last` (exclusive), all by default, into a contiguous CPU tensor of just these."""
     source = blob if type(blob) is memoryview and blob.c_contiguous else bytes_of(blob)
     with _A_BLOB:
-        if bytes(source[:3]) == lossy.MAGIC:
+        if lossy.recognizes(source):
             end = _about(source)[2] if last is None else last
             memory_at(out.data_ptr(), out.nbytes)[:] = _numbers(source, first, end, threads)
         else:

@@ -37,8 +37,7 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     stored = weight.stored
     payload, shape, dtype = stored.payload, stored.shape, stored.dtype
     if torch.is_grad_enabled() or _is_watched() or _casts(x):
-        product: torch.Tensor = _product(_Linear, x, weight, bias)
-        return product
+        return _product(x, weight, bias)
     if stored.fixed:
         return _linear_fixed(x, payload, shape, bias)
     if not payload.is_cpu or device.handles(payload):
@@ -55,7 +54,7 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
 def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any, **options: Any) -> torch.Tensor | None:
     """`torch.addmm` as transformers' Conv1D calls it, or None where torch's own must run."""
     plain = not options and bias.dim() == 1 and _as_dense_would(x)
-    return _product(_Addmm, x, weight, bias) if plain else None
+    return _product(x, weight, bias, turned=True) if plain else None
 
 
 def conv(
@@ -111,13 +110,16 @@ def _as_dense_would(x: torch.Tensor) -> bool:
     return (x.dim() >= 2 and x.is_contiguous()) or torch.compiler.is_compiling()
 
 
-def _product(function: Any, x: Any, weight: Any, bias: Any) -> Any:
+def _product(x: Any, weight: Any, bias: Any, *, turned: bool = False) -> torch.Tensor:
     stored = weight.stored
     x, bias, compute = _cast(x, stored.dtype, bias)
     payload, keeper = stored.payload, []  # type: ignore[var-annotated]
     if not torch.compiler.is_compiling() and x.requires_grad and torch.is_grad_enabled() and _saving_is_hooked():
         x = _Keep.apply(x, payload, weight.requires_grad, keeper)  # type: ignore[no-untyped-call]
-    return _call(function, x, weight, payload, bias, stored.shape, stored.dtype, compute, keeper)
+    result: torch.Tensor = _call(
+        _Linear, x, weight, payload, bias, stored.shape, stored.dtype, compute, (turned, keeper)
+    )
+    return result
 
 
 def _saving_is_hooked() -> bool:
@@ -125,7 +127,7 @@ def _saving_is_hooked() -> bool:
 
 
 def _casts(x: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
 def _cast(x: Any, dtype: torch.dtype, bias: Any) -> Any:
@@ -224,24 +226,22 @@ class _Keep(Function):
         return gradient, None, None, None
 
 
-def _save(ctx: Any, x: Any, payload: Any, shape: Any, dtype: Any, keeper: Any, *, fixed: bool = False) -> None:
-    """Save what the needed gradients of a product ask for, and nothing else, unless `_Keep` has."""
-    if ctx is None:
-        return
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.keeper = keeper
-    if not keeper:
-        ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
-    ctx.shape, ctx.dtype, ctx.fixed, ctx.trains = shape, dtype, fixed, needs_weight
-
-
 class _Linear(Function):
+    """`linear`, or with `turned` `addmm`, whose weight has its columns where that of `linear` has its rows."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
+        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, rest: Any
     ) -> torch.Tensor:
-        fixed = weight.stored.fixed
-        _save(ctx, x, payload, shape, dtype, keeper, fixed=fixed)
+        (turned, keeper), fixed = rest, weight.stored.fixed
+        if ctx is not None:  # what the needed gradients ask for, and nothing else, unless `_Keep` has it
+            needs_x, needs_weight = ctx.needs_input_grad[:2]
+            if not keeper:
+                ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
+            ctx.keeper, ctx.turned, ctx.shape, ctx.dtype = keeper, turned, shape, dtype
+            ctx.fixed, ctx.trains = fixed, needs_weight
+        if turned:
+            return _on_dense(payload, shape, dtype, compute, lambda dense: torch.addmm(bias, x, dense))
         decodes = _is_going_back(payload) and x.numel() > form.MOST_INPUTS * shape[1]
         if fixed and compute == dtype and not decodes:  # nothing is decoded where a kernel can multiply with it
             return _owned(_direct(linear_fixed, _linear_fixed, x, payload, shape, bias))
@@ -253,29 +253,14 @@ class _Linear(Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, payload = (ctx.keeper[0] if ctx.keeper else ctx).saved_tensors
         needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
-        flat = gradient.flatten(0, -2)
-        to_x = None
+        flat, to_x, to_weight = gradient.flatten(0, -2), None, None
         if needs_x:
-            to_x = _on_dense_again(ctx, payload, flat, flat.mm).view(*gradient.shape[:-1], ctx.shape[1])
-        to_weight = flat.t().mm(x.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
+            to_x = _on_dense_again(ctx, payload, flat, lambda dense: flat.mm(dense.t() if ctx.turned else dense))
+            to_x = to_x.view(*gradient.shape[:-1], to_x.shape[1])
+        if needs_weight:
+            rows = x.flatten(0, -2)
+            to_weight = (rows.t().mm(flat) if ctx.turned else flat.t().mm(rows)).to(ctx.dtype)
         return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None, None, None
-
-
-class _Addmm(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, keeper: Any
-    ) -> torch.Tensor:
-        _save(ctx, x, payload, shape, dtype, keeper)
-        return _on_dense(payload, shape, dtype, compute, lambda dense: torch.addmm(bias, x, dense))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, payload = (ctx.keeper[0] if ctx.keeper else ctx).saved_tensors
-        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
-        to_x = _on_dense_again(ctx, payload, gradient, lambda dense: gradient.mm(dense.t())) if needs_x else None
-        to_weight = x.t().mm(gradient).to(ctx.dtype) if needs_weight else None
-        return to_x, to_weight, None, gradient.sum(0) if needs_bias else None, None, None, None, None
 
 
 class _Conv(Function):
@@ -322,13 +307,13 @@ class _Embedding(Function):
 
 # ---- decoding, without the dispatcher where nothing observes it: its microseconds count at one token at a time -------
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, tuple, list, type(None)})
 
 
 def _direct(operator: Any, implementation: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
     """Run an operator, without the dispatcher where nothing observes it."""
-    odd = any(isinstance(value, torch.Tensor) and type(value) not in _PLAIN for value in arguments)
-    result: torch.Tensor = (operator if odd or _is_watched() else implementation)(*arguments)
+    plain = _PLAIN.issuperset(map(type, arguments)) and not _is_watched()
+    result: torch.Tensor = (implementation if plain else operator)(*arguments)
     return result
 
 
@@ -384,8 +369,9 @@ _decoded_forward = partial(_decoded, direction="forward")
 
 
 def _rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor, fixed: bool) -> torch.Tensor:
-    way = (gather_fixed_rows, _gathered_fixed_rows) if fixed else (gather_rows, _gathered_rows)
-    return _direct(*way, payload, shape, dtype, ids)
+    if fixed:
+        return _direct(gather_fixed_rows, _gathered_fixed_rows, payload, shape, dtype, ids)
+    return _direct(gather_rows, _gathered_rows, payload, shape, dtype, ids)
 
 
 def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
@@ -400,13 +386,15 @@ def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: t
         finally:
             if borrowed is not None:
                 borrowed.give_back()
-    local, wanted, result = payload.cpu(), ids.cpu(), (*ids.shape, *shape[1:])
-    blob, count, width = blob_of(local), wanted.numel(), math.prod(shape[1:])
+    local, count, width = payload if payload.is_cpu else payload.cpu(), ids.numel(), math.prod(shape[1:])
+    blob, result = blob_of(local), (*ids.shape, *shape[1:])
     if count == 1:
-        first = _checked(int(wanted), shape) * width
-        return codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width).to(payload.device)
+        first = _checked(int(ids.item()), shape) * width
+        row = codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width)
+        return row if payload.is_cpu else row.to(payload.device)
+    wanted = ids.cpu()
     rows, places = torch.unique(wanted, return_inverse=True)
-    runs = _runs(rows.tolist(), max(1, (1 << codec.info(blob).chunk_log2) // max(1, width))) if count else []
+    runs = _runs(rows.tolist(), max(1, (1 << _chunk_log2(blob)) // max(1, width))) if count else []
     for start, stop in runs:
         _checked(start, shape), _checked(stop - 1, shape)
     if sum(stop - start for start, stop in runs) * 2 > shape[0]:
@@ -417,6 +405,11 @@ def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: t
         part = torch.empty((stop - start, *shape[1:]), dtype=dtype)
         table[inside] = codec.fill(part, blob, start * width, stop * width)[rows[inside] - start]
     return table[places.reshape(-1)].view(result).to(payload.device)
+
+
+def _chunk_log2(blob: memoryview) -> int:
+    """Of the numbers per chunk; see docs/format.md."""
+    return 18 if codec.is_lossy(blob) else blob[6]
 
 
 def _checked(row: int, shape: Any) -> int:
@@ -467,7 +460,7 @@ def _product_by_tiles(
 def _tiles(blob: memoryview, shape: Any) -> Iterator[torch.Tensor]:
     """Rows of a bf16 weight in one piece of memory, decoded whole chunks at a time."""
     rows, columns = shape
-    chunk = 1 << (18 if codec.is_lossy(blob) else blob[6])  # see docs/format.md
+    chunk = 1 << _chunk_log2(blob)
     step, numbers = -(-_TILE // (2 * chunk)) * chunk, rows * columns
     memory, held = codec.pooled(step + columns, torch.bfloat16), 0
     for first in range(0, numbers, step):

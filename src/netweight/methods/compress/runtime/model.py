@@ -28,7 +28,7 @@ from netweight.store.writer import Level
 
 Prefer = Literal["memory", "speed"]
 Patterns = Select | str | Iterable[str] | None
-_ROW_CHUNKS = 15  # an embedding reads few rows: small chunks, of 32768 numbers
+_ROW_CHUNKS = 14  # an embedding reads few rows: small chunks, of 16,384 numbers
 _TOGETHER = 256 << 20  # bytes of payloads that share a segment of a GPU's memory
 _ALIGNMENT = 512  # of their addresses, as torch has it
 
@@ -121,7 +121,7 @@ def compress_(
     weights, left = _plan(model, include, exclude)
     _refuse_unroundable(weights, precision)
     _refuse_live_optimizers(
-        {id(weight.places[0].parameter): weight.names[0] for weight in weights},
+        {id(places[0].parameter): places[0].name for places in weights},
         "Make the optimizer after compress_, which puts other parameters in the place of these.",
     )
     names: list[str] = []
@@ -131,21 +131,16 @@ def compress_(
     bound = 0.0
     on_gpus: dict[torch.device, list[torch.Tensor]] = {}
     while weights:
-        weight = weights.pop(0)  # let go of it, so that its dense memory is freed at once
-        dense = weight.places[0].parameter
-        its_names = weight.names
+        places = weights.pop(0)  # let go of it, so that its dense memory is freed at once
+        dense, chunks, its_names = places[0].parameter, _row_chunks(places), [at.name for at in places]
         stored = CompressedStorage.of(
-            dense.data,
-            level=level,
-            chunk_log2=weight.chunk_log2,
-            precision=precision,
-            fixed=its_names[0] in linear,
+            dense.data, level=level, chunk_log2=chunks, precision=precision, fixed=its_names[0] in linear
         )
         if stored.payload.nbytes >= dense.nbytes:
             left.update(dict.fromkeys(its_names, "would not get smaller"))
             continue
         parameter = nn.Parameter(CompressedTensor(stored), requires_grad=dense.requires_grad)
-        for at in weight.places:
+        for at in places:
             place(at.module, at.attribute, parameter, at.name)
         names += its_names
         fixed += its_names * stored.fixed
@@ -156,7 +151,7 @@ def compress_(
         before, after = before + dense.nbytes, after + stored.payload.nbytes
         if device.handles(stored.payload):
             on_gpus.setdefault(stored.payload.device, []).append(stored.payload)
-        del dense, weight, at
+        del dense, places, at
     for payloads in on_gpus.values():
         _put_side_by_side(payloads)
     return Compression(tuple(names), left, before, after, bound, changes, tuple(fixed))
@@ -197,23 +192,20 @@ def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns
     """
     _, included = _chosen(model, include)
     _, excluded = _chosen(model, exclude)
-    weights: dict[int, list[_Place]] = {}
+    weights = [places for places in _weights(model) if isinstance(local_part(places[0].parameter), CompressedTensor)]
+    for at in [places[0] for places in weights]:
+        if not isinstance(at.parameter, CompressedTensor):
+            raise Unsupported(
+                f"{at.name} is a shard, and shards stay compressed. Nothing was changed.",
+                cure="Use netweight.dense_state_dict(model), and load that into a dense model.",
+            )
     _refuse_live_optimizers(
-        {id(at.parameter): at.name for at in _places(model) if isinstance(at.parameter, CompressedTensor)},
+        {id(places[0].parameter): places[0].name for places in weights},
         "Let go of it first (`del optimizer`, or `close()` it if it is a LayerwiseOptimizer), then make a new one for "
         "the dense weights and load its state_dict.",
     )
-    for at in _places(model):
-        part = local_part(at.parameter)
-        if part is not at.parameter and isinstance(part, CompressedTensor):
-            raise Unsupported(
-                f"{at.path}.{at.attribute} is a shard, and shards stay compressed. Nothing was changed.",
-                cure="Use netweight.dense_state_dict(model), and load that into a dense model.",
-            )
-        if isinstance(at.parameter, CompressedTensor):
-            weights.setdefault(id(at.parameter), []).append(at)
     done: list[str] = []
-    for places in weights.values():
+    for places in weights:
         paths = {at.path for at in places}
         if paths & excluded or not (include is None or paths & included):
             continue
@@ -357,18 +349,6 @@ class _Place(NamedTuple):
         return f"{self.path}.{self.attribute}" if self.path else self.attribute
 
 
-@dataclass
-class _Weight:
-    """One weight to compress, in all its places."""
-
-    places: list[_Place]
-    chunk_log2: int | None = None
-
-    @property
-    def names(self) -> list[str]:
-        return [at.name for at in self.places]
-
-
 def _places(model: nn.Module) -> Iterator[_Place]:
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -376,21 +356,30 @@ def _places(model: nn.Module) -> Iterator[_Place]:
                 yield _Place(path, module, attribute, parameter)
 
 
+def _weights(model: nn.Module) -> list[list[_Place]]:
+    """Every parameter, in all its places."""
+    weights: dict[int, list[_Place]] = {}
+    for at in _places(model):
+        weights.setdefault(id(at.parameter), []).append(at)
+    return [*weights.values()]
+
+
+def _row_chunks(places: list[_Place]) -> int | None:
+    return _ROW_CHUNKS if any(_kind(at) == "Embedding" for at in places) else None
+
+
 def choose_weights(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None) -> dict[str, int | None]:
     """Choose the weights that `compress_` would take, before they are loaded; for plug-ins that load them."""
     weights, _ = _plan(model, include, exclude, loaded=False)
-    return {name: weight.chunk_log2 for weight in weights for name in weight.names}
+    return {at.name: _row_chunks(places) for places in weights for at in places}
 
 
 def linear_weights(model: nn.Module) -> frozenset[str]:
     """Names of the weights that can be fixed: those of Linear layers, tied to an embedding or not, under each name."""
-    names: dict[int, list[str]] = {}
-    kinds: dict[int, set[str | None]] = {}
-    for at in _places(model):
-        kinds.setdefault(id(at.parameter), set()).add(_kind(at))
-        names.setdefault(id(at.parameter), []).append(at.name)
-    fitting = [key for key, of_one in kinds.items() if "Linear" in of_one and of_one <= {"Linear", "Embedding"}]
-    return frozenset(name for key in fitting for name in names[key])
+    fitting = [{"Linear"}, {"Linear", "Embedding"}]
+    return frozenset(
+        at.name for places in _weights(model) if {_kind(each) for each in places} in fitting for at in places
+    )
 
 
 def check_prefer(prefer: str, precision: Precision) -> None:
@@ -405,37 +394,38 @@ def check_prefer(prefer: str, precision: Precision) -> None:
 
 def _plan(
     model: nn.Module, include: Patterns, exclude: Patterns, *, loaded: bool = True
-) -> tuple[list[_Weight], dict[str, str]]:
+) -> tuple[list[list[_Place]], dict[str, str]]:
     """What to compress, and what to leave for which reason; `loaded` says whether weights hold their values yet."""
     matched, included = _chosen(model, include)
     _, excluded = _chosen(model, exclude)
-    weights: dict[int, _Weight] = {}
-    reasons: dict[int, str] = {}
+    chosen: list[list[_Place]] = []
+    left: dict[str, str] = {}
     refused: list[str] = []
     twice: list[str] = []
-    for at in _places(model):
-        parameter, key, layer = at.parameter, id(at.parameter), type(at.module).__name__
+    for places in _weights(model):
+        parameter, reason = places[0].parameter, ""
         if parameter.dim() < 2:
             continue  # biases and norms
-        weight = weights.setdefault(key, _Weight([]))
-        weight.places.append(at)
-        kind = _kind(at)
-        if kind == "Embedding":
-            weight.chunk_log2 = _ROW_CHUNKS
-        if include is not None and at.path not in included:
-            reasons.setdefault(key, "not included")
-        elif at.path in excluded:
-            reasons[key] = "excluded"
-        elif isinstance(parameter, CompressedTensor):
-            twice.append(at.name)
-        elif kind is None:
-            reasons[key] = f"{layer} is not a layer that can run compressed"
-            if at.path in matched:
-                refused.append(f"{at.name} of {layer}")
-        elif local_part(parameter) is not parameter:
-            refused.append(f"{at.name}, which is sharded already: compress_ goes before fully_shard")
-        elif (loaded and parameter.is_meta) or parameter.layout != torch.strided:
-            refused.append(f"{at.name}, which holds no plain values ({parameter.device}, {parameter.layout})")
+        for at in places:
+            layer = type(at.module).__name__
+            if include is not None and at.path not in included:
+                reason = reason or "not included"
+            elif at.path in excluded:
+                reason = "excluded"
+            elif isinstance(parameter, CompressedTensor):
+                twice.append(at.name)
+            elif _kind(at) is None:
+                reason = f"{layer} is not a layer that can run compressed"
+                if at.path in matched:
+                    refused.append(f"{at.name} of {layer}")
+            elif local_part(parameter) is not parameter:
+                refused.append(f"{at.name}, which is sharded already: compress_ goes before fully_shard")
+            elif (loaded and parameter.is_meta) or parameter.layout != torch.strided:
+                refused.append(f"{at.name}, which holds no plain values ({parameter.device}, {parameter.layout})")
+        if reason:
+            left.update((at.name, reason) for at in places)
+        else:
+            chosen.append(places)
     if refused:
         raise Unsupported(
             f"{len(refused)} weights cannot be compressed: {'; '.join(refused)}. Nothing was changed.",
@@ -446,19 +436,18 @@ def _plan(
             f"{_few(twice)} {'is' if len(twice) == 1 else 'are'} compressed already. Nothing was changed.",
             cure="Call compress_ once, leave these out with `exclude`, or decompress_ them first.",
         )
-    left = {name: reasons[key] for key, weight in weights.items() if key in reasons for name in weight.names}
-    return [weight for key, weight in weights.items() if key not in reasons], left
+    return chosen, left
 
 
-def _refuse_unroundable(weights: list[_Weight], precision: Precision) -> None:
+def _refuse_unroundable(weights: list[list[_Place]], precision: Precision) -> None:
     """Refuse before anything changes what cannot be rounded as asked."""
     refused: list[str] = []
     reason: Unsupported | None = None
-    for weight in weights:
+    for places in weights:
         try:
-            precision.rounding(dtype_name(weight.places[0].parameter.dtype))
+            precision.rounding(dtype_name(places[0].parameter.dtype))
         except Unsupported as error:
-            refused.append(weight.names[0])
+            refused.append(places[0].name)
             reason = error
     if reason is not None:
         raise Unsupported(f"{_few(refused)}: {reason.reason} Nothing was changed.", cure=reason.cure) from reason

@@ -118,7 +118,7 @@ class CompressedStorage:
     def _write_fixed(self, weight: torch.Tensor) -> None:
         payload = _fixed_form(weight)
         if payload is not None:
-            self._replace_fixed(payload)
+            self._put(payload)
             return
         self.fixed = False
         self.write(weight)
@@ -137,15 +137,11 @@ class CompressedStorage:
             self.write(codec.decode(blob, threads=threads_for(len(blob))).to(self.payload.device))
             return
         self.fixed = False
-        if LENGTH + len(blob) > self.payload.numel():
-            self._refuse_to_move()
-            self.payload = pack(blob).to(self.payload.device)
+        fits = LENGTH + len(blob) <= self.payload.numel()
+        if not fits or not self.payload.is_cpu:
+            self._put(pack(blob, self.payload.numel() if fits else None))
             return
-        if self.payload.is_cpu:
-            _fill(self.payload, blob)
-        else:
-            device.about_to_write(self.payload)
-            self.payload.copy_(pack(blob, self.payload.numel()))
+        _fill(self.payload, blob)
         # Inside an operator torch counts no writes; a payload saved for a backward pass must be known to have changed.
         torch.autograd.graph.increment_version(self.payload)
 
@@ -165,8 +161,8 @@ class CompressedStorage:
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
         device.wrote(self.payload, size, like, self.chunk_log2, self.level)
 
-    def _replace_fixed(self, payload: torch.Tensor) -> None:
-        """Put another payload in the fixed-length form in place of what was here, in its memory if that suffices."""
+    def _put(self, payload: torch.Tensor) -> None:
+        """Put another payload in place of what was here, in its memory if that suffices."""
         used = payload.numel()
         if used > self.payload.numel():
             self._refuse_to_move()
@@ -240,8 +236,7 @@ def decode_payload(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> tor
 
 def decode_here(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The same of a payload on the CPU."""
-    compressed = payload.numel()
-    if compressed < _MANY:  # the pool is for large weights, whose fresh pages would cost more than decoding
+    if payload.numel() < _MANY:  # the pool is for large weights, whose fresh pages would cost more than decoding
         return codec.fill(torch.empty(shape, dtype=dtype), blob_of(payload))
     dense = codec.pooled(math.prod(shape), dtype).view(shape)
     return codec.fill(dense, blob_of(payload), threads=torch.get_num_threads())

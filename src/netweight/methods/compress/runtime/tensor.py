@@ -27,6 +27,7 @@ aten = torch.ops.aten
 _View = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # operator, arguments, named ones, which
 
 _mapped, _traced = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_FORWARD = torch.autograd.forward_ad
 # function of torch -> what stands in for it, where in its arguments the weight is, and whether it may be fixed
 _LAYERS: dict[Any, tuple[Callable[..., torch.Tensor | None], int, bool]] = {
     F.linear: (functional.linear, 1, True),
@@ -191,12 +192,13 @@ class CompressedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Send the layers' functions to `functional.py`, and stop what would be lost without a word."""
         kwargs = kwargs or {}
-        result = None
-        if func in _LAYERS:
-            layer, place, fixed = _LAYERS[func]
-            weight = args[place] if len(args) > place else kwargs.get("weight")
-            if _is_plain(weight, fixed):
+        known = _LAYERS.get(func)
+        if known is not None:
+            layer, place, fixed = known
+            if _is_plain(args[place] if len(args) > place else kwargs.get("weight"), fixed):
                 result = layer(*args, **kwargs)
+                if result is not None:
+                    return result
         elif not torch.compiler.is_compiling():
             if func == _SET_DATA:
                 return _set_data(*args)
@@ -212,8 +214,6 @@ class CompressedTensor(torch.Tensor):
                 _no_memory(_NO_MEMORY[func])
             if func is torch.Tensor.data_ptr and isinstance(args[0], cls):
                 return _NOWHERE | args[0].payload.data_ptr()
-        if result is not None:
-            return result
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -410,9 +410,8 @@ def _is_plain(weight: Any, fixed: bool) -> bool:
     stored = weight.stored
     if stored.stride is not None or (stored.fixed and not fixed):
         return False
-    return torch.compiler.is_compiling() or (
-        _mapped() is None and torch.autograd.forward_ad._current_level < 0 and _traced() is None
-    )
+    plain = _mapped() is None and _FORWARD._current_level < 0 and _traced() is None
+    return plain or torch.compiler.is_compiling()
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
