@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, final
 
@@ -83,6 +83,7 @@ class Defense(Generic[S]):
     name: str  # what presets, records and tables call it
     aligned = False  # whether the sides of a batch must have one width
     trains = True  # whether there is anything to train; else `prepared` does it all
+    looks_ahead = False  # whether computing the loss takes gradients itself
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
@@ -101,9 +102,9 @@ class Defense(Generic[S]):
         """Compute the loss of a batch, each side when it is asked for, after the one before went backward."""
         raise NotImplementedError
 
-    def general(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> Tensor:
+    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Compute the loss of what is kept besides: by default the cross-entropy of the answers."""
-        return response_loss(model, batch, group)
+        return {name: Term(response_loss(model, batch, group))}
 
 
 @final
@@ -137,11 +138,10 @@ def add_gradients(
     def sides() -> Iterator[Side]:
         yield from defense.sides(model, batch, torch_generator(draws[0], "noise", *draws[1:]))
         if kept is not None:
-            yield {"general": Term(defense.general(model, kept, batch.group))}
+            yield defense.kept(model, kept, batch.group)
 
     terms: dict[str, TermLog] = {}
-    cuda = sorted({value.device for value in parameters if value.device.type == "cuda"}, key=str)
-    with torch.random.fork_rng(devices=cuda), closing(sides()) as all_sides:  # type: ignore[type-var]
+    with same_draws_after(parameters), closing(sides()) as all_sides:  # type: ignore[type-var]
         others = (batch.group.rank,) if batch.group.rank else ()  # other rows are dropped out otherwise
         torch.manual_seed(derive(draws[0], "dropout", *draws[1:], *others))
         for side in all_sides:
@@ -149,6 +149,12 @@ def add_gradients(
             del side
             then()
     return terms
+
+
+def same_draws_after(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Let what comes after a block draw the random numbers that it would have drawn without it, such as dropout."""
+    cuda = sorted({value.device for value in parameters if value.device.type == "cuda"}, key=str)
+    return torch.random.fork_rng(devices=cuda)
 
 
 def backward(
