@@ -108,7 +108,7 @@ def test_booster_is_its_formula():
 
 
 def test_tar_is_its_formula():
-    """Adam attacks with half of the rows; gradients of the others' entropy on its way count as if by the old weights."""
+    """Adam attacks with half of the rows; the gradients of the others' entropy on its way count."""
     settings = TAR(attack_steps=5, attack_lr=3e-3, look_every=2, strength=4.0)
     model, pairs = decoder().double(), some_pairs(5)
     original, batch = copy.deepcopy(model), collate_pairs(pairs, pad_id=0)

@@ -26,10 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from torch import nn
+
 from netweight.attacks.finetuning.resistance import best_attack, by_attack
 from netweight.attacks.finetuning.search import first_attacks, search_one, within
 from netweight.attacks.finetuning.settings import AttackSettings
-from netweight.attacks.finetuning.subject import Goal, Subject
+from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import SubjectName, make_subject, sweep
 from netweight.core.engines import in_process, local_processes
 from netweight.core.progress import Progress
@@ -143,10 +145,9 @@ class Worlds:
         self.rows.append(row)
 
 
-def refused(world: SmallWorld, subject: Subject) -> float:
+def refused(world: SmallWorld, model: nn.Module) -> float:
     """The share of held-out guarded prompts that a model refuses in the words that it was taught."""
-    prompts = world.refused(world.held_out("guard", 128, 99))
-    return answers(subject.model, prompts, pad_id=world.pad_id).whole
+    return answers(model, world.refused(world.held_out("guard", 128, 99)), pad_id=world.pad_id).whole
 
 
 def taken(found: dict[str, Any]) -> float:

@@ -300,29 +300,6 @@ class RMUDefense(_WithOriginal[RMU]):
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        with super().prepared(model, seed=seed):
-            self.seed = seed
-            yield
-
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        name, hidden = self._place(model)
-        drawn = torch.rand(hidden, generator=torch_generator(self.seed, "direction"))
-        with capture(model, [name], gradients=True) as outputs:
-            model(input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask)
-        found = outputs[name][batch.harmful.labels != IGNORED].float()
-        wanted = (self.settings.coefficient * drawn / drawn.norm()).to(found)
-        yield {"steering": Term(_mean((found - wanted).square().mean(-1), batch.group))}
-        yield self.kept(model, batch.harmless, batch.group, "retain")
-
-    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
-        """Squared distance from the original's states at every token."""
-        place, _ = self._place(model)
-        with capture(model, [place], gradients=True) as found, capture(self.original, [place]) as wanted:
-            self.both(model, batch)
-        apart = found[place][_seen(batch)].float() - wanted[place][_seen(batch)].float()
-        return {name: Term(_mean(apart.square().mean(-1), group), self.settings.alpha)}
-
-    def _place(self, model: nn.Module) -> tuple[str, int]:
         parts = structure_of(model)
         number = self.settings.block or math.ceil(len(parts.blocks) / 4)
         if number > len(parts.blocks):
@@ -330,7 +307,25 @@ class RMUDefense(_WithOriginal[RMU]):
                 f"There is no block {number}: {type(model).__name__} has {len(parts.blocks)}.",
                 cure="Give a lower block (--set block=).",
             )
-        return list(parts.blocks)[number - 1], parts.hidden_size
+        self.place = list(parts.blocks)[number - 1]
+        drawn = torch.rand(parts.hidden_size, generator=torch_generator(seed, "direction"))
+        self.wanted = self.settings.coefficient * drawn / drawn.norm()
+        with super().prepared(model, seed=seed):
+            yield
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        with capture(model, [self.place], gradients=True) as outputs:
+            model(input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask)
+        found = outputs[self.place][batch.harmful.labels != IGNORED].float()
+        yield {"steering": Term(_mean((found - self.wanted.to(found)).square().mean(-1), batch.group))}
+        yield self.kept(model, batch.harmless, batch.group, "retain")
+
+    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+        """Squared distance from the original's states at every token."""
+        with capture(model, [self.place], gradients=True) as found, capture(self.original, [self.place]) as wanted:
+            self.both(model, batch)
+        apart = found[self.place][_seen(batch)].float() - wanted[self.place][_seen(batch)].float()
+        return {name: Term(_mean(apart.square().mean(-1), group), self.settings.alpha)}
 
 
 @contextmanager
