@@ -17,8 +17,7 @@ from netweight.data.examples import Example, Pair, collate  # noqa: E402
 from netweight.data.tokenizer import train_bpe  # noqa: E402
 from netweight.data.tokens import any_pairs  # noqa: E402
 from netweight.errors import Unsupported, UsageError  # noqa: E402
-from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
-from netweight.methods.immunize.lens import response_loss  # noqa: E402
+from netweight.methods.immunize.defense import collate_pairs, response_loss  # noqa: E402
 from netweight.methods.immunize.settings import TAR, RepNoise, SafetyTraining  # noqa: E402
 from netweight.methods.immunize.train import immunize  # noqa: E402
 from netweight.plugins.immunize_trainer import ImmunizeTrainer, PairCollator  # noqa: E402

@@ -26,8 +26,7 @@ from netweight.methods.immunize.baselines import (
     remove_security_vectors,
     without_security_vectors,
 )
-from netweight.methods.immunize.defense import Defense, Term, collate_pairs
-from netweight.methods.immunize.lens import response_loss
+from netweight.methods.immunize.defense import Defense, Term, collate_pairs, response_loss
 from netweight.methods.immunize.settings import (
     Distillation,
     ImmunizeSettings,

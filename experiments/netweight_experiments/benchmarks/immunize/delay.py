@@ -136,9 +136,8 @@ class Worlds:
         started = time.process_time()
         row["harmful"] = self.broken(subject, "harmful", most, rounds)
         row["task"] = self.broken(subject, "task", int(min(LONGER * new, MOST)), 0)
-        row["refused"] = refused(
-            world_named(self.options.world, folder), make_subject(subject.factory, subject.arguments)
-        )
+        model = make_subject(subject.factory, subject.arguments).model
+        row["refused"] = refused(world_named(self.options.world, folder), model)
         row["processor seconds"] = round(time.process_time() - started)  # with one worker, and unless it was stopped
         if seed is not None:
             row |= compared(row, base)

@@ -20,9 +20,19 @@ from torch.nn.utils import parametrize
 from netweight.core.seeds import torch_generator
 from netweight.data.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.defense import Defense, PairBatch, S, Side, Term, blank, same_draws_after
+from netweight.methods.immunize.defense import (
+    Defense,
+    PairBatch,
+    S,
+    Side,
+    Targets,
+    Term,
+    answer_loss,
+    blank,
+    response_loss,
+    same_draws_after,
+)
 from netweight.methods.immunize.distributed import ProcessGroup, is_sharded, put
-from netweight.methods.immunize.lens import Targets, answer_loss, response_loss
 from netweight.methods.immunize.settings import (
     RMU,
     TAR,
