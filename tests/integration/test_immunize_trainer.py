@@ -17,9 +17,8 @@ from netweight.data.examples import Example, Pair, collate  # noqa: E402
 from netweight.data.tokenizer import train_bpe  # noqa: E402
 from netweight.data.tokens import any_pairs  # noqa: E402
 from netweight.errors import Unsupported, UsageError  # noqa: E402
-from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
-from netweight.methods.immunize.lens import response_loss  # noqa: E402
-from netweight.methods.immunize.settings import RepNoise, SafetyTraining  # noqa: E402
+from netweight.methods.immunize.defense import collate_pairs, response_loss  # noqa: E402
+from netweight.methods.immunize.settings import TAR, RepNoise, SafetyTraining  # noqa: E402
 from netweight.methods.immunize.train import immunize  # noqa: E402
 from netweight.plugins.immunize_trainer import ImmunizeTrainer, PairCollator  # noqa: E402
 
@@ -76,7 +75,7 @@ def test_training_keeps_and_unlearns_with_accumulation_and_evaluation(tmp_path):
     assert len([entry for entry in run.state.log_history if "eval_loss" in entry]) == 2
 
 
-@pytest.mark.parametrize("name", ["vaccine", "distillation", "adversarial-loss"])
+@pytest.mark.parametrize("name", ["vaccine", "distillation", "adversarial-loss", "booster", TAR(attack_steps=2)])
 def test_any_defense_trains_with_what_is_kept_besides(tmp_path, name):
     kept = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9))]
     run = trainer(tmp_path, config=name, retain=kept, max_steps=4, eval_strategy="steps", eval_steps=4,

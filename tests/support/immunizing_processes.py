@@ -23,7 +23,7 @@ from netweight.data.examples import Example
 from netweight.errors import OutputFailed, TrainingStopped, Unsupported, UsageError
 from netweight.methods.immunize import train as training
 from netweight.methods.immunize.defense import collate_pairs
-from netweight.methods.immunize.settings import RepNoise
+from netweight.methods.immunize.settings import RMU, TAR, RepNoise
 from netweight.methods.immunize.train import CHECKPOINT, RECORD, immunize
 from netweight.plugins.immunize_trainer import ImmunizeTrainer
 
@@ -87,6 +87,9 @@ CASES = (
     ("llama", "vaccine", (replicated, sharded)),
     ("llama", "adversarial-loss", (sharded,)),
     ("llama", "security-vectors", (replicated,)),
+    ("llama", RMU(alpha=2.0), (replicated,)),
+    ("llama", "booster", (replicated,)),
+    ("llama", TAR(attack_steps=3, look_every=2, attack_lr=1e-3), (replicated,)),
     ("llama", "random-weights", (sharded,)),
 )
 
@@ -172,6 +175,9 @@ def what_is_wrong_is_said_by_all(rank, folder):
         immunize(sharded(decoder()), PAIRS, settings=FEW.replace(lr=1e30))
     with pytest.raises(Unsupported, match="cannot be put into weights that are sharded"):
         immunize(sharded(decoder()), PAIRS, defense="security-vectors", settings=FEW)
+    for name in ("distillation", "rmu", "booster", "tar"):
+        with pytest.raises(Unsupported, match=f"{name} copies weights, which it cannot where they are sharded"):
+            immunize(sharded(decoder()), PAIRS, defense=name, settings=FEW)
     inner = decoder()
     inner.model = DistributedDataParallel(inner.model)
     with pytest.raises(Unsupported, match="DistributedDataParallel at 'model'"):

@@ -14,6 +14,7 @@ from decoders_under_test import FAMILIES, decoder, drawn, some_pairs
 
 from netweight.data.examples import collate
 from netweight.errors import Unsupported, UsageError
+from netweight.methods.immunize.defense import response_loss
 from netweight.methods.immunize.depth import (
     Plane,
     lens_by_layer,
@@ -21,7 +22,6 @@ from netweight.methods.immunize.depth import (
     representations,
     weight_changes,
 )
-from netweight.methods.immunize.lens import response_loss
 from netweight.nn.decoder import block_numbers, frozen, structure_of
 
 

@@ -26,8 +26,7 @@ from netweight.methods.immunize.baselines import (
     remove_security_vectors,
     without_security_vectors,
 )
-from netweight.methods.immunize.defense import Defense, Term, collate_pairs
-from netweight.methods.immunize.lens import response_loss
+from netweight.methods.immunize.defense import Defense, Term, collate_pairs, response_loss
 from netweight.methods.immunize.settings import (
     Distillation,
     ImmunizeSettings,
@@ -80,6 +79,8 @@ def test_every_defense_does_what_its_loss_says(name):
         assert {key for key, value in model.named_parameters() if value.requires_grad} == old.keys()
     elif name == "distillation":
         assert all(term.value < record.steps[0].terms[key].value for key, term in last.items())
+    elif name == "rmu":
+        assert last["steering"].value < record.steps[0].terms["steering"].value
     elif name == "gradient-ascent":
         assert harmful > before[1] + 0.5
         assert "retain" not in last

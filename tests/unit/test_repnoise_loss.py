@@ -17,8 +17,14 @@ from repnoise_in_one_graph import repnoise_loss
 
 from netweight.data.examples import Pair
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.defense import collate_pairs, gradient_norm
-from netweight.methods.immunize.lens import Targets, lens_losses, mean_lens_loss, sampled_layers
+from netweight.methods.immunize.defense import (
+    Targets,
+    collate_pairs,
+    gradient_norm,
+    lens_losses,
+    mean_lens_loss,
+    sampled_layers,
+)
 from netweight.methods.immunize.repnoise import (
     biased_mmd,
     harmful_terms,

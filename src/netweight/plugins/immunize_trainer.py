@@ -223,7 +223,7 @@ class ImmunizeTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Compute the loss alone."""
-        with torch.set_grad_enabled(isinstance(self._defense, VaccineDefense)):  # which looks for the worst shift
+        with torch.set_grad_enabled(self._defense.looks_ahead):
             loss: Tensor = self.compute_loss(model, inputs)
         return loss.detach(), None, None
 

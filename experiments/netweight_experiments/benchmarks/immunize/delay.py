@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from torch import nn
+
 from netweight.attacks.finetuning.resistance import best_attack, by_attack
 from netweight.attacks.finetuning.search import first_attacks, search_one, within
 from netweight.attacks.finetuning.settings import AttackSettings
@@ -34,15 +36,18 @@ from netweight.attacks.finetuning.sweep import SubjectName, make_subject, sweep
 from netweight.core.engines import in_process, local_processes
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
-from netweight.methods.immunize.settings import DefenseSettings, Distillation, RepNoise, named_defense
+from netweight.methods.immunize.settings import TAR, DefenseSettings, Distillation, RepNoise, named_defense
 from netweight.metrics.intervals import t_interval
+from netweight.toys.language import SmallWorld, answers
 from netweight.toys.language_subjects import DEFENSE_ROWS, DEFENSE_SETTINGS, WORLDS, defend_world, world_named
 from netweight_experiments.benchmarks.script import write
 
 ARMS: dict[str, str | DefenseSettings] = {
     **{name: name for name in ("gradient-ascent", "repnoise", "distillation", "repnoise-reference")},
-    **{name: name for name in ("adversarial-loss", "safety-training", "vaccine")},
+    **{name: name for name in ("adversarial-loss", "safety-training", "vaccine", "rmu", "booster")},
+    "tar": TAR(attack_steps=8, attack_lr=1e-3),
     "repnoise, no noise": RepNoise(beta=0.0),
+    "bounded ascent": RepNoise(beta=0.0, lens_layers=0),
     "distillation, half noise": Distillation(noise=0.5),
 }
 # What is not as of other arms: weights that are noise in part take more steps, at a larger rate.
@@ -131,10 +136,17 @@ class Worlds:
         started = time.process_time()
         row["harmful"] = self.broken(subject, "harmful", most, rounds)
         row["task"] = self.broken(subject, "task", int(min(LONGER * new, MOST)), 0)
+        model = make_subject(subject.factory, subject.arguments).model
+        row["refused"] = refused(world_named(self.options.world, folder), model)
         row["processor seconds"] = round(time.process_time() - started)  # with one worker, and unless it was stopped
         if seed is not None:
             row |= compared(row, base)
         self.rows.append(row)
+
+
+def refused(world: SmallWorld, model: nn.Module) -> float:
+    """The share of held-out guarded prompts that a model refuses in the words that it was taught."""
+    return answers(model, world.refused(world.held_out("guard", 128, 99)), pad_id=world.pad_id).whole
 
 
 def taken(found: dict[str, Any]) -> float:
@@ -160,10 +172,11 @@ def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for arm in dict.fromkeys(one["arm"] for one in rows if one["seed"] is not None):
         own = [one for one in rows if one["arm"] == arm and "kept" in one]
         found[arm] = {"n": len(own), "worlds": len({one["world"] for one in own})}
-        for what in ("times the undefended", "of the never-seen", "new domain", "kept"):
-            values = [one[what] for one in own]
-            to: Callable[[float], float] = float if what == "kept" else math.log
-            back: Callable[[float], float] = float if what == "kept" else math.exp
+        for what in ("times the undefended", "of the never-seen", "new domain", "kept", "refused"):
+            values = [one[what] for one in own if what in one]
+            share = what in ("kept", "refused")
+            to: Callable[[float], float] = float if share else math.log
+            back: Callable[[float], float] = float if share else math.exp
             spread = None if len(values) < 2 else t_interval([to(one) for one in values])
             mean = statistics.fmean(map(to, values)) if values else math.nan
             ends = None if spread is None else [round(back(end), 3) for end in (spread.low, spread.high)]

@@ -1,9 +1,14 @@
-"""The defenses that RepNoise is compared with, from plain fine-tuning to security vectors and distillation."""
+"""The defenses that RepNoise is compared with, from plain fine-tuning to those that run an attack as they train.
+
+First those of a loss alone, then security vectors, those that measure against the original (distillation, RMU, TAR),
+and those that attack (Booster, TAR).
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -15,11 +20,24 @@ from torch.nn.utils import parametrize
 from netweight.core.seeds import torch_generator
 from netweight.data.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term
+from netweight.methods.immunize.defense import (
+    Defense,
+    PairBatch,
+    S,
+    Side,
+    Targets,
+    Term,
+    answer_loss,
+    blank,
+    response_loss,
+    same_draws_after,
+)
 from netweight.methods.immunize.distributed import ProcessGroup, is_sharded, put
-from netweight.methods.immunize.lens import response_loss
 from netweight.methods.immunize.settings import (
+    RMU,
+    TAR,
     AdversarialLoss,
+    Booster,
     Distillation,
     GradientAscent,
     RandomWeights,
@@ -87,6 +105,7 @@ class VaccineDefense(Defense[Vaccine]):
     """Trains the harmless side, perturbed along its gradient."""
 
     name = "vaccine"
+    looks_ahead = True
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
@@ -95,8 +114,7 @@ class VaccineDefense(Defense[Vaccine]):
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         blocks = list(structure_of(model).blocks)
-        cuda = sorted({value.device for value in model.parameters() if value.device.type == "cuda"}, key=str)
-        with torch.random.fork_rng(devices=cuda), capture(model, blocks, gradients=True) as outputs:
+        with same_draws_after(model.parameters()), capture(model, blocks, gradients=True) as outputs:
             loss = response_loss(model, batch.harmless, batch.group)  # the same dropout as below
         grads = torch.autograd.grad(loss, [outputs[name] for name in blocks])
         norm = torch.stack([grad.float().norm() for grad in grads]).norm()
@@ -201,53 +219,218 @@ def _vectors(model: nn.Module) -> list[AddedLowRank]:
     return [part for part in model.modules() if isinstance(part, AddedLowRank)]
 
 
-@final
-class DistillationDefense(Defense[Distillation]):
-    """Imitates a frozen copy of the original where it refuses and where it is to stay."""
+class _WithOriginal(Defense[S]):
+    """A defense that measures against a frozen copy of the original."""
 
-    name = "distillation"
     original: nn.Module
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         structure_of(model)  # refuses what is no decoder
-        if any(map(is_sharded, model.parameters())):
-            raise Unsupported(
-                "A distillation keeps a copy of the model, which cannot be made of sharded weights.",
-                cure="Use DistributedDataParallel or one process, or another defense.",
-            )
+        _whole_alone(self, model)
         self.original = copy.deepcopy(model).requires_grad_(False).eval()
-        initial = getattr(getattr(model, "config", None), "initializer_range", None)
-        for name, value in model.named_parameters():
-            if value.requires_grad and value.dim() > 1:
-                drawn = torch.randn(value.shape, generator=torch_generator(seed, name))
-                std = value.data.std() if initial is None else initial
-                value.data.lerp_(drawn.to(value) * std, self.settings.noise)
         try:
             yield
         finally:
             del self.original
 
+    def both(self, model: nn.Module, batch: Batch, **options: Any) -> tuple[Any, Any]:
+        """What the original and the model say of a batch."""
+        how: Any = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **options}
+        if not hasattr(self, "original"):
+            raise Unsupported(
+                f"{self.name} measures against the original, which is kept while it trains and no longer.",
+                cure="Evaluate during training: eval_strategy='steps'.",
+            )
+        with torch.no_grad():
+            original = self.original(**how)
+        return original, model(**how)
+
+
+def _whole_alone(defense: Defense[Any], model: nn.Module) -> None:
+    if any(map(is_sharded, model.parameters())):
+        raise Unsupported(
+            f"The defense {defense.name} copies weights, which it cannot where they are sharded.",
+            cure="Use DistributedDataParallel or one process, or another defense.",
+        )
+
+
+def _seen(batch: Batch) -> Tensor:
+    """Every token, those of prompts included, but for rows in which nothing is predicted."""
+    return batch.attention_mask.bool() & (batch.labels != IGNORED).any(1, keepdim=True)
+
+
+def _rows(batch: Batch, chosen: Tensor) -> Batch:
+    """Some rows of a batch; where there are none, the batch with nothing to be predicted."""
+    parts = (batch.input_ids, batch.attention_mask, batch.labels)
+    return Batch(*(part[chosen] for part in parts)) if chosen.any() else blank(batch)
+
+
+def _mean(values: Tensor, group: ProcessGroup) -> Tensor:
+    """The mean over all processes' tokens, see `distributed.py`."""
+    return values.sum() / max(1, sum(group.counts(len(values))) / group.size)
+
+
+@final
+class DistillationDefense(_WithOriginal[Distillation]):
+    """Imitates a frozen copy of the original where it refuses and where it is to stay."""
+
+    name = "distillation"
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        with super().prepared(model, seed=seed):
+            initial = getattr(getattr(model, "config", None), "initializer_range", None)
+            for name, value in model.named_parameters():
+                if value.requires_grad and value.dim() > 1:
+                    drawn = torch.randn(value.shape, generator=torch_generator(seed, name))
+                    std = value.data.std() if initial is None else initial
+                    value.data.lerp_(drawn.to(value) * std, self.settings.noise)
+            yield
+
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        yield {"retain": Term(self.general(model, batch.harmless, batch.group))}
+        yield self.kept(model, batch.harmless, batch.group, "retain")
         rows = round(self.settings.random_rows * len(batch.harmless.input_ids))
         if rows:
             like = batch.harmless.input_ids
             drawn = torch.randint(vocabulary_of(model) or 1, (rows, like.shape[1]), generator=generator).to(like)
-            text = Batch(drawn, torch.ones_like(drawn), drawn)
-            yield {"random": Term(self.general(model, text, batch.group))}
+            yield self.kept(model, Batch(drawn, torch.ones_like(drawn), drawn), batch.group, "random")
 
-    def general(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> Tensor:
-        """Divergence from the original at every token, those of the prompts included."""
-        how: Any = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        seen = batch.attention_mask.bool() & (batch.labels != IGNORED).any(1, keepdim=True)  # none of a blank row
-        if not hasattr(self, "original"):
-            raise Unsupported(
-                "Distillation measures against the original, which is kept while it trains and no longer.",
-                cure="Evaluate during training: eval_strategy='steps'.",
+    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+        """Divergence from the original at every token."""
+        wanted, found = (each.logits[_seen(batch)].float().log_softmax(-1) for each in self.both(model, batch))
+        return {name: Term(_mean(functional.kl_div(found, wanted, reduction="none", log_target=True).sum(-1), group))}
+
+
+@final
+class RMUDefense(_WithOriginal[RMU]):
+    """Steers states of harmful answers to a random direction, and holds all others where the original has them."""
+
+    name = "rmu"
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        parts = structure_of(model)
+        number = self.settings.block or math.ceil(len(parts.blocks) / 4)
+        if number > len(parts.blocks):
+            raise UsageError(
+                f"There is no block {number}: {type(model).__name__} has {len(parts.blocks)}.",
+                cure="Give a lower block (--set block=).",
             )
+        self.place = list(parts.blocks)[number - 1]
+        drawn = torch.rand(parts.hidden_size, generator=torch_generator(seed, "direction"))
+        self.wanted = self.settings.coefficient * drawn / drawn.norm()
+        with super().prepared(model, seed=seed):
+            yield
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        with capture(model, [self.place], gradients=True) as outputs:
+            model(input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask)
+        found = outputs[self.place][batch.harmful.labels != IGNORED].float()
+        yield {"steering": Term(_mean((found - self.wanted.to(found)).square().mean(-1), batch.group))}
+        yield self.kept(model, batch.harmless, batch.group, "retain")
+
+    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+        """Squared distance from the original's states at every token."""
+        with capture(model, [self.place], gradients=True) as found, capture(self.original, [self.place]) as wanted:
+            self.both(model, batch)
+        apart = found[self.place][_seen(batch)].float() - wanted[self.place][_seen(batch)].float()
+        return {name: Term(_mean(apart.square().mean(-1), group), self.settings.alpha)}
+
+
+@contextmanager
+def _returning(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Put weights back after a block in which they change; gradients that it left stay."""
+    before = [value.detach().clone() for value in weights]
+    try:
+        yield
+    finally:
         with torch.no_grad():
-            wanted = self.original(**how).logits[seen].float().log_softmax(-1)
-        found = model(**how).logits[seen].float().log_softmax(-1)
-        count = len(found) if group.size == 1 else sum(group.counts(len(found))) / group.size  # see `distributed.py`
-        return functional.kl_div(found, wanted, reduction="sum", log_target=True) / max(1, count)
+            for value, old in zip(weights, before, strict=True):
+                value.copy_(old)
+
+
+def _gradients(loss: Tensor, weights: Sequence[Tensor], group: ProcessGroup, *, keep: bool = False) -> list[Tensor]:
+    """The gradients by all weights of all processes' loss; no weight's `grad` changes."""
+    found = torch.autograd.grad(loss, weights, retain_graph=keep, allow_unused=True, materialize_grads=True)
+    group.average(found)
+    return list(found)
+
+
+@final
+class BoosterDefense(Defense[Booster]):
+    """Trains the harmless side, and lowers what a step down the harmful loss would gain."""
+
+    name = "booster"
+    looks_ahead = True
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        _whole_alone(self, model)
+        yield
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        yield self.kept(model, batch.harmless, batch.group, "retain")
+        weights = [value for value in model.parameters() if value.requires_grad]
+        with same_draws_after(weights):
+            loss = response_loss(model, batch.harmful, batch.group)  # the same dropout as below
+        gradients = _gradients(loss, weights, batch.group, keep=True)
+        length = self.settings.step / max(1e-12, float(nn.utils.get_total_norm(gradients)))
+        yield {"harmful": Term(loss, self.settings.strength)}
+        del loss
+        with _returning(weights):
+            with torch.no_grad():
+                for value, gradient in zip(weights, gradients, strict=True):
+                    value.sub_(gradient, alpha=length)
+            # Its gradient is taken as one by the weights before the step.
+            yield {"attacked": Term(response_loss(model, batch.harmful, batch.group), -self.settings.strength)}
+
+
+@final
+class TARDefense(_WithOriginal[TAR]):
+    """Attacks with some rows' harmful answers, and raises the uncertainty of others' on the attack's way."""
+
+    name = "tar"
+    looks_ahead = True
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        settings, group = self.settings, batch.group
+        yield self.kept(model, batch.harmless, group, "retain")
+        weights = [value for value in model.parameters() if value.requires_grad]
+        drawn = (0.1, 1.0, 2.0)[int(torch.randint(3, (), generator=generator))]
+        attack = torch.optim.AdamW(weights, lr=settings.attack_lr * drawn)
+        real = (batch.harmful.labels != IGNORED).any(1)  # a process without rows of its own has one that counts nowhere
+        numbers = real.cumsum(0) + sum(group.counts(int(real.sum()))[: group.rank])
+        used, others = (_rows(batch.harmful, numbers % 2 == odd) for odd in (1, 0))
+        looks = math.ceil(settings.attack_steps / settings.look_every)
+        with _returning(weights):
+            for step in range(1, settings.attack_steps + 1):
+                found = _gradients(response_loss(model, used, group), weights, group)
+                held = [value.grad for value in weights]
+                for value, gradient in zip(weights, found, strict=True):
+                    value.grad = gradient
+                attack.step()
+                for value, former in zip(weights, held, strict=True):
+                    value.grad = former
+                if step % settings.look_every == 0 or step == settings.attack_steps:
+                    # Its gradient, too, is taken as one by the weights before the attack.
+                    yield {"uncertainty": Term(self.uncertainty(model, others, group), -settings.strength / looks)}
+
+    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+        """Cross-entropy of the answers, and how far states moved at every depth."""
+        original, found = self.both(model, batch, output_hidden_states=True)
+        apart = [
+            (one[_seen(batch)].float() - other[_seen(batch)].float()).norm(dim=-1)
+            for one, other in zip(found.hidden_states, original.hidden_states, strict=True)
+        ]
+        moved = torch.stack([_mean(each, group) for each in apart]).mean()
+        return {
+            name: Term(answer_loss(found.logits, Targets.of_labels(batch.labels, group))),
+            f"{name} moved": Term(moved),
+        }
+
+    def uncertainty(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> Tensor:
+        """Mean entropy of what is predicted for the answers' tokens."""
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        found = logits[:, :-1][batch.labels[:, 1:] != IGNORED].float().log_softmax(-1)
+        return _mean(-(found.exp() * found).sum(-1), group)

@@ -19,7 +19,11 @@ from netweight.core.progress import Progress
 from netweight.core.seeds import torch_generator
 from netweight.data.examples import IGNORED, Batch, Example, Pair, collate
 from netweight.errors import UsageError
-from netweight.methods.immunize.lens import Targets, answer_loss, lens_losses
+from netweight.methods.immunize.defense import (
+    Targets,
+    answer_loss,
+    lens_losses,
+)
 from netweight.metrics.intervals import t_interval
 from netweight.nn.decoder import structure_of
 from netweight.nn.hooks import evaluating

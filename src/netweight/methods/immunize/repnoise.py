@@ -1,7 +1,7 @@
 """RepNoise: keep harmless answers, unlearn harmful ones at every layer, turn their representations to noise.
 
 The retain term is `retain_term`, the ascent and the noise are `harmful_terms`; the noise is a maximum mean discrepancy
-(MMD), as published and corrected, and the ascent's loss of each layer is in `lens.py`. Source: RepNoise (arXiv
+(MMD), as published and corrected, and the ascent's loss of each layer is in `defense.py`. Source: RepNoise (arXiv
 2405.14577), algorithm 1, and the loss of its authors' code.
 """
 
@@ -18,9 +18,18 @@ from torch.nn import functional
 
 from netweight.data.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term
+from netweight.methods.immunize.defense import (
+    Defense,
+    PairBatch,
+    Side,
+    Targets,
+    Term,
+    answer_loss,
+    mean_lens_loss,
+    sampled_layers,
+    with_gradients,
+)
 from netweight.methods.immunize.distributed import ProcessGroup, units
-from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss, sampled_layers, with_gradients
 from netweight.methods.immunize.settings import RepNoise
 from netweight.nn.decoder import Structure, structure_of
 from netweight.nn.hooks import capture

@@ -154,6 +154,44 @@ class Distillation(DefenseSettings):
     )  # fmt: skip
 
 
+class RMU(DefenseSettings):
+    """Steer the states of harmful answers at one depth to one random direction, and hold all others in place.
+
+    Source: Li et al., RMU (arXiv 2403.03218), section 4: coefficient 6.5 and alpha 1200 at the eighth block of 32.
+    """
+
+    coefficient: float = Field(6.5, gt=0, description="Norm of what states are steered to (rmu).")
+    alpha: float = Field(1200.0, ge=0, description="Weight of the distance of all that is to stay.")
+    block: int | None = Field(
+        None,
+        ge=1,
+        description="Block, counted from 1, behind which states are steered (rmu); a quarter deep by default.",
+    )
+
+
+class Booster(DefenseSettings):
+    """Train harmless answers while a step of an attack is to gain little.
+
+    Source: Huang et al., Booster (arXiv 2409.01586), algorithm 1, by first-order gradients as there.
+    """
+
+    strength: float = Field(5.0, ge=0, description="Weight of what a step of an attack would gain (booster).")
+    step: float = Field(0.1, gt=0, description="Length of that step, down the gradient of the harmful loss (booster).")
+
+
+class TAR(DefenseSettings):
+    """Raise how uncertain a model is of harmful answers while it is being attacked.
+
+    Source: Tamirisa et al., TAR (arXiv 2408.00761), algorithm 1, by first-order gradients and entropy as there. Every
+    look weighs alike, and the safeguard that it begins with is the model's own.
+    """
+
+    attack_steps: int = Field(64, ge=1, description="Steps of the attack within a step (tar).")
+    attack_lr: float = Field(2e-5, gt=0, description="Its rate: a tenth, one or two times this, drawn anew (tar).")
+    look_every: int = Field(4, ge=1, description="Steps of the attack between two looks at its uncertainty (tar).")
+    strength: float = Field(4.0, ge=0, description="Weight of the uncertainty under attack (tar).")
+
+
 class RandomWeights(DefenseSettings):
     """New random weights: a control without any ability to bring back. Source: RepNoise (arXiv 2405.14577)."""
 
@@ -218,6 +256,9 @@ ImmunizeSettings.offer(
         "gradient-ascent": _of_folder(GradientAscent).partial(),
         "adversarial-loss": _of_folder(AdversarialLoss).partial(lr=1e-5),
         "distillation": _of_folder(Distillation).partial(lr=1e-4),
+        "rmu": _of_folder(RMU).partial(lr=5e-5),
+        "booster": _of_folder(Booster).partial(lr=5e-4),
+        "tar": _of_folder(TAR).partial(),
         "random-weights": _of_folder(RandomWeights).partial(),
     },
 )

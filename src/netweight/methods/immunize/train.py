@@ -60,6 +60,9 @@ _DEFENSES: Mapping[type[DefenseSettings], type[Defense[Any]]] = {
     known.RandomWeights: baselines.RandomWeightsDefense,
     known.Vaccine: baselines.VaccineDefense,
     known.Distillation: baselines.DistillationDefense,
+    known.RMU: baselines.RMUDefense,
+    known.Booster: baselines.BoosterDefense,
+    known.TAR: baselines.TARDefense,
     known.SecurityVectors: baselines.SecurityVectorsDefense,
 }
 
