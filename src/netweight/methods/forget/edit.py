@@ -133,7 +133,7 @@ def forget(
         ordinary: Prompts whose answers are to stay, 100 or more; the empty one stays as well.
         anchors: Prompts whose answers memorized ones get, one for each; None takes those of the last 24 ordinary
             prompts whose images are least like the memorized ones'.
-        images: Memorized images, shape `(prompts, 3, height, width)`, within 0 and 1; where they are unlearned.
+        images: Memorized images to unlearn, shape `(prompts, 3, height, width)`, within 0 and 1; None takes the model's.
         settings: The method: keys and values led elsewhere in closed form, which takes seconds and is the default; or
             a training, of which noise and distillation are hard to undo by a search for embeddings.
         folder: A job that keeps checkpoints of a distillation, to be continued after a kill.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TypeAlias, TypeVar, final
 
 import torch
@@ -151,7 +151,7 @@ class Trials:
         self._released, self.limit = released, limit  # what greatest similarities are compared with
         self._known: dict[tuple[Hashable, int], float] = {}
         self._least: dict[tuple[Hashable, int], float] = {}
-        self._seen: dict[tuple[Hashable, int], Tensor] = {}  # noise differences of what was bounded last
+        self._seen: dict[tuple[Hashable, int], Tensor] = {}  # noise differences of what was bounded or foreseen last
         self._settled: dict[Hashable, list[float]] = {}
 
     def settled(self, trial: Blocked) -> list[float]:
@@ -164,28 +164,36 @@ class Trials:
             self._known |= {(key, seed): value for seed, value in enumerate(self._settled[key])}
         return self._settled[key]
 
-    def evaluate(self, trials: Sequence[Blocked], seeds: Sequence[int] | None = None) -> Search[list[list[float]]]:
-        """Return the similarities of some seeds, or all, for each trial."""
+    def evaluate(
+        self, trials: Sequence[Blocked], seeds: Sequence[int] | None = None,
+        foreseen: Sequence[tuple[Blocked, int]] = (),
+    ) -> Search[list[list[float]]]:  # fmt: skip
+        """Return the similarities of some seeds, or all, for each trial; predict those of foreseen ones on the way."""
         chosen = range(len(self._seeds)) if seeds is None else seeds
         pairs = [(trial, seed) for trial in trials for seed in chosen]
         together = len(self._seeds) if self._released and seeds is None else 0
-        found = iter((yield from self._similarities(pairs, together)))
+        found = iter((yield from self._similarities(pairs, together, foreseen)))
         return [[next(found) for _ in chosen] for _ in trials]
 
-    def _similarities(self, pairs: Sequence[tuple[Blocked, int]], together: int) -> Search[list[float]]:
+    def _similarities(
+        self, pairs: Sequence[tuple[Blocked, int]], together: int, foreseen: Sequence[tuple[Blocked, int]]
+    ) -> Search[list[float]]:
         keys = [(_key(trial), seed) for trial, seed in pairs]
         bounded = bool(self._released) and not together
         new = {key: pair for key, pair in zip(keys, pairs, strict=True)
                if key not in self._known and not (bounded and key in self._least)}  # fmt: skip
         if new:
-            asked = [key for key in new if key not in self._seen]
-            rows = [MaskedRow(self._prompt, new[key][0], self._seeds[new[key][1]]) for key in asked]
+            asked = {key: pair for key, pair in new.items() if key not in self._seen}
+            ahead = {key: pair for pair in foreseen if (key := (_key(pair[0]), pair[1])) not in self._known | self._least}
+            ahead = ahead if asked else {}  # no run for these alone
+            asked |= ahead
+            rows = [MaskedRow(self._prompt, trial, self._seeds[seed]) for trial, seed in asked.values()]
             made = (yield from predicted(rows, self._costs)) if rows else ()
             found = self._seen | dict(zip(asked, made, strict=True))
             differences, unblocked = (torch.stack([found[key] for key in new]), self._unblocked[[at for _, at in new]])
             values = similarity(differences, unblocked, together=1 if bounded else together, bound=bounded)
+            self._seen = {key: found[key] for key in (new | ahead if bounded else ahead)}
             if bounded:
-                self._seen = {key: found[key] for key in new}
                 self._least |= zip(new, (values - _ROUNDING).tolist(), strict=True)
             else:
                 self._known |= zip(new, values.tolist(), strict=True)
@@ -211,13 +219,17 @@ def prune(
 
     left = set(range(len(neurons)))
     (now,) = yield from trials.evaluate([without(left)])
-    for removal in removals:
-        trial, nearest = without(left - set(removal)), now.index(max(now))
-        ((first,),) = yield from trials.evaluate([trial], [nearest])  # the seed that is likeliest to forbid it
+    seed = now.index(max(now))  # the one that is likeliest to forbid a removal
+    for removal, following in zip_longest(removals, removals[1:], fillvalue=()):
+        trial, after = left - set(removal), [left - set(following), left - {*removal, *following}]
+        rejected, accepted = ([(without(each), seed)] if following else [] for each in after)
+        ((first,),) = yield from trials.evaluate([without(trial)], [seed], rejected)
         if first <= limit:
-            (values,) = yield from trials.evaluate([trial])
+            (values,) = yield from trials.evaluate([without(trial)], foreseen=accepted)
             if max(values) <= limit:
-                left, now = left - set(removal), values
+                left = trial
+            else:
+                seed = values.index(max(values))
     return sorted(left)
 
 
