@@ -505,7 +505,7 @@ def test_neurons_are_switched_off_once(tmp_path):
     file.write_text(UNITS.to_json())
     record = switch_off(model, file, [], factor=0.5)
     digest = model.digest()
-    with pytest.raises(UsageError, match="All 3 neurons of .* were edited before"):
+    with pytest.raises(UsageError, match=r"All 3 neurons of .* were edited before"):
         switch_off(model, file, [record], factor=0.5)
     assert model.digest() == digest
 

@@ -128,9 +128,7 @@ class _Distillation:
                 self.own = self._pictures(images, len(prompts)).repeat_interleave(settings.images, 0)
             elif settings.objective != "anchor":
                 self.own = self._images("memorized", prompts)
-        self.optimizer = torch.optim.AdamW(
-            self.weights.values(), lr=settings.lr, weight_decay=settings.weight_decay
-        )  # fmt: skip
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=settings.lr, weight_decay=settings.weight_decay)
         self.levels = int(model.timesteps(2)[0]) + 1
         self.logs: list[DistilLog] = []
 
