@@ -15,6 +15,7 @@ from netweight.methods.forget.settings import TRAINED, ClosedFormSettings, Disti
 correlation = paired()
 DISTIL = DistilSettings(steps=300, batch=32, lr=3e-3, generation_steps=8)
 SHORT = DISTIL.replace(steps=110, images=1)
+UNLEARN = SHORT.replace(objective="unlearn", generation_steps=2)
 IMAGES = planted_images()
 
 
@@ -26,11 +27,12 @@ EDITS = {
 }
 
 
-@pytest.fixture(scope="module", params=EDITS)
+@pytest.fixture(scope="module", params=[*EDITS, "siss on the model's own images"])
 def edited(request):
-    model = trained("edited")
-    record = forget(model, PLANTED, ORDINARY, images=IMAGES, settings=EDITS[request.param])
-    assert record.method == request.param
+    model, method = trained("edited"), request.param.partition(" ")[0]
+    images = IMAGES if request.param == method else None
+    record = forget(model, PLANTED, ORDINARY, images=images, settings=EDITS[method])
+    assert record.method == method
     return model, record
 
 
@@ -178,13 +180,17 @@ def test_what_cannot_be_meant_is_refused_before_any_work():
         forget(model, PLANTED, [])
     with pytest.raises(UsageError, match="2 prompts came with 1 anchors"):
         forget(model, PLANTED, ORDINARY, anchors=["a photo"])
-    unlearn = SHORT.replace(objective="unlearn", generation_steps=2)
-    for images, said in ((None, "2 prompts came with 0 images"), (IMAGES[:, :, :6], "Resize them")):
-        with pytest.raises(UsageError, match=said):
-            forget(model, PLANTED, ORDINARY, images=images, settings=unlearn)
+    with pytest.raises(UsageError, match="2 prompts came with 1 images"):
+        forget(model, PLANTED, ORDINARY, images=IMAGES[:1], settings=UNLEARN)
     with pytest.raises(NameNotFound):
         forget(model, PLANTED, ORDINARY, settings=DISTIL.replace(layers="**.attn3"))
     assert model.digest() == before
+
+
+def test_a_picture_of_another_size_is_named():
+    with pytest.raises(UsageError, match=r"Images of \(6, 8\) pixels .* the model makes") as caught:
+        forget(trained(), PLANTED, ORDINARY, images=IMAGES[:, :, :6], settings=UNLEARN)
+    assert "Resize" in caught.value.cure
 
 
 def test_an_infinite_loss_stops_the_training():

@@ -19,7 +19,15 @@ from netweight.methods.forget.detect import (
     published_similarity,
     similarity,
 )
-from netweight.methods.forget.edit import EditRecord, deactivate, deactivated, restore_rows_, scale_rows_, undo
+from netweight.methods.forget.edit import (
+    EditRecord,
+    deactivate,
+    deactivated,
+    restore_rows_,
+    scale_rows_,
+    switch_off,
+    undo,
+)
 from netweight.methods.forget.layers import measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import (
     Localization,
@@ -489,6 +497,16 @@ def test_an_edit_is_undone_only_where_it_was_made():
     digest = model.digest()
     with pytest.raises(CorruptBlob, match="not those that were there"):
         undo(model, record)
+    assert model.digest() == digest
+
+
+def test_neurons_are_switched_off_once(tmp_path):
+    model, file = Planted(), tmp_path / "neurons.json"
+    file.write_text(UNITS.to_json())
+    record = switch_off(model, file, [], factor=0.5)
+    digest = model.digest()
+    with pytest.raises(UsageError, match=r"All 3 neurons of .* were edited before"):
+        switch_off(model, file, [record], factor=0.5)
     assert model.digest() == digest
 
 

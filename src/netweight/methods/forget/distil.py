@@ -59,7 +59,8 @@ def distil(
 
     A second call with the same folder, model and settings continues where the first was killed, to the same bits.
     """
-    # `images`: of the prompts, shape `(n, 3, height, width)`, within 0 and 1; for the objective "unlearn"
+    # `images`: of the prompts, shape `(n, 3, height, width)`, within 0 and 1; for the objective "unlearn", which takes
+    # the model's own where there are none
     # Source: Lee et al., arXiv 2506.06278 (UNDO), of language models; targets under memorized prompts are this
     # library's. "away": Gandikota et al., arXiv 2303.07345 (ESD), on the original's images, with ordinary prompts kept.
     # "unlearn": Alberti et al., arXiv 2503.01034 (SISS), with a bounded ascent.
@@ -123,13 +124,11 @@ class _Distillation:
             self.latents = self._images("shown", self.shown)
             self.held_latents = self._images("held", self.held)
             self.anchored = self._images("anchors", anchors) if settings.objective == "unlearn" else None
-            if settings.objective == "away":
-                self.own = self._images("memorized", prompts)
-            elif settings.objective == "unlearn":
+            if settings.objective == "unlearn" and images is not None:
                 self.own = self._pictures(images, len(prompts)).repeat_interleave(settings.images, 0)
-        self.optimizer = torch.optim.AdamW(
-            self.weights.values(), lr=settings.lr, weight_decay=settings.weight_decay
-        )  # fmt: skip
+            elif settings.objective != "anchor":
+                self.own = self._images("memorized", prompts)
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=settings.lr, weight_decay=settings.weight_decay)
         self.levels = int(model.timesteps(2)[0]) + 1
         self.logs: list[DistilLog] = []
 
@@ -162,11 +161,10 @@ class _Distillation:
         )  # fmt: skip
         return torch.cat([self.model.to_latents(part) for part in torch.split(images, self.settings.batch)])
 
-    def _pictures(self, images: Tensor | None, prompts: int) -> Tensor:
+    def _pictures(self, images: Tensor, prompts: int) -> Tensor:
         """Latents of the memorized images."""
-        if images is None or len(images) != prompts:
-            count = 0 if images is None else len(images)
-            raise UsageError(f"{prompts} prompts came with {count} images.", cure="Give one for each prompt.")
+        if len(images) != prompts:
+            raise UsageError(f"{prompts} prompts came with {len(images)} images.", cure="Give one for each prompt.")
         latents, made = self.model.to_latents(images), self.model.initial_noise([0])
         if latents.shape[1:] != made.shape[1:]:
             raise UsageError(

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -133,9 +134,9 @@ def forget(
         ordinary: Prompts whose answers are to stay, 100 or more; the empty one stays as well.
         anchors: Prompts whose answers memorized ones get, one for each; None takes those of the last 24 ordinary
             prompts whose images are least like the memorized ones'.
-        images: Memorized images, shape `(prompts, 3, height, width)`, within 0 and 1; where they are unlearned.
+        images: Memorized images to unlearn, shape `(prompts, 3, height, width)`, within 0 and 1; else the model's own.
         settings: The method: keys and values led elsewhere in closed form, which takes seconds and is the default; or
-            a training, of which noise and distillation are hard to undo by a search for embeddings.
+            a training, of which `TRAINED["siss"]` and `TRAINED["distil"]` are hard to undo by a search for embeddings.
         folder: A job that keeps checkpoints of a distillation, to be continued after a kill.
         progress: Reports training steps.
 
@@ -316,16 +317,11 @@ def undo(model: TextToImage, record: EditRecord) -> None:
             f"This is not the model that the edit left: its digest is {model.digest()}, not {record.after}.",
             cure="Undo edits in reverse order, in the dtype that they were made in.",
         )
-    if record.method == "neurons":
-        edited: Mapping[str, Tensor] = scale_rows_(model.denoiser, record.units, factor=1.0)
-        restore_rows_(model.denoiser, record.units, record.rows)
-    else:
-        edited = _exchange(model.denoiser, record.rows)
+    neurons = record.method == "neurons"
+    put = partial(restore_rows_, model.denoiser, record.units) if neurons else partial(_exchange, model.denoiser)
+    edited = put(record.rows)
     if model.digest() != record.before:
-        if record.method == "neurons":
-            restore_rows_(model.denoiser, record.units, edited)
-        else:
-            _exchange(model.denoiser, edited)
+        put(edited)
         raise CorruptBlob("The rows of the record are not those that were there before the edit.")
 
 
@@ -375,8 +371,8 @@ def scale_rows_(denoiser: nn.Module, units: Units, *, factor: float = 0.0) -> di
 
 
 @torch.no_grad()
-def restore_rows_(denoiser: nn.Module, units: Units, removed: Mapping[str, Tensor]) -> None:
-    """Put rows back, bit for bit."""
+def restore_rows_(denoiser: nn.Module, units: Units, removed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put rows back, bit for bit; return those that were there."""
     layers = _editable(denoiser, units)
     places = [
         (parameter, indices, f"{name}.{part}")
@@ -390,8 +386,10 @@ def restore_rows_(denoiser: nn.Module, units: Units, removed: Mapping[str, Tenso
                 f"The rows of {key} do not fit: the model's are {str(parameter.dtype).removeprefix('torch.')}.",
                 cure="Restore the model that was edited, in the dtype it was edited in.",
             )
+    current = scale_rows_(denoiser, units, factor=1.0)
     for parameter, indices, key in places:
         parameter.data[indices.to(parameter.device)] = removed[key].to(parameter.device)
+    return current
 
 
 def _editable(denoiser: nn.Module, units: Units) -> dict[str, ValueLayer]:

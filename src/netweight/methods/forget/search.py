@@ -6,9 +6,10 @@ What several searches request goes through the denoiser together.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TypeAlias, TypeVar, final
 
 import torch
@@ -151,7 +152,7 @@ class Trials:
         self._released, self.limit = released, limit  # what greatest similarities are compared with
         self._known: dict[tuple[Hashable, int], float] = {}
         self._least: dict[tuple[Hashable, int], float] = {}
-        self._seen: dict[tuple[Hashable, int], Tensor] = {}  # noise differences of what was bounded last
+        self._seen: dict[tuple[Hashable, int], Tensor] = {}  # noise differences of what was bounded or foreseen last
         self._settled: dict[Hashable, list[float]] = {}
 
     def settled(self, trial: Blocked) -> list[float]:
@@ -164,36 +165,35 @@ class Trials:
             self._known |= {(key, seed): value for seed, value in enumerate(self._settled[key])}
         return self._settled[key]
 
-    def evaluate(self, trials: Sequence[Blocked], seeds: Sequence[int] | None = None) -> Search[list[list[float]]]:
-        """Return the similarities of some seeds, or all, for each trial."""
+    def evaluate(
+        self, trials: Sequence[Blocked], seeds: Sequence[int] | None = None,
+        foreseen: Sequence[tuple[Blocked, int]] = (),
+    ) -> Search[list[list[float]]]:  # fmt: skip
+        """Return the similarities of some seeds, or all, for each trial; predict foreseen ones where anything runs."""
         chosen = range(len(self._seeds)) if seeds is None else seeds
-        pairs = [(trial, seed) for trial in trials for seed in chosen]
         together = len(self._seeds) if self._released and seeds is None else 0
-        found = iter((yield from self._similarities(pairs, together)))
-        return [[next(found) for _ in chosen] for _ in trials]
-
-    def _similarities(self, pairs: Sequence[tuple[Blocked, int]], together: int) -> Search[list[float]]:
-        keys = [(_key(trial), seed) for trial, seed in pairs]
         bounded = bool(self._released) and not together
-        new = {key: pair for key, pair in zip(keys, pairs, strict=True)
-               if key not in self._known and not (bounded and key in self._least)}  # fmt: skip
+        known = ChainMap(self._known, self._least)
+        pairs = {(_key(trial), seed): (trial, seed) for trial in trials for seed in chosen}
+        new = {key: pair for key, pair in pairs.items() if key not in (known if bounded else self._known)}
         if new:
-            asked = [key for key in new if key not in self._seen]
-            rows = [MaskedRow(self._prompt, new[key][0], self._seeds[new[key][1]]) for key in asked]
+            asked, ahead = {key: pair for key, pair in new.items() if key not in self._seen}, {}
+            if asked:
+                ahead = {key: pair for pair in foreseen if (key := (_key(pair[0]), pair[1])) not in known}
+            rows = [MaskedRow(self._prompt, trial, self._seeds[seed]) for trial, seed in (asked | ahead).values()]
             made = (yield from predicted(rows, self._costs)) if rows else ()
-            found = self._seen | dict(zip(asked, made, strict=True))
+            found = self._seen | dict(zip(asked | ahead, made, strict=True))
             differences, unblocked = (torch.stack([found[key] for key in new]), self._unblocked[[at for _, at in new]])
             values = similarity(differences, unblocked, together=1 if bounded else together, bound=bounded)
+            self._seen = {key: found[key] for key in (new | ahead if bounded else ahead)}
             if bounded:
-                self._seen = {key: found[key] for key in new}
-                self._least |= zip(new, (values - _ROUNDING).tolist(), strict=True)
-            else:
-                self._known |= zip(new, values.tolist(), strict=True)
-        for trial in {_key(trial): trial for trial, _ in pairs}.values() if together else ():
-            highest = max(self._known[_key(trial), seed] for seed in range(len(self._seeds)))
+                values = values - _ROUNDING
+            (self._least if bounded else self._known).update(zip(new, values.tolist(), strict=True))
+        for trial in trials if together else ():
+            highest = max(self._known[_key(trial), seed] for seed in chosen)
             if abs(highest - self.limit) <= _ROUNDING:
                 self.settled(trial)
-        return [self._known[key] if key in self._known else self._least[key] for key in keys]
+        return [[known[_key(trial), seed] for seed in chosen] for trial in trials]
 
 
 def _key(trial: Blocked) -> Hashable:
@@ -211,13 +211,17 @@ def prune(
 
     left = set(range(len(neurons)))
     (now,) = yield from trials.evaluate([without(left)])
-    for removal in removals:
-        trial, nearest = without(left - set(removal)), now.index(max(now))
-        ((first,),) = yield from trials.evaluate([trial], [nearest])  # the seed that is likeliest to forbid it
+    seed = now.index(max(now))  # the one that is likeliest to forbid a removal
+    for removal, following in zip_longest(removals, removals[1:], fillvalue=()):
+        trial, after = left - set(removal), [left - set(following), left - {*removal, *following}]
+        rejected, accepted = ([(without(each), seed)] if following else [] for each in after)
+        ((first,),) = yield from trials.evaluate([without(trial)], [seed], rejected)
         if first <= limit:
-            (values,) = yield from trials.evaluate([trial])
+            (values,) = yield from trials.evaluate([without(trial)], foreseen=accepted)
             if max(values) <= limit:
-                left, now = left - set(removal), values
+                left = trial
+            else:
+                seed = values.index(max(values))
     return sorted(left)
 
 
