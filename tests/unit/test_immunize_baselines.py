@@ -12,7 +12,7 @@ from decoders_under_test import SHORT, decoder, drawn, some_pairs
 
 from netweight.core.seeds import torch_generator
 from netweight.data.examples import collate
-from netweight.errors import UsageError
+from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.baselines import BoosterDefense, RMUDefense, TARDefense
 from netweight.methods.immunize.defense import collate_pairs
 from netweight.methods.immunize.settings import RMU, TAR, Booster
@@ -76,7 +76,8 @@ def test_rmu_steers_answers_to_one_direction_and_holds_the_rest():
     assert retain["retain"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
     assert retain["retain"].weight == general["general"].weight == 3.0
     assert general["general"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
-    assert not hasattr(defense, "original")
+    with pytest.raises(Unsupported, match="rmu measures against the original, which is kept while it trains"):
+        defense.kept(model, batch.harmless, batch.group)
 
 
 def test_rmu_refuses_a_block_that_is_not_there():

@@ -222,26 +222,31 @@ def _vectors(model: nn.Module) -> list[AddedLowRank]:
 class _WithOriginal(Defense[S]):
     """A defense that measures against a frozen copy of the original."""
 
-    original: nn.Module
+    _copy: nn.Module | None = None
+
+    @property
+    def original(self) -> nn.Module:
+        """The copy, which is kept while the model trains."""
+        if self._copy is None:
+            raise Unsupported(
+                f"{self.name} measures against the original, which is kept while it trains and no longer.",
+                cure="Evaluate during training: eval_strategy='steps'.",
+            )
+        return self._copy
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         structure_of(model)  # refuses what is no decoder
         _whole_alone(self, model)
-        self.original = copy.deepcopy(model).requires_grad_(False).eval()
+        self._copy = copy.deepcopy(model).requires_grad_(False).eval()
         try:
             yield
         finally:
-            del self.original
+            self._copy = None
 
     def both(self, model: nn.Module, batch: Batch, **options: Any) -> tuple[Any, Any]:
         """What the original and the model say of a batch."""
         how: Any = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **options}
-        if not hasattr(self, "original"):
-            raise Unsupported(
-                f"{self.name} measures against the original, which is kept while it trains and no longer.",
-                cure="Evaluate during training: eval_strategy='steps'.",
-            )
         with torch.no_grad():
             original = self.original(**how)
         return original, model(**how)
