@@ -1,5 +1,6 @@
 """One small model of each kind that there is, compressed beside dense; all of them as a study."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -9,7 +10,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
-from families import COLUMNS, FAMILIES, PAGE, in_page, tried
+from families import COLUMNS, FAMILIES, PAGE, compiling, in_page, tried
+
+import netweight
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Of each kind one, with the columns in which it has found most.
@@ -37,6 +40,18 @@ def test_compressed_is_dense_to_the_last_bit(name, tmp_path):
 def test_every_family_is_the_same_or_refused(name, tmp_path):
     found = tried(FAMILIES[name], tmp_path)
     assert {how.split(":")[0] for how in found.values()} <= {"same", "–", "refused"}, found
+
+
+@pytest.mark.study
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "ResNet"])
+def test_inductor_gives_the_dense_bits_where_it_rounds_as_eager_code_does(name, monkeypatch, tmp_path):
+    import torch._inductor.config
+
+    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", True)  # else bits depend on what it fuses
+    dense = FAMILIES[name].make().eval()
+    compressed = copy.deepcopy(dense)
+    netweight.compress_(compressed)
+    assert not compiling(FAMILIES[name], dense, compressed, tmp_path, backend="inductor")
 
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")

@@ -637,10 +637,10 @@ def _lora(family, dense, compressed, folder):
         return _weights(theirs, ours) or _differing(family.call(theirs), family.call(ours), "merged outputs")
 
 
-def _compiling(family, dense, compressed, folder):
+def compiling(family, dense, compressed, folder, backend="aot_eager"):
     def run(model):
         torch.compiler.reset()
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, backend=backend)
         with torch.no_grad():
             return family.call(compiled)
 
@@ -654,7 +654,7 @@ COLUMNS = {
     "training": _training,
     "saving": _saving,
     "LoRA": _lora,
-    "compiling": _compiling,
+    "compiling": compiling,
 }
 
 
