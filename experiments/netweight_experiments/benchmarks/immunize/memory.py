@@ -96,7 +96,7 @@ def main(
         "plain": peak_of(one := copy.deepcopy(model), lambda: plain_steps(one, few, batch)),
         "defense": peak_of(other := copy.deepcopy(model), lambda: defense_steps(other, few, batch, defense)),
     }
-    times = {"plain": [], "defense": []}
+    times: dict[str, list[float]] = {"plain": [], "defense": []}
     for _ in range(rounds):
         fresh = [copy.deepcopy(model) for _ in range(3)]
         times["plain"].append(2 * seconds(partial(plain_steps, fresh[0], many[batch:], batch)))
