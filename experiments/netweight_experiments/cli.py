@@ -326,7 +326,7 @@ def memory(layers: int, batch: int, length: int, rounds: int, out: Path | None, 
     from netweight_experiments.benchmarks.compress import models
 
     torch.set_num_threads(1)
-    size = {"layers": layers, "batch": batch, "length": length, "rounds": rounds}
+    size: dict[str, Any] = {"layers": layers, "batch": batch, "length": length, "rounds": rounds}
     size |= {"layers": 1, "batch": 1, "length": 16, "rounds": 1} if trial else {}
     measured = models.main(**size, parts=("memory", "training"))
     result = about("training-memory", str(models.__doc__), size) | measured

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 
 K = TypeVar("K", bound=Hashable)
+Work: TypeAlias = Mapping[K, Callable[[], object]]
 
 # mallopt's parameters in glibc, and the limits at which its own dynamic rule arrives (malloc.h, mallopt(3)).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
@@ -81,12 +82,7 @@ def interleave(
 
 
 def in_turns(
-    work: Mapping[K, Callable[[], object]],
-    rounds: int,
-    *,
-    clock: Literal["cpu", "wall"] = "cpu",
-    seed: int = 0,
-    steady: float = 0.0,
+    work: Work[K], rounds: int, *, clock: Literal["cpu", "wall"] = "cpu", seed: int = 0, steady: float = 0.0
 ) -> dict[K, tuple[float, ...]]:
     """Return seconds of each piece of work by round; all take turns, with one run of each, or some for short ones."""
     cases = [Case(key, lambda _, one=one: one()) for key, one in work.items()]  # type: ignore[misc]

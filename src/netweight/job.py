@@ -229,8 +229,6 @@ def _record(key: str, name: str, config: Any, outcome: Outcome) -> dict[str, Any
     }
 
 
-C = TypeVar("C")
-
 _KEY, _LOCK, _TREE, _PUBLISHING, _ASIDE = "job.json", "job.lock", "tree", "publishing.json", "aside"
 _STATE, _JOB = "state.safetensors", "job"
 _VERSION = 1

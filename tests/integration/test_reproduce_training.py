@@ -55,7 +55,7 @@ def here(monkeypatch, data_folder):
         split: text_file(f"wikitext2-{split}.txt").read_text(encoding="utf-8")[:8000] for split in ("valid", "test")
     }
     monkeypatch.setattr(pretraining, "wikitext2", texts.__getitem__)
-    monkeypatch.setitem(shapes.SHAPES, shapes.MINIATURE, ("llama", TINY))
+    monkeypatch.setitem(shapes.SHAPES, shapes.MINIATURE, {"type": "llama", "fields": TINY})
     small = {"batch": 1, "window": 32, "vocabulary": 320}
     monkeypatch.setattr(pretraining, "ROUNDS", 5)
     monkeypatch.setattr(pretraining, "Pretraining", partial(pretraining.Pretraining, steps=7, held_out=2, **small))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import yaml
 
@@ -26,8 +26,9 @@ PAPERS = {
     "w2w": "weights2weights (arXiv 2406.09413)",
 }
 
-_OTHERS = yaml.safe_load(Path(__file__).with_name("unpublished.yaml").read_text(encoding="utf-8"))
-_FIGURES, _TABLES, _UNSEEN = (_OTHERS[name] for name in ("figures", "tables", "unseen"))
+_OTHERS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("unpublished.yaml").read_text(encoding="utf-8"))
+_TITLES: dict[str, str] = _OTHERS["tables"] | _OTHERS["figures"]
+_TABLES, _UNSEEN = list(_OTHERS["tables"]), _OTHERS["unseen"]
 _CANNOT = {
     **dict.fromkeys(_OTHERS["drawings"], "a drawing of the idea; it shows no measurement"),
     **dict.fromkeys(
@@ -53,7 +54,7 @@ class Item:
 def items() -> tuple[Item, ...]:
     """Return every table and figure of the five papers, in the papers' order, with its state."""
     numbered = dict.fromkeys(published_ids())
-    everything = [*numbered, *_TABLES, *_UNSEEN, *_FIGURES]
+    everything = [*numbered, *_TABLES, *_UNSEEN, *_OTHERS["figures"]]
     everything += [table_id for table_id in registered() if table_id not in everything]
     return tuple(
         Item(table_id, paper, title_of(table_id), *_state(table_id), table_id in numbered, _command(table_id))
@@ -70,7 +71,7 @@ def title_of(table_id: str) -> str:
         return numbers.title
     if table_id in _UNSEEN:
         return "A table of the appendix that is not at hand"
-    return (_TABLES | _FIGURES).get(table_id, table_id)
+    return _TITLES.get(table_id, table_id)
 
 
 def _state(table_id: str) -> tuple[State, str]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from netweight.core.digest import of_bytes
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
@@ -123,37 +125,15 @@ def _frequencies(ids: torch.Tensor, held: torch.Tensor) -> float:
 
 
 MINIATURE = "miniature"
-# Models by the names of the paper's columns: transformers' type, and what its configuration is told.
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    MINIATURE: ("llama", {
-        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12,
-        "vocab_size": 2048,
-    }),
-    "GPT-Neo-XL 2.7B": ("gpt_neo", {
-        "hidden_size": 2560, "num_layers": 32, "num_heads": 20, "vocab_size": 50257,
-        "attention_types": [[["global", "local"], 16]],
-    }),
-    "Llama-3 8B": ("llama", {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256,
-    }),
-    "Llama-3.2 1B": ("llama", {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
-    }),
-    "Llama-2 13B": ("llama", {
-        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
-        "vocab_size": 32000,
-    }),
-}  # fmt: skip
+# Models by the names of the paper's columns.
+SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("decoders.yaml").read_text("utf-8"))
 
 
 def made(shape: str, **changes: Any) -> PreTrainedModel:
     """Make a model with random weights, in torch's default dtype and on its default device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, fields = SHAPES[shape]
-    config = AutoConfig.for_model(kind, **fields | changes)
+    config = AutoConfig.for_model(SHAPES[shape]["type"], **SHAPES[shape]["fields"] | changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model
 

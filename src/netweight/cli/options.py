@@ -148,9 +148,6 @@ def end_attack(
         context.exit(FINDING_FAILED)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
 def options(
     kind: type[Settings], *, into: str = "settings", skip: Sequence[str] = (), arguments: Sequence[str] = ()
 ) -> Callable[[F], F]:

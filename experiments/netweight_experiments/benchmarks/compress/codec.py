@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 
@@ -84,7 +84,7 @@ def run_benchmark(
 def _fresh(data: DataSet, peers: list[Peer], repeats: int, seed: int, progress: Progress) -> Iterator[Row]:
     """Decode into new memory, one thread: netweight, and zipnn, whose functions always return new memory."""
     fastest = ours.settings(threads=1)[0]
-    who: Who = (OURS, fastest.path, fastest.level)
+    who: Who = (OURS, *fastest)
     contenders: dict[tuple[Who, Mode], Ready] = {
         (who, "fresh"): ours.fresh(data, fastest, 1, pooled=False),
         (who, "pooled"): ours.fresh(data, fastest, 1, pooled=True),
@@ -113,7 +113,7 @@ def _warm(data: DataSet, peers: list[Peer], threads: int, repeats: int, seed: in
     """Encode and decode with warm pages."""
     contenders: dict[Who, Ready] = {}
     for setting in ours.settings(threads=threads):
-        contenders[OURS, setting.path, setting.level] = ours.ready(data, setting, threads)
+        contenders[OURS, *setting] = ours.ready(data, setting, threads)
     for peer in peers:
         if _takes(peer, data):
             contenders[peer.name, None, None] = peer.ready(data.raw, data.dtype, threads)
@@ -163,33 +163,27 @@ def _environment() -> dict[str, Any]:
     return {**facts, "packages": {**facts["packages"], **packages}}
 
 
-@final
-@dataclass(frozen=True)
-class Setting:
-    """One way to run the codec."""
-
-    path: str  # code path
-    level: str  # level of the encoder
+Setting: TypeAlias = tuple[str, str]  # code path, and level of the encoder
 
 
 def settings(*, threads: int) -> list[Setting]:
     """List the ways worth measuring: on the fastest path every level, on the others the default."""
     paths = codec.available_paths()
     compiled = [path for path in paths if path != "python"] or paths  # plain Python only where there is nothing else
-    levels = [Setting(compiled[0], level) for level in ("default", "fast", "max")]
-    return levels[:1] if threads > 1 else [levels[0], *(Setting(path, "default") for path in compiled[1:]), *levels[1:]]
+    levels = [(compiled[0], level) for level in ("default", "fast", "max")]
+    return levels[:1] if threads > 1 else [levels[0], *((path, "default") for path in compiled[1:]), *levels[1:]]
 
 
 def ready(data: DataSet, setting: Setting, threads: int) -> Ready:
     """Make the codec ready to decode into memory that is there and warm."""
-    encode = _encoder(data, setting, threads)
+    encode, (path, _) = _encoder(data, setting, threads), setting
     blobs = encode(None)
     memory = np.zeros_like(data.raw)
     targets = tensors_over(memory, data.tensors)
 
     def decode() -> None:
         for blob, target in zip(blobs, targets, strict=True):
-            codec.decode_into(blob, target, threads=threads, path=setting.path)
+            codec.decode_into(blob, target, threads=threads, path=path)
 
     def restored() -> Any:
         memory.fill(0xA5)
@@ -201,23 +195,24 @@ def ready(data: DataSet, setting: Setting, threads: int) -> Ready:
 
 def fresh(data: DataSet, setting: Setting, threads: int, *, pooled: bool) -> Ready:
     """Make the codec ready to decode into new tensors, all of which are kept until the last is there."""
-    blobs = _encoder(data, setting, threads)(None)
+    encode, (path, _) = _encoder(data, setting, threads), setting
+    blobs = encode(None)
 
     def decode() -> list[Any]:
-        return [codec.decode(blob, threads=threads, path=setting.path) for blob in blobs]
+        return [codec.decode(blob, threads=threads, path=path) for blob in blobs]
 
     def restored() -> Any:
         return np.concatenate([raw_bytes(tensor) for tensor in decode()])
 
     prepare: Callable[[], Any] = (lambda: None) if pooled else codec.trim_pool
-    return Ready(sum(map(len, blobs)), _encoder(data, setting, threads), decode, restored, prepare)
+    return Ready(sum(map(len, blobs)), encode, decode, restored, prepare)
 
 
 def _encoder(data: DataSet, setting: Setting, threads: int) -> Callable[[Any], list[bytes]]:
+    path, level = setting
+
     def encode(_: Any) -> list[bytes]:
-        return [
-            codec.encode(tensor, level=setting.level, threads=threads, path=setting.path) for tensor in data.tensors
-        ]
+        return [codec.encode(tensor, level=level, threads=threads, path=path) for tensor in data.tensors]
 
     return encode
 
@@ -243,14 +238,12 @@ class Target:
     threads: int = 1  # number of threads
 
 
-@final
-@dataclass(frozen=True)
-class SpeedTable:
+class SpeedTable(NamedTuple):
     """Measurements for people: everything on one data set, with outputs in one place and one number of threads."""
 
-    title: str  # what was measured
-    headers: tuple[str, ...]  # columns
-    lines: tuple[tuple[str, ...], ...]  # one per contender
+    title: str
+    headers: Sequence[str]
+    lines: Sequence[tuple[str, ...]]  # one per contender
 
 
 _CACHE, _MEMORY = ("in cache", IN_CACHE), ("MiniLM from memory", MINILM)
@@ -380,7 +373,7 @@ def _speed_table(result: Result, title: str, contenders: dict[str, dict[str, Row
                 [_speed(row.gbps()), _times(result, row, "zipnn"), _times(result, row, "memcpy")] if row else [""] * 3
             )
         lines.append((name, *cells))
-    return SpeedTable(title, tuple(headers), tuple(lines))
+    return SpeedTable(title, headers, lines)
 
 
 def _times(result: Result, row: Row, base: str) -> str:

@@ -168,6 +168,8 @@ def process(rank, folder, options):
 def main(*, hidden: int = 512, layers: int = 8, vocabulary: int = 16000, steps: int = 6):
     options = Namespace(hidden=hidden, layers=layers, vocabulary=vocabulary, steps=steps)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(process, (folder, options), nprocs=PROCESSES)
+        torch.multiprocessing.spawn(  # type: ignore[attr-defined]
+            process, (folder, options), nprocs=PROCESSES
+        )
         found = json.loads(Path(folder, "result.json").read_text())
     return {"processes": PROCESSES, "backend": "gloo", "tokens": TOKENS, **found}

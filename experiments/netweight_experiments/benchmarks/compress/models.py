@@ -50,7 +50,7 @@ from torch.utils.checkpoint import checkpoint
 import netweight
 from netweight_experiments.benchmarks.script import load
 from netweight_experiments.memory import PrivateMemory, TensorLedger, in_fresh_process, private_bytes
-from netweight_experiments.timing import in_turns
+from netweight_experiments.timing import in_turns, ratios
 
 PARTS = ("memory", "training", "inference", "small", "saving")
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
@@ -145,11 +145,11 @@ def peaks(arguments):
 
 def ratio(times, contender, base, target=None):
     """How much faster the contender is than the base, round by round."""
-    ratios = [b / c for b, c in zip(times[base], times[contender], strict=True)]
-    median = statistics.median(ratios)
+    each = ratios(times, base, contender)
+    median = statistics.median(each)
     return {
         "median": round(median, 3),
-        "range": [round(min(ratios), 3), round(max(ratios), 3)],
+        "range": [round(min(each), 3), round(max(each), 3)],
         "target": target,
         "met": None if target is None else median >= target,
     }
@@ -265,10 +265,6 @@ def saving_memory(layers):
     return {"largest": largest, "peak": peaks_above, "peak / largest": at_most(max(peaks_above) / largest, 1.1)}
 
 
-def repeated(layer, given):
-    return lambda: [layer(given) for _ in range(2000)]
-
-
 def small_layers(rounds):
     """What compression adds to a call, where calls take longer than numbers."""
     ids, found = torch.tensor([[17]]), {}
@@ -283,7 +279,8 @@ def small_layers(rounds):
             netweight.compress_(compressed)
             with torch.no_grad():
                 cases = {
-                    label: repeated(layer, given) for label, layer in (("dense", dense), ("compressed", compressed))
+                    label: lambda layer=layer, given=given: [layer(given) for _ in range(2000)]
+                    for label, layer in (("dense", dense), ("compressed", compressed))
                 }
                 times = in_turns(cases, rounds)
             each = {label: round(statistics.median(values) * 500, 2) for label, values in times.items()}

@@ -27,7 +27,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -232,7 +232,7 @@ def main(
     detection = DetectionConfig(seeds=tuple(range(seeds)))
     config = LocalizationConfig(detection=detection, prompts=together)
     as_released = config.replace(fidelity="reference", detection=detection.replace(timing="code"))
-    results = {"model": load_text_to_image(model).digest()}
+    results: dict[str, Any] = {"model": load_text_to_image(model).digest()}
     for name, how in (("released", as_released), ("clean", config)):
         opened = load_text_to_image(model, dtype=torch.float32)
         ordinary = world.ordinary_captions[:48]

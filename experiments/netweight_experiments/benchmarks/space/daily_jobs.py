@@ -15,6 +15,7 @@ import shutil
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from click.testing import CliRunner
@@ -154,7 +155,7 @@ def main(*, work: Path, rounds: int = 5):
     extract_ours(work)
     one, two = (adapter(work / f"ours-{number}") for number in (1, 2))
     both = {name: 0.7 * one[name] + 0.5 * two[name] for name in one}
-    jobs = {
+    jobs: dict[str, tuple[Any, dict[str, Any]]] = {
         f"extract, rank {RANK}": (changes(work), {"netweight": extract_ours, "mergekit": extract_mergekit,
                                                   "LyCORIS": extract_lycoris}),
         f"resize, rank {RANK} to {SMALL}": (one, {"netweight": resize_ours, "full decomposition": resize_dense}),
@@ -164,7 +165,7 @@ def main(*, work: Path, rounds: int = 5):
     }  # fmt: skip
     rows, missing = [], {}
     for job, (wanted, tools) in jobs.items():
-        times = {tool: [] for tool in tools}
+        times: dict[str, list[float]] = {tool: [] for tool in tools}
         errors = {}
         for _ in range(rounds):
             for tool, function in tools.items():

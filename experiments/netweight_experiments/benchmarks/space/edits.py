@@ -12,6 +12,7 @@ in the package with a seed that is not among these.
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -109,17 +110,18 @@ def main(banks: tuple[Path, ...], /, *, work: Path, seeds: tuple[int, ...] = (0,
     network, explained = reader(work, reader_steps)
     model = text_to_image(faces_pipeline())
     with Job.open(work, shared=True) as job:
-        rows = []
+        rows: list[dict[str, Any]] = []
         for seed in seeds:
             for folder in banks:
                 space, labels, aside, others = people(folder, seed)
                 for name in EDITED:
                     at = {"bank": folder.name, "seed": seed, "attribute": name}
-                    new = job.recorded("edits", at)
-                    if new is None:
-                        new = [at | row for row in measured(model, space, labels, aside, others, name, network, seed)]
-                        job.record("edits", new, key=at)
-                    rows += new
-                    print(*(f"{at} {row['kind']}: {row['effect']:.3f}" for row in new), sep="\n", flush=True)
+                    known = job.recorded("edits", at)
+                    if known is None:
+                        new = measured(model, space, labels, aside, others, name, network, seed)
+                        known = {"rows": [at | row for row in new]}
+                        job.record("edits", known, key=at)
+                    rows += known["rows"]
+                    print(*(f"{at} {row['kind']}: {row['effect']:.3f}" for row in known["rows"]), sep="\n", flush=True)
     settings = CorrectionSettings().to_json()
     return {"settings": settings, "reader": {"r_squared": explained}, "summary": summary(rows), "rows": rows}

@@ -76,6 +76,7 @@ def main(*, moves: int = 20):
         page = write_view(view, Path(folder) / "faces.html")
         times = moved(page, moves)
         nbytes = page.stat().st_size
+    assert view.live is not None
     low, middle, high = statistics.quantiles(times, n=4)
     browser = subprocess.run(["chromium", "--version"], capture_output=True, text=True, check=False).stdout.strip()
     return {

@@ -255,7 +255,7 @@ def _paper_ratio(what: str, way: str, base: str) -> float:
 def memory_needed(config: Pretraining) -> tuple[int, str]:
     """Estimate the bytes that a run needs, from below."""
     count, largest = parameters_of(config.shape)
-    fields = SHAPES[config.shape][1]
+    fields = SHAPES[config.shape]["fields"]
     layers = fields.get("num_hidden_layers") or fields["num_layers"]
     tokens = config.batch * config.window
     gradients = count if config.way == VANILLA else largest
