@@ -184,6 +184,40 @@ def build(folder, weights):
              {"task_type": "CAUSAL_LM"}, base=LLAMA)  # fmt: skip
     hub.peft("peft loha", {f"{Q}.{name}": value for name, value in zip(names, w, strict=True)},
              {f"unet.{Q}": dense * 4}, {"peft_type": "LOHA", "alpha": 4})  # fmt: skip
+    blocks = ("diffusion_model.blocks.0.cross_attn.k", (8, 8))
+    hub.lora("comfy wan with embeddings", {blocks[0]: blocks, "diffusion_model.time_embedding.0":
+             ("diffusion_model.time_embedding.0", (8, 4))}, base="wan2.1-t2v-14b")  # fmt: skip
+    hub.lora("musubi wan with embeddings", {"lora_unet_blocks_0_cross_attn_k": blocks, "lora_unet_time_projection_1":
+             ("diffusion_model.time_projection.1", (8, 4))}, base="wan2.1-t2v-14b")  # fmt: skip
+    hub.lora("diffsynth wan", {"blocks.0.cross_attn.k": blocks}, base="wan2.1-t2v-14b",
+             parts=("lora_A.default.weight", "lora_B.default.weight"))  # fmt: skip
+    hub.lora("flux by its authors", {double[0].partition(".")[2]: double}, parts=PEFT, base=FLUX)
+    hub.lora("kohya flux whole", {
+        "lora_unet_double_blocks_0_img_attn_qkv": double,
+        "lora_unet_img_in": ("diffusion_model.img_in", (8, 4)),
+        "lora_unet_final_layer_adaLN_modulation_1": ("diffusion_model.final_layer.adaLN_modulation.1", (16, 8)),
+        "lora_te3_encoder_block_0_layer_0_SelfAttention_q":
+            ("text_encoder_3.encoder.block.0.layer.0.SelfAttention.q", (6, 6)),
+    }, alpha=1, base=FLUX)  # fmt: skip
+    hub.lora("kohya sd3", {
+        "lora_unet_joint_blocks_0_x_block_attn2_qkv": ("diffusion_model.joint_blocks.0.x_block.attn2.qkv", (24, 8)),
+        "lora_unet_context_embedder": ("diffusion_model.context_embedder", (8, 4)),
+        "lora_unet_t_embedder_mlp_0": ("diffusion_model.t_embedder.mlp.0", (8, 4)),
+    }, alpha=1, base="sd3.5-large")  # fmt: skip
+    hub.lora("musubi z-image", {"lora_unet_layers_0_attention_to_q":
+                                ("diffusion_model.layers.0.attention.to_q", (8, 8))},
+             alpha=1, base="z-image")  # fmt: skip
+    hub.lora("onetrainer flux", {"lora_transformer_time_text_embed_timestep_embedder_linear_1":
+                                 ("transformer.time_text_embed.timestep_embedder.linear_1", (8, 4)),
+                                 "lora_transformer_single_transformer_blocks_0_attn_to_q": single},
+             alpha=1, base=FLUX)  # fmt: skip
+    hub.lora("checkpoint's names", {f"model.{comfy}": (f"unet.{Q}", SHAPES[Q])}, alpha=1)
+    scale, (down, up, product) = hub.normal(12).abs(), hub.pair(SHAPES[Q], 2)
+    sum_ = weights[Q].double() + product
+    named = {f"unet.{Q}.lora_A.one.weight": down, f"unet.{Q}.lora_B.one.weight": up,
+             f"unet.{Q}.lora_magnitude_vector.one.weight": scale}  # fmt: skip
+    change = scale[:, None].double() * sum_ / sum_.norm(dim=1, keepdim=True) - weights[Q].double()
+    hub.file("dora of a named adapter", named, {f"unet.{Q}": change})
     # Hostile and broken.
     good = {f"{q}.lora_down.weight": hub.normal(2, 8), f"{q}.lora_up.weight": hub.normal(12, 2)}
     hub.file("rank 0", {f"{q}.lora_down.weight": torch.empty(0, 8), f"{q}.lora_up.weight": torch.empty(12, 0)},
@@ -192,6 +226,22 @@ def build(folder, weights):
     hub.file("alpha is nan", good | {f"{q}.alpha": torch.tensor(torch.nan)}, refused="scale of")
     hub.file("one factor", {f"{q}.lora_down.weight": hub.normal(2, 8)}, refused="no up")
     hub.file("ranks that differ", good | {f"{q}.lora_up.weight": hub.normal(12, 3)}, refused="up factor of 3")
+    pair = {"lora_A.weight": hub.normal(2, 8), "lora_B.weight": hub.normal(12, 2)}
+    lora = {f"unet.{Q}.{part}": value for part, value in pair.items()}
+    inside = {f"{Q}.{part}": value for part, value in pair.items()}
+    hub.file("norm", lora | {f"unet.{ATTENTION}.norm1.diff": hub.normal(8)}, refused="norm or bias")
+    hub.file("norm of lycoris", good | {f"{q}.w_norm": hub.normal(8)}, refused="full change")
+    hub.file("embedding bundled", lora | {"bundle_emb.word.clip_l": hub.normal(2, 8)}, refused="no factor")
+    hub.file("cascade", {"lora_prior_unet_down_blocks_0.lora_down.weight": hub.normal(2, 8),
+                         "lora_prior_unet_down_blocks_0.lora_up.weight": hub.normal(8, 2)},
+             refused="no known component")  # fmt: skip
+    hub.file("control", lora | {f"unet.{Q}.lora_B.bias": hub.normal(12)}, refused="with biases")
+    for name, pattern in (("pattern", "("), ("endless pattern", "(a+)+$"), ("endless choice", "(a|a)*$")):
+        hub.peft(name, inside, None, {"rank_pattern": {pattern: 2}}, refused="no pattern")
+    hub.peft("whole modules", inside, None, {"modules_to_save": ["lm_head"]}, refused="modules_to_save")
+    (folder / "a link to itself").symlink_to(folder)
+    (folder / "a link to nothing.safetensors").symlink_to(folder / "nothing")
+    hub.cases.append(Case("a link to nothing.safetensors", None, None, "no file"))
     hub.file("integers", {key: value.int() for key, value in good.items()}, refused="dtype I32")
     hub.file(
         "unknown names", {"lora_unet_somewhere_else.lora_down.weight": hub.normal(2, 8)}, refused="no known structure"

@@ -1,6 +1,7 @@
 """Adapters of hubs as they come, and kinds that are no LoRA: what they become, beside peft's own layers."""
 
 import copy
+import os
 
 import peft
 import pytest
@@ -36,14 +37,14 @@ def hub(tmp_path_factory):
 
 
 def path_of(folder, name):
-    return folder / name if (folder / name).is_dir() or name.endswith(".pt") else folder / f"{name}.safetensors"
+    return folder / name if (folder / name).is_dir() or name.endswith((".pt", ".safetensors")) else folder / f"{name}.safetensors"
 
 
 def test_every_adapter_of_a_hub_is_read_or_converted_with_its_error_or_refused_by_name(hub):
     folder, base, cases = hub
     legitimate = [case for case in cases if case.change is not None]
-    assert len(cases) > 55
-    assert len(legitimate) > 38
+    assert len(cases) > 75
+    assert len(legitimate) > 48
     for case in legitimate:
         plan = plan_adapter(path_of(folder, case.name), conversion=Conversion(3, base))
         found = load_converted(plan)
@@ -68,6 +69,23 @@ def test_the_whole_folder_makes_a_bank_of_the_usual_base_and_names_the_rest(hub,
         elif case.name not in expected:
             assert "was trained on" in bank.skipped[case.name], case.name
     assert set(bank.names) | set(bank.skipped) == {case.name for case in cases}
+
+
+def test_names_that_are_no_text_are_refused_and_do_not_stop_the_rest(hub, tmp_path):
+    (tmp_path / "loras").mkdir()
+    whole = (hub[0] / "kohya sd15.safetensors").read_bytes()
+    for name in (b"good.safetensors", b"\xff.safetensors", "new\nline.safetensors".encode()):
+        (tmp_path / "loras" / os.fsdecode(name)).write_bytes(whole if name[:1] == b"g" else whole[:-1] + b"\0")
+        whole = whole[:-2] + b"\1\1"
+    bank = AdapterBank.ingest(tmp_path / "loras", tmp_path / "bank", skip_bad=True)
+    assert bank.names == ["good", "new\nline"]
+    [(name, reason)] = bank.skipped.items()
+    assert "\\xff" in name and "no text" in reason
+
+
+def test_a_magnitude_is_never_left_out(hub):
+    with pytest.raises(UsageError, match="--weights"):
+        plan_adapter(path_of(hub[0], "dora of a named adapter"), conversion=Conversion(2))
 
 
 def test_without_being_asked_other_kinds_are_refused_with_the_cure(hub):

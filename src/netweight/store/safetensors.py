@@ -100,7 +100,7 @@ def read_header(path: Path) -> Header:
             raise _not_safetensors(path, prefix + file.read(56), size)
         raw = file.read(length)
     try:
-        header = _checked(path, raw)
+        header = _checked(path, raw, size)
     except Unsupported as error:
         raise Unsupported(f"{path}: {error.reason}", cure=error.cure) from error
     except (SafetensorError, ValueError) as error:
@@ -129,12 +129,14 @@ def _apart(raw: bytes) -> tuple[bytes, bytes]:
     return match[1], b"{" + raw[match.end() :]
 
 
-def _checked(path: Path, raw: bytes) -> Header:
+def _checked(path: Path, raw: bytes, size: int) -> Header:
     """Parse a header, and have the safetensors library look at the file, unless its entries were seen before."""
     metadata, entries = _apart(raw)
     if (spans := _REPEATED.get(entries)) is not None:
         return Header(raw, _text_map(parse_json(metadata)) or {}, spans)
     header = parse_header(raw)
+    if header.data_start + header.data_size != size:
+        return header  # which is told of files cut short
     with safe_open(path, framework="numpy"):
         pass
     if len(entries) <= _LONGEST_REPEATED and not (entries is raw and header.metadata):

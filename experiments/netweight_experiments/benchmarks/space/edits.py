@@ -2,7 +2,7 @@
 
     python -m netweight_experiments.benchmarks space.edits BANK BANK BANK --work FOLDER [--seeds 0 1 2]
 
-A BANK is a folder of `python -m netweight_experiments.toys.face_bank`. In every bank and for every seed, 96 people are
+A BANK is a folder of `python -m netweight_experiments.toys.face_bank`. In every bank and for every seed, 48 people are
 set aside. Directions are fitted to the labels of the others. Measured is the effect where the other seven attributes
 have changed by .05 of their range, on people set aside who have little of the attribute, four noises of their own, by
 another network that was trained from another seed. A corrected edit sees the model that it edits, through the package's
@@ -29,7 +29,7 @@ from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
 from netweight.toys.faces_pipeline import faces_pipeline, read_faces
 from netweight_experiments.benchmarks.space.samples import reader
 
-EDITED, STEPS, EVALUATED, MOST = ("beard", "width"), 15, 96, 20
+EDITED, STEPS, EVALUATED, MOST = ("beard", "width"), 15, 48, 20
 # Of the farthest model for the encoder, of the step for corrected ones.
 STRENGTHS = {"encoder": [0.75, 1.25, 1.75, 2.5], "corrected": [0.5, 0.75, 1.0, 1.3, 1.7]}
 RANGES = [2.0] * len(ATTRIBUTES)  # every attribute reaches from -1 to 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
+from netweight.core.bounded_json import is_text
 from netweight.core.files import part_of, refuse_existing
 from netweight.core.names import Select
 from netweight.core.progress import Progress
@@ -194,7 +195,10 @@ def find_adapters(source: Path) -> tuple[dict[str, Path], dict[str, NetweightErr
     for path in sorted(_adapters_below(source)):
         name = path.relative_to(source).as_posix()
         name = name.removesuffix(".safetensors") if path.is_file() else name
-        if name in found:
+        if not is_text(name):
+            shown = os.fsencode(path).decode(errors="backslashreplace")
+            bad[shown] = UsageError(f"The name of {shown} is no text.", cure="Rename it.")
+        elif name in found:
             bad[path.relative_to(source).as_posix()] = UsageError(
                 f"{path} would have the same name as {found[name]}.", cure="Rename one."
             )
@@ -211,16 +215,17 @@ def find_published(source: Path) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def _adapters_below(folder: Path) -> Iterator[Path]:
+def _adapters_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    above = (*above, folder.resolve())
     for entry in os.scandir(folder):
         path = Path(entry.path)
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
+        if path.is_dir() if entry.is_symlink() else entry.is_dir():
             if _is_adapter(path):
                 yield path
-            else:
-                yield from _adapters_below(path)
+            elif path.resolve() not in above:  # a link may lead back
+                yield from _adapters_below(path, above)
         elif path.suffix.lower() in (".safetensors", *PICKLES):
             yield path
 

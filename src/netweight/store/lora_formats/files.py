@@ -20,7 +20,6 @@ from netweight.store.lora_formats.names import (
     AUTHORS,
     COMPONENTS,
     DENOISER,
-    PREFIXES,
     KohyaNames,
     ModelNames,
     in_component,
@@ -478,7 +477,7 @@ _KOHYA_ROLES: dict[str, Role] = {"lora_down.weight": "down", "lora_up.weight": "
 
 def _is_kohya(names: list[str]) -> bool:
     """Whether tensors have kohya's names."""
-    return bool(names) and all(name.startswith((*PREFIXES, DENOISER)) for name in names)
+    return bool(names) and all(name.startswith(("lora_", DENOISER)) for name in names)
 
 
 def _locate_kohya(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[Role, str]]:
@@ -488,12 +487,12 @@ def _locate_kohya(names: list[str], where: Path, known: KohyaNames) -> dict[str,
         match = _KOHYA_TENSOR.fullmatch(name) or other_kinds.TENSOR.fullmatch(name)
         if match is None:
             raise Unsupported(f"{where}: tensor {name!r} is no factor of a LoRA.", cure="Train without it.")
-        try:
-            module = known.module(match["module"])
-        except NetweightError as error:
-            raise type(error)(f"{where}: {error.reason}", cure=error.cure) from error
-        found.append((name, module, _KOHYA_ROLES.get(match["role"], match["role"])))
-    return by_module(found, where)
+        found.append((name, match["module"], _KOHYA_ROLES.get(match["role"], match["role"])))
+    try:
+        modules = known.modules(dict.fromkeys(written for _, written, _ in found))
+    except NetweightError as error:
+        raise type(error)(f"{where}: {error.reason}", cure=error.cure) from error
+    return by_module(((name, modules[written], role) for name, written, role in found), where)
 
 
 def _kohya_tensors(factors: Mapping[str, LowRank], kernels: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -64,10 +64,11 @@ _STRUCTURES = {
         *[f"single_transformer_blocks.#.{rest}" for rest in (*_JOINT[:3], "proj_mlp", "proj_out", "norm.linear")],
         *[f"blocks.#.{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")],
         *[f"blocks.#.{last}" for last in ("attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")],
-        *["x_embedder", "context_embedder", "proj_out", "img_in", "txt_in"],
+        *["x_embedder", "context_embedder", "proj_out", "norm_out.linear", "img_in", "txt_in"],
+        *[f"time_text_embed.{which}_embedder.linear_#" for which in ("timestep", "guidance", "text")],
     ],
-    # Flux, Hunyuan Video, Stable Diffusion 3 and Wan as their authors name them, most with queries, keys and values in
-    # one.
+    # Flux, Chroma, Hunyuan Video, Stable Diffusion 3, Wan, Lumina and Z-Image as their authors name them, most with
+    # queries, keys and values in one.
     "diffusion_model": [
         *[
             f"double_blocks.#.{stream}_{rest}"
@@ -78,12 +79,27 @@ _STRUCTURES = {
         *[
             f"joint_blocks.#.{stream}_block.{rest}"
             for stream in ("x", "context")
-            for rest in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
+            for rest in (*[f"{attn}.{last}" for attn in ("attn", "attn2") for last in ("qkv", "proj")],
+                         "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
         ],
         *[f"single_blocks.#.{rest}" for rest in ("linear1", "linear2", "modulation.lin", "modulation.linear")],
         *[f"blocks.#.{attn}_attn.{last}" for attn in ("self", "cross") for last in ("q", "k", "v", "o")],
         *[f"blocks.#.{rest}" for rest in ("cross_attn.k_img", "cross_attn.v_img", "ffn.0", "ffn.2")],
-        *["img_in", "txt_in", "final_layer.linear", "head.head"],
+        *[
+            f"{stack}.#.{rest}"
+            for stack in ("layers", "context_refiner", "noise_refiner")
+            for rest in (*[f"attention.{last}" for last in ("qkv", "out", "to_q", "to_k", "to_v", "to_out.0")],
+                         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.#")
+        ],
+        *[
+            f"txt_in.individual_token_refiner.blocks.#.{rest}"
+            for rest in ("self_attn.qkv", "self_attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
+        ],
+        *["img_in", "img_in.proj", "txt_in", "txt_in.input_embedder", "x_embedder", "x_embedder.proj"],
+        *["context_embedder", "t_embedder.mlp.#", "y_embedder.mlp.#", "final_layer.linear", "head.head"],
+        *["final_layer.adaLN_modulation.1", "time_embedding.#", "text_embedding.#", "time_projection.1"],
+        *["img_emb.proj.#", "distilled_guidance_layer.in_proj", "distilled_guidance_layer.out_proj"],
+        *[f"distilled_guidance_layer.layers.#.{layer}_layer" for layer in ("in", "out")],
         *[f"{which}_in.{layer}_layer" for which in ("time", "vector", "guidance") for layer in ("in", "out")],
     ],
     "text_encoder": [
@@ -122,6 +138,16 @@ class KohyaNames:
             self._found[name] = self._told(name)
         return self._found[name]
 
+    def modules(self, names: Iterable[str]) -> dict[str, str]:
+        """The models' own names for those of one file, in which a denoiser is one component."""
+        found = {name: self.module(name) for name in names}
+        if any(module.startswith(f"{AUTHORS}.") for module in found.values()):
+            for name, module in found.items():
+                component, _, rest = module.partition(".")
+                if component == "transformer" and (own := self._spelled(AUTHORS, _flat(rest))):
+                    found[name] = f"{AUTHORS}.{own[0]}"
+        return found
+
     def _told(self, name: str) -> str:
         prefix = next((start for start in PREFIXES if name.startswith(start)), None)
         if name.startswith(DENOISER):
@@ -134,6 +160,8 @@ class KohyaNames:
         ways = [(component, flat), (component, _by_resolution(flat))]
         if component == "unet":  # which kohya and musubi call the denoiser of every model
             ways += [("transformer", flat), (AUTHORS, flat)]
+        if prefix == DENOISER:
+            ways += [("text_encoder", flat)]
         for component, spelling in dict.fromkeys(ways):
             found = self._spelled(component, spelling)
             if len(found) > 1:
@@ -157,6 +185,12 @@ class KohyaNames:
                 numbers = [*match.groups(), ""]
                 found.append("".join(piece + number for piece, number in zip(pieces, numbers, strict=True)))
         return found
+
+    def counted(self, module: str) -> list[str]:
+        """Names in diffusers of a module of Stable Diffusion's U-Net, whose authors count its blocks through."""
+        flat = _flat(module.removeprefix(f"{AUTHORS}."))
+        renamed = _by_resolution(flat)
+        return self._spelled("unet", renamed) if module.startswith(f"{AUTHORS}.") and renamed != flat else []
 
     def _unknown(self, name: str, component: str, flat: str) -> Unsupported | NameNotFound:
         if self._known is None:
@@ -189,9 +223,9 @@ def dotted(module: str) -> str:
     """The name in diffusers of a module that ComfyUI calls as Stable Diffusion's authors do; other names stay."""
     if match := re.fullmatch(r"(?:text_encoders\.)?(clip_l|clip_g|t5xxl)\.(?:transformer\.)?(.+)", module):
         return f"{_COMFY_ENCODERS[match[1]]}.{match[2]}"
-    if re.match(r"diffusion_model\.(input_blocks|middle_block|output_blocks|time_embed|label_emb|out\.2)", module):
-        return _STRUCTURED.module("lora_unet_" + _flat(module.partition(".")[2]))
-    return module
+    module = module.removeprefix("model.") if module.startswith(f"model.{AUTHORS}.") else module
+    # Names that Stable Diffusion's do not know, of other models, are their authors' own.
+    return f"unet.{own[0]}" if (own := _STRUCTURED.counted(module)) else module
 
 
 @cache
@@ -284,6 +318,7 @@ _TRANSFORMER = re.compile(
     r"(transformer_blocks|single_transformer_blocks)\.\d+\..+|blocks\.\d+\.attn[12]\..+"
     r"|x_embedder|context_embedder|(norm_out|time_text_embed)\..+"
 )
+_BY_AUTHORS = re.compile(r"(double|single|joint)_blocks\.\d+\..+|blocks\.\d+\.(self|cross)_attn\..+")
 _OWN_PREFIX = "transformer."  # which language models have, too: GPT-2 calls its own body so
 
 
@@ -301,7 +336,10 @@ def split_component(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 def in_component(names: Iterable[str], component: str | None = None) -> dict[str, str]:
     """Give names of modules the component that they lack."""
-    return {name: name if found else _joined(component, rest) for name, (found, rest) in split_component(names).items()}
+    parts = split_component(names)
+    if component is None and any(not found and _BY_AUTHORS.fullmatch(rest) for found, rest in parts.values()):
+        component = AUTHORS
+    return {name: name if found else _joined(component, rest) for name, (found, rest) in parts.items()}
 
 
 def _joined(component: str | None, name: str) -> str:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Names of tensors after their module's, and what is behind them in some files.
 TENSOR = re.compile(
     r"(?P<module>.+)\.(?P<role>hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|lora_mid|dora_scale"
-    r"|lora_magnitude_vector|diff)(?:\.default)?(?:\.weight)?"
+    r"|lora_magnitude_vector|diff)(?:\.weight|\.[^.]+\.weight|\.default)?"
 )
 MAGNITUDES = ("dora_scale", "lora_magnitude_vector")
 _KERNELS = re.compile(r".*(resnets\.\d+\.conv[12]|samplers\.0\.conv|\bconv_(in|out))")
@@ -71,8 +71,9 @@ def structure(shapes: Mapping[str, tuple[int, ...]], name: str, where: Path) -> 
     try:
         if kind == "diff":
             rows, *rest = shapes["diff"]
-            found = Structure(None, (rows, math.prod(rest)), tuple(rest[1:]))
-            sound = len(shapes["diff"]) > 1
+            if not rest:
+                raise Unsupported(f"{where}: {name} is a change of a norm or bias, which is no matrix.", cure=_TRAIN)
+            found, sound = Structure(None, (rows, math.prod(rest)), tuple(rest[1:])), True
         elif kind == "loha":
             one, two = (_product(shapes, f"hada_w{n}_a", f"hada_w{n}_b", f"hada_t{n}", turned=True) for n in (1, 2))
             found, sound = one, one.shape == two.shape
@@ -260,7 +261,7 @@ def refuse_kinds(path: Path, names: list[str], conversion: Conversion | None) ->
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             raise Unsupported(f"{path} holds {kind}: tensor {found[0]!r}{more}.", cure=cure)
-    if conversion and conversion.weights is None and any(name.endswith(MAGNITUDES) for name in names):
+    if conversion and conversion.weights is None and any(role in name for role in MAGNITUDES for name in names):
         raise UsageError(
             f"{path} holds DoRA, whose change depends on the base's weights.", cure="Name the base model (--weights)."
         )

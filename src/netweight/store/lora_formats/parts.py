@@ -172,8 +172,9 @@ def load_part(store: Store, name: str, part: Part, weights: BaseWeights | None) 
         down = tensors["down"].flatten(1).to(dtype)
         down = with_core(down, tensors["lora_mid"].to(dtype)) if "lora_mid" in tensors else down
         change, lost = LowRank(down, tensors["up"].flatten(1).to(dtype), part.scale), 0.0
-    if magnitude is None or weights is None:
+    if magnitude is None:
         return change, lost
+    assert weights is not None  # else the file was refused
     role, values = magnitude
     weight = weights.weight(name)
     if weight.flatten(1).shape != part.shape:

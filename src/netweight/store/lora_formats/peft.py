@@ -43,6 +43,7 @@ _OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ do
 }
 # Layers of language models, by which those that know the class of a model by its task find it.
 _LANGUAGE = re.compile(r"(model\.)?(layers|decoder\.layers|gpt_neox\.layers|transformer\.h)\.\d+\.")
+_PATTERN, _REPEATED = 1000, re.compile(r"[*+}][^()]*\)+[*+{]|\([^()]*\|[^()]*\)+[*+{]")
 _CONVERTIBLE = ("LOHA", "LOKR")
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they change the base's weights before training
 
@@ -79,11 +80,13 @@ class LoraSettings:
         try:
             ranks = {str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()}
             alphas = {str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()}
+            if odd := [pattern for pattern in (*ranks, *alphas) if not _sound(pattern)]:
+                raise ValueError(f"{odd[0]!r} is no pattern of names")
             base = values.get("base_model_name_or_path")
             rank, alpha = int(values.get("r", 8)), float(values.get("lora_alpha" if kind == "LORA" else "alpha", 8))
         except (TypeError, ValueError, AttributeError) as error:
             raise CorruptBlob(f"{where}: r, lora_alpha or their patterns are no numbers ({error}).") from error
-        return cls(rank, alpha, ranks, alphas, bool(values.get("use_rslora")), str(base) if base else None)
+        return cls(rank, alpha, ranks, alphas, bool(values.get("use_rslora")), base if isinstance(base, str) else None)
 
     @classmethod
     def read(cls, path: Path, *, converts: bool = False) -> Self:
@@ -159,6 +162,14 @@ def settings_for(scales: Mapping[str, tuple[float, int]], base: str | None = Non
 def _pattern(name: str, names: Mapping[str, Any]) -> str:
     """A module's name as peft's pattern, which without `^` would also match longer names that end in it."""
     return f"^{name}" if any(other.endswith(f".{name}") for other in names) else name
+
+
+def _sound(pattern: str) -> bool:
+    """Whether a stranger's pattern is one, and takes no endless time: nothing is repeated in what is repeated."""
+    try:
+        return len(pattern) <= _PATTERN and re.compile(pattern) and not _REPEATED.search(pattern)
+    except re.error:
+        return False
 
 
 def _matching(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
