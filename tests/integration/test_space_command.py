@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from adapters_under_test import TO_Q, random_adapter
+from adapters_under_test import TO_OUT, TO_Q, random_adapter
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
@@ -54,6 +54,27 @@ def test_a_bad_adapter_ends_it_or_is_listed(source, tmp_path):
     assert done.exit_code == 0
     assert f"bad.safetensors changes {TO_Q} in shape" in done.stdout
     assert json.loads(run("info", tmp_path / "bank", "--json").stdout)["skipped"].keys() == {"bad"}
+
+
+def test_a_mixed_folder_is_joined_narrowed_and_given_a_base(tmp_path):
+    (tmp_path / "loras").mkdir()
+    text = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+    shapes = {TO_Q: (6, 5)}, {TO_Q: (6, 5), text: (4, 4)}, {TO_OUT: (4, 6)}
+    bases = "stable-diffusion-v1-5/stable-diffusion-v1-5", "/models/v1-5-pruned-emaonly.safetensors", "me/tuned"
+    for number, (shape, base) in enumerate(zip(shapes, bases, strict=True)):
+        write_adapter(random_adapter(number, shapes=shape), tmp_path / "loras" / f"{number}.safetensors", base=base)
+    refused = run("ingest", tmp_path / "loras", tmp_path / "bank")
+    assert (refused.exit_code, "was trained on me/tuned" in refused.stderr) == (2, True)
+    assert run("ingest", tmp_path / "loras", tmp_path / "usual", "--skip-bad").exit_code == 0
+    usual = AdapterBank.open(tmp_path / "usual")
+    assert (usual.names, usual.base, usual.modules) == (["0", "1"], bases[0], (text, TO_Q))
+    assert run("ingest", tmp_path / "loras", tmp_path / "bank", "--base", "me/tuned").exit_code == 0
+    bank = AdapterBank.open(tmp_path / "bank")
+    assert (len(bank), bank.base, set(bank.modules)) == (3, "me/tuned", {TO_Q, TO_OUT, text})
+    given = ("--base", "x", "--modules", "unet.**.to_q", "--skip-bad")
+    assert run("ingest", tmp_path / "loras", tmp_path / "narrow", *given).exit_code == 0
+    narrow = AdapterBank.open(tmp_path / "narrow")
+    assert (narrow.modules, list(narrow.skipped)) == ((TO_Q,), ["2"])
 
 
 def test_damage_and_missing_banks_have_their_exit_codes(source, tmp_path):

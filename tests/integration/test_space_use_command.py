@@ -199,6 +199,12 @@ def test_images_become_points_and_a_second_call_repeats_nothing(place, opened, t
     wide = ("invert", place / "space", "--bank", place / "bank", tmp_path / "wide.png", *arguments[6:-1])
     told = error(*wide, tmp_path / "y.json")
     assert "'wide' cannot be inverted: The images are 16 × 20 pixels" in told["message"]
+    stopped = ("invert", place / "space", "--bank", place / "bank", tmp_path / "0.png", *wide[4:])
+    error(*stopped, tmp_path / "y.json")
+    kept = (tmp_path / "y.jsonl").read_text()
+    goes_on = (*arguments[:4], *arguments[6:-1])
+    assert run(*goes_on, tmp_path / "y.json")["distances"]["0"] == found["distances"]["0"]
+    assert (tmp_path / "y.jsonl").read_text() == kept
 
 
 def test_points_whose_names_are_no_folders_stay_where_they_are_written(place, opened, tmp_path):

@@ -20,7 +20,7 @@ from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.points import read_points
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.live import live_pipeline
+from netweight.methods.space.view.build import live_pipeline
 from netweight.methods.space.view.page import write_view
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_SETTINGS, faces_pipeline, faces_view

@@ -16,7 +16,7 @@ from netweight.methods.space.settings import ConvertSettings
 from netweight.nn.lora import LowRank
 from netweight.store.lora_formats.files import load_converted, plan_adapter
 from netweight.store.lora_formats.names import base_key
-from netweight.store.lora_formats.other_kinds import Conversion
+from netweight.store.lora_formats.parts import Conversion
 
 
 def dense(change):
@@ -37,7 +37,11 @@ def hub(tmp_path_factory):
 
 
 def path_of(folder, name):
-    return folder / name if (folder / name).is_dir() or name.endswith((".pt", ".safetensors")) else folder / f"{name}.safetensors"
+    return (
+        folder / name
+        if (folder / name).is_dir() or name.endswith((".pt", ".safetensors"))
+        else folder / f"{name}.safetensors"
+    )
 
 
 def test_every_adapter_of_a_hub_is_read_or_converted_with_its_error_or_refused_by_name(hub):
@@ -74,13 +78,14 @@ def test_the_whole_folder_makes_a_bank_of_the_usual_base_and_names_the_rest(hub,
 def test_names_that_are_no_text_are_refused_and_do_not_stop_the_rest(hub, tmp_path):
     (tmp_path / "loras").mkdir()
     whole = (hub[0] / "kohya sd15.safetensors").read_bytes()
-    for name in (b"good.safetensors", b"\xff.safetensors", "new\nline.safetensors".encode()):
+    for name in (b"good.safetensors", b"\xff.safetensors", b"new\nline.safetensors"):
         (tmp_path / "loras" / os.fsdecode(name)).write_bytes(whole if name[:1] == b"g" else whole[:-1] + b"\0")
         whole = whole[:-2] + b"\1\1"
     bank = AdapterBank.ingest(tmp_path / "loras", tmp_path / "bank", skip_bad=True)
     assert bank.names == ["good", "new\nline"]
     [(name, reason)] = bank.skipped.items()
-    assert "\\xff" in name and "no text" in reason
+    assert "\\xff" in name
+    assert "no text" in reason
 
 
 def test_a_magnitude_is_never_left_out(hub):

@@ -465,10 +465,11 @@ def import_(source: Path, space: Path, components: int | None, stable_diffusion:
     SRC holds V.pt, mean.pt, std.pt, proj_1000pc.pt and adapter_config.json; nothing in them is executed.
     """
     from netweight.core.files import refuse_existing
-    from netweight.methods.space.published import published_space
+    from netweight.methods.space.serialization import read_published
+    from netweight.methods.space.space import WeightSpace
 
     refuse_existing(space, overwrite=None)
-    published_space(source, components=components, stable_diffusion=stable_diffusion).save(space)
+    WeightSpace(**read_published(source, components=components, stable_diffusion=stable_diffusion)).save(space)
     _show_space(space, output)
 
 

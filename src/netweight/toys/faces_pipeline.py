@@ -26,9 +26,8 @@ from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.build import build_view
+from netweight.methods.space.view.build import Reader, build_view
 from netweight.methods.space.view.content import View
-from netweight.methods.space.view.live import Reader
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys import checkpoint

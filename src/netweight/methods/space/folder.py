@@ -58,8 +58,7 @@ from netweight.store.lora_formats.files import (
     plan_adapter,
     read_adapter,
 )
-from netweight.store.lora_formats.other_kinds import Conversion
-from netweight.store.lora_formats.parts import AdapterPlan
+from netweight.store.lora_formats.parts import AdapterPlan, Conversion
 
 if TYPE_CHECKING:
     from torch import Tensor

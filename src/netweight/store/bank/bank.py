@@ -109,7 +109,7 @@ class AdapterBank:
             OutputFailed: The disk is full or the place cannot be written.
         """
         from netweight.store.bank.ingest import find_published, ingest
-        from netweight.store.lora_formats.other_kinds import Conversion
+        from netweight.store.lora_formats.parts import Conversion
 
         if find_published(Path(source)) is not None:
             from netweight.store.bank.published import import_published

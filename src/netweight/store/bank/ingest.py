@@ -9,18 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from netweight.core.bounded_json import is_text
+from netweight.core.files import is_text
 from netweight.core.files import part_of, refuse_existing
 from netweight.core.names import Select
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError, OutputFailed, UsageError
 from netweight.store.bank.shard import RECORD, BankRecord, read_bank_record, rows_of_adapter
 from netweight.store.bank.write import BankWriter, few
-from netweight.store.lora_formats import diffusers, peft
+from netweight.store.lora_formats import layouts
 from netweight.store.lora_formats.files import load_converted, plan_adapter
 from netweight.store.lora_formats.names import COMPONENTS, ModelNames, base_key, is_hub_name
-from netweight.store.lora_formats.other_kinds import Conversion
-from netweight.store.lora_formats.parts import PICKLES, AdapterPlan
+from netweight.store.lora_formats.parts import PICKLES, AdapterPlan, Conversion
 
 CONVERTED = "converted"  # in the provenance of what was no plain LoRA: its rank and error
 MATRIX = "*_weights.pt"  # what weights2weights published: all_weights.pt of people, dog_weights.pt of dogs
@@ -232,9 +231,9 @@ def _adapters_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path
 
 def _is_adapter(folder: Path) -> bool:
     """Whether a folder is one adapter: peft's, a pipeline's of peft, or diffusers' with the file it names."""
-    if any((folder / name).is_file() for name in (peft.CONFIG, peft.WEIGHTS, diffusers.WEIGHTS)):
+    if any((folder / name).is_file() for name in (layouts.CONFIG, layouts.WEIGHTS, layouts.DIFFUSERS_WEIGHTS)):
         return True
-    return any((folder / name / peft.CONFIG).is_file() for name in COMPONENTS)
+    return any((folder / name / layouts.CONFIG).is_file() for name in COMPONENTS)
 
 
 def _stamp(path: Path) -> str:

@@ -23,7 +23,7 @@ from netweight.errors import CorruptBlob, UnsafeInput, UsageError
 from netweight.store.bank.ingest import MATRIX, find_published
 from netweight.store.bank.shard import Rows
 from netweight.store.bank.write import BankWriter
-from netweight.store.lora_formats import peft
+from netweight.store.lora_formats import layouts
 from netweight.store.lora_formats.names import in_component
 
 DIMENSIONS = "weight_dimensions.pt"
@@ -61,7 +61,7 @@ def stable_diffusion_dimensions(rank: int = 1) -> dict[str, tuple[int, ...]]:
     for head, attentions, width in blocks:
         for number in range(attentions):
             for attention, last in (("attn1", "to_q"), ("attn1", "to_v"), ("attn2", "to_q"), ("attn2", "to_v")):
-                name = f"{peft.PREFIX}{head}.attentions.{number}.transformer_blocks.0.{attention}.{last}"
+                name = f"{layouts.PREFIX}{head}.attentions.{number}.transformer_blocks.0.{attention}.{last}"
                 columns = 768 if (attention, last) == ("attn2", "to_v") else width  # the text encoder's width
                 shapes[f"{name}.lora_A.weight"] = (rank, columns)
                 shapes[f"{name}.lora_B.weight"] = (width, rank)
@@ -191,7 +191,7 @@ def published_layout(path: Path, width: int, *, stable_diffusion: bool) -> Publi
 
 
 def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Published:
-    settings = peft.LoraSettings.read(_companion(path, peft.CONFIG))
+    settings = layouts.LoraSettings.read(_companion(path, layouts.CONFIG))
     places, start = {}, 0
     for name, shape in shapes.items():
         places[name] = slice(start, start := start + math.prod(shape))
@@ -200,7 +200,7 @@ def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Publ
             f"{path} has rows of {width:,} entries, the shapes take {start:,}.",
             cure="Matrix and dimensions are of different data: fetch both again.",
         )
-    located = peft.locate(list(shapes), path)
+    located = layouts.locate_peft(list(shapes), path)
     full = in_component(located)
     modules = {}
     for module, roles in located.items():

@@ -220,7 +220,7 @@ class BankWriter:
             if not name or name in self._held or name in names[:position]:
                 raise UsageError(f"{self.path}: an adapter {name!r} was added before.", cure="Give it another name.")
         if self._record.modules and self._record.modules is not shapes and dict(self._record.modules) != dict(shapes):
-            reason = difference(self._record.modules, shapes)
+            reason = _misfit(self._record.modules, shapes)
             raise UsageError(
                 f"{names[0]!r} {reason}.", cure="A bank holds adapters of the same modules and shapes: make another."
             )
@@ -255,7 +255,7 @@ class BankWriter:
             file.unlink()
 
 
-def difference(expected: Mapping[str, tuple[int, int]], found: Mapping[str, tuple[int, int]]) -> str:
+def _misfit(expected: Mapping[str, tuple[int, int]], found: Mapping[str, tuple[int, int]]) -> str:
     """Say in which modules an adapter differs from the others: "lacks …", "changes …, too", "has … of shape …"."""
     missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or extra:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 from netweight.core.files import parse_json, refuse_existing, whole_file
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
 from netweight.nn.lora import Adapter, LowRank, Truncation, truncate
-from netweight.store.lora_formats import diffusers, other_kinds, peft
+from netweight.store.lora_formats import layouts
 from netweight.store.lora_formats.names import (
     AUTHORS,
     COMPONENTS,
@@ -26,10 +26,12 @@ from netweight.store.lora_formats.names import (
     kohya_name,
     split_component,
 )
-from netweight.store.lora_formats.other_kinds import BaseWeights, Conversion, refuse_kinds
 from netweight.store.lora_formats.parts import (
     PICKLES,
+    TENSOR,
     AdapterPlan,
+    BaseWeights,
+    Conversion,
     Layout,
     Part,
     Role,
@@ -37,6 +39,7 @@ from netweight.store.lora_formats.parts import (
     assemble,
     by_module,
     load_part,
+    refuse_kinds,
     refuse_pickle,
     scaled_up,
 )
@@ -67,12 +70,14 @@ _STRUCTURES = KohyaNames()
 def _plan(path: Path, known: KohyaNames, conversion: Conversion | None) -> AdapterPlan:
     if path.is_file():
         refuse_pickle(path)
-        return _plan_peft(path, conversion) if path.name == peft.WEIGHTS else _plan_file(path, known, path, conversion)
+        return (
+            _plan_peft(path, conversion) if path.name == layouts.WEIGHTS else _plan_file(path, known, path, conversion)
+        )
     if not path.is_dir():
         raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
-    if (path / peft.CONFIG).is_file() or (path / peft.WEIGHTS).is_file():
+    if (path / layouts.CONFIG).is_file() or (path / layouts.WEIGHTS).is_file():
         return _plan_peft(_peft_weights(path), conversion)
-    parts = [path / name for name in COMPONENTS if (path / name / peft.CONFIG).is_file()]
+    parts = [path / name for name in COMPONENTS if (path / name / layouts.CONFIG).is_file()]
     if parts:
         return _joined(path, [_plan_peft(_peft_weights(folder), conversion) for folder in parts])
     return _plan_file(_only_file(path), known, path, conversion)
@@ -87,16 +92,16 @@ def _plan_file(file: Path, known: KohyaNames, path: Path, conversion: Conversion
             raise UsageError(f"{file} holds no tensor.", cure="Leave it out.")
         said = store.files[0].metadata
         about = _about(said)
-        if any(name.startswith(peft.PREFIX) for name in names):
+        if any(name.startswith(layouts.PREFIX) for name in names):
             raise UsageError(
-                f"{file} is in peft's layout, but is not called {peft.WEIGHTS}, so its scale is not known.",
-                cure=f"Put it in a folder under that name, beside its {peft.CONFIG}.",
+                f"{file} is in peft's layout, but is not called {layouts.WEIGHTS}, so its scale is not known.",
+                cure=f"Put it in a folder under that name, beside its {layouts.CONFIG}.",
             )
         if _is_kohya(names):
             parts = _with_alphas(file, store, _locate_kohya(names, file, known), conversion)
             return AdapterPlan(path, "kohya", parts, _base_said(said), about)
-        located = diffusers.locate(names, file)
-        settings = diffusers.settings(said, file)
+        located = layouts.locate_diffusers(names, file)
+        settings = layouts.settings_said(said, file)
         if not settings:
             return AdapterPlan(
                 path, "diffusers", _with_alphas(file, store, located, conversion), _base_said(said), about
@@ -164,28 +169,28 @@ def _with_alphas(
 
 def _peft_weights(folder: Path) -> Path:
     """The weights in a folder of peft."""
-    if (folder / peft.WEIGHTS).is_file():
-        return folder / peft.WEIGHTS
-    if (folder / peft.COMPRESSED_WEIGHTS).is_file():
+    if (folder / layouts.WEIGHTS).is_file():
+        return folder / layouts.WEIGHTS
+    if (folder / layouts.COMPRESSED_WEIGHTS).is_file():
         raise Unsupported(
             f"{folder} is an adapter compressed by netweight.", cure="Run: netweight decompress FOLDER NEW_FOLDER"
         )
-    for pickle in (folder / Path(peft.WEIGHTS).with_suffix(ending) for ending in PICKLES):
+    for pickle in (folder / Path(layouts.WEIGHTS).with_suffix(ending) for ending in PICKLES):
         if pickle.is_file():
             refuse_pickle(pickle)
-    raise UsageError(f"{folder} holds no {peft.WEIGHTS}.", cure="Fetch the adapter's weights, too.")
+    raise UsageError(f"{folder} holds no {layouts.WEIGHTS}.", cure="Fetch the adapter's weights, too.")
 
 
 def _plan_peft(file: Path, conversion: Conversion | None) -> AdapterPlan:
     """Plan peft's weights, with the settings beside them."""
-    config = file.with_name(peft.CONFIG)
+    config = file.with_name(layouts.CONFIG)
     if not config.is_file():
         raise UsageError(f"{config} is missing, so what {file.name} is scaled by is not known.", cure="Fetch it, too.")
-    settings = peft.LoraSettings.read(config, converts=conversion is not None)
+    settings = layouts.LoraSettings.read(config, converts=conversion is not None)
     with open_store(file) as store:
         names = store.names()
         refuse_kinds(file, names, conversion)
-        located = peft.locate(names, file)
+        located = layouts.locate_peft(names, file)
         parts = assemble(file, store, located, lambda module, rank: settings.scale(module, rank, config), conversion)
         inside = store.files[0].metadata.get(COMPONENT)
     component = inside or (file.parent.name if file.parent.name in COMPONENTS else None)
@@ -202,8 +207,8 @@ def _joined(path: Path, plans: list[AdapterPlan]) -> AdapterPlan:
 
 def _only_file(folder: Path) -> Path:
     """The file that diffusers would take, or the one safetensors file of a folder."""
-    if (folder / diffusers.WEIGHTS).is_file():
-        return folder / diffusers.WEIGHTS
+    if (folder / layouts.DIFFUSERS_WEIGHTS).is_file():
+        return folder / layouts.DIFFUSERS_WEIGHTS
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         for file in sorted(folder.iterdir()):
@@ -297,7 +302,7 @@ def write_adapter(
     layout = layout or layout_for(adapter)
     if layout == "peft":
         return _write_peft(adapter, path, kernels, base, overwrite)
-    file = path if path.suffix == ".safetensors" else path / diffusers.WEIGHTS
+    file = path if path.suffix == ".safetensors" else path / layouts.DIFFUSERS_WEIGHTS
     if layout == "kohya":
         tensors, metadata = _kohya_tensors(adapter.factors, kernels), {"format": "pt"}
     elif layout == "diffusers":
@@ -402,7 +407,7 @@ def _diffusers_content(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata with scale 1, which is what programs assume that look at no metadata."""
     tensors: dict[str, Tensor] = {}
-    names = diffusers.tensor_names(list(adapter.factors))
+    names = layouts.diffusers_names(list(adapter.factors))
     plain = {
         name: LowRank(change.down, scaled_up(change.up, change.scale)) if change.scale != 1 else change
         for name, change in adapter.factors.items()
@@ -418,9 +423,11 @@ def _diffusers_content(
             )
         if component == AUTHORS:  # loaders translate its names, and know no settings under them
             continue
-        values = peft.settings_for(scales, base).to_json(sorted(scales))
+        values = layouts.settings_for(scales, base).to_json(sorted(scales))
         fields |= {f"{component}.{key}": value for key, value in values.items()}
-    return tensors, {"format": "pt"} | ({diffusers.METADATA: json.dumps(fields, sort_keys=True)} if fields else {})
+    return tensors, {"format": "pt"} | (
+        {layouts.DIFFUSERS_METADATA: json.dumps(fields, sort_keys=True)} if fields else {}
+    )
 
 
 def _write_peft(
@@ -433,20 +440,20 @@ def _write_peft(
     path.mkdir(parents=True, exist_ok=True)
     for folder in folders.values():
         folder.mkdir(exist_ok=True)
-        for name in (peft.WEIGHTS, peft.CONFIG):
+        for name in (layouts.WEIGHTS, layouts.CONFIG):
             refuse_existing(folder / name, overwrite=overwrite)
     parts = split_component(adapter.factors)
     for component, folder in folders.items():
         tensors: dict[str, Tensor] = {}
         for module, change in adapter.factors.items():
             if parts[module][0] == component:
-                name = f"{peft.PREFIX}{parts[module][1]}"
+                name = f"{layouts.PREFIX}{parts[module][1]}"
                 down, up = _shaped(change, kernels.get(module, ()))
                 tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = down, up
         metadata = {"format": "pt"} | ({COMPONENT: component} if component else {})
-        _write_safetensors(folder / peft.WEIGHTS, tensors, metadata, overwrite)
-        values = peft.settings_for(scales[component], base).to_json(sorted(scales[component]))
-        with whole_file(folder / peft.CONFIG, overwrite=overwrite) as file:
+        _write_safetensors(folder / layouts.WEIGHTS, tensors, metadata, overwrite)
+        values = layouts.settings_for(scales[component], base).to_json(sorted(scales[component]))
+        with whole_file(folder / layouts.CONFIG, overwrite=overwrite) as file:
             file.write(json.dumps(values, indent=2, sort_keys=True).encode())
     return path
 
@@ -484,7 +491,7 @@ def _locate_kohya(names: list[str], where: Path, known: KohyaNames) -> dict[str,
     """Find the factors and alphas of each module in kohya's layout."""
     found: list[tuple[str, str, Role]] = []
     for name in names:
-        match = _KOHYA_TENSOR.fullmatch(name) or other_kinds.TENSOR.fullmatch(name)
+        match = _KOHYA_TENSOR.fullmatch(name) or TENSOR.fullmatch(name)
         if match is None:
             raise Unsupported(f"{where}: tensor {name!r} is no factor of a LoRA.", cure="Train without it.")
         found.append((name, match["module"], _KOHYA_ROLES.get(match["role"], match["role"])))

@@ -21,14 +21,13 @@ from netweight.methods.space.fitting.gram import (
     block_rows,
     gram_of,
     inner_products,
-    make_block_row,
+    keep_block_row,
     stack_of,
 )
 from netweight.methods.space.fitting.streaming import fit_shards, fit_streaming
 from netweight.methods.space.settings import FitSettings
 from netweight.nn.lora import AdapterStack
-from netweight.nn.matrix_pca import fit_exactly
-from netweight.nn.pca import MOST_DUAL, BasisFit, Halves, fit_gram, halves_of, orthonormality
+from netweight.nn.pca import MOST_DUAL, BasisFit, Halves, fit_exactly, fit_gram, halves_of, orthonormality
 from netweight.store.bank.bank import AdapterBank
 
 # How the adapters of a shard are written as rows.
@@ -114,7 +113,7 @@ def fit_bank(bank: Bank, config: FitSettings, work: Work) -> Fitted:
 def _fit_products(bank: Bank, config: FitSettings, work: Work) -> Fitted:
     """Exactly, from the inner products of all pairs."""
     if work.engine is not None and work.folder is not None:
-        _make_block_rows(bank, work.folder, work.engine, work.progress)
+        _share_gram(bank, work.folder, work.engine, work.progress)
     gram, precision = gram_of(bank, folder=work.folder, progress=work.progress)
     halves = None
     if config.halves:
@@ -214,7 +213,7 @@ def _bank_shards(bank: Bank, kind: _RowKind, *, side: int, seed: int) -> list[Ba
 
 @final
 @dataclass(frozen=True)
-class _BlockRow:
+class _GramTask:
     """A block row of the Gram matrix to make."""
 
     path: str  # the bank's folder
@@ -223,14 +222,14 @@ class _BlockRow:
     folder: str  # where it is kept
 
 
-def _make_block_rows(bank: Bank, folder: Path, engine: Engine, progress: Progress) -> None:
+def _share_gram(bank: Bank, folder: Path, engine: Engine, progress: Progress) -> None:
     """Make the block rows of a Gram matrix, to be kept in a folder."""
     path = _place(bank)
     folder.mkdir(parents=True, exist_ok=True)
     longest_first = reversed(block_rows(bank))
-    tasks = [_BlockRow(path, bank.digest, start, str(folder.resolve())) for start in longest_first]
+    tasks = [_GramTask(path, bank.digest, start, str(folder.resolve())) for start in longest_first]
     with Job.open(folder, shared=True) as job:
-        runs = job.map(_make_block_row, tasks, name="gram", engine=engine)
+        runs = job.map(_run_block_row, tasks, name="gram", engine=engine)
         for run in progress.track(runs, "Block rows", len(tasks), unit="rows"):
             if not run.ok:
                 raise NetweightError(
@@ -239,8 +238,8 @@ def _make_block_rows(bank: Bank, folder: Path, engine: Engine, progress: Progres
                 )
 
 
-def _make_block_row(task: _BlockRow) -> int:
-    make_block_row(AdapterBank.open(task.path), task.start, Path(task.folder))
+def _run_block_row(task: _GramTask) -> int:
+    keep_block_row(AdapterBank.open(task.path), task.start, Path(task.folder))
     return task.start
 
 

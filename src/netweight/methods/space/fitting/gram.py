@@ -242,7 +242,7 @@ def block_rows(bank: Bank) -> list[int]:
     return list(range(0, len(bank), _block(bank)))
 
 
-def make_block_row(bank: Bank, start: int, folder: Path) -> None:
+def keep_block_row(bank: Bank, start: int, folder: Path) -> None:
     """Make one block row and keep it, unless it is there, in a worker; `gram_of` with the same folder takes it up."""
     stop = min(start + _block(bank), len(bank))
     _block_row(bank, stack_of(bank, start, stop), start, folder, fingerprints(bank, stop))

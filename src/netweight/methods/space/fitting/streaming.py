@@ -21,8 +21,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, NetweightError, UsageError
 from netweight.job import Job
 from netweight.nn.matrix import MatrixFile, MatrixRows
-from netweight.nn.matrix_pca import fit_exactly
-from netweight.nn.pca import MOST_DUAL, BasisFit, Solver
+from netweight.nn.pca import MOST_DUAL, BasisFit, Solver, fit_exactly
 from netweight.nn.subspace_iteration import (
     Iteration,
     IterationPlan,
