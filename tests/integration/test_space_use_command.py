@@ -13,6 +13,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 import small_pipelines
 
 from netweight.cli import netweight
+from netweight.methods.space import inversion
 from netweight.methods.space.points import NamedPoints, read_direction, read_points, write_points
 from netweight.methods.space.space import WeightSpace
 from netweight.metrics.images import write_png
@@ -175,7 +176,7 @@ def test_merging_is_exact_and_truncation_tells_its_error(place, tmp_path):
     assert "weights" in error("merge", *files, tmp_path / "x", "--weight", 1)["message"]
 
 
-def test_images_become_points_and_a_second_call_repeats_nothing(place, opened, tmp_path):
+def test_images_become_points_and_a_killed_call_goes_on(place, opened, tmp_path, monkeypatch):
     pictures = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     (tmp_path / "many").mkdir()
     for number, picture in enumerate(pictures):
@@ -199,12 +200,19 @@ def test_images_become_points_and_a_second_call_repeats_nothing(place, opened, t
     wide = ("invert", place / "space", "--bank", place / "bank", tmp_path / "wide.png", *arguments[6:-1])
     told = error(*wide, tmp_path / "y.json")
     assert "'wide' cannot be inverted: The images are 16 × 20 pixels" in told["message"]
-    stopped = ("invert", place / "space", "--bank", place / "bank", tmp_path / "0.png", *wide[4:])
-    error(*stopped, tmp_path / "y.json")
-    kept = (tmp_path / "y.jsonl").read_text()
-    goes_on = (*arguments[:4], *arguments[6:-1])
-    assert run(*goes_on, tmp_path / "y.json")["distances"]["0"] == found["distances"]["0"]
-    assert (tmp_path / "y.jsonl").read_text() == kept
+    began, own = [], inversion._inverted
+
+    def killed(model, space, targets, *rest):
+        began.append(targets[0].name)
+        if len(began) == 2:
+            raise KeyboardInterrupt
+        return own(model, space, targets, *rest)
+
+    monkeypatch.setattr(inversion, "_inverted", killed)
+    again = (*arguments[:-1], tmp_path / "again.json")
+    assert CliRunner().invoke(netweight, ["space", *map(str, again)]).exit_code == 130
+    assert run(*again)["distances"] == found["distances"]
+    assert began == ["0", "many", "many"]
 
 
 def test_points_whose_names_are_no_folders_stay_where_they_are_written(place, opened, tmp_path):

@@ -18,13 +18,14 @@ from netweight.store.bank.shard import RECORD, BankRecord, read_bank_record, row
 from netweight.store.bank.write import BankWriter, few
 from netweight.store.lora_formats import layouts
 from netweight.store.lora_formats.files import load_converted, plan_adapter
-from netweight.store.lora_formats.names import COMPONENTS, ModelNames, base_key, is_hub_name
+from netweight.store.lora_formats.names import AUTHORS, COMPONENTS, ModelNames, base_key, is_hub_name
 from netweight.store.lora_formats.parts import PICKLES, AdapterPlan, Conversion
 
 CONVERTED = "converted"  # in the provenance of what was no plain LoRA: its rank and error
 MATRIX = "*_weights.pt"  # what weights2weights published: all_weights.pt of people, dog_weights.pt of dogs
 _KEPT = 4096  # plans that are kept, some 20 kB each
 _SHOWN = 20  # problems named in one message
+_DENOISERS = {"unet", "transformer", AUTHORS}  # of which one model has one
 
 
 @final
@@ -250,7 +251,8 @@ def _usual(seen: list[_Seen]) -> BankRecord:
     shapes: dict[str, tuple[int, int]] = {}
     kernels: dict[str, tuple[int, ...]] = {}
     left = [kind for kind, _ in Counter(one.kind for one in seen).most_common()]
-    while joins := next((kind for kind in left if not shapes or _fits(kind, shapes, kernels) is None), None):
+    said = {one.kind for one in seen if one.base}
+    while joins := next((one for one in left if not shapes or _fits(one, shapes, kernels, one in said) is None), None):
         left.remove(joins)
         shapes |= joins.shapes
         kernels |= joins.kernels
@@ -263,10 +265,14 @@ def _spelling(bases: Mapping[str, int]) -> str | None:
     return max(bases, key=lambda base: (is_hub_name(base), bases[base]), default=None)
 
 
-def _fits(kind: _Kind, shapes: Mapping[str, tuple[int, int]], kernels: Mapping[str, tuple[int, ...]]) -> str | None:
+def _fits(
+    kind: _Kind, shapes: Mapping[str, tuple[int, int]], kernels: Mapping[str, tuple[int, ...]], said: bool
+) -> str | None:
     """Why adapters do not fit others: none of their modules is the same, or one is of another shape; else None."""
+    # `said`: whether they name the others' base; then they may change other parts of it, in one spelling
     shared = [(name, shape) for name, shape in kind.shapes if name in shapes]
-    if not shared:
+    denoisers = {name.partition(".")[0] for name in (*shapes, *dict(kind.shapes))} & _DENOISERS
+    if not shared and not (said and len(denoisers) < 2):
         return f"changes none of the others' modules, but {kind.shapes[0][0]} and such"
     own = dict(kind.kernels)
     for name, shape in shared:
@@ -286,7 +292,7 @@ def _misfits(seen: Mapping[str, _Seen], expected: BankRecord) -> dict[str, Netwe
                 f"{one.path} was trained on {one.base}, the others on {expected.base}.",
                 cure="Make another bank of it, leave it out, or say what the base of all is (--base).",
             )
-        elif reason := _fits(one.kind, expected.modules, expected.kernels):
+        elif reason := _fits(one.kind, expected.modules, expected.kernels, bool(one.base and expected.base)):
             bad[name] = UsageError(f"{one.path} {reason}.", cure="Make another bank of it, or leave it out.")
         elif extra := sorted(dict(one.kind.shapes).keys() - expected.modules.keys()):
             bad[name] = UsageError(
