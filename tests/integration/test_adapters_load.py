@@ -5,6 +5,8 @@ import torch
 from adapters_under_test import change_size, close, merge, random_adapter, same
 
 from netweight import Adapter, read_adapter, write_adapter
+from netweight.nn.lora import LowRank
+from netweight.store.lora_formats.files import export_adapter, plan_adapter
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -261,6 +263,29 @@ def test_a_transformer_of_diffusers(tmp_path, layout):
         transformer.load_lora_adapter(path, prefix="transformer")
         assert_all_loaded(transformer, "transformer.", adapter)
     assert close(read_adapter(path), adapter)
+
+
+def test_what_authors_name_otherwise_is_exported_so_that_diffusers_loads_it(tmp_path):
+    torch.manual_seed(0)
+    transformer = diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+    head, own = "diffusion_model.double_blocks.0", "transformer.transformer_blocks.0"
+    adapter = random_adapter(5, shapes={f"{head}.img_attn.qkv": (48, 16), f"{head}.txt_attn.proj": (16, 16)})
+    export_adapter(adapter, tmp_path / "flux")
+    state = diffusers.loaders.FluxLoraLoaderMixin.lora_state_dict(tmp_path / "flux")
+    transformer.load_lora_adapter(state, prefix="transformer")
+    fused, other = (adapter.factors[f"{head}.{name}"] for name in ("img_attn.qkv", "txt_attn.proj"))
+    parts = zip("qkv", fused.up.split(16), strict=True)
+    expected = {f"{own}.attn.to_{part}": LowRank(fused.down, up, fused.scale) for part, up in parts}
+    assert_all_loaded(transformer, "transformer.", Adapter(expected | {f"{own}.attn.to_add_out": other}))
+    shapes = {f"diffusion_model.blocks.0.{attn}_attn.{part}": (8, 8) for attn in ("self", "cross") for part in "qkvo"}
+    shapes |= {f"diffusion_model.blocks.0.ffn.{part}": (8, 8) for part in (0, 2)}
+    export_adapter(random_adapter(6, shapes=shapes), tmp_path / "wan", base="Wan-AI/Wan2.1-T2V-14B")
+    state = diffusers.loaders.WanLoraLoaderMixin.lora_state_dict(tmp_path / "wan")
+    assert {name.partition(".lora")[0].rpartition("0.")[2] for name in state} > {"attn1.to_q", "attn2.to_v"}
+    assert plan_adapter(tmp_path / "wan").base == "Wan-AI/Wan2.1-T2V-14B"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # which peft asks for

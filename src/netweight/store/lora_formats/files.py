@@ -304,7 +304,8 @@ def write_adapter(
         return _write_peft(adapter, path, kernels, base, overwrite)
     file = path if path.suffix == ".safetensors" else path / layouts.DIFFUSERS_WEIGHTS
     if layout == "kohya":
-        tensors, metadata = _kohya_tensors(adapter.factors, kernels), {"format": "pt"}
+        metadata = {"format": "pt"} | ({"ss_sd_model_name": base} if base else {})
+        tensors = _kohya_tensors(adapter.factors, kernels)
     elif layout == "diffusers":
         tensors, metadata = _diffusers_content(adapter, kernels, base)
     else:
@@ -328,7 +329,10 @@ class Exported:
 
 def layout_for(adapter: Adapter) -> Layout:
     """The layout that its programs open: diffusers' for components of a pipeline, peft's for other models."""
-    return "diffusers" if all(part for part, _ in split_component(adapter.factors).values()) else "peft"
+    parts = split_component(adapter.factors).values()
+    if any(part == AUTHORS for part, _ in parts):  # diffusers reads their names as kohya writes them
+        return "kohya"
+    return "diffusers" if all(part for part, _ in parts) else "peft"
 
 
 def export_adapter(
