@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from netweight.core.files import is_text
-from netweight.core.files import part_of, refuse_existing
+from netweight.core.files import is_text, part_of, refuse_existing
 from netweight.core.names import Select
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError, OutputFailed, UsageError
