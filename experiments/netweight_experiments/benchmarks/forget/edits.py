@@ -338,7 +338,7 @@ def in_page(text, shown, files):
 
 
 def main(
-    trainings: tuple[str, ...] = (),
+    trainings: tuple[Path, ...] = (),
     /,
     *,
     results: Annotated[tuple[Path, ...], "files of earlier runs"] = (),
@@ -354,7 +354,7 @@ def main(
     with Job.open(work, key={"blocks": BLOCKS}, of="edits") as job:
         found = [
             measured(name, method, job, attacks if method in attack else [], pictures)
-            for name in trainings
+            for name in map(str, trainings)
             for method in methods
         ]
         if picture:
