@@ -210,9 +210,7 @@ def _observed(
     seed: int,
 ) -> Observation:  # fmt: skip
     task = _small_task(run.task, number, threat.held, draw, seed)
-    # Each client begins by a seed of its own, as it does where it runs on its own machine.
-    own = seeds.derive(run.seed, "client", number)
-    private = method.private_start(run.task, number, seed=own) if threat.first_round else run.private[number]
+    private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
     client = Client(number, private, method.message(state, number))
     model = LocalModel(task)
     found = method.train(task, model, [client], round=1, seed=seed)
