@@ -263,13 +263,22 @@ class Answers:
         self, order: Order, sent: Tensors, about: tuple[list[Release], str, tuple[str, ...]], budget: Budget | None,
         repeats: int,
     ) -> Guarantee | None:  # fmt: skip
-        """Refuse an order that repeats a state too often or passes the budget; return what is spent with it."""
+        """Refuse an order that changes the model's shape, repeats a state too often or passes the budget.
+
+        Return what is spent with it.
+        """
+        shape = digest.of_config({name: [*value.shape, str(value.dtype)] for name, value in sorted(sent.items())})
+        if any(row.get("federation") == order.federation and row["shape"] != shape for row in self._rows):
+            raise UsageError("The server sends other tensors than before: the shape of the model was changed.")
         state = digest.of_config({name: digest.of_tensor(value.contiguous()) for name, value in sorted(sent.items())})
         again = sum(row.get("state") == state for row in self._rows)
         if sent and again > repeats:
             raise UsageError(f"The same state was answered {again} times already; it is not answered again.")
         releases, sampling, caveats = about
-        self._next = {"state": state, "round": order.round, "releases": [vars(one) for one in releases]}
+        self._next = {
+            "state": state, "round": order.round, "releases": [vars(one) for one in releases],
+            "federation": order.federation, "shape": shape,
+        }  # fmt: skip
         if not releases:
             if budget is not None:
                 raise UsageError("There is a budget, and no noise that keeps it.", cure="Use a method that adds noise.")
