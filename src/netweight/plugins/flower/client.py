@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -42,15 +42,9 @@ _STATE, _ANSWERS = "private.safetensors", "answers"
 _LOG = logging.getLogger(__name__)
 
 
-def _job_folder(folder: str | Path, client: int) -> Path:
-    return Path(folder) / f"client-{client}"
-
-
-@contextmanager
-def _job_of(folder: str | Path, client: int) -> Iterator[Job]:
+def _job_of(folder: str | Path, client: int, *, reading: bool = False) -> AbstractContextManager[Job]:
     """Open a client's job: its private tensors, and the account of what it answered."""
-    with Job.open(_job_folder(folder, client), of="private tensors", state=_STATE) as job:
-        yield job
+    return Job.open(Path(folder) / f"client-{client}", of="private tensors", state=_STATE, reading=reading)
 
 
 @final
@@ -125,8 +119,8 @@ class Kept:
 def export_private(folder: str | Path, client: int, target: str | Path) -> Path:
     """Write a client's newest private tensors, such as its head, to an ordinary safetensors file."""
     kept = None
-    if (_job_folder(folder, client) / _STATE).exists():
-        with Job.open(_job_folder(folder, client), state=_STATE, reading=True) as job:
+    if (Path(folder) / f"client-{client}" / _STATE).exists():
+        with _job_of(folder, client, reading=True) as job:
             kept = Kept.load(job, client)
     if kept is None:
         raise UsageError(f"There are no private tensors of client {client} in {folder}.", cure="Check the folder.")
@@ -154,7 +148,7 @@ def import_private(source: str | Path, folder: str | Path, *, start: bool = Fals
                 f"{job.folder} holds private tensors of client {client} already.", cure="Move the folder away."
             )
         Kept(client, federation, {round: tensors}).save(job)
-    return _job_folder(folder, client)
+        return job.folder
 
 
 def client_app(

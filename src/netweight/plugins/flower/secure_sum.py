@@ -72,19 +72,11 @@ def _protocol(side: str) -> Any:
     return module
 
 
-def _client_side() -> Any:
-    return _protocol("flwr.client.mod.secure_aggregation.secaggplus_mod")
-
-
-def _server_side() -> Any:
-    return _protocol("flwr.server.workflow.secure_aggregation.secaggplus_workflow")
-
-
 def under_masks(
     message: Message, context: Context, train: Callable[[Message, Context], Message], *, wanted: bool
 ) -> Message:
     """Run a client's part of the protocol around its training, or the training alone where no masks are wanted."""
-    protocol = _client_side() if wanted else None
+    protocol = _protocol("flwr.client.mod.secure_aggregation.secaggplus_mod") if wanted else None
     asked = "secaggplus_configs" if protocol is None else str(protocol.RECORD_KEY_CONFIGS)
     configs = message.content.config_records.get(asked)
     if (configs is not None) != wanted:
@@ -239,7 +231,8 @@ def _summed(
     threshold: float,
 ) -> _OneSum:  # fmt: skip
     """Run the protocol, with the weight that each node committed to; the mean is None if it was halted."""
-    server, protocol = importlib.import_module("flwr.server"), _server_side()
+    server = importlib.import_module("flwr.server")
+    protocol = _protocol("flwr.server.workflow.secure_aggregation.secaggplus_workflow")
     contents: dict[int, RecordDict] = {m.metadata.dst_node_id: m.content for m in messages.values()}
 
     one = _OneSum(list(contents))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar, final
 
 import torch
@@ -18,6 +19,7 @@ from netweight.methods.federate.local import Descent, Extra, Learner, Stream, le
 from netweight.methods.federate.method import (
     STATISTICS,
     Client,
+    Method,
     Trained,
     Weights,
     Wrapped,
@@ -207,24 +209,12 @@ class Scaffold(Wrapped):
         return {n: torch.lerp(state[n], v, share) if n.startswith(_CONTROL) else v for n, v in mean.items()}
 
 
-def fedprox(training: LocalTraining = LocalTraining()) -> FedProx:
-    """Return FedProx."""
-    return FedProx(fedavg(training))
+def around(kind: Callable[[DirectMethod], Method], training: LocalTraining = LocalTraining()) -> Method:
+    """Return one of the methods around FedAvg, trained locally as given."""
+    return kind(fedavg(training))
 
 
-def ditto(training: LocalTraining = LocalTraining()) -> Ditto:
-    """Return Ditto."""
-    return Ditto(fedavg(training))
-
-
-def fedbn(training: LocalTraining = LocalTraining()) -> FedBN:
-    """Return FedBN."""
-    return FedBN(fedavg(training))
-
-
-def scaffold(training: LocalTraining = LocalTraining(momentum=0.0)) -> Scaffold:
-    """Return SCAFFOLD; its local steps have no momentum."""
-    return Scaffold(fedavg(training.replace(momentum=0.0)))
+fedprox, ditto, fedbn, scaffold = (partial(around, kind) for kind in (FedProx, Ditto, FedBN, Scaffold))
 
 
 def _initial(task: Task) -> Weights:
