@@ -233,14 +233,9 @@ _WORDS = {
 
 
 def refuse_abnormal(
-    received: Tensors,
-    *,
-    body: nn.Module,
-    embedding: Tensor,
-    images: Tensor | None = None,
-    change: float | None = None,
-    limits: RefusalLimits | None = None,
-) -> list[str]:
+    received: Tensors, *, body: nn.Module, embedding: Tensor, images: Tensor | None = None,
+    change: float | None = None, limits: RefusalLimits | None = None,
+) -> list[str]:  # fmt: skip
     """Return the reasons to refuse a hypernetwork; an empty list when it looks like a trained one.
 
     Args:
@@ -270,13 +265,9 @@ def refuse_abnormal(
 
 @torch.no_grad()
 def signs_of(
-    received: Tensors,
-    *,
-    body: nn.Module,
-    embedding: Tensor,
-    images: Tensor | None = None,
+    received: Tensors, *, body: nn.Module, embedding: Tensor, images: Tensor | None = None,
     change: float | None = None,
-) -> dict[str, float | None]:
+) -> dict[str, float | None]:  # fmt: skip
     """Measure a received hypernetwork by the names of the limits; None where nothing was given to measure it with.
 
     Arguments as for `refuse_abnormal`.

@@ -382,17 +382,9 @@ def own_threat(run: Run) -> ThreatModel:
 
 
 def exposure(
-    run: Run,
-    threat: ThreatModel,
-    *,
-    images: int,
-    summed_over: int,
-    seed: int,
-    is_own: bool = False,
-    gradients: int = 0,
-    peeling: PeelingConfig | None = None,
-    work: shown.Task | None = None,
-) -> Exposure:
+    run: Run, threat: ThreatModel, *, images: int, summed_over: int, seed: int, is_own: bool = False,
+    gradients: int = 0, peeling: PeelingConfig | None = None, work: shown.Task | None = None,
+) -> Exposure:  # fmt: skip
     """Attack several clients under one threat model: all of their gradients, at least `gradients`, and some images."""
     low, high = _pixel_range(run)
     texts: list[tuple[float, float]] = []

@@ -186,7 +186,7 @@ def apps(
     client = client_app(
         task, lambda context: method(context.run_config),
         folder=lambda context: str(own(context, "private-folder")) or None,
-        seed=lambda context: context.node_config.get("rehearsal-seed"),  # else a secret one
+        seed=lambda context: None if (given := context.node_config.get("rehearsal-seed")) is None else int(given),
         secure_sum=lambda context: bool(own(context, "secure-sum")),
     )  # fmt: skip
     server = server_app(
