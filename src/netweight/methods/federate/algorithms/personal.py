@@ -249,7 +249,8 @@ def join(run: Run, data: ClientData, *, epochs: int = 5, lr: float = 0.1, seed: 
     for inputs, targets in Stream(model, Learner(0, start, seed), epochs, training.batch_size):
         made = method.generated(network, embedding)
         optimizer.zero_grad()
-        model.loss(made[:size], head if method.private_head else made[size:], inputs, targets, statistics).backward()
+        loss = model.loss(made[:size], head if method.private_head else made[size:], inputs, targets, statistics)
+        loss.backward()  # type: ignore[no-untyped-call]
         for one in (embedding, head):
             nn.utils.clip_grad_norm_(one, 1.0)
         optimizer.step()
