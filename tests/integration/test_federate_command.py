@@ -111,6 +111,17 @@ def test_the_command_its_json_and_its_page_say_what_noise_promises(method: str, 
     assert "What noise promises" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_noise_on_updates_says_its_epsilon_over_the_whole_run(tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    arguments = ["run", *SMALL, "--no-audit", "--method", "fedavg", "--noise", "0.01", "--out", str(tmp_path / "run")]
+    said = run(*arguments)
+    assert said.exit_code == 0, said.output
+    assert "for a client, over 2 answers; σ 0.01" in said.output.replace("\n", " ")
+    (promise,) = json.loads(run(*arguments, "--json").stdout)["privacy"]
+    assert promise["epsilon"] > 1000
+    assert "What noise promises" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_a_rehearsed_liar_is_named_by_the_command_and_its_page(tmp_path: Path) -> None:
     arguments = ["--method", "fedavg", "--epochs", "1", "--lie", "claimed", "--aggregator", "multi-krum"]
     said = run("run", *SMALL, *arguments, "--no-audit", "--out", str(tmp_path))

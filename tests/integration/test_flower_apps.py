@@ -14,9 +14,10 @@ with warnings.catch_warnings():  # typer, which Flower imports, asks click for n
     warnings.filterwarnings("ignore", "'click.utils", DeprecationWarning)
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 
+import flower_under_test
 import numpy as np
 import torch
-from flower_federation import CLIENTS, METHODS, whole_task
+from flower_federation import CLIENTS, METHODS, client_data, halves, whole_task
 from flower_under_test import (
     NODES,
     GridHere,
@@ -32,7 +33,7 @@ from flower_under_test import (
 
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
-from netweight.methods.federate import Federation, train
+from netweight.methods.federate import Federation, Task, train
 from netweight.methods.federate.defenses import Hardened, UpdateNoise, spent
 from netweight.methods.federate.engine import CHECKPOINT, Checkpoint
 from netweight.methods.federate.settings import Budget
@@ -327,6 +328,50 @@ def test_a_killed_server_costs_one_round(tmp_path):
     assert [done.after for done in rounds] == [done.after for done in run.rounds]
 
 
+class Silent:
+    """A method some of whose clients' answers never come."""
+
+    def __init__(self, method, silent):
+        self._method, self._silent = method, silent
+
+    def __getattr__(self, name):
+        return getattr(self._method, name)
+
+    def train(self, task, model, clients, **options):
+        found = self._method.train(task, model, clients, **options)
+        return [one for one in found if one.update.client not in self._silent]
+
+
+def test_of_twenty_nodes_with_two_slow_and_a_killed_server_nothing_is_lost(tmp_path, monkeypatch):
+    """The engine with the same two silent ends in the same state, whoever was killed when."""
+    monkeypatch.setattr(flower_under_test, "CLIENTS", 20)
+    nodes, slow, method = {100 + number: number for number in range(20)}, {4, 11}, METHODS["hyperfl"]
+
+    def late(node, reply, grid):
+        """Answers of slow nodes come when their round is over."""
+        if reply.metadata.message_type == "train" and nodes[node] in slow:
+            return None
+        if reply.metadata.group_id == "2" and nodes[node] == 19 and kill:
+            raise Killed
+        return reply
+
+    def run():
+        grid = new_grid(method, tmp_path / "nodes", spoil=late, nodes=nodes)
+        return serve(grid, method, tmp_path, rounds=3, min_clients=18)
+
+    kill = True
+    with pytest.raises(Killed):
+        run()
+    assert len(history_in(tmp_path)) == 1
+    kill = False
+    state, rounds = run()
+    whole = Task(*halves(), [client_data(number) for number in range(20)])
+    expected = train(whole, Silent(method, slow), Federation(rounds=3), workers=1)
+    assert same(state, expected.state, TOLERANCE)
+    assert [done.after for done in rounds] == [done.after for done in expected.rounds]
+    assert [done.refused for done in rounds] == [dict.fromkeys(slow, "sent nothing")] * 3
+
+
 def test_a_method_without_private_tensors_is_resumed_without_a_folder(tmp_path):
     method = METHODS["fedavg"]
     serve(new_grid(method), method, tmp_path, rounds=1)
@@ -436,6 +481,50 @@ def test_a_client_has_as_many_examples_as_it_said_when_it_came(tmp_path):
     state, rounds = serve(new_grid(method, spoil=keep_to_it), method, tmp_path / "capped")
     assert "it counts for 84" in rounds[0].suspects[1]
     assert all(value.abs().max() < 5 for value in state.values())
+
+
+def test_finite_values_of_any_size_are_bounded_and_named(tmp_path):
+    """What passes every check of single tensors, and owned the average once."""
+    method = METHODS["fedavg"]
+    grid = new_grid(method, spoil=spoiled(first(lambda value: np.full_like(value, 1e30))))
+    state, rounds = serve(grid, method, tmp_path)
+    assert rounds[1].refused == {}
+    assert "times as far as the median client" in rounds[1].suspects[1]
+    assert all(value.abs().max() < 5 for value in state.values())
+
+
+@pytest.mark.parametrize("name", ["dp-fedavg", "hardened"])
+def test_beside_noise_neither_losses_nor_numbers_of_examples_are_sent(name, tmp_path):
+    method, seen = {**METHODS, "hardened": Hardened(METHODS["fedavg"], UpdateNoise(1.0, 2.0))}[name], []
+
+    def look(node, reply, grid):
+        metrics = reply.content.metric_records.get("metrics", {})
+        seen.append((reply.metadata.message_type, reply.content["report"]["n"], set(metrics)))
+        return reply
+
+    serve(new_grid(method, spoil=look), method, tmp_path, rounds=1)
+    assert seen == [("query", 1, set())] * CLIENTS + [("train", 1, {"epsilon"})] * CLIENTS
+
+
+@pytest.mark.parametrize("where", ["from the start", "later"])
+def test_a_server_that_changes_the_models_shape_is_refused_by_clients(where, tmp_path, caplog):
+    method, grid = METHODS["hyperfl"], new_grid(METHODS["hyperfl"], tmp_path / "nodes")
+    push = grid.push_messages
+
+    def longer(messages):
+        for message in messages:
+            if "arrays" in message.content and (where == "from the start" or message.metadata.group_id == "2"):
+                arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
+                bias = arrays["hypernetwork.heads.bias"]
+                arrays["hypernetwork.heads.bias"] = np.concatenate([bias, bias])
+                message.content["arrays"] = ArrayRecord({name: Array(value) for name, value in arrays.items()})
+        return push(messages)
+
+    grid.push_messages = longer
+    with pytest.raises(FederationStopped):
+        serve(grid, method, tmp_path)
+    assert len(history_in(tmp_path)) == (where == "later")
+    assert ("the shape of the model was changed" if where == "later" else "left out") in caplog.text
 
 
 @pytest.mark.parametrize("folder", [None, "nodes"])

@@ -1,9 +1,8 @@
-"""The example of Flower copied elsewhere, with a user's own model and data, as its README says, word for word."""
+"""The app that `netweight init` writes, with a user's own model and data, as its README says, word for word."""
 
-import importlib
 import json
 import re
-import shutil
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -18,10 +17,13 @@ with warnings.catch_warnings():  # typer, which Flower imports, asks click for n
     from flwr.app import Context, RecordDict
 
 import torch
+from click.testing import CliRunner
 from flower_under_test import NODES, GridHere, same, state_in
 
+from netweight.cli import netweight
 from netweight.methods.federate import Task, train
 from netweight.plugins.flower import HISTORY
+from netweight.plugins.flower.server import halves_of, method_of, settings_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "federate"
 TOLERANCE = 1e-6
@@ -34,12 +36,12 @@ def blocks(language):
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):
-    """The copy, made by the README's commands, with its task.py; and each site's table."""
+    """The folder that the README's commands make, with its app.py; and each site's table."""
     place = tmp_path_factory.mktemp("elsewhere")
-    shutil.copytree(EXAMPLE, place / "examples" / "federate", ignore=shutil.ignore_patterns("__pycache__"))
-    (commands,), (task,) = blocks("sh"), blocks("python")
-    subprocess.run(["bash", "-ec", commands], cwd=place, check=True)
-    (place / "mine" / "mine" / "task.py").write_text(task)
+    (commands,), (app,) = blocks("sh"), blocks("python")
+    command = f'netweight() {{ "{sys.executable}" -m netweight "$@"; }}'
+    subprocess.run(["bash", "-ec", f"{command}\n{commands}"], cwd=place, check=True)
+    (place / "mine" / "app.py").write_text(app)
     draw = torch.Generator().manual_seed(0)
     centers = 2 * torch.randn(3, 8, generator=draw)
     (place / "tables").mkdir()
@@ -52,23 +54,24 @@ def copied(tmp_path_factory):
     return place
 
 
-@pytest.fixture
-def app(copied, monkeypatch):
-    monkeypatch.syspath_prepend(str(copied / "mine"))
-    yield {name: importlib.import_module(f"mine.{name}") for name in ("task", "client_app", "server_app")}
-    for name in [name for name in sys.modules if name == "mine" or name.startswith("mine.")]:
-        del sys.modules[name]
+@pytest.fixture(scope="module")
+def app(copied):
+    return runpy.run_path(str(copied / "mine" / "app.py"))
 
 
-def test_nothing_of_the_example_is_left_in_the_copy_but_its_defaults(copied):
+def test_a_model_and_data_take_ten_lines():
+    (app,) = blocks("python")
+    own = [line for line in app.splitlines() if line and not line.startswith(("import ", "from "))]
+    assert len(own) <= 10
+
+
+def test_the_folder_has_its_own_name_and_is_not_written_over(copied):
     project = tomllib.loads((copied / "mine" / "pyproject.toml").read_text())
     assert project["project"]["name"] == "mine"
-    flower = project["tool"]["flwr"]["app"]
-    assert flower["components"] == {"serverapp": "mine.server_app:app", "clientapp": "mine.client_app:app"}
-    assert flower["fab-include"] == ["mine/**/*.py"]
-    for file in (copied / "mine" / "mine").glob("*.py"):
-        assert "import digits" not in file.read_text()
-        assert "from digits" not in file.read_text()
+    assert project["tool"]["flwr"]["app"]["components"] == {"serverapp": "app:server", "clientapp": "app:client"}
+    answer = CliRunner().invoke(netweight, ["init", str(copied / "mine"), "--federation"])
+    assert answer.exit_code == 2
+    assert "exists already" in answer.output
 
 
 def test_the_copy_trains_the_users_model_on_the_users_data(copied, app, tmp_path):
@@ -77,15 +80,14 @@ def test_the_copy_trains_the_users_model_on_the_users_data(copied, app, tmp_path
         "data": str(copied / "tables"), "folder": str(tmp_path / "server"), "private-folder": str(tmp_path / "private"),
         "timeout": 0.0, "patience": 0.0, "rounds": 3,
     }  # fmt: skip
-    grid = GridHere(dict.fromkeys(NODES, app["client_app"].app), NODES, run_config=config)
+    grid = GridHere(dict.fromkeys(NODES, app["client"]), NODES, run_config=config)
     for context in grid.contexts.values():  # else each client draws its own start, which no training here can repeat
         context.node_config["rehearsal-seed"] = config["seed"]
-    app["server_app"].app(grid, Context(1, 1, {}, RecordDict(), config, 0))
+    app["server"](grid, Context(1, 1, {}, RecordDict(), config, 0))
     rounds = json.loads((tmp_path / "server" / HISTORY).read_text())["rounds"]
     assert len(rounds) == 3
-    task = app["task"]
-    data = [task.client_data(config, site) for site in NODES.values()]
-    run = train(Task(*task.model(config), data), task.method(config), task.settings(config), workers=1)
+    task = Task(*halves_of(app["model"], config), [app["data"](config, site) for site in NODES.values()])
+    run = train(task, method_of(config), settings_of(config), workers=1)
     assert same(state_in(tmp_path / "server"), run.state, TOLERANCE)
     assert run.rounds[-1].mean_after > 0.8
 

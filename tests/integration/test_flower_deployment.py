@@ -1,7 +1,6 @@
 """The example as people deploy it: a SuperLink and three SuperNodes as processes, with TLS and registered nodes."""
 
 import json
-import sys
 
 import pytest
 
@@ -9,13 +8,14 @@ pytest.importorskip("flwr")
 pytest.importorskip("sklearn")
 
 import torch
-from flower_processes import EXAMPLE, Deployment, lying_example, wait
+from flower_processes import EXAMPLE, Deployment, example_task, lying_example, wait
 
-from netweight.methods.federate import Task, train
+from netweight.methods.federate import train
 from netweight.methods.federate.engine import CHECKPOINT, Run
 from netweight.methods.federate.method import Client
 from netweight.methods.federate.task import LocalModel
 from netweight.plugins.flower import HISTORY, export_private
+from netweight.plugins.flower.server import method_of, settings_of
 from netweight.store import open_store
 
 CONFIG = {
@@ -46,23 +46,10 @@ def deployment(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def example():
-    """The example's own description of its task."""
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        from digits import task
-
-        yield task
-    finally:
-        sys.path.remove(str(EXAMPLE))
-
-
-@pytest.fixture(scope="module")
-def expected(example) -> Run:
+def expected() -> Run:
     """The same federation's first round by the engine of one process."""
-    config = {**CONFIG, "data": "digits", "rounds": 1}
-    task = Task(*example.model(config), example.everyones_data("digits", 3))
-    return train(task, example.method(config), example.settings(config), workers=1)
+    config = {**CONFIG, "rounds": 1}
+    return train(example_task(config), method_of(config), settings_of(config), workers=1)
 
 
 def without_the_third(run) -> dict[str, torch.Tensor]:

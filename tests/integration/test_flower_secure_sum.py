@@ -6,10 +6,12 @@ import pytest
 
 pytest.importorskip("flwr")
 
+import flower_under_test
 import numpy as np
 from flower_federation import CLIENTS, METHODS, whole_task
 from flower_under_test import NODES, Leaky, ToEachItsOwn, history_in, new_grid, same, serve
-from flwr.common import ndarray_to_bytes
+from flwr.app import ConfigRecord
+from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 
 from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import Federation, train
@@ -82,6 +84,72 @@ def test_what_a_client_sends_does_not_stop_the_server(spoiled, tmp_path, caplog)
         serve(new_grid(method, secure_sum=True, spoil=spoil), method, tmp_path, secure_sum=True, retries=0)
     assert "the sum" in caplog.text
     assert history_in(tmp_path) == []
+
+
+def under_the_mask(change, *, client=1, round=1):
+    """A client that changes what it has masked already: masks are added, so that this changes what is summed."""
+
+    def spoil(node, reply, grid):
+        record = reply.content.config_records.get("secaggplus_configs") if reply.has_content() else None
+        if NODES[node] == client and reply.metadata.group_id == str(round) and record and "masked_params" in record:
+            factor, *values = (bytes_to_ndarray(part) for part in record["masked_params"])
+            record["masked_params"] = [ndarray_to_bytes(part % 2**32) for part in change(factor, values)]
+        return reply
+
+    return spoil
+
+
+CHANGED = {
+    "a weight of a thousand": (lambda factor, values: [factor + 1000 * 2**22, *values], "not those that clients"),
+    "a value of a thousand": (
+        lambda factor, values: [factor, values[0] + 250 * 2**22, *values[1:]],
+        "out of the range",
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", CHANGED)
+def test_what_a_client_claims_under_its_mask_is_seen_in_the_sum(attack, tmp_path, caplog):
+    method, (change, said) = METHODS["fedavg"], CHANGED[attack]
+    grid = new_grid(method, secure_sum=True, spoil=under_the_mask(change, round=2))
+    with pytest.raises(FederationStopped):
+        serve(grid, method, tmp_path, secure_sum=True, retries=0)
+    assert said in caplog.text
+    assert len(history_in(tmp_path)) == 1  # what was learned before stays
+    state, _ = serve(new_grid(method, secure_sum=True), method, tmp_path, secure_sum=True)
+    assert all(value.abs().max() < 5 for value in state.values())
+
+
+def test_a_client_that_stays_in_range_moves_a_sum_no_farther_than_a_bound(tmp_path, caplog):
+    """Every value moved by a third of the range: what the sum may be, and what no training makes."""
+    method = METHODS["fedavg"]
+    lie = under_the_mask(lambda factor, values: [factor, *(value + 2**22 // 3 for value in values)], round=3)
+    states = {}
+    for name, spoil, rounds in (("start", None, 2), ("lied to", lie, 3), ("honest", None, 3)):
+        grid = new_grid(method, secure_sum=True, spoil=spoil)
+        states[name], _ = serve(grid, method, tmp_path / name, secure_sum=True, rounds=rounds)
+    start = states.pop("start")
+    moved = [sum(float((state[n] - start[n]).square().sum()) for n in start) ** 0.5 for state in states.values()]
+    assert "the sum moves" in caplog.text
+    assert moved[0] < 4 * moved[1]
+
+
+def test_a_claim_of_many_examples_takes_no_part_in_a_sum(tmp_path, monkeypatch):
+    """It would make the honest clients' weights 0."""
+    monkeypatch.setattr(flower_under_test, "CLIENTS", 4)
+    nodes, method = {**NODES, 13: 3}, METHODS["fedavg"]
+
+    def claim(node, reply, grid):
+        if nodes[node] == 3 and reply.metadata.message_type == "query":
+            reply.content["report"] = ConfigRecord({**reply.content["report"], "n": 2**40})
+        return reply
+
+    grid = new_grid(method, nodes=nodes, secure_sum=True, spoil=claim)
+    state, rounds = serve(grid, method, tmp_path, secure_sum=True, rounds=1)
+    assert rounds[0].refused[3].startswith("says that it has 1099511627776 examples, more than")
+    monkeypatch.undo()
+    honest, _ = serve(new_grid(method, secure_sum=True), method, tmp_path / "honest", secure_sum=True, rounds=1)
+    assert same(state, honest, 6 * STEP)
 
 
 def test_fewer_than_are_wanted_are_not_unmasked(tmp_path):

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "netweight"
 EXPERIMENTS = ROOT / "experiments"
 TOYS = ROOT / "toys"
+EXAMPLE = ROOT / "examples" / "federate"
 NEEDED = ("pip", "scikit_build_core", "nanobind")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 NATIVE = shutil.which("c++") is not None  # else the wheel is built without
@@ -89,7 +90,7 @@ def files_of(package):
 
 def test_it_holds_every_file_of_the_package_and_nothing_else(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
-    wanted = files_of(PACKAGE)
+    wanted = files_of(PACKAGE) | {f"netweight/examples/{name}" for name in files_of(EXAMPLE)}
     assert wanted - held == set()
     assert "netweight/py.typed" in held
     assert not any(name.endswith(".safetensors") for name in held)
@@ -160,6 +161,26 @@ def test_its_commands_work(clean):
     assert (folder / "back.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert json.loads(call(clean, "netweight", "doctor", "--json"))
     assert "treatments" in call(clean, "netweight", "run", "--schema")
+
+
+def test_a_federation_is_written_in_an_empty_folder_and_runs(clean):
+    pytest.importorskip("flwr")
+    pytest.importorskip("sklearn")
+    call(clean, "netweight", "init", "hospitals", "--federation")
+    said = call(clean, "python", "-c", f"""
+import runpy, sys, tomllib
+sys.path.insert(0, {str(ROOT / "tests" / "support")!r})
+from flower_under_test import NODES, Context, GridHere, RecordDict, history_in
+from pathlib import Path
+app = runpy.run_path("hospitals/app.py")
+config = tomllib.loads(Path("hospitals/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+here = str(Path("server").resolve())
+config |= {{"folder": here, "private-folder": here + "-nodes", "timeout": 0.0, "patience": 0.0, "rounds": 1}}
+app["server"](GridHere(dict.fromkeys(NODES, app["client"]), NODES, run_config=config),
+              Context(1, 1, {{}}, RecordDict(), config, 0))
+print(sorted(history_in(Path(here))[0].after))
+""")  # fmt: skip
+    assert said.splitlines()[-1] == "[0, 1, 2]"
 
 
 def test_tables_are_measured_where_the_experiments_are_installed_too(clean, experiments):

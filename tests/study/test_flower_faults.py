@@ -1,19 +1,19 @@
 """What takes minutes: simulation, killed and hanging processes, secure sums, each with Flower's own processes."""
 
 import json
-import sys
 
 import pytest
 
 pytest.importorskip("flwr")
 pytest.importorskip("sklearn")
 
-from flower_processes import EXAMPLE, Deployment, Simulation, faulty_example, wait
+from flower_processes import EXAMPLE, Deployment, Simulation, example_task, faulty_example, wait
 
-from netweight.methods.federate import Task, train
+from netweight.methods.federate import train
 from netweight.methods.federate.engine import CHECKPOINT
 from netweight.plugins.flower import HISTORY
 from netweight.plugins.flower.secure_sum import CLIP
+from netweight.plugins.flower.server import method_of, settings_of
 from netweight.store import open_store
 
 pytestmark = pytest.mark.study
@@ -41,16 +41,10 @@ def deployment(tmp_path):
 @pytest.fixture(scope="module")
 def expected():
     """The states and accuracies of two rounds by the engine of one process."""
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        from digits import task
-    finally:
-        sys.path.remove(str(EXAMPLE))
-    whole = Task(*task.model(CONFIG), task.everyones_data("digits", 3))
 
     def run(rounds):
         config = {**CONFIG, "rounds": rounds}
-        return train(whole, task.method(config), task.settings(config), workers=1)
+        return train(example_task(config), method_of(config), settings_of(config), workers=1)
 
     return {rounds: run(rounds) for rounds in (1, 2)}
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -239,12 +240,21 @@ class Simulation(Processes):
         return wait(ended, seconds, f"run {run}", every=4.0)
 
 
+def example_task(config, clients=3):
+    """The task that the example's app makes, with the data of all clients."""
+    from netweight.methods.federate import Task
+    from netweight.plugins.flower.server import halves_of
+
+    app = runpy.run_path(str(EXAMPLE / "app.py"))
+    return Task(*halves_of(app["model"], config), app["everyones_data"](config.get("data", "digits"), clients))
+
+
 def faulty_example(folder):
     """A copy of the example whose clients do in round 1 what `fault` says, such as "hang 1" or "raise 2"."""
     copy = folder / "faulty"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "digits" / "client_app.py").rename(copy / "digits" / "sound_client_app.py")
-    (copy / "digits" / "client_app.py").write_text(FAULTY)
+    (copy / "app.py").rename(copy / "sound.py")
+    (copy / "app.py").write_text(FAULTY)
     described = copy / "pyproject.toml"
     described.write_text(described.read_text() + 'fault = ""\nsigns = ""\n')
     return copy
@@ -254,37 +264,42 @@ def lying_example(folder):
     """A copy of the example some of whose clients lie as `lie` says, such as "claimed 2" or "colluding 5 6"."""
     copy = folder / "lying"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    described, client = copy / "pyproject.toml", copy / "digits" / "client_app.py"
+    described, app = copy / "pyproject.toml", copy / "app.py"
     described.write_text(described.read_text() + 'lie = ""\n')
-    client.write_text(client.read_text().replace("method(context.run_config)", "lying(context.run_config)") + LYING)
+    app.write_text(app.read_text().replace("\nboth = apps(model, data)\n", LYING))
     return copy
 
 
 LYING = """
-
 def lying(config):
     from netweight.methods.federate.defenses import Lying
+    from netweight.plugins.flower.server import method_of
 
     lie, _, liars = str(config["lie"]).partition(" ")
-    return Lying(method(config), lie, tuple(map(int, liars.split()))) if lie else method(config)
+    return Lying(method_of(config), lie, tuple(map(int, liars.split()))) if lie else method_of(config)
+
+
+both = apps(model, data, lying)
 """
 
 FAULTY = """
 import time
 from pathlib import Path
 
-from digits.sound_client_app import app as sound
 from flwr.clientapp import ClientApp
+from sound import client as sound
+from sound import both
 
-app = ClientApp()
+server = both.server
+client = ClientApp()
 
 
-@app.query()
+@client.query()
 def query(message, context):
     return sound(message, context)
 
 
-@app.train()
+@client.train()
 def train(message, context):
     fault, *clients = str(context.run_config["fault"]).split()
     if str(context.node_config["partition-id"]) in clients and message.metadata.group_id == "1":

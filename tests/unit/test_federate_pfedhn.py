@@ -13,7 +13,6 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, train
 from netweight.methods.federate.algorithms.pfedhn import (
     PFedHN,
-    ServerDescent,
     ServerHypernetwork,
     first_state,
     pfedhn,
@@ -60,7 +59,7 @@ def test_the_servers_steps_are_those_of_autograd() -> None:
             client: {"body.a": scale * torch.randn(3, 4).double(), "head.b": scale * torch.randn(5).double()}
             for client in asked
         }
-        server.step(gradients, ServerDescent(0.3, 0.9, 0.1, clip=2.0))
+        server.step(gradients, PFedHN(lr=0.3, momentum=0.9, weight_decay=0.1, clip=2.0))
         optimizer.zero_grad()
         for client, gradient in gradients.items():
             network(embeddings(torch.tensor((4, 9, 11).index(client)))).backward(layout.join(gradient))
@@ -88,7 +87,7 @@ def test_one_step_follows_all_clients_in_any_order() -> None:
     assert all(torch.equal(joined[name], value) for name, value in method.aggregate(state, updates[::-1]).items())
     server = ServerHypernetwork(state)
     against = {client: {name: -value for name, value in move.items()} for client, move in moves.items()}
-    server.step(against, ServerDescent(1e-2, 0.9, 1e-3, 50.0))
+    server.step(against, PFedHN())
     for name, value in server.state.items():
         torch.testing.assert_close(joined[name], value, rtol=1e-5, atol=1e-5)
 

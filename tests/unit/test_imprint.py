@@ -86,8 +86,8 @@ def test_traps_without_other_signs_are_found_with_the_images(world):
     bias = layout.split(calm["hypernetwork.heads.bias"])["fc1.bias"]
     bias -= seen[0].detach().topk(2, dim=0).values.mean(0)  # a threshold between the first and the second image
     trapped = signs_of(calm, body=body, embedding=embedding, images=private)
-    assert honest.lonely < 0.25 < trapped.lonely
-    assert honest.peaked == trapped.peaked
+    assert honest["lonely"] < 0.25 < trapped["lonely"]
+    assert honest["peaked"] == trapped["peaked"]
     assert refuse_abnormal(calm, body=body, embedding=embedding) == []
     assert len(refuse_abnormal(calm, body=body, embedding=embedding, images=private)) == 1
 

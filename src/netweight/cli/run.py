@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from dataclasses import asdict
@@ -37,13 +38,17 @@ _KINDS = {
     "--subject", type=click.Path(path_type=Path, exists=True),
     help="A model or bank of yours: its recipe alone, with rows to replace by your own.",
 )  # fmt: skip
+@click.option("--federation", is_flag=True, help="An app for Flower alone, with your model and data to be put in.")
 @output_option
-def init(folder: Path, subject: Path | None, output: Output) -> None:
+def init(folder: Path, subject: Path | None, federation: bool, output: Output) -> None:
     """Write recipes and the files that they name into FOLDER.
 
     Without `--subject` everything is small and can be run at once: a language model, a pipeline, LoRAs, rows and
     pictures, and a recipe for each use. Their checkpoints are in the package netweight-toys.
     """
+    if federation:
+        _federation(folder, output)
+        return
     recipes = {each.name: each for each in resources.files("netweight.recipes").iterdir() if each.suffix == ".yaml"}  # type: ignore[attr-defined]
     if subject is not None:
         found = next((recipe for file, recipe in _KINDS.items() if (subject / file).is_file()), "quickstart.yaml")
@@ -77,6 +82,22 @@ def init(folder: Path, subject: Path | None, output: Output) -> None:
     output.line(f"Written to {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}.", bold=True)
     output.line("To try next:\n  " + ("" if folder == Path() else f'cd "{folder}"\n  ') + first)
     output.result({"folder": str(folder), "recipes": sorted(recipes)})
+
+
+def _federation(folder: Path, output: Output) -> None:
+    """The app of examples/federate, which a wheel holds, too."""
+    with resources.as_file(resources.files("netweight")) as netweight:
+        places = (above / "examples" / "federate" for above in (netweight, netweight.parents[1]))
+        source = next(place for place in places if place.is_dir())
+        if (folder / "app.py").exists():
+            raise OutputExists(f"{folder / 'app.py'} exists already.", cure="Choose a folder without it.")
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    project = folder / "pyproject.toml"
+    name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "federation"
+    project.write_text(project.read_text(encoding="utf-8").replace('name = "digits"', f'name = "{name}"'), "utf-8")
+    output.line(f"Written to {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}.", bold=True)
+    output.line(f"Put your model and data into {folder / 'app.py'}; {folder / 'README.md'} says how to run it.")
+    output.result({"folder": str(folder), "recipes": []})
 
 
 def _toys(folder: Path) -> None:

@@ -27,7 +27,7 @@ from netweight.methods.federate.task import LocalModel
 from netweight.store import open_store
 from netweight_experiments.benchmarks.script import fill
 
-EXAMPLE, SUPPORT = Path("examples/federate"), Path("tests/support")
+SUPPORT = Path("tests/support")
 
 
 def here(lie, aggregator, given, clients, liars, seed):
@@ -44,9 +44,8 @@ def here(lie, aggregator, given, clients, liars, seed):
 @contextmanager
 def by_flower():
     """Yield what trains a cell by processes of Flower."""
-    sys.path[:0] = [str(SUPPORT.resolve()), str(EXAMPLE.resolve())]
-    from digits.task import everyones_data, model
-    from flower_processes import Deployment, lying_example, wait
+    sys.path.insert(0, str(SUPPORT.resolve()))
+    from flower_processes import Deployment, example_task, lying_example, wait
 
     with tempfile.TemporaryDirectory() as folder:
         place, online = Deployment(Path(folder), nodes=7), 0
@@ -72,7 +71,7 @@ def by_flower():
             rounds = [Round.from_json(one) for one in json.loads((work / "history.json").read_text())["rounds"]]
             with open_store(work / CHECKPOINT) as store:
                 state = {name.removeprefix("state|"): store.get(name) for name in store.names() if "state|" in name}
-            task = Task(*model(config), everyones_data("fashion-mnist", clients))
+            task = example_task(config, clients)
             return task, rounds, lambda client: named_method("fedavg").weights(task, state, {})
 
         try:
@@ -84,10 +83,10 @@ def by_flower():
 
 def alone(given, clients, liars, seed):
     """Mean accuracy, in percent, of a deployment's honest clients by themselves, in this process."""
-    from digits.task import everyones_data, model
+    from flower_processes import example_task
 
-    honest = dict(enumerate(everyones_data("fashion-mnist", clients)[: clients - liars]))
-    task = Task(*model({"seed": seed}), honest)
+    whole = example_task({"data": "fashion-mnist", "seed": seed}, clients)
+    task = Task(whole.body, whole.head, {client: whole.client(client) for client in range(clients - liars)})
     settings = Federation(rounds=given.rounds, evaluate_every=given.rounds, seed=seed)
     method = named_method("fedavg", training=LocalTraining(epochs=given.epochs))
     return round(100 * train(task, method, settings, workers=1).rounds[-1].mean_after, 2)

@@ -224,17 +224,6 @@ class RefusalLimits:
     change: float = 3.0
 
 
-@final
-@dataclass(frozen=True)
-class Signs:
-    """What was measured; the names are those of the limits. None where nothing was given to measure it with."""
-
-    peaked: float  # compared with the limit of this name
-    repeated: float  # likewise
-    lonely: float | None  # likewise; needs images
-    change: float | None  # likewise
-
-
 _WORDS = {
     "peaked": "the generated weights are made of few large values, as kernels that copy an image are",
     "repeated": "rows repeat each other or are zero",
@@ -244,14 +233,9 @@ _WORDS = {
 
 
 def refuse_abnormal(
-    received: Tensors,
-    *,
-    body: nn.Module,
-    embedding: Tensor,
-    images: Tensor | None = None,
-    change: float | None = None,
-    limits: RefusalLimits | None = None,
-) -> list[str]:
+    received: Tensors, *, body: nn.Module, embedding: Tensor, images: Tensor | None = None,
+    change: float | None = None, limits: RefusalLimits | None = None,
+) -> list[str]:  # fmt: skip
     """Return the reasons to refuse a hypernetwork; an empty list when it looks like a trained one.
 
     Args:
@@ -273,7 +257,7 @@ def refuse_abnormal(
     signs = signs_of(received, body=body, embedding=embedding, images=images, change=change)
     reasons = []
     for name, words in _WORDS.items():
-        value, limit = getattr(signs, name), getattr(limits, name)
+        value, limit = signs[name], getattr(limits, name)
         if value is not None and not value <= limit:
             reasons.append(f"{words} ({name} {value:.3g}, at most {limit:g})")
     return reasons
@@ -281,14 +265,13 @@ def refuse_abnormal(
 
 @torch.no_grad()
 def signs_of(
-    received: Tensors,
-    *,
-    body: nn.Module,
-    embedding: Tensor,
-    images: Tensor | None = None,
+    received: Tensors, *, body: nn.Module, embedding: Tensor, images: Tensor | None = None,
     change: float | None = None,
-) -> Signs:
-    """Measure a received hypernetwork; arguments as for `refuse_abnormal`."""
+) -> dict[str, float | None]:  # fmt: skip
+    """Measure a received hypernetwork by the names of the limits; None where nothing was given to measure it with.
+
+    Arguments as for `refuse_abnormal`.
+    """
     layout = ParameterLayout.of(body)
     state = {name: value.to(embedding.dtype) for name, value in hypernetwork_tensors(received).items()}
     weight, bias = state["heads.weight"], state["heads.bias"]
@@ -299,12 +282,12 @@ def signs_of(
         )
     generated = layout.split(weight @ hidden_code(state, embedding) + bias)
     matrices = [part.flatten(1) for part in generated.values() if part.ndim > 1]
-    return Signs(
-        peaked=max(_kurtosis(matrix) for matrix in matrices),
-        repeated=max(_repeated(matrix) for matrix in [*matrices, state["trunk.0.weight"]]),
-        lonely=None if images is None else _lonely(body, generated, images),
-        change=change,
-    )
+    return {
+        "peaked": max(_kurtosis(matrix) for matrix in matrices),
+        "repeated": max(_repeated(matrix) for matrix in [*matrices, state["trunk.0.weight"]]),
+        "lonely": None if images is None else _lonely(body, generated, images),
+        "change": change,
+    }
 
 
 def relative_change(received: Tensors, previous: Tensors, own_change: float) -> float:

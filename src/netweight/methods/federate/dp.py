@@ -322,29 +322,16 @@ def _patches(layer: nn.Conv2d, inputs: Tensor, height: int, width: int) -> Tenso
     return last.as_strided(shape, strides).reshape(len(last), height * width, -1)
 
 
-# Rényi differential privacy, as the HyperFL paper's code counts; or privacy random variables, tighter and slower.
-Accountant = Literal["rdp", "prv"]
-
-
 @cache
-def noise_multiplier(
-    epsilon: float,
-    delta: float,
-    *,
-    n: int,
-    batch_size: int,
-    epochs: int | None = None,
-    steps: int | None = None,
-    accountant: Accountant = "rdp",
-) -> float:
+def noise_multiplier(epsilon: float, delta: float, *, n: int, batch_size: int, epochs: int) -> float:
     """Return the least noise multiplier that keeps a client's examples (ε, δ)-differentially private."""
-    # Source: Mironov et al. (arXiv 1908.10530) for "rdp", Gopi et al. (arXiv 2106.02848) for "prv".
-    rate, taken = _schedule(n, batch_size, epochs, steps)
+    # Source: Mironov et al. (arXiv 1908.10530): Rényi differential privacy, as the HyperFL paper's code counts.
+    rate, taken = _schedule(n, batch_size, epochs)
     _check_budget(epsilon, delta, n)
     try:
         with _accountants() as accountants:
             found: float = accountants.utils.get_noise_multiplier(
-                target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=taken, accountant=accountant
+                target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=taken, accountant="rdp"
             )
     except ValueError as error:
         raise UsageError(
@@ -355,47 +342,33 @@ def noise_multiplier(
 
 
 def noise_multiplier_for_all(
-    epsilon: float, delta: float, *, sizes: Iterable[int], batch_size: int, epochs: int, accountant: Accountant = "rdp"
+    epsilon: float, delta: float, *, sizes: Iterable[int], batch_size: int, epochs: int
 ) -> float:
     """Return the least noise multiplier that keeps every client's examples (ε, δ)-differentially private."""
     distinct = sorted(set(sizes))
     if not distinct:
         raise UsageError("There is no client to protect.", cure="Give each client's number of examples.")
-
-    def needed(n: int) -> float:
-        return noise_multiplier(epsilon, delta, n=n, batch_size=batch_size, epochs=epochs, accountant=accountant)
-
-    found = needed(distinct[0])
+    found = noise_multiplier(epsilon, delta, n=distinct[0], batch_size=batch_size, epochs=epochs)
     for n in distinct[1:]:  # a smaller client may need less, as an epoch has whole steps; so all are looked at
-        spent = epsilon_spent(found, delta, n=n, batch_size=batch_size, epochs=epochs, accountant=accountant)
-        if spent > epsilon:
-            found = max(found, needed(n))
+        if epsilon_spent(found, delta, n=n, batch_size=batch_size, epochs=epochs) > epsilon:
+            found = max(found, noise_multiplier(epsilon, delta, n=n, batch_size=batch_size, epochs=epochs))
     return found
 
 
-def epsilon_spent(
-    noise: float,
-    delta: float,
-    *,
-    n: int,
-    batch_size: int,
-    epochs: int | None = None,
-    steps: int | None = None,
-    accountant: Accountant = "rdp",
-) -> float:
+def epsilon_spent(noise: float, delta: float, *, n: int, batch_size: int, epochs: int) -> float:
     """Return the ε that private training has spent."""
-    rate, taken = _schedule(n, batch_size, epochs, steps)
+    rate, taken = _schedule(n, batch_size, epochs)
     if noise <= 0:
         raise UsageError(f"With a noise multiplier of {noise} nothing is private.", cure="Give a number above 0.")
     _check_budget(1.0, delta, n)
-    return _epsilon(((noise, rate, taken),), delta, accountant)
+    return _epsilon(((noise, rate, taken),), delta)
 
 
 @cache
-def _epsilon(history: tuple[tuple[float, float, int], ...], delta: float, accountant: Accountant) -> float:
+def _epsilon(history: tuple[tuple[float, float, int], ...], delta: float) -> float:
     # Takes a third of a second, and clients of a federation are often alike.
     with _accountants() as accountants:
-        counting = accountants.create_accountant(mechanism=accountant)
+        counting = accountants.create_accountant(mechanism="rdp")
         counting.history = list(history)
         return float(counting.get_epsilon(delta=delta))
 
@@ -439,23 +412,18 @@ def guarantee(releases: Sequence[Release], delta: float, *, sampling: str, cavea
     counted: dict[tuple[float, float], int] = {}
     for one in releases:
         counted[one.noise, one.rate] = counted.get((one.noise, one.rate), 0) + one.steps
-    spent = _epsilon(tuple((*each, steps) for each, steps in counted.items()), delta, "rdp")
+    spent = _epsilon(tuple((*each, steps) for each, steps in counted.items()), delta)
     least = min(one.noise for one in releases)
     return Guarantee(releases[0].unit, spent, delta, least, sampling, len(releases), tuple(caveats))
 
 
-def _schedule(n: int, batch_size: int, epochs: int | None, steps: int | None) -> tuple[float, int]:
+def _schedule(n: int, batch_size: int, epochs: int) -> tuple[float, int]:
     """Return the probability with which an example takes part in a step, and the number of steps."""
-    if (epochs is None) == (steps is None):
-        raise UsageError("Give either epochs or steps.")
-    taken = steps if steps is not None else (epochs or 0) * -(-n // max(batch_size, 1))
-    if min(n, batch_size, taken) < 1:
+    if min(n, batch_size, epochs) < 1:
         raise UsageError(
-            f"n={n}, batch_size={batch_size} and {'epochs' if steps is None else 'steps'}="
-            f"{epochs if steps is None else steps} describe no training.",
-            cure="Each must be at least 1.",
+            f"n={n}, batch_size={batch_size} and epochs={epochs} describe no training.", cure="Each must be at least 1."
         )
-    return min(1.0, batch_size / n), taken
+    return min(1.0, batch_size / n), epochs * -(-n // batch_size)
 
 
 def _check_budget(epsilon: float, delta: float, n: int) -> None:

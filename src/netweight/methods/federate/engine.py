@@ -168,16 +168,9 @@ class Run:
 
 
 def train(
-    task: Task,
-    method: Method,
-    settings: Federation = Federation(),
-    *,
-    folder: str | Path | Job | None = None,
-    workers: int | None = None,
-    device: torch.device | str = "cpu",
-    save_every: int = 1,
-    progress: Progress = QUIET,
-) -> Run:
+    task: Task, method: Method, settings: Federation = Federation(), *, folder: str | Path | Job | None = None,
+    workers: int | None = None, device: torch.device | str = "cpu", save_every: int = 1, progress: Progress = QUIET,
+) -> Run:  # fmt: skip
     """Train a federation.
 
     The same settings give the same result whatever the number of workers, up to rounding where a method multiplies
@@ -454,13 +447,14 @@ class _InThisProcess:
         """Let the clients train, and measure them where the round asks for it; that time is not counted."""
         clients = [Client(client, self.private(client), sent) for client, sent in trial.sent.items()]
         began, measured = time.monotonic(), self.settings.evaluates(trial.round)
-        before = self._accuracies([(c.number, self._received(c)) for c in clients]) if measured else {}
+        begun = [(c.number, self.method.weights(self.task, c.received, c.private)) for c in clients if measured]
+        before = self._accuracies(begun)
         middle = time.monotonic()
         self._trained = trained = self._train(clients, trial.round)
         for one in trained:
             check_allow_list(one.update.tensors, self.method.shared, client=one.update.client)
         end = time.monotonic()
-        after = self._accuracies([(one.update.client, one.weights) for one in trained]) if measured else {}
+        after = self._accuracies([(one.update.client, one.weights) for one in trained if measured])
         trial.started += middle - began + time.monotonic() - end
         known = {"before": before, "after": after, "loss": {one.update.client: one.loss for one in trained}}
 
@@ -476,9 +470,6 @@ class _InThisProcess:
 
     def before_retry(self) -> None:
         """Wait for nothing: all clients are here."""
-
-    def _received(self, client: Client) -> Weights:
-        return self.method.weights(self.task, client.received, client.private)
 
     def _train(self, clients: Sequence[Client], number: int) -> list[Trained]:
         def share(model: LocalModel, part: Sequence[Client]) -> list[Trained]:

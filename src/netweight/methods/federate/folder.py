@@ -183,7 +183,7 @@ METHODS: Mapping[str, Entry] = {
     "hyperfl-whole": Entry("hyperfl:HyperFL", {**_FROM_BODY, "private_head": False, "name": "hyperfl-whole"}, _GENTLE),
     "fedavg": Entry("direct:fedavg"),
     "fedavg-private-head": Entry("direct:fedavg_private_head"),
-    "fedrep": Entry("direct:fedrep"),
+    "fedrep": Entry("direct:fedavg_private_head", {"name": "fedrep"}),
     "fedprox": Entry("personal:fedprox"),
     "ditto": Entry("personal:ditto"),
     "fedbn": Entry("personal:fedbn"),

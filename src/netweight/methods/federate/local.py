@@ -302,10 +302,7 @@ class Gradients:
 
 
 # Takes the model, bodies `(K, P)`, heads `(K, Q)`, a batch per client, what is asked for, and running statistics.
-GradientRule = Callable[
-    [LocalModel, Tensor, Tensor, Sequence[Batch], Trains, Sequence[Statistics]],
-    Gradients,
-]
+GradientRule = Callable[[LocalModel, Tensor, Tensor, Sequence[Batch], Trains, Sequence[Statistics]], Gradients]
 
 
 def rule_for(device: torch.device) -> GradientRule:
@@ -314,13 +311,9 @@ def rule_for(device: torch.device) -> GradientRule:
 
 
 def one_by_one(
-    model: LocalModel,
-    bodies: Tensor,
-    heads: Tensor,
-    batches: Sequence[Batch],
-    trains: Trains,
+    model: LocalModel, bodies: Tensor, heads: Tensor, batches: Sequence[Batch], trains: Trains,
     statistics: Sequence[Statistics],
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Return the gradients, computed one client after another; running statistics change in place."""
     body_rows: list[Tensor] = []
     head_rows: list[Tensor] = []
@@ -353,13 +346,9 @@ def _rows(rows: list[Tensor], wanted: bool) -> Tensor | None:
 
 
 def together(
-    model: LocalModel,
-    bodies: Tensor,
-    heads: Tensor,
-    batches: Sequence[Batch],
-    trains: Trains,
+    model: LocalModel, bodies: Tensor, heads: Tensor, batches: Sequence[Batch], trains: Trains,
     statistics: Sequence[Statistics],
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Return the gradients of all clients at once; batches are padded to the largest and the padding weighs nothing."""
     if any(statistics):
         raise Unsupported(

@@ -26,15 +26,9 @@ _MOST_DRAWS = 1000  # of a Dirichlet partition that leaves a client with too few
 
 
 def dominant_groups(
-    labels: Tensor,
-    *,
-    clients: int,
-    per_client: int,
-    groups: Sequence[Sequence[int]],
-    uniform: float = 0.2,
-    seed: int,
-    start: int = 0,
-) -> list[Tensor]:
+    labels: Tensor, *, clients: int, per_client: int, groups: Sequence[Sequence[int]], uniform: float = 0.2,
+    seed: int, start: int = 0,
+) -> list[Tensor]:  # fmt: skip
     """Give each client a share of all classes and, for the rest, only its group's dominant classes."""
     # Client i has group `i % len(groups)`. From each class the clients take runs of its samples one behind the other; a
     # run that would pass the end of a class starts again at its beginning, so that clients may share samples. Where a
@@ -197,18 +191,10 @@ _REFERENCE_STARTS = {"cifar10": (2000, 500), "cifar10-jpeg": (2000, 500)}
 
 
 def federated_images(
-    images: Images,
-    *,
-    clients: int,
-    partition: Partition = "dominant-groups",
-    seed: int = 2022,
-    per_client: tuple[int, int] | None = None,
-    groups: Sequence[Sequence[int]] | None = None,
-    uniform: float = 0.2,
-    alpha: float = 0.5,
-    minimum: int = 10,
-    writers_per_client: int = 1,
-) -> list[ClientData]:
+    images: Images, *, clients: int, partition: Partition = "dominant-groups", seed: int = 2022,
+    per_client: tuple[int, int] | None = None, groups: Sequence[Sequence[int]] | None = None, uniform: float = 0.2,
+    alpha: float = 0.5, minimum: int = 10, writers_per_client: int = 1,
+) -> list[ClientData]:  # fmt: skip
     """Split a data set among clients."""
     if partition == "by-writer":
         parts = _writers(images, clients, writers_per_client)

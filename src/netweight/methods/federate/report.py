@@ -210,9 +210,7 @@ def _observed(
     seed: int,
 ) -> Observation:  # fmt: skip
     task = _small_task(run.task, number, threat.held, draw, seed)
-    # Each client begins by a seed of its own, as it does where it runs on its own machine.
-    own = seeds.derive(run.seed, "client", number)
-    private = method.private_start(run.task, number, seed=own) if threat.first_round else run.private[number]
+    private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
     client = Client(number, private, method.message(state, number))
     model = LocalModel(task)
     found = method.train(task, model, [client], round=1, seed=seed)
@@ -384,17 +382,9 @@ def own_threat(run: Run) -> ThreatModel:
 
 
 def exposure(
-    run: Run,
-    threat: ThreatModel,
-    *,
-    images: int,
-    summed_over: int,
-    seed: int,
-    is_own: bool = False,
-    gradients: int = 0,
-    peeling: PeelingConfig | None = None,
-    work: shown.Task | None = None,
-) -> Exposure:
+    run: Run, threat: ThreatModel, *, images: int, summed_over: int, seed: int, is_own: bool = False,
+    gradients: int = 0, peeling: PeelingConfig | None = None, work: shown.Task | None = None,
+) -> Exposure:  # fmt: skip
     """Attack several clients under one threat model: all of their gradients, at least `gradients`, and some images."""
     low, high = _pixel_range(run)
     texts: list[tuple[float, float]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -218,21 +218,22 @@ class ReusedMemory:
     """Blocks of memory by name, each given out again once no tensor lies in it any more."""
 
     # The system's allocator returns blocks of this size at once, and the first touch of memory costs as much as the
-    # work on it.
+    # work on it. A tensor made of an array keeps that very array alive: while it lives, its block is taken.
 
     def __init__(self) -> None:
-        self._blocks: dict[str, np.ndarray] = {}
+        self._blocks: dict[str, tuple[np.ndarray, weakref.ref[np.ndarray]]] = {}  # memory, and the array last given out
 
     def empty(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a tensor with any values, of the kind and on the device of `like`."""
         size = math.prod(shape) * like.element_size()
         if like.device.type != "cpu" or not size:
             return like.new_empty(shape)
-        # A block without tensors has two references: the dictionary's and the argument of `getrefcount`.
-        known = name in self._blocks and len(self._blocks[name]) >= size
-        if not known or sys.getrefcount(self._blocks[name]) > 2:
-            self._blocks[name] = np.empty(size, dtype=np.uint8)
-        return torch.from_numpy(self._blocks[name])[:size].view(like.dtype).view(shape)
+        known = self._blocks.get(name)
+        free = known is not None and len(known[0]) >= size and known[1]() is None
+        block = known[0] if known is not None and free else np.empty(size, dtype=np.uint8)
+        given = block[:size]
+        self._blocks[name] = block, weakref.ref(given)
+        return torch.from_numpy(given).view(like.dtype).view(shape)
 
 
 @final

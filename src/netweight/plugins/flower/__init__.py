@@ -1,7 +1,8 @@
 """Federated methods on Flower: the same `Method` objects as in the engine of one process, as ClientApp and ServerApp.
 
-`client_app` and `server_app` make the two apps, `Elsewhere` stands for data that a server does not have, and private
-tensors are exported and imported by `export_private` and `import_private`. Needs the extra `federated`.
+`apps` makes both apps of a user's model and data, `client_app` and `server_app` one each with all their options,
+`Elsewhere` stands for data that a server does not have, and private tensors are exported and imported by
+`export_private` and `import_private`. Needs the extra `federated`.
 """
 
 import warnings
@@ -23,5 +24,6 @@ from netweight.plugins.flower.client import export_private as export_private
 from netweight.plugins.flower.client import import_private as import_private
 from netweight.plugins.flower.server import HISTORY as HISTORY
 from netweight.plugins.flower.server import Elsewhere as Elsewhere
+from netweight.plugins.flower.server import apps as apps
 from netweight.plugins.flower.server import server_app as server_app
 from netweight.plugins.flower.strategy import MethodStrategy as MethodStrategy

@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -42,15 +42,9 @@ _STATE, _ANSWERS = "private.safetensors", "answers"
 _LOG = logging.getLogger(__name__)
 
 
-def _job_folder(folder: str | Path, client: int) -> Path:
-    return Path(folder) / f"client-{client}"
-
-
-@contextmanager
-def _job_of(folder: str | Path, client: int) -> Iterator[Job]:
+def _job_of(folder: str | Path, client: int, *, reading: bool = False) -> AbstractContextManager[Job]:
     """Open a client's job: its private tensors, and the account of what it answered."""
-    with Job.open(_job_folder(folder, client), of="private tensors", state=_STATE) as job:
-        yield job
+    return Job.open(Path(folder) / f"client-{client}", of="private tensors", state=_STATE, reading=reading)
 
 
 @final
@@ -125,8 +119,8 @@ class Kept:
 def export_private(folder: str | Path, client: int, target: str | Path) -> Path:
     """Write a client's newest private tensors, such as its head, to an ordinary safetensors file."""
     kept = None
-    if (_job_folder(folder, client) / _STATE).exists():
-        with Job.open(_job_folder(folder, client), state=_STATE, reading=True) as job:
+    if (Path(folder) / f"client-{client}" / _STATE).exists():
+        with _job_of(folder, client, reading=True) as job:
             kept = Kept.load(job, client)
     if kept is None:
         raise UsageError(f"There are no private tensors of client {client} in {folder}.", cure="Check the folder.")
@@ -154,7 +148,7 @@ def import_private(source: str | Path, folder: str | Path, *, start: bool = Fals
                 f"{job.folder} holds private tensors of client {client} already.", cure="Move the folder away."
             )
         Kept(client, federation, {round: tensors}).save(job)
-    return _job_folder(folder, client)
+        return job.folder
 
 
 def client_app(
@@ -263,13 +257,22 @@ class Answers:
         self, order: Order, sent: Tensors, about: tuple[list[Release], str, tuple[str, ...]], budget: Budget | None,
         repeats: int,
     ) -> Guarantee | None:  # fmt: skip
-        """Refuse an order that repeats a state too often or passes the budget; return what is spent with it."""
+        """Refuse an order that changes the model's shape, repeats a state too often or passes the budget.
+
+        Return what is spent with it.
+        """
+        shape = digest.of_config({name: [*value.shape, str(value.dtype)] for name, value in sorted(sent.items())})
+        if any(row.get("federation") == order.federation and row["shape"] != shape for row in self._rows):
+            raise UsageError("The server sends other tensors than before: the shape of the model was changed.")
         state = digest.of_config({name: digest.of_tensor(value.contiguous()) for name, value in sorted(sent.items())})
         again = sum(row.get("state") == state for row in self._rows)
         if sent and again > repeats:
             raise UsageError(f"The same state was answered {again} times already; it is not answered again.")
         releases, sampling, caveats = about
-        self._next = {"state": state, "round": order.round, "releases": [vars(one) for one in releases]}
+        self._next = {
+            "state": state, "round": order.round, "releases": [vars(one) for one in releases],
+            "federation": order.federation, "shape": shape,
+        }  # fmt: skip
         if not releases:
             if budget is not None:
                 raise UsageError("There is a budget, and no noise that keeps it.", cure="Use a method that adds noise.")

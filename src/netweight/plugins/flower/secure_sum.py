@@ -8,7 +8,9 @@ secret: a server can try all of them. Here masks are ChaCha20's stream under the
 
 # What it does not do: the server passes on the clients' public keys, so that it must follow the protocol (honest but
 # curious) and not collude with clients up to the threshold; it still sees the sum, numbers of examples and accuracies;
-# and nobody can examine single updates, so that a client checks its own and a malicious one can spoil the sum.
+# and nobody can examine single updates: a client checks its own, and the server what the sum says: that its weights are
+# those that clients registered, that no value leaves the range, and how far it moves beside the sums before it. A
+# malicious client can do what stays within that, and have a sum refused without being named.
 # What it costs: low-rank factors cannot be summed under masks, so that dense changes are sent, as words of 8 bytes
 # each; four messages each way instead of one; values are rounded at random to steps of 2 · CLIP / 2²².
 
@@ -19,6 +21,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast, final
 
@@ -69,19 +72,11 @@ def _protocol(side: str) -> Any:
     return module
 
 
-def _client_side() -> Any:
-    return _protocol("flwr.client.mod.secure_aggregation.secaggplus_mod")
-
-
-def _server_side() -> Any:
-    return _protocol("flwr.server.workflow.secure_aggregation.secaggplus_workflow")
-
-
 def under_masks(
     message: Message, context: Context, train: Callable[[Message, Context], Message], *, wanted: bool
 ) -> Message:
     """Run a client's part of the protocol around its training, or the training alone where no masks are wanted."""
-    protocol = _client_side() if wanted else None
+    protocol = _protocol("flwr.client.mod.secure_aggregation.secaggplus_mod") if wanted else None
     asked = "secaggplus_configs" if protocol is None else str(protocol.RECORD_KEY_CONFIGS)
     configs = message.content.config_records.get(asked)
     if (configs is not None) != wanted:
@@ -165,6 +160,7 @@ class _OneSum:
 
 def masked_sum(context: Context) -> Summed:
     """Return what runs a round in which the server sees the clients' weighted mean alone."""
+    lengths: list[float] = []  # of the sums so far
 
     def exchange_masked(over: OverGrid, trial: Trial, messages: Mapping[int, Message]) -> Replies:
         rounds = over.rounds
@@ -192,10 +188,10 @@ def masked_sum(context: Context) -> Summed:
             return Replies([], {**dict.fromkeys(asked, "is not in a sum, which would be of too few"), **faults})
         assert over.grid is not None
         listening = _Listening(over.grid, over.timeout)
-        largest = max(weights[client] for client in asked)
         # Fewer than are wanted are not unmasked: beside the sum of the next attempt theirs would tell who was missing.
         threshold = max(_THRESHOLD, settings.min_clients / len(asked))
-        found = _summed(trial.round, asked, listening, context, largest, threshold)
+        committed = {message.metadata.dst_node_id: weights[client] for client, message in asked.items()}
+        found = _summed(trial.round, asked, listening, context, committed, threshold)
         client_of = {message.metadata.dst_node_id: client for client, message in asked.items()}
         results = {client_of[node]: result for node, result in found.results.items()}
         silent = {client_of[node]: why for node, why in listening.faults.items()}
@@ -205,7 +201,8 @@ def masked_sum(context: Context) -> Summed:
                 faults[client] = f"says that it has {result.num_examples} examples; it registered {weights[client]}"
                 over.nodes.examples[client] = 2**62  # takes no part in another attempt
                 found.mean = None
-        joint = None if found.mean is None else _joined(state, found.mean, results, trial.round)
+        mean = None if found.mean is None else _bounded(found.mean, lengths, settings.most_norm, trial.round)
+        joint = None if mean is None else _joined(state, mean, results, trial.round)
         if joint is None:
             return Replies([], faults)
         answers = [
@@ -217,11 +214,25 @@ def masked_sum(context: Context) -> Summed:
     return exchange_masked
 
 
+def _bounded(
+    mean: Sequence[np.ndarray[Any, Any]], lengths: list[float], most: float, round: int
+) -> list[np.ndarray[Any, Any]]:
+    """Shorten a mean of changes that is many times as long as those of the last rounds, and note its length."""
+    length = math.sqrt(sum(float(np.square(part).sum()) for part in mean))
+    longest = most * median(lengths[-5:]) if lengths else math.inf
+    if length > longest:
+        _LOG.warning("Round %d: the sum moves %.3g times as far as may be; it is shortened.", round, length / longest)
+    lengths.append(min(length, longest))
+    return [part * min(1.0, longest / max(length, 1e-30)) for part in mean]
+
+
 def _summed(
-    round: int, messages: Mapping[int, Message], grid: _Listening, context: Context, largest: int, threshold: float
-) -> _OneSum:
-    """Run the protocol; the mean is None if it was halted."""
-    server, protocol = importlib.import_module("flwr.server"), _server_side()
+    round: int, messages: Mapping[int, Message], grid: _Listening, context: Context, committed: Mapping[int, int],
+    threshold: float,
+) -> _OneSum:  # fmt: skip
+    """Run the protocol, with the weight that each node committed to; the mean is None if it was halted."""
+    server = importlib.import_module("flwr.server")
+    protocol = _protocol("flwr.server.workflow.secure_aggregation.secaggplus_workflow")
     contents: dict[int, RecordDict] = {m.metadata.dst_node_id: m.content for m in messages.values()}
 
     one = _OneSum(list(contents))
@@ -233,8 +244,9 @@ def _summed(
         {protocol.WorkflowKey.CURRENT_ROUND: round}
     )
     legacy.state.array_records[protocol.MAIN_PARAMS_RECORD] = ArrayRecord()
-    workflow = protocol.SecAggPlusWorkflow(1.0, threshold, max_weight=float(largest), clipping_range=CLIP)
-    _amend(workflow, contents)
+    largest = float(max(committed.values()))
+    workflow = protocol.SecAggPlusWorkflow(1.0, threshold, max_weight=largest, clipping_range=CLIP)
+    _amend(workflow, contents, protocol, committed)
     try:
         workflow(grid, legacy)
     except Exception as error:  # Flower's part of the protocol trusts what clients send; it must not stop the server
@@ -243,8 +255,8 @@ def _summed(
     return one
 
 
-def _amend(workflow: Any, contents: Mapping[int, RecordDict]) -> None:
-    """Send netweight's own records, and go on without those who vanish before they have shared their secrets."""
+def _amend(workflow: Any, contents: Mapping[int, RecordDict], protocol: Any, committed: Mapping[int, int]) -> None:
+    """Send netweight's own records, go on without who vanishes before secrets are shared, and check what was summed."""
     # Flower asks in the end for shares of their secrets too, which nobody has, and no masks are to be taken off for
     # them.
     set_up, share_keys = workflow.setup_stage, workflow.share_keys_stage
@@ -261,7 +273,26 @@ def _amend(workflow: Any, contents: Mapping[int, RecordDict]) -> None:
         state.nid_to_neighbours = {node: others & here for node, others in state.nid_to_neighbours.items()}
         return done
 
+    unmask = workflow.unmask_stage
+
+    def unmask_and_check(*arguments: Any) -> bool:
+        state = arguments[-1]
+        here, steps = state.active_node_ids, state.quantization_range
+        ratios = sum(round(committed[node] / state.max_weight * steps) for node in here)
+        middle, reach = len(here) * steps / 2, ratios / 2 + len(here)  # of what that many in range add up to
+
+        def checked(summed: Sequence[np.ndarray[Any, Any]]) -> tuple[int, Sequence[np.ndarray[Any, Any]]]:
+            if int(summed[0][0]) != ratios:
+                raise UsageError("its weights are not those that clients registered")
+            if any(float(np.abs(part - middle).max(initial=0)) > reach for part in summed[1:]):
+                raise UsageError("a value is out of the range of those that were to be summed")
+            return int(summed[0][0]), summed[1:]
+
+        vars(protocol)["factor_extract"] = checked
+        return bool(unmask(*arguments))
+
     workflow.setup_stage, workflow.share_keys_stage = set_up_with_own_records, share_keys_of_who_is_there
+    workflow.unmask_stage = unmask_and_check
 
 
 def _joined(

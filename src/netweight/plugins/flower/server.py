@@ -1,22 +1,30 @@
-"""The server: a ServerApp that runs rounds, tries failed ones again, and saves after each so that it can be resumed."""
+"""The server: a ServerApp that runs rounds, tries failed ones again, and saves after each so that it can be resumed.
+
+And both apps in one call, `apps`, of a model and data that a user has.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
+import torch
 from flwr.app import Context
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from torch import nn
 
 from netweight.core.files import whole_file
 from netweight.errors import NameNotFound, UsageError
 from netweight.job import Job
 from netweight.methods.federate.engine import CHECKPOINT, Rounds, run_key
+from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.method import Method
-from netweight.methods.federate.settings import Federation
+from netweight.methods.federate.settings import Federation, LocalTraining
 from netweight.methods.federate.task import ClientData, Task
+from netweight.plugins.flower.client import client_app
 from netweight.plugins.flower.records import chosen
 from netweight.plugins.flower.secure_sum import masked_sum
 from netweight.plugins.flower.strategy import OverGrid, wait_for_nodes
@@ -121,3 +129,71 @@ def _save(rounds: Rounds, job: Job) -> None:
     about = {"method": rounds.method.name, "rounds": [done.to_json() for done in rounds.rounds]}
     with whole_file(job.folder / HISTORY, overwrite=True) as file:
         file.write(json.dumps(about, indent=1).encode())
+
+
+# A run's configuration: the app's pyproject.toml, and what `flwr run --run-config` says.
+Config = Mapping[str, str | int | float | bool]
+
+
+def method_of(config: Config) -> Method:
+    """Return the method that a run's configuration names."""
+    return named_method(str(config["method"]), training=LocalTraining(epochs=int(config["epochs"])))
+
+
+def settings_of(config: Config) -> Federation:
+    """Return the rounds that a run's configuration asks for; of masked updates there is nothing but their mean."""
+    aggregator = "mean" if config.get("secure-sum") else config.get("aggregator", "screened-mean")
+    numbers = {name: int(config[name.replace("_", "-")]) for name in ("rounds", "seed", "min_clients")}
+    return Federation.of({**numbers, "aggregator": aggregator})
+
+
+def halves_of(model: Callable[[], tuple[nn.Module, nn.Module]], config: Config) -> tuple[nn.Module, nn.Module]:
+    """Return a model's halves, the same wherever the configuration has the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(config["seed"]))
+        return model()
+
+
+class Apps(NamedTuple):
+    """What `pyproject.toml` names."""
+
+    client: ClientApp
+    server: ServerApp
+
+
+def apps(
+    model: Callable[[], tuple[nn.Module, nn.Module]],
+    data: Callable[[Config, int], ClientData],
+    method: Callable[[Config], Method] = method_of,
+) -> Apps:
+    """Return the apps of clients and server for a model and data, as a run's configuration asks.
+
+    Args:
+        model: Makes the half that is learned together and the half that stays with each client.
+        data: Returns one client's data, given the run's configuration and the client's number.
+        method: Makes the method, given the run's configuration.
+    """
+
+    def task(context: Context) -> Task:
+        config, number = context.run_config, context.node_config.get("partition-id")
+        own = Elsewhere(int(config["clients"])) if number is None else {int(number): data(config, int(number))}
+        return Task(*halves_of(model, config), own)
+
+    def own(context: Context, name: str) -> str | int | float | bool:
+        # What a node's own configuration says, the server cannot change.
+        return context.node_config.get(name) or context.run_config[name]
+
+    client = client_app(
+        task, lambda context: method(context.run_config),
+        folder=lambda context: str(own(context, "private-folder")) or None,
+        seed=lambda context: None if (given := context.node_config.get("rehearsal-seed")) is None else int(given),
+        secure_sum=lambda context: bool(own(context, "secure-sum")),
+    )  # fmt: skip
+    server = server_app(
+        task, lambda context: method(context.run_config), lambda context: settings_of(context.run_config),
+        folder=lambda context: str(context.run_config["folder"]),
+        timeout=lambda context: float(context.run_config["timeout"]),
+        patience=lambda context: float(context.run_config["patience"]),
+        secure_sum=lambda context: bool(context.run_config["secure-sum"]),
+    )  # fmt: skip
+    return Apps(client, server)

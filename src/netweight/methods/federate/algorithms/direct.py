@@ -6,7 +6,7 @@ One class serves them all; they differ in which half leaves the client and in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, final
 
 from torch import Tensor
@@ -94,17 +94,12 @@ def fedavg(training: LocalTraining = LocalTraining()) -> DirectMethod:
     return DirectMethod("fedavg", ("body", "head"), (_phase("both", training),), training)
 
 
-def fedavg_private_head(training: LocalTraining = LocalTraining()) -> DirectMethod:
-    """Return FedAvg with private heads: the head is trained first, then the body, and the body alone is shared.
+def fedavg_private_head(training: LocalTraining = LocalTraining(), name: str = "fedavg-private-head") -> DirectMethod:
+    """Return FedAvg with private heads, FedRep: the head is trained first, then the body; the body alone is shared.
 
     Source: Collins et al., FedRep (arXiv 2102.07078).
     """
-    return DirectMethod("fedavg-private-head", ("body",), (_head_phase(training), _phase("body", training)), training)
-
-
-def fedrep(training: LocalTraining = LocalTraining()) -> DirectMethod:
-    """Return FedRep: the same under its own name."""
-    return replace(fedavg_private_head(training), name="fedrep")
+    return DirectMethod(name, ("body",), (_head_phase(training), _phase("body", training)), training)
 
 
 def dp_fedavg(

@@ -100,8 +100,8 @@ class HyperFL:
         return prefixed(HYPERNETWORK, {name: value.detach() for name, value in network.named_parameters()})
 
     def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
-        """Return the embedding and the head, the same for all clients as in the paper's code, and statistics."""
-        generator = seeds.torch_generator(seed, "embedding")
+        """Return the client's own embedding (the paper's code draws one for all), the head, and statistics."""
+        generator = seeds.torch_generator(seed, "client", client, "embedding")
         embedding = torch.randn(self.embedding, generator=generator)
         return self._private(task, embedding, task.initial_head(), task.initial_statistics())
 

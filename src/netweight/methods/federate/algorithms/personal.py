@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar, final
 
 import torch
@@ -14,10 +15,11 @@ from netweight.errors import UsageError
 from netweight.methods.federate.algorithms.direct import DirectMethod, fedavg
 from netweight.methods.federate.algorithms.hyperfl import HyperFL
 from netweight.methods.federate.engine import Run
-from netweight.methods.federate.local import Descent, Extra, Learner, Stream, learners_of, steps_per_epoch, train_phase
+from netweight.methods.federate.local import Extra, Learner, Stream, learners_of, steps_per_epoch, train_phase
 from netweight.methods.federate.method import (
     STATISTICS,
     Client,
+    Method,
     Trained,
     Weights,
     Wrapped,
@@ -207,24 +209,12 @@ class Scaffold(Wrapped):
         return {n: torch.lerp(state[n], v, share) if n.startswith(_CONTROL) else v for n, v in mean.items()}
 
 
-def fedprox(training: LocalTraining = LocalTraining()) -> FedProx:
-    """Return FedProx."""
-    return FedProx(fedavg(training))
+def around(kind: Callable[[DirectMethod], Method], training: LocalTraining = LocalTraining()) -> Method:
+    """Return one of the methods around FedAvg, trained locally as given."""
+    return kind(fedavg(training))
 
 
-def ditto(training: LocalTraining = LocalTraining()) -> Ditto:
-    """Return Ditto."""
-    return Ditto(fedavg(training))
-
-
-def fedbn(training: LocalTraining = LocalTraining()) -> FedBN:
-    """Return FedBN."""
-    return FedBN(fedavg(training))
-
-
-def scaffold(training: LocalTraining = LocalTraining(momentum=0.0)) -> Scaffold:
-    """Return SCAFFOLD; its local steps have no momentum."""
-    return Scaffold(fedavg(training.replace(momentum=0.0)))
+fedprox, ditto, fedbn, scaffold = (partial(around, kind) for kind in (FedProx, Ditto, FedBN, Scaffold))
 
 
 def _initial(task: Task) -> Weights:
@@ -252,20 +242,18 @@ def join(run: Run, data: ClientData, *, epochs: int = 5, lr: float = 0.1, seed: 
     model, training = LocalModel(task), method.training
     start = method.weights(task, run.state, private)
     network = {name: value.detach() for name, value in run.state.items()}
-    embedding = Descent(private["embedding"].clone()[None], lr, training)
-    head = Descent(start.head.clone()[None], lr, training)
+    embedding, head = (one.clone().requires_grad_() for one in (private["embedding"], start.head))
+    optimizer = torch.optim.SGD([embedding, head], lr, training.momentum, weight_decay=training.weight_decay)
     model.train("both")
-    statistics = start.statistics_on(model.device)
+    statistics, size = start.statistics_on(model.device), task.body_layout.size
     for inputs, targets in Stream(model, Learner(0, start, seed), epochs, training.batch_size):
-        code, own = (one.vectors[0].detach().requires_grad_() for one in (embedding, head))
-        made = method.generated(network, code)
-        body = made[: task.body_layout.size]
-        chosen = own if method.private_head else made[task.body_layout.size :]
-        loss = model.loss(body, chosen, inputs, targets, statistics)
-        slopes = torch.autograd.grad(loss, [code, own], allow_unused=True)
-        for one, slope in zip((embedding, head), slopes, strict=True):
-            if slope is not None:
-                one.step(slope[None] * min(1.0, 1.0 / float(slope.norm() + 1e-12)), [0])
-    made = method.generated(network, embedding.vectors[0])
-    own_head = head.vectors[0] if method.private_head else made[task.body_layout.size :]
-    return Weights(made[: task.body_layout.size].detach(), own_head.detach(), statistics)
+        made = method.generated(network, embedding)
+        optimizer.zero_grad()
+        loss = model.loss(made[:size], head if method.private_head else made[size:], inputs, targets, statistics)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for one in (embedding, head):
+            nn.utils.clip_grad_norm_(one, 1.0)
+        optimizer.step()
+    with torch.no_grad():
+        made = method.generated(network, embedding)
+    return Weights(made[:size], head.detach() if method.private_head else made[size:], statistics)

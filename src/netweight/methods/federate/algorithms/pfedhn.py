@@ -110,7 +110,7 @@ class PFedHN:
         server, gradients = ServerHypernetwork(state), {}
         for update in sorted(updates, key=lambda update: update.client):
             gradients[update.client] = _difference(server.generate(update.client), update)
-        server.step(gradients, ServerDescent(self.lr, self.momentum, self.weight_decay, self.clip))
+        server.step(gradients, self)
         return server.state
 
     def _generated(self, task: Task) -> ParameterLayout:
@@ -163,17 +163,6 @@ def first_state(
 
 
 @final
-@dataclass(frozen=True)
-class ServerDescent:
-    """The server's SGD."""
-
-    lr: float  # learning rate
-    momentum: float
-    weight_decay: float
-    clip: float  # largest norm of a step's whole gradient
-
-
-@final
 class ServerHypernetwork:
     """The server's state at work."""
 
@@ -193,7 +182,7 @@ class ServerHypernetwork:
         codes = hidden_code(self._state, self._embedding(client))
         return self._named(torch.addmv(self._state[_BIAS], self._state[_WEIGHT], codes))
 
-    def step(self, gradients: Mapping[int, Mapping[str, Tensor]], descent: ServerDescent) -> None:
+    def step(self, gradients: Mapping[int, Mapping[str, Tensor]], descent: PFedHN) -> None:
         """Take one step of SGD on hypernetwork and embeddings with the sum of clients' gradients."""
         total = {name: torch.zeros_like(self._state[name]) for name in self._learned}
         for client, gradient in gradients.items():

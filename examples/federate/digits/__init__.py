@@ -1,1 +1,0 @@
-"""An app for Flower: personal models of handwritten digits."""
