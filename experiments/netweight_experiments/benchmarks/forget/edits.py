@@ -288,7 +288,8 @@ def table(results):
             "; ".join(mean(lambda row, name=name: row["changed"][name]) for name in CHANGED),
         ]  # fmt: skip
         worst = [strongest(each) for each in own if each["back"]]
-        chosen = max(set(worst), key=worst.count) if worst else None
+        tried = lambda name, own=own, worst=worst: (worst.count(name), sum(name in each["back"] for each in own))  # noqa: E731
+        chosen = max(dict.fromkeys(worst), key=tried, default=None)
         backs = [each["back"][chosen] for each in own if chosen in each["back"]]
         cells += ["–"] * 4 if chosen is None else attack_cells(chosen, backs)
         lines.append("| " + " | ".join(cells) + " |")
