@@ -20,7 +20,14 @@ _SAMPLER = {
     f"/json/plan/steps/1/settings/{name}": "sums of two models are the default sampler"
     for name in ("sampler", "factor")
 }
+_FORESEEN = {
+    f"/json/prompts/{prompt}/{count}": "while a removal is tried, the next one is predicted in the same run"
+    for prompt in (0, 1)
+    for count in ("rows", "calls", "steps/refinement/rows", "steps/refinement/calls")
+}
 MEANT: dict[str, dict[str, str]] = {
+    "forget localize": _FORESEEN,
+    "forget localize, reference": _FORESEEN,
     "plan of immunize": _DEFAULTS,
     "plan of release-immunized": _DEFAULTS,
     "plan of space": _SAMPLER,
