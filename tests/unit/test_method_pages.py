@@ -1,4 +1,4 @@
-"""The five methods' pages open alike: what it is, when to use it, when not, which options; what an attacker can do ends them."""
+"""The five methods' pages: what it is, when to use it, when not, the options; last what an attacker can still do."""
 
 import re
 from pathlib import Path
