@@ -1,7 +1,8 @@
 """Writes the README's pictures to docs/pictures/: `python scripts/pictures.py [out/tour]` from the tour's report.
 
 `python scripts/pictures.py faces.html` takes that of a page that `netweight space view` wrote, with sliders at random:
-in Chromium, whose picture waits for an image that comes late.
+in Chromium, whose picture waits for an image that comes late. `python scripts/pictures.py report.html NAME` takes the
+first screen of a report.
 """
 
 import base64
@@ -58,16 +59,16 @@ style="position: absolute; top: -350px; width: 1080px; height: 2400px; border: 0
   [...found].find(each => each.textContent.trim() === "Random").click(); }, 14000)</script>"""
 
 
-def sliders(page: Path) -> None:
-    """Take the picture of a page with sliders, once it has generated its face."""
+def seen(page: Path, around: str, wait: float) -> Image.Image:
+    """A page in Chromium, within another one whose image comes only after the wait."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            time.sleep(32 if self.path == "/late" else 0)
+            time.sleep(wait if self.path == "/late" else 0)
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
-            self.wfile.write(page.read_bytes() if self.path == "/page" else AROUND.encode())
+            self.wfile.write(page.read_bytes() if self.path == "/page" else around.encode())
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     Thread(target=server.serve_forever, daemon=True).start()
@@ -76,10 +77,18 @@ def sliders(page: Path) -> None:
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         command += ["--window-size=1080,900", f"--user-data-dir={folder}", f"--screenshot={folder}/seen.png"]
         subprocess.run([*command, f"http://127.0.0.1:{server.server_port}/"], check=True, timeout=150)
-        seen = Image.open(io.BytesIO(Path(folder, "seen.png").read_bytes())).convert("RGB").crop((66, 32, 1014, 640))
-    seen.quantize(200).save(ROOT / "docs" / "pictures" / "space-page.png", optimize=True)
+        return Image.open(io.BytesIO(Path(folder, "seen.png").read_bytes())).convert("RGB")
+
+
+def screen(page: Path, name: str = "") -> None:
+    """Take the picture of a report's first screen, or of a page with sliders once it has generated its face."""
+    if name:
+        picture = seen(page, AROUND.partition("<script>")[0].replace("-350px", "0"), 2).crop((30, 20, 1050, 900))
+    else:
+        picture = seen(page, AROUND, 32).crop((66, 32, 1014, 640))
+    picture.quantize(200).save(ROOT / "docs" / "pictures" / f"{name or 'space-page'}.png", optimize=True)
 
 
 if __name__ == "__main__":
-    given = Path(sys.argv[1] if len(sys.argv) > 1 else "out/tour")
-    sliders(given) if given.suffix == ".html" else main(given)
+    given = [Path(each) for each in sys.argv[1:]] or [Path("out/tour")]
+    screen(given[0], *map(str, given[1:])) if given[0].suffix == ".html" else main(given[0])

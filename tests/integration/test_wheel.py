@@ -33,15 +33,16 @@ pytestmark = [
 ]
 
 
-def run(*command, **options):
-    answer = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=300, **options)
+def run(*command, timeout=300, **options):
+    command = [*map(str, command)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, **options)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
 
 
 def built(source, folder):
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
-    run(*pip, "--wheel-dir", folder, source)
+    run(*pip, "--wheel-dir", folder, source, timeout=900)  # a busy machine compiles for long
     (file,) = folder.glob("*.whl")
     return file
 
