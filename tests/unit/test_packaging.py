@@ -63,7 +63,10 @@ def test_all_is_made_of_extras_that_exist(project):
 
 def test_the_wheel_carries_the_package_and_the_experiments_have_their_own():
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
-    assert build["wheel"]["packages"] == ["src/netweight"]
+    assert build["wheel"]["packages"] == {
+        "netweight": "src/netweight",
+        "netweight/examples/federate": "examples/federate",
+    }
     experiments = tomllib.loads((ROOT / "experiments" / "pyproject.toml").read_text())
     assert experiments["tool"]["scikit-build"]["wheel"] == {"cmake": False, "packages": ["netweight_experiments"]}
 
