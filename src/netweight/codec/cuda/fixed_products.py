@@ -27,7 +27,7 @@ _MOST_WARPS, _MOST_SPLITS = 16, 8  # of such a block, and of its columns
 _SIDE_WARPS, _SIDE_BLOCKS, _MOST_SIDE_SPLITS = 8, 2, 16  # for more inputs: of a block, blocks of a processor, splits
 _DECODE_THREADS = _FINISH_THREADS = 256
 _ENCODE_THREADS, _SUM_THREADS, _PLACE_THREADS = 512, 1024, 128
-_TILES_DECODED = 4  # of the same rows by a block
+_TILES_DECODED = 4  # of the same rows by a block; half of its warps then see to escapes alone, which measured fastest
 _LISTED = 512  # kListed in kernels/fixed.cu
 _ALIGNMENT = 16  # of addresses, in bytes
 

@@ -225,7 +225,7 @@ class Answer:
             slot = slots[next(turn) % _SLOTS][: number.element_size()]
             self._memory = slot.numpy().data
             self._memory[:] = _UNKNOWN[: len(self._memory)]
-            self._place = number.device
+            self._stream = torch.cuda.current_stream(number.device)
             self._number = slot.view(number.dtype)
             self._number.copy_(number.view(1), non_blocking=True)
 
@@ -235,7 +235,7 @@ class Answer:
             while self._memory == _UNKNOWN[: len(self._memory)] and polls < _POLLS:
                 polls += 1
             if polls == _POLLS:  # a failed device says so here, and these bits may be the number's own
-                torch.cuda.current_stream(self._place).synchronize()
+                self._stream.synchronize()
         return float(self._number)
 
 
