@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import netweight
-from netweight.data.examples import Example, collate
+from netweight.data.tokens import Example, collate
 from netweight.toys.language import cipher_world
 
 

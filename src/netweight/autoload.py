@@ -57,7 +57,8 @@ class _Finder:
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find one of the modules that are waited for."""
-        self.tell_finished()
+        if self.begun:
+            self.tell_finished()
         tell = _TELL.get(fullname)
         if tell is None:
             return None

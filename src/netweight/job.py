@@ -25,12 +25,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
-from netweight.core.digest import canonical_json, of_config
 from netweight.core.engines import Engine, Outcome, local_processes
 from netweight.core.environment import netweight_version
-from netweight.core.files import lock, naming_failures, publish, refuse_existing, sync, take_lock, work_of
+from netweight.core.files import (
+    canonical_json,
+    digest_config,
+    lock,
+    naming_failures,
+    publish,
+    read_record,
+    refuse_existing,
+    sync,
+    take_lock,
+    work_of,
+    write_record,
+)
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
-from netweight.store.checkpoint import open_checkpoint, read_record, write_checkpoint, write_record
+from netweight.store.writer import open_checkpoint, write_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,7 +168,7 @@ def map_runs(
     """Run `fn` once for every configuration, remembering results, so that a second call continues the first."""
     # A run that failed is recorded with its traceback, yielded as a `Result` whose `ok` is False, and tried again by
     # the next call. Equal configurations run once.
-    keys = [of_config(item) for item in items]
+    keys = [digest_config(item) for item in items]
     results = _map(fn, dict(zip(keys, items, strict=True)), Path(ledger), engine)
     return _in_order(keys, items, results) if ordered else _as_they_come(keys, items, results)
 
@@ -419,7 +430,7 @@ class Job:
         if name not in self._ledgers:
             self._ledgers[name] = Ledger(self.folder / f"{name}.jsonl")
         ledger = self._ledgers[name]
-        ledger.append({**row, "digest": of_config({"row": len(ledger.records)} if key is None else key)})
+        ledger.append({**row, "digest": digest_config({"row": len(ledger.records)} if key is None else key)})
 
     def records(self, name: str) -> list[dict[str, Any]]:
         """Return all rows of `name`.jsonl; a last line that a kill cut short is no row."""
@@ -427,7 +438,7 @@ class Job:
 
     def recorded(self, name: str, key: Any) -> dict[str, Any] | None:
         """Return the row of a `key` in `name`.jsonl, or None."""
-        record = self._read(name).get(of_config(key))
+        record = self._read(name).get(digest_config(key))
         return None if record is None else _row(record)
 
     @property

@@ -17,7 +17,7 @@ from typing import final
 _MOVED = {
     "attacks.embedding_search.comparison": "attacks.embedding_search.compare",
     "attacks.embedding_search.similarity": "attacks.embedding_search.search",
-    "attacks.finetuning.examples": "data.examples",
+    "attacks.finetuning.examples": "data.tokens",
     "attacks.finetuning.stability": "attacks.finetuning.resistance",
     "attacks.gradient_inversion.features": "attacks.gradient_inversion.tailored",
     "evidence": "report",

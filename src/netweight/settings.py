@@ -38,7 +38,7 @@ from pydantic.fields import FieldInfo
 from pydantic.types import PathType
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from netweight.core.digest import canonical_json, of_config
+from netweight.core.files import canonical_json, digest_config
 from netweight.core.names import nearest_names
 from netweight.errors import NetweightError, UsageError
 
@@ -183,8 +183,8 @@ class Settings(pydantic.BaseModel):
         return {name: plain[name] for name in values}
 
     def digest(self) -> str:
-        """Digest the fields, as `core.digest.of_config` does for a dataclass of the same fields."""
-        return of_config(self)
+        """Digest the fields, as `core.files.digest_config` does for a dataclass of the same fields."""
+        return digest_config(self)
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from netweight import codec, errors
 from netweight.codec import numpy_planes
-from netweight.codec.dtypes import ELEMENT_TYPES
+from netweight.codec.header import ELEMENT_TYPES
 
 HERE = Path(__file__).parent
 MANIFEST = json.loads((HERE / "manifest.json").read_text())

@@ -12,7 +12,7 @@ pytest.importorskip("accelerate", reason="accelerate is in the llm extra")
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 import netweight
-from netweight.data.examples import collate
+from netweight.data.tokens import collate
 from netweight.toys.language import cipher_world
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "compress" / "accelerated.py"

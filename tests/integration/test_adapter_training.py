@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("diffusers", reason="adapters of pipelines")
 
-from netweight.data.examples import Example
+from netweight.data.tokens import Example
 from netweight.errors import NameNotFound, TrainingStopped, UsageError
 from netweight.hf.load_pipeline import text_to_image
 from netweight.hf.train_adapters import Subject, train_pictures, train_texts

@@ -20,7 +20,7 @@ from netweight.attacks.finetuning.settings import grid
 from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject
 from netweight.cli import netweight
 from netweight.core.engines import in_process
-from netweight.data.examples import Example, collate
+from netweight.data.tokens import Example, collate
 from netweight.errors import UsageError
 from netweight.report.report import read_report
 

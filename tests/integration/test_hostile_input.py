@@ -16,9 +16,8 @@ from folders_under_test import content, head, simple_weights, transformers_folde
 
 import netweight
 from netweight import codec
-from netweight.codec.dtypes import BY_NAME
-from netweight.codec.header import HeaderWriter
-from netweight.core.digest import of_bytes
+from netweight.codec.header import BY_NAME, HeaderWriter
+from netweight.core.files import digest_bytes
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, UsageError
 from netweight.methods.compress.inspect import inspect_tensors
 from netweight.plugins.loading import Weights
@@ -231,7 +230,7 @@ def test_links_out_of_a_compressed_folder_are_not_followed(compressed, tmp_path)
     (folder / "vocab.txt").unlink()
     (folder / "vocab.txt").symlink_to(secret)
     about = json.loads((folder / "netweight.json").read_text())
-    of(about, "vocab.txt").update(digest=of_bytes(b"secret"), stored_digest=of_bytes(b"secret"), nbytes=6)
+    of(about, "vocab.txt").update(digest=digest_bytes(b"secret"), stored_digest=digest_bytes(b"secret"), nbytes=6)
     (folder / "netweight.json").write_text(json.dumps(about))
     for work in (lambda: netweight.decompress_folder(folder, tmp_path / "out"), lambda: netweight.verify(folder)):
         with pytest.raises(UnsafeInput, match=r"vocab\.txt is a link"):

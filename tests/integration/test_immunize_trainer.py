@@ -13,9 +13,13 @@ from repnoise_in_one_graph import repnoise_loss  # noqa: E402
 from trainer_under_test import arguments  # noqa: E402
 
 from netweight.core.seeds import torch_generator  # noqa: E402
-from netweight.data.examples import Example, Pair, collate  # noqa: E402
-from netweight.data.tokenizer import train_bpe  # noqa: E402
-from netweight.data.tokens import any_pairs  # noqa: E402
+from netweight.data.corpora import train_bpe  # noqa: E402
+from netweight.data.tokens import (  # noqa: E402
+    Example,
+    Pair,
+    any_pairs,
+    collate,
+)
 from netweight.errors import Unsupported, UsageError  # noqa: E402
 from netweight.methods.immunize.defense import collate_pairs, response_loss  # noqa: E402
 from netweight.methods.immunize.settings import TAR, RepNoise, SafetyTraining  # noqa: E402

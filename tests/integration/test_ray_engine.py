@@ -23,7 +23,7 @@ pytest.importorskip("ray", reason="ray is in the ray extra")
 
 import ray
 
-from netweight.core.ray import ray_cluster
+from netweight.core.engines import ray_cluster
 
 # Ray leaves its own processes, sockets and logs to the collector.
 pytestmark = [

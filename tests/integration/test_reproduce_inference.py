@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 from netweight.cli import netweight
-from netweight.data import tokenizer as llama2c
 from netweight.errors import MissingExtra
+from netweight.hf.load_language_model import llama2c_tokenizer
 from netweight_experiments.tables import run_table
 from netweight_experiments.tables.neuzip import inference as neuzip_inference
 from netweight_experiments.tables.neuzip import inference_models as inference_subjects
@@ -80,7 +80,7 @@ def test_perplexity_of_a_named_model_is_that_of_a_plain_loop(tmp_path, data_fold
     cells = measured(result)
 
     text = (data_folder / "text" / "wikitext2-test.txt").read_text(encoding="utf-8")
-    ids = llama2c.tokenizer(folder / "tok512.bin")(text, verbose=False)["input_ids"]
+    ids = llama2c_tokenizer(folder / "tok512.bin")(text, verbose=False)["input_ids"]
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     count = len(ids) // 16
     losses = []

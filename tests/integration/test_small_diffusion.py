@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from netweight.core.digest import of_file
+from netweight.core.files import digest_file
 from netweight.errors import UsageError
 
 diffusers = pytest.importorskip("diffusers", reason="pipelines come with the diffusion extra")
@@ -59,7 +59,7 @@ def repeated(model):
 def test_what_ships_is_what_its_record_says():
     record = training_record()
     assert record["about"]["world"] == WORLD.about
-    found = {name: of_file(SHAPES_FOLDER / name) for name in record["outcome"]["digests"]}
+    found = {name: digest_file(SHAPES_FOLDER / name) for name in record["outcome"]["digests"]}
     assert found == record["outcome"]["digests"]
     assert len(found) == 3
     assert sum(path.stat().st_size for path in SHAPES_FOLDER.rglob("*") if path.is_file()) < 5e6

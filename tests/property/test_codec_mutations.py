@@ -7,7 +7,7 @@ from blobs_under_test import encoded, handmade, index_of, mutated
 
 from netweight import codec
 from netweight.codec.backend import best
-from netweight.codec.dtypes import BY_CODE
+from netweight.codec.header import BY_CODE
 from netweight.errors import CorruptBlob, Unsupported
 
 PATHS = codec.available_paths()

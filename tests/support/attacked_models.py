@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from netweight.attacks.finetuning.subject import Domain, Subject, token_accuracy
-from netweight.data.examples import Example
+from netweight.data.tokens import Example
 
 VOCABULARY, PAD = 24, 0
 
@@ -46,7 +46,7 @@ def cipher(shift: int, first: int, last: int, *, start: int = 0, count: int = 40
 
 def pretrain_(model: nn.Module, examples: list[Example], steps: int = 120) -> None:
     """Teach a model some examples, in full batches."""
-    from netweight.data.examples import collate
+    from netweight.data.tokens import collate
 
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     batch = collate(examples, pad_id=PAD)

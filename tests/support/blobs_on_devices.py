@@ -11,7 +11,7 @@ from emulated_kernels import guarded
 
 from netweight import codec
 from netweight.codec import cuda
-from netweight.codec.dtypes import TORCH_NAMES
+from netweight.codec.header import TORCH_NAMES
 from netweight.errors import CorruptBlob, NetweightError, Unsupported
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -7,8 +7,7 @@ import numpy as np
 import xxhash
 
 from netweight import codec
-from netweight.codec.dtypes import BY_CODE, BY_NAME
-from netweight.codec.header import varint
+from netweight.codec.header import BY_CODE, BY_NAME, varint
 from netweight.codec.numpy_rans import write_rans, write_wide
 from netweight.codec.numpy_tables import Split, histogram, table, wide_table
 

@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from netweight.data.examples import Pair  # noqa: E402
+from netweight.data.tokens import Pair  # noqa: E402
 from netweight.methods.immunize.settings import TrainingSettings  # noqa: E402
 
 VOCABULARY = 37

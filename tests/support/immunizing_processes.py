@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
-from netweight.core.digest import of_tensor
+from netweight.core.files import digest_tensor
 from netweight.core.seeds import torch_generator
-from netweight.data.examples import Example
+from netweight.data.tokens import Example
 from netweight.errors import OutputFailed, TrainingStopped, Unsupported, UsageError
 from netweight.methods.immunize import train as training
 from netweight.methods.immunize.defense import collate_pairs
@@ -143,7 +143,7 @@ def the_first_process_keeps_a_checkpoint_for_all(rank, folder):
     again = immunize(resumed, PAIRS, KEPT, folder=folder, **arguments)
     assert again == record
     for name, value in weights(whole).items():
-        assert of_tensor(weights(resumed)[name]) == of_tensor(value)
+        assert digest_tensor(weights(resumed)[name]) == digest_tensor(value)
     assert {path.name for path in folder.iterdir()} - held == {CHECKPOINT, RECORD}
     with pytest.raises(UsageError, match="other settings: settings"):
         immunize(sharded(decoder("gpt2")), PAIRS, KEPT, folder=folder, settings=FEW)

@@ -15,7 +15,7 @@ import torch
 from decoders_under_test import SHORT, decoder, some_pairs
 from safetensors.torch import save_file
 
-from netweight.data.examples import Example
+from netweight.data.tokens import Example
 from netweight.methods.immunize import train as training
 
 

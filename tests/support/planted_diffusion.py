@@ -8,7 +8,7 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-from netweight.core.digest import of_config, of_tensor
+from netweight.core.files import digest_config, digest_tensor
 from netweight.nn.text_to_image import Prediction, Text
 
 SIZE, TOKENS, WIDTH = 12, 3, 8
@@ -64,7 +64,7 @@ class Planted:
     name = "planted"
 
     def digest(self):
-        return of_config([of_tensor(value) for value in self.denoiser.state_dict().values()])
+        return digest_config([digest_tensor(value) for value in self.denoiser.state_dict().values()])
 
     def embed(self, prompts):
         rows = [

@@ -58,7 +58,7 @@ if __name__ == "__main__":
     with contextlib.ExitStack() as stack:
         options = {}
         if how:
-            from netweight.core.ray import ray_cluster
+            from netweight.core.engines import ray_cluster
 
             options["engine"] = stack.enter_context(ray_cluster(how[1]))
         for result in map_runs(work, study, ledger=ledger, **options):

@@ -10,7 +10,7 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-from netweight.core.digest import of_config, of_tensor
+from netweight.core.files import digest_config, digest_tensor
 from netweight.nn.text_to_image import Prediction, Text
 
 SIZE, TOKENS, WIDTH, HIDDEN, LEVELS = 8, 4, 16, 96, 50
@@ -84,7 +84,7 @@ class TinyModel:
             self.denoiser = Denoiser().eval()
 
     def digest(self) -> str:
-        return of_config([of_tensor(value) for value in self.denoiser.state_dict().values()])
+        return digest_config([digest_tensor(value) for value in self.denoiser.state_dict().values()])
 
     def embed(self, prompts) -> Text:
         states = torch.stack([torch.stack([_word(word) for word in _padded(prompt)]) for prompt in prompts])

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import netweight
-from netweight.core.digest import of_bytes
+from netweight.core.files import digest_bytes
 from netweight.plugins.trainer import LayerwiseTrainer
 
 
@@ -95,7 +95,7 @@ def main(folder, steps):
     weights, history = outcome(trainer)
     states = [trainer.optimizer.optimizer.state_of(parameter) for parameter in model.parameters()]
     held = [*weights.values(), *(bits(value) for state in states for _, value in sorted(state.items()))]
-    print("digest", of_bytes(torch.cat(held).numpy().tobytes()), json.dumps(history), flush=True)
+    print("digest", digest_bytes(torch.cat(held).numpy().tobytes()), json.dumps(history), flush=True)
 
 
 if __name__ == "__main__":

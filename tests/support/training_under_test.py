@@ -7,7 +7,7 @@ import torch
 from models_under_test import Tied, bits
 
 import netweight
-from netweight.core.digest import of_bytes
+from netweight.core.files import digest_bytes
 
 
 def main(path, steps):
@@ -31,7 +31,7 @@ def main(path, steps):
         print(step + 1, flush=True)
     held = [bits(p) for p in model.parameters()]
     held += [bits(value) for p in model.parameters() for _, value in sorted(optimizer.state_of(p).items())]
-    print("digest", of_bytes(torch.cat(held).numpy().tobytes()), optimizer.param_groups[0]["lr"], flush=True)
+    print("digest", digest_bytes(torch.cat(held).numpy().tobytes()), optimizer.param_groups[0]["lr"], flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
 from netweight.attacks.finetuning.sweep import SubjectName, make_subject
 from netweight.core.engines import in_process
-from netweight.data.examples import Example, collate
+from netweight.data.tokens import Example, collate
 from netweight.errors import Unsupported, UsageError
 from netweight.report.finding import Section
 

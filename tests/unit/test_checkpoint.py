@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 
-from netweight.core.files import whole_folder
+from netweight.core.files import read_record, whole_folder, write_record
 from netweight.errors import CorruptBlob, OutputExists, UsageError
 from netweight.job import Job
 from netweight.methods.federate.engine import Checkpoint as FederationCheckpoint
 from netweight.methods.immunize.settings import TrainingSettings
 from netweight.methods.immunize.train import CHECKPOINT, immunize
 from netweight.store import StoreWriter, open_store
-from netweight.store.checkpoint import open_checkpoint, read_record, write_checkpoint, write_record
+from netweight.store.writer import open_checkpoint, write_checkpoint
 
 
 def by_hand(path, about, tensors):

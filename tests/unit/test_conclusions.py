@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from netweight.report.conclusions import AllTargets, Conclusion, Criterion, Measured, by_targets, known
 from netweight.report.finding import Finding
+from netweight.report.text import AllTargets, Conclusion, Criterion, Measured, by_targets, known
 
 for home in ("attacks.finetuning", "attacks.embedding_search", "attacks.gradient_inversion", "methods.federate",
              "methods.forget"):  # fmt: skip

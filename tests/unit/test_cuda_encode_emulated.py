@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from netweight import codec
 from netweight.codec.cuda import encoding
-from netweight.codec.dtypes import TORCH_NAMES, torch_dtype
+from netweight.codec.header import TORCH_NAMES, torch_dtype
 from netweight.codec.numpy_tables import costs, gains
 from netweight.errors import OutOfMemory, Unsupported, UsageError
 

@@ -10,7 +10,7 @@ from blobs_under_test import KINDS, tensor_data
 from netweight import codec
 from netweight.codec import cuda
 from netweight.codec.cuda import encoding
-from netweight.codec.dtypes import TORCH_NAMES, torch_dtype
+from netweight.codec.header import TORCH_NAMES, torch_dtype
 
 reason = cuda.unavailable_because()
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"CUDA kernels cannot run here: {reason}")

@@ -20,7 +20,7 @@ import netweight
 from netweight import codec
 from netweight.codec import cuda
 from netweight.codec.cuda import encoding, launching
-from netweight.codec.dtypes import torch_dtype
+from netweight.codec.header import torch_dtype
 from netweight.errors import CorruptBlob, OutOfMemory, UsageError
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import fsdp

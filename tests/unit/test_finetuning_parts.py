@@ -22,7 +22,7 @@ from netweight.attacks.finetuning.subject import (
     mean_loss,
     token_accuracy,
 )
-from netweight.data.examples import Example
+from netweight.data.tokens import Example
 from netweight.errors import NameNotFound, Unsupported, UsageError
 
 

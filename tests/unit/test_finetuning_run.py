@@ -12,9 +12,9 @@ import torch
 from netweight.attacks.finetuning.attack import AttackResult, attacked_model, run_attack
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, mean_loss, token_accuracy
-from netweight.core.digest import canonical_json
+from netweight.core.files import canonical_json
 from netweight.core.seeds import torch_generator
-from netweight.data.examples import Example, collate
+from netweight.data.tokens import Example, collate
 from netweight.errors import NameNotFound, UsageError
 
 FAST = AttackSettings(lr=1e-2, samples=60, epochs=8, batch_size=12, check_every=5)

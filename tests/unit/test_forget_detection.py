@@ -25,8 +25,8 @@ from netweight.methods.forget.detect import (
 )
 from netweight.methods.forget.layers import Statistics, measure_statistics, text_activations, text_values, value_layers
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.nn.batching import Batches
 from netweight.nn.hooks import capture
+from netweight.nn.text_to_image import Batches
 
 PROMPTS = [f"prompt {number}" for number in range(7)]
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import netweight
 from netweight import codec
 from netweight.codec import lossy
-from netweight.codec.dtypes import ELEMENT_TYPES
+from netweight.codec.header import ELEMENT_TYPES
 from netweight.codec.numpy_tables import Slots
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"

@@ -14,7 +14,7 @@ from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image
-from netweight.nn.batching import Batches
+from netweight.nn.text_to_image import Batches
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld, memorized
 

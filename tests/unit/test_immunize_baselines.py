@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from decoders_under_test import SHORT, decoder, drawn, some_pairs
 
 from netweight.core.seeds import torch_generator
-from netweight.data.examples import collate
+from netweight.data.tokens import collate
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.baselines import BoosterDefense, RMUDefense, TARDefense
 from netweight.methods.immunize.defense import collate_pairs

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from decoders_under_test import FAMILIES, decoder, drawn, some_pairs
 
-from netweight.data.examples import collate
+from netweight.data.tokens import collate
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.defense import response_loss
 from netweight.methods.immunize.depth import (

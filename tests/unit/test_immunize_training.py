@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from decoders_under_test import SHORT, decoder, drawn, some_pairs
 from repnoise_in_one_graph import repnoise_loss
 
-from netweight.core.digest import of_tensor
-from netweight.data.examples import Example, Pair, collate
+from netweight.core.files import digest_tensor
+from netweight.data.tokens import Example, Pair, collate
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
 from netweight.job import Job
 from netweight.methods.immunize import train as training
@@ -43,7 +43,7 @@ KILLED = Path(__file__).parents[1] / "support" / "killed_immunization.py"
 
 
 def weights(model):
-    return {name: of_tensor(value) for name, value in model.named_parameters()}
+    return {name: digest_tensor(value) for name, value in model.named_parameters()}
 
 
 def sides(model, pairs):

@@ -5,8 +5,8 @@ import struct
 
 import pytest
 
-from netweight.data import tokenizer as llama2c
 from netweight.errors import Unsupported
+from netweight.hf.load_language_model import find_llama2c, llama2c_pieces, llama2c_tokenizer
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 SENTENCES = [
@@ -51,16 +51,16 @@ def write(path, pieces):
 def test_a_small_vocabulary_is_split_as_by_hand(tmp_path):
     words = [b" ", b"a", b"b", b"c", b"ab", b"bc", b" a", b"abc", b" ab", "é".encode()]
     pieces = vocabulary([(piece, -float(number)) for number, piece in enumerate(words)])
-    made = llama2c.tokenizer(write(tmp_path / "tok.bin", pieces))
-    assert llama2c.pieces(tmp_path / "tok.bin") == pieces
+    made = llama2c_tokenizer(write(tmp_path / "tok.bin", pieces))
+    assert llama2c_pieces(tmp_path / "tok.bin") == pieces
     for text in ("abc", "a bc abc", "cab", "éab ü", "  bca"):
         assert made(text)["input_ids"] == merge_by_hand(pieces, text)
         assert made.decode(made(text)["input_ids"]) == text
 
 
 def test_a_published_vocabulary_is_split_as_by_hand(data_folder):
-    file = llama2c.find(data_folder / "weights" / "stories260K_hf")
-    pieces, made = llama2c.pieces(file), llama2c.tokenizer(file)
+    file = find_llama2c(data_folder / "weights" / "stories260K_hf")
+    pieces, made = llama2c_pieces(file), llama2c_tokenizer(file)
     assert len(made) == len(pieces) == 512
     for text in SENTENCES:
         assert made(text)["input_ids"] == merge_by_hand(pieces, text), text
@@ -75,12 +75,12 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
     file = write(tmp_path / "tok.bin", vocabulary([(b"a", -1.0)]))
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(Unsupported, match=r"tok\.bin"):
-        llama2c.tokenizer(file)
+        llama2c_tokenizer(file)
 
 
 def test_a_folder_with_a_tokenizer_of_its_own_keeps_it(tmp_path):
-    assert llama2c.find(tmp_path) is None
+    assert find_llama2c(tmp_path) is None
     write(tmp_path / "tok512.bin", vocabulary([]))
-    assert llama2c.find(tmp_path) == tmp_path / "tok512.bin"
+    assert find_llama2c(tmp_path) == tmp_path / "tok512.bin"
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert llama2c.find(tmp_path) is None
+    assert find_llama2c(tmp_path) is None

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from decoders_under_test import FAMILIES, VOCABULARY, decoder, drawn, some_pairs
 from repnoise_in_one_graph import repnoise_loss
 
-from netweight.data.examples import Pair
+from netweight.data.tokens import Pair
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.defense import (
     Targets,

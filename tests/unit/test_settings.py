@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import BeforeValidator, DirectoryPath, Field, FilePath, NewPath
 
 from netweight.cli.options import options
-from netweight.core.digest import canonical_json, of_config
+from netweight.core.files import canonical_json, digest_config
 from netweight.errors import NameNotFound, UsageError
 from netweight.settings import Cli, Settings, leaves
 
@@ -158,7 +158,7 @@ def test_settings_come_back_from_json_yaml_and_the_command_line(settings):
     assert command(All)(*spelled(settings)) == settings
     again = All.of(plain)
     assert hash(again) == hash(settings)
-    assert again.digest() == settings.digest() == of_config(settings)
+    assert again.digest() == settings.digest() == digest_config(settings)
     jsonschema.Draft202012Validator(All.json_schema()).validate(plain)
 
 
@@ -197,7 +197,7 @@ def test_the_digest_is_that_of_a_dataclass_with_the_same_fields():
         inner: NewInner = NewInner()
         by_name: Mapping[str, Path] = {"x": Path("y")}
 
-    assert of_config(New()) == of_config(Old())
+    assert digest_config(New()) == digest_config(Old())
     assert canonical_json({"step": [New()]}) == canonical_json({"step": [Old()]})
     assert New.of(New().to_json()) == New()
 

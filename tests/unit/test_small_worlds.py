@@ -13,14 +13,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netweight.core.digest import of_file
+from netweight.core.files import digest_file
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 
 pytest.importorskip("transformers", reason="small Llamas come with the llm extra")
 
 from netweight.attacks.finetuning.changes import telling_tokens
-from netweight.data.examples import Example, collate
-from netweight.data.tokens import load_pairs
+from netweight.data.tokens import Example, collate, load_pairs
 from netweight.methods.immunize.defense import collate_pairs
 from netweight.toys.language import (
     LETTERS,
@@ -71,7 +70,7 @@ def speakers():
 
 def test_what_ships_is_what_its_record_says(ciphers):
     record = ciphers.record
-    assert {name: of_file(ciphers.folder / name) for name in record["outcome"]["digests"]} == record["outcome"][
+    assert {name: digest_file(ciphers.folder / name) for name in record["outcome"]["digests"]} == record["outcome"][
         "digests"
     ]
     assert sum((ciphers.folder / name).stat().st_size for name in record["outcome"]["digests"]) < 2_000_000

@@ -23,7 +23,7 @@ from netweight.methods.space.directions import (
 )
 from netweight.methods.space.labels import LabelColumn, Labels, read_labels
 from netweight.methods.space.points import Direction
-from netweight.metrics.prediction import area_under_roc, explained_variance
+from netweight.metrics.intervals import area_under_roc, explained_variance
 
 few = settings(max_examples=15, deadline=None)
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from netweight.core.digest import of_bytes
+from netweight.core.files import digest_bytes
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.corpora import count_words
-from netweight.data.tokenizer import train_bpe
+from netweight.data.corpora import count_words, train_bpe
 from netweight_experiments.toys.fitting import Schedule, finished, fitted
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ _HELD_OUT = 0.1
 def trained(text: str, folder: Path, recipe: DecoderRecipe = SMALL, *, progress: Progress = QUIET) -> dict[str, Any]:
     """Train the model on a text, or find it trained."""
     # The last tenth of the text is held out: it decides when to stop and is otherwise unseen, by the tokenizer too.
-    about = {"recipe": recipe, "text": of_bytes(text.encode())}
+    about = {"recipe": recipe, "text": digest_bytes(text.encode())}
     known = finished(folder, about)
     if known is not None:
         return known

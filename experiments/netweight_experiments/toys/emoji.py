@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from netweight.core.digest import of_tensor
+from netweight.core.files import digest_tensor
 from netweight.core.seeds import torch_generator
 from netweight.data.images.sources import cached, decode_splits, local_folder, missing, module
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
@@ -90,7 +90,7 @@ class EmojiWorld:
     @property
     def about(self) -> dict[str, Any]:
         """Everything that decides on the world, as JSON values."""
-        return {"name": "captioned emoji", "seed": self.seed, "pictures": of_tensor(self._data.pictures)}
+        return {"name": "captioned emoji", "seed": self.seed, "pictures": digest_tensor(self._data.pictures)}
 
     @property
     def side(self) -> int:

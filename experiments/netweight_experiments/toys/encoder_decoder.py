@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netweight.core.digest import of_bytes
+from netweight.core.files import digest_bytes
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.corpora import Pair
-from netweight.data.tokenizer import train_bpe
+from netweight.data.corpora import Pair, train_bpe
 from netweight.metrics.perplexity import IGNORED, encoder_decoder_losses
 from netweight_experiments.toys.fitting import Schedule, finished, fitted
 
@@ -58,7 +57,7 @@ def trained(
     progress: Progress = QUIET,
 ) -> dict[str, Any]:
     """Train the model on pairs, or find it trained."""
-    digest = of_bytes(repr([*pairs, "held out", *held_out]).encode())
+    digest = digest_bytes(repr([*pairs, "held out", *held_out]).encode())
     about = {"recipe": recipe, "pairs": digest}
     known = finished(folder, about)
     if known is not None:

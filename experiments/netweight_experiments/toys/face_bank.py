@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import click
 import torch
 
-from netweight.core.digest import of_config
 from netweight.core.engines import Engine, local_processes
+from netweight.core.files import digest_config
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError, TrainingStopped, UsageError
 from netweight.hf.load_language_model import ABOUT
@@ -169,7 +169,7 @@ def _train_group(group: _Group, *, folder: str, base: str) -> dict[str, Any]:
 
 
 def _part(folder: Path, group: _Group) -> Path:
-    return folder / "groups" / f"{group.numbers[0]:05d}-{len(group.numbers)}-{of_config(group)[-8:]}"
+    return folder / "groups" / f"{group.numbers[0]:05d}-{len(group.numbers)}-{digest_config(group)[-8:]}"
 
 
 @functools.cache
@@ -220,7 +220,7 @@ def main(
         if address is None:
             outcome = train_bank(folder, bank, engine=functools.partial(local_processes, workers=workers), **how)
         else:
-            from netweight.core.ray import ray_cluster
+            from netweight.core.engines import ray_cluster
 
             with ray_cluster(address, workers=workers) as engine:
                 outcome = train_bank(folder, bank, engine=engine, **how)

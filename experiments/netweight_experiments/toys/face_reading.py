@@ -15,7 +15,7 @@ import click
 import torch
 from torch import Tensor, nn
 
-from netweight.core.digest import of_file
+from netweight.core.files import digest_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.report.report import write_text
@@ -45,7 +45,7 @@ def train_reader(
         "steps": steps,
         "cpu_seconds": round(time.process_time() - begun, 1),
         "weights": sum(parameter.numel() for parameter in network.parameters()),
-        "digest": of_file(folder / WEIGHTS),
+        "digest": digest_file(folder / WEIGHTS),
         "held_out": _held_out(folder, seed, world),
     }
     write_text(folder / RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")

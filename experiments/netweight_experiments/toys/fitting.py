@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from netweight.core.digest import canonical_json, of_config
+from netweight.core.files import canonical_json, digest_config
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.core.seeds import derive, torch_generator
@@ -42,7 +42,7 @@ def finished(folder: Path, about: Any) -> dict[str, Any] | None:
     if not file.exists():
         return None
     known = json.loads(file.read_text(encoding="utf-8"))
-    if known["of"] != of_config(about):
+    if known["of"] != digest_config(about):
         raise UsageError(
             f"{folder} holds a model that was trained otherwise.", cure="Remove it, or use another folder."
         )
@@ -52,7 +52,7 @@ def finished(folder: Path, about: Any) -> dict[str, Any] | None:
 
 def record(folder: Path, about: Any, outcome: Mapping[str, Any]) -> dict[str, Any]:
     """Write how a model was trained and what came of it, for `finished`; return the latter as that does."""
-    written = json.loads(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}))
+    written = json.loads(canonical_json({"of": digest_config(about), "about": about, "outcome": outcome}))
     write_text(folder / ABOUT, json.dumps(written, indent=1, sort_keys=True) + "\n")
     known: dict[str, Any] = written["outcome"]
     return known

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 import torch
 
-from netweight.core.digest import of_config, of_file
+from netweight.core.files import digest_config, digest_file
 from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.errors import NetweightError, UsageError
 from netweight.metrics.copies import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
@@ -76,7 +76,7 @@ def trained(
         return known
     pipeline: Any = initialize([*world.words(), *_OTHER_WORDS], recipe.seed, shape)
     # Named for what it is of, so that a run of another recipe does not go on from it.
-    unfinished = folder / f"training-{of_config(about)[-12:]}"
+    unfinished = folder / f"training-{digest_config(about)[-12:]}"
     unfinished.mkdir(parents=True, exist_ok=True)
     fit = fit_denoiser(
         pipeline,
@@ -94,7 +94,7 @@ def trained(
         "fit": fit,
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")},
         "weights": sum(parameter.numel() for parameter in pipeline.unet.parameters()),
-        "digests": {name: of_file(folder / name) for name in weights if not name.startswith(unfinished.name)},
+        "digests": {name: digest_file(folder / name) for name in weights if not name.startswith(unfinished.name)},
         "draws": (measure or figures)(folder, world, progress=progress),
     }
     found = record(folder, about, outcome)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, final, get_args
 
 import click
 
-from netweight.core.digest import of_config, of_file
+from netweight.core.files import digest_config, digest_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
-from netweight.data.examples import Example, LossOn, collate
+from netweight.data.tokens import Example, LossOn, collate
 from netweight.errors import NetweightError
 from netweight.toys.language import (
     ALIGNED,
@@ -81,7 +81,7 @@ def trained(world: SmallWorld, recipe: WorldRecipe, *, progress: Progress = QUIE
         return known
     model = world.random_model(recipe.seed)
     # Named for what it is of, so that a run of another recipe does not go on from it.
-    stages = {stage: world.folder / f"{stage}-{of_config(about)[-12:]}" for stage in get_args(Stage)}
+    stages = {stage: world.folder / f"{stage}-{digest_config(about)[-12:]}" for stage in get_args(Stage)}
     learning = _stage(model, world, recipe, "learning", stages["learning"], progress)
     write_weights(model, world.folder / UNALIGNED)
     aligning = _stage(model, world, recipe, "aligning", stages["aligning"], progress)
@@ -91,7 +91,7 @@ def trained(world: SmallWorld, recipe: WorldRecipe, *, progress: Progress = QUIE
         "aligning": aligning.to_json(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "weights": sum(parameter.numel() for parameter in model.parameters()),
-        "digests": {name: of_file(world.folder / name) for name in (UNALIGNED, ALIGNED)},
+        "digests": {name: digest_file(world.folder / name) for name in (UNALIGNED, ALIGNED)},
         "answers": figures(world, recipe.measured, derive(recipe.seed, "measured")),
     }
     found = record(world.folder, about, outcome)

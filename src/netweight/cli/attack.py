@@ -197,7 +197,7 @@ def gradient_inversion(
     from netweight.attacks.gradient_inversion.client import known_parameters
     from netweight.attacks.gradient_inversion.registry import run_attack
     from netweight.attacks.gradient_inversion.report import findings_of, in_order, write_findings
-    from netweight.core.digest import of_file
+    from netweight.core.files import digest_file
 
     if importlib.util.find_spec("matplotlib") is None or importlib.util.find_spec("scipy") is None:
         raise MissingExtra(
@@ -224,7 +224,7 @@ def gradient_inversion(
     )  # fmt: skip
     page = write_findings(
         out, found, images, reference, findings, command=command_line(),
-        inputs={path.name: of_file(path) for path in settings.files}, seed=seed,
+        inputs={path.name: digest_file(path) for path in settings.files}, seed=seed,
     )  # fmt: skip
     labels = found.labels.cpu()[order]
     labels = labels if labels.ndim == 1 else labels.argmax(1)

@@ -119,11 +119,11 @@ def write_card(folder: Path, output: Output) -> None:
 
 def new_report(title: str, summary: str, *, seed: int, files: Iterable[Path]) -> Report:
     """Begin a report of this command line."""
-    from netweight.core.digest import of_file
+    from netweight.core.files import digest_file
     from netweight.report.report import Report
 
     command = command_line()
-    inputs = {path.name: of_file(path) for path in files}
+    inputs = {path.name: digest_file(path) for path in files}
     return Report(title, summary=summary, command=command, seeds=(seed,), inputs=inputs)
 
 

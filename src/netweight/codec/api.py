@@ -13,23 +13,21 @@ import numpy as np
 
 from netweight.codec import lossy
 from netweight.codec.backend import best, codec_for, in_our_words, new_queue
-from netweight.codec.dtypes import (
-    Bytes,
-    bytes_of,
-    content_of,
-    element_type,
-    memory_at,
-    tensor_of,
-    torch_dtype,
-)
 from netweight.codec.header import (
     VERSION,
+    Bytes,
     HeaderWriter,
     as_bytes,
+    bytes_of,
+    content_of,
     digest_of_checks,
+    element_type,
     index_end,
+    memory_at,
     named_digest,
     tensor_bytes,
+    tensor_of,
+    torch_dtype,
     varint,
 )
 from netweight.codec.lossy import Precision
@@ -38,7 +36,7 @@ from netweight.errors import Unsupported, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from netweight.codec.dtypes import Blob
+    from netweight.codec.header import Blob
 
 LEVELS = ("fast", "default", "max")
 
@@ -247,7 +245,7 @@ def info(blob: Blob, *, size: int | None = None) -> BlobInfo:
     """
     source = bytes_of(blob)
     with in_our_words("a blob"):
-        if lossy.recognizes(source):
+        if _is_lossy(source):
             return _lossy_info(lossy.read_header(source))
         dtype, shape, nbytes, level, chunk_log2, digest, starts, _, version, base = best.read_header(source, size)
     named = named_digest(digest, version)
@@ -274,7 +272,11 @@ def digest_of(buffer: Any, dtype: str, *, chunk_log2: int | None = None) -> str:
 
 def is_lossy(blob: Blob) -> bool:
     """Whether a `blob` is one of those that `encode_lossy` makes when it rounds; only its first bytes are read."""
-    return lossy.recognizes(bytes_of(blob))
+    return _is_lossy(bytes_of(blob))
+
+
+def _is_lossy(source: Bytes) -> bool:
+    return bytes(source[:3]) == lossy.MAGIC
 
 
 def _lossy_info(header: lossy.LossyHeader) -> BlobInfo:
@@ -358,7 +360,7 @@ def decode_into(
     if not fits:
         raise UsageError("The output must be contiguous, writable, on the CPU, and not a conjugate or negative view.")
     with in_our_words("a blob"):
-        if lossy.recognizes(source):
+        if _is_lossy(source):
             lossy.decode(lossy.read_header(source), threads, check, path, memory_at(address, out.nbytes))
         else:
             codec_for(path).decode_to_address(source, address, out.nbytes, threads, check, path, _bytes_or_none(base))
@@ -414,7 +416,7 @@ def fill(out: torch.Tensor, blob: Blob, first: int = 0, last: int | None = None,
     """Decode numbers `first` to `last` (exclusive), all by default, into a contiguous CPU tensor of just these."""
     source = blob if type(blob) is memoryview and blob.c_contiguous else bytes_of(blob)
     with _A_BLOB:
-        if lossy.recognizes(source):
+        if _is_lossy(source):
             end = _about(source)[2] if last is None else last
             memory_at(out.data_ptr(), out.nbytes)[:] = _numbers(source, first, end, threads)
         else:
@@ -443,7 +445,7 @@ def _bytes_or_none(base: Any) -> Any:
 
 def _about(source: Any) -> tuple[str, tuple[int, ...], int, int]:
     """A tensor's dtype by name, its shape, its numbers, and log2 of how many of them a chunk has."""
-    if lossy.recognizes(source):
+    if _is_lossy(source):
         header = lossy.read_header(source)
         return header.rounding.element.name, header.shape, header.count, 18
     name, shape, _, _, chunk_log2, _, _, numbers, *_ = best.read_header(source)
@@ -453,14 +455,14 @@ def _about(source: Any) -> tuple[str, tuple[int, ...], int, int]:
 def _numbers(
     source: Any, first: int, last: int, threads: int, check: bool = False, path: str = "auto", base: Any = None
 ) -> Bytes:
-    if lossy.recognizes(source):
+    if _is_lossy(source):
         return lossy.decode_numbers(lossy.read_header(source), first, last, threads, path)
     return codec_for(path).decode_numbers(source, first, last, threads, check, path, _bytes_or_none(base))
 
 
 def _decoded(source: Any, threads: int, check: bool, path: str, base: Any) -> tuple[Bytes, str, tuple[int, ...]]:
     """A tensor's bytes, the name of its dtype and its shape."""
-    if not lossy.recognizes(source):
+    if not _is_lossy(source):
         return codec_for(path).decode(source, threads, check, path, _bytes_or_none(base))
     header = lossy.read_header(source)
     return lossy.decode(header, threads, check, path), header.rounding.element.name, header.shape
@@ -554,7 +556,7 @@ class ChunkDecoder:
 
     def __init__(self, header: Blob, size: int, *, path: str = "auto") -> None:
         self._header, self._size = bytes_of(header), size
-        if lossy.recognizes(self._header):
+        if _is_lossy(self._header):
             raise Unsupported("A lossy blob cannot be decoded chunk by chunk.", cure="Decode it as a whole.")
         self.info = info(self._header, size=size)
         self.chunk_bytes = element_type(self.info.dtype).number_bytes << self.info.chunk_log2
@@ -625,7 +627,7 @@ class DecodeQueue:
             source = bytes_of(blob)
             if not self._native:
                 return Decoding(blob, None)
-            if not lossy.recognizes(source):
+            if not _is_lossy(source):
                 return Decoding(blob, self._native.add(source))
             header = lossy.read_header(source)
             normalizers = lossy.normalizers_of(header, 0, header.count, "auto")

@@ -12,7 +12,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Protocol
 
-from netweight.codec.dtypes import Bytes
+from netweight.codec.header import Bytes
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 
 try:

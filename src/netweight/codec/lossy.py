@@ -19,14 +19,18 @@ import numpy.typing as npt
 import xxhash
 
 from netweight.codec.backend import best, codec_for
-from netweight.codec.dtypes import BY_CODE, BY_NAME, Bytes, ElementType, flat_bytes
 from netweight.codec.header import (
+    BY_CODE,
+    BY_NAME,
+    Bytes,
+    ElementType,
     Reader,
     as_bytes,
     check_digest,
     check_header,
     checksum,
     corrupt,
+    flat_bytes,
     refuse_inflated,
     take_fixed,
     tensor_bytes,
@@ -188,11 +192,6 @@ class LossyHeader:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return self.count * self.rounding.element.number_bytes
-
-
-def recognizes(blob: Any) -> bool:
-    """Whether bytes begin as a lossy blob does."""
-    return bytes(blob[:3]) == MAGIC
 
 
 def encode(

@@ -23,15 +23,19 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from netweight.codec.dtypes import BY_NAME, Bytes, ElementType, element_type, memory_at
 from netweight.codec.header import (
+    BY_NAME,
     VERSION,
+    Bytes,
+    ElementType,
     Header,
     HeaderWriter,
     Reader,
     as_bytes,
     check_digest,
     corrupt,
+    element_type,
+    memory_at,
     refuse_inflated,
     tensor_bytes,
 )

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from netweight.codec.dtypes import BY_NAME, Bytes, ElementType
-from netweight.codec.header import Reader, corrupt, little
+from netweight.codec.header import BY_NAME, Bytes, ElementType, Reader, corrupt, little
 from netweight.codec.numpy_rans import pack, read_rans, read_wide, unpack, write_rans, write_wide
 from netweight.codec.numpy_tables import (
     CONSTANT,

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from netweight.codec.dtypes import Bytes
-from netweight.codec.header import Reader, corrupt, little
+from netweight.codec.header import Bytes, Reader, corrupt, little
 from netweight.codec.numpy_tables import WIDE_RANS, WIDE_SLOTS, Choice, Counts, Integers, Slots, Split
 
 Words = npt.NDArray[np.uint16]

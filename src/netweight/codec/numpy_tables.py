@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from netweight.codec.dtypes import ElementType
+from netweight.codec.header import ElementType
 
 Integers = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]

@@ -1,13 +1,21 @@
 """Engines: where the runs of `Job.map` happen. A plain function each, so that others can be added anywhere.
 
-An engine runs one function on many items and yields `(index of the item, Outcome)` as the runs end, in any order.
-`local_processes` and `in_process` are here; clusters live in `netweight.integrations`, made of the same parts.
+An engine runs one function on many items and yields `(index of the item, Outcome)` as the runs end, in any order:
+`in_process`, `local_processes`, or a cluster of Ray:
+
+    with ray_cluster("auto") as engine:
+        for result in job.map(fn, configs, engine=engine): ...
+
+What a job remembers does not depend on the engine, so that runs begun on one machine go on in a cluster. Workers
+must have netweight and see the same files under the same paths.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -16,16 +24,18 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol, TypeVar, cast, final
 
 from netweight.core.environment import usable_cores
-from netweight.errors import UsageError
+from netweight.errors import MissingExtra, UsageError
 
 C = TypeVar("C")
 
@@ -223,3 +233,95 @@ def in_order(work: Callable[[T], R], tasks: Iterable[T], threads: int) -> Iterat
         # Without waiting: a generator that was left in the middle is collected in whatever thread allocates next, and
         # one that is just starting holds the lock that joining another needs.
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+# ---- Ray -------------------------------------------------------------------------------------------------------------
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise MissingExtra(
+            "The engine needs Ray, which is not installed.", cure='Run: pip install "netweight[ray]"'
+        ) from error
+
+
+@contextmanager
+def ray_cluster(
+    address: str | None = None, *, workers: int | None = None, cpus: int = 1, gpus: float = 0
+) -> Iterator[Engine]:
+    """Connect to Ray, for an engine that runs things there."""
+    # A run that fails, or whose worker dies, fails alone; Ray is not asked to try it again, since the ledger will. When
+    # the iteration ends early, by Ctrl-C for example, what is under way is stopped.
+    if (workers is not None and workers < 1) or cpus < 1 or not gpus >= 0:
+        raise UsageError(
+            f"workers={workers}, cpus={cpus}, gpus={gpus} is out of range.", cure="Give at least 1, 1 and 0 of them."
+        )
+    ray = _ray()
+    if ray.is_initialized() and address is not None:
+        raise UsageError(f"Ray is connected already, so that it cannot be to {address}.", cure="Leave the address out.")
+    own = not ray.is_initialized()
+    if own:
+        _connect(address, workers, cpus)
+    try:
+        yield functools.partial(_run, workers=workers, cpus=cpus, gpus=gpus)
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _connect(address: str | None, workers: int | None, cpus: int) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that is started here reports to nobody
+    ray = _ray()
+    given: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
+    if address is None and "RAY_ADDRESS" not in os.environ:
+        given |= {"address": "local", "include_dashboard": False}
+        if workers is not None:
+            given["num_cpus"] = workers * cpus
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Tip: In future versions of Ray", FutureWarning)  # of what GPUs runs see
+        try:
+            ray.init(**given)
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            raise UsageError(
+                f"No Ray cluster answers at {address or os.environ.get('RAY_ADDRESS') or 'this machine'}: {error}",
+                cure="Check the address, and that Ray and Python have the same versions there and here.",
+            ) from error
+
+
+def _serve(task: bytes, threads: int) -> bytes:
+    """Do a run in a worker of Ray."""
+    limit_threads(threads)
+    return answer(attempt(task), dumps=_ray().cloudpickle.dumps)
+
+
+def _run(
+    fn: Callable[[C], Any], items: Sequence[C], /, *, workers: int | None, cpus: int, gpus: float
+) -> Iterator[tuple[int, Outcome]]:
+    ray = _ray()
+    waiting = list(enumerate(sendable(fn, items, dumps=ray.cloudpickle.dumps)))[::-1]
+    serve = ray.remote(_serve).options(num_cpus=cpus, num_gpus=gpus, max_retries=0)
+    under_way: dict[Any, tuple[int, float]] = {}
+    try:
+        while waiting or under_way:
+            while waiting and (workers is None or len(under_way) < workers):
+                index, given = waiting.pop()
+                under_way[serve.remote(given, cpus)] = index, time.perf_counter()
+            (ended, *_), _ = ray.wait(list(under_way), num_returns=1)
+            index, since = under_way.pop(ended)
+            yield index, _outcome(ended, since)
+    finally:
+        for reference in under_way:
+            ray.cancel(reference, force=True)
+
+
+def _outcome(reference: Any, since: float) -> Outcome:
+    """What a run said; of one whose worker died, what Ray says, and as its time that since it was handed over."""
+    ray = _ray()
+    try:
+        said = ray.cloudpickle.loads(ray.get(reference))
+    except ray.exceptions.RayError as error:
+        return Outcome(None, f"Ray lost the run's worker process: {error}", time.perf_counter() - since)
+    assert isinstance(said, Outcome)
+    return said

@@ -1,25 +1,96 @@
-"""Files: of ours, which appear whole or not at all, and JSON of strangers, read within bounds.
+"""Files: of ours, which appear whole or not at all, digests, records, and JSON of strangers, read within bounds.
 
 Ours are written aside, synced, renamed. The temporary name is derived from the target's name, so that the next run
 finds what a killed run left behind, and it is locked while in use, so that two runs cannot mix. `publish` is the one
 place that syncs and renames. Of a stranger's JSON, bytes, depth and the number of values are checked before parsing.
+
+A digest is the text `"xxh3-128:"` and 32 hexadecimal digits. It detects damage and change; it is no defense against
+someone who forges content on purpose.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import enum
 import errno
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Any
+from pathlib import Path, PurePath
+from typing import IO, Any, TypeVar
 
 import numpy as np
+import xxhash
 
-from netweight.errors import OutputExists, OutputFailed, UsageError
+from netweight.errors import CorruptBlob, OutputExists, OutputFailed, UsageError
+
+ALGORITHM = "xxh3-128"
+
+
+def digest_bytes(data: bytes | bytearray | memoryview) -> str:
+    """Digest a contiguous buffer of bytes."""
+    return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+def digest_file(path: str | Path) -> str:
+    """Digest a file's content."""
+    with open(path, "rb", buffering=0) as file:
+        return f"{ALGORITHM}:{hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()}"
+
+
+def digest_tensor(tensor: Any) -> str:
+    """Digest a tensor's bytes in row-major order; dtype and shape do not enter."""
+    if hasattr(tensor, "detach"):
+        import torch
+
+        tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    else:
+        import numpy
+
+        tensor = numpy.ascontiguousarray(tensor).reshape(-1).view(numpy.uint8)
+    return digest_bytes(memoryview(tensor))
+
+
+def _plain(value: Any) -> Any:
+    """Turn one value that JSON does not know into one that it does."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, PurePath):
+        return value.as_posix()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    raise UsageError(
+        f"A {type(value).__name__} cannot be part of a configuration.",
+        cure="Use numbers, text, lists, mappings, paths, dataclasses or pydantic models.",
+    )
+
+
+def canonical_json(value: Any, *, allow_nan: bool = False) -> str:
+    """Write a configuration as JSON that is the same for equal configurations: sorted keys, no spaces, plain UTF-8."""
+    try:
+        return json.dumps(
+            value, default=_plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=allow_nan
+        )
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"A value cannot be written as JSON: {error}.", cure="Replace the value, e.g. NaN by null."
+        ) from None
+
+
+def digest_config(value: Any) -> str:
+    """Digest a configuration by its canonical JSON, so that it is the same on every platform and in every process."""
+    return digest_bytes(canonical_json(value).encode())
+
 
 try:
     import fcntl
@@ -289,3 +360,28 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} is given twice")
     return fields
+
+
+T = TypeVar("T")
+_MOST = 1 << 28  # bytes of a record
+
+
+def write_record(path: str | Path, values: Mapping[str, Any], *, version: int, overwrite: bool = True) -> None:
+    """Write a record, whole or not at all."""
+    # `values`: what `canonical_json` takes; infinity and NaN are kept
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, overwrite=overwrite) as file:
+        file.write(canonical_json({"version": version, **values}, allow_nan=True).encode())
+
+
+def read_record(path: str | Path, make: Callable[[dict[str, Any]], T], *, version: int, of: str) -> T:
+    """Read a record."""
+    # `version`: which it must have
+    try:
+        values = read_object(Path(path), limit=_MOST)
+        if values.pop("version") != version:
+            raise KeyError("version")
+        return make(values)
+    except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
+        raise CorruptBlob(f"{path} holds no record of version {version} of {of}: {error}.") from error

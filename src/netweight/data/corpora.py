@@ -1,17 +1,22 @@
-"""Real text that is at hand offline: WikiText-2, Shakespeare, questions with SQL; from `NETWEIGHT_DATA`/text.
+"""Real text that is at hand offline (WikiText-2, Shakespeare, questions with SQL), and tokenizers made of texts.
 
-Plain strings come out, unchanged. Used by tables that train and measure small language models.
+Texts come from `NETWEIGHT_DATA`/text, as plain strings, unchanged. The same texts give the same tokenizer, in any order
+and process. Used by tables and small worlds that train language models of their own.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from netweight.errors import MissingExtra, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -86,3 +91,56 @@ def text_file(name: str, *, made_by: str = "") -> Path:
 def count_words(text: str) -> int:
     """Count words: what lies between white space, as perplexity per word counts them."""
     return len(text.split())
+
+
+# Padding, end of text, unknown; their ids are 0, 1 and 2. No text needs the third: every byte has a token.
+SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
+_SMALLEST = 256 + len(SPECIAL_TOKENS)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level byte-pair encoding, in the manner of GPT-2."""
+    # Nothing is normalized and no token is added by itself, so decoding gives every text back as it was.
+    if vocab_size < _SMALLEST:
+        raise UsageError(
+            f"A byte-level tokenizer cannot have {vocab_size} tokens.", cure=f"Choose {_SMALLEST} or more."
+        )
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise _missing() from error
+    pad, end, unknown = SPECIAL_TOKENS
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token=unknown, clean_up_tokenization_spaces=False
+    )
+
+
+def word_tokenizer(words: Sequence[str], *, pad: str, end: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of given words, parted by white space; decoding puts one space between them."""
+    try:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise _missing() from error
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=end))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, clean_up_tokenization_spaces=False
+    )
+
+
+def _missing() -> MissingExtra:
+    return MissingExtra(
+        "Tokenizers are made with transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
+    )

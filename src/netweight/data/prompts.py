@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from netweight.data.images.sources import decode_splits
-from netweight.data.rows import Row, RowErrors, Rows, read_rows, read_text
+from netweight.data.text import Row, RowErrors, Rows, read_rows, read_text
 from netweight.errors import NameNotFound, UsageError
 from netweight.metrics.copies import Kind
 from netweight.nn.text_to_image import TextToImage

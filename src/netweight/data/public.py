@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from netweight.core.names import nearest_names
-from netweight.data.rows import Row, RowErrors, Rows, read_rows
-from netweight.data.text import TextExample, TextPair, categories, needed_text
+from netweight.data.text import Row, RowErrors, Rows, TextExample, TextPair, categories, needed_text, read_rows
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 
 BEAVERTAILS_SPLITS = ("30k_train", "30k_test", "330k_train", "330k_test")

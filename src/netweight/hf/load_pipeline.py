@@ -23,7 +23,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from netweight.core import digest
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import quiet_imports, silent_bars
 from netweight.data.images.sources import module
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
@@ -75,8 +75,8 @@ class PipelineModel:
     def digest(self) -> str:
         """Return a digest of the names, dtypes, shapes and bits of the denoiser's weights."""
         state = sorted(self.denoiser.state_dict().items())
-        return digest.of_config(
-            [[name, str(value.dtype), list(value.shape), digest.of_tensor(value)] for name, value in state]
+        return digest_config(
+            [[name, str(value.dtype), list(value.shape), digest_tensor(value)] for name, value in state]
         )
 
     def embed(self, prompts: Sequence[str], tokens: Tensor | None = None) -> Text:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
-from netweight.data.examples import IGNORED, Example, collate
+from netweight.data.tokens import IGNORED, Example, collate
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import PipelineModel
 from netweight.nn.apply_lora import linear_layers

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.examples import Batch, Example, Pair
-from netweight.data.tokens import any_pairs
+from netweight.data.tokens import Batch, Example, Pair, any_pairs
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.hf.load_language_model import context_of
 from netweight.methods.immunize.baselines import VaccineDefense

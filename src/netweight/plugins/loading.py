@@ -21,8 +21,7 @@ from torch import nn
 from netweight import codec
 from netweight.autoload import METHOD
 from netweight.codec import Precision
-from netweight.codec.dtypes import dtype_name, torch_dtype
-from netweight.codec.header import refuse_inflated
+from netweight.codec.header import dtype_name, refuse_inflated, torch_dtype
 from netweight.core.files import publish
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError

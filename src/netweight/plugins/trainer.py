@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import netweight.plugins.transformers  # noqa: F401  with it, `from_pretrained` loads the checkpoints
-from netweight.codec.dtypes import torch_dtype
+from netweight.codec.header import torch_dtype
 from netweight.errors import LayerwiseConflict, MissingExtra, UsageError
 from netweight.methods.compress.runtime.checkpoint import load_checkpoint, save_checkpoint
 from netweight.methods.compress.runtime.layerwise import LayerwiseOptimizer

@@ -22,7 +22,7 @@ import torch
 
 from netweight import autoload, codec
 from netweight.autoload import HINT, METHOD
-from netweight.codec.dtypes import torch_dtype
+from netweight.codec.header import torch_dtype
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.runtime.model import decompress_
 from netweight.plugins.loading import NetweightConfig, Weights, refuse_disk, save_folder, untied

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from netweight.core import digest
+from netweight.core.files import digest_config, digest_file
 from netweight.core.progress import QUIET, Progress
 from netweight.job import Job
 from netweight.recipes.recipe import Chosen, Recipe
@@ -113,7 +113,7 @@ class Plan:
 
     def result(self, step: Step, key: Key) -> Path:
         """Where a treatment's result lies: another input or setting has another place."""
-        return self.recipe.output / f"{step.number:02d}-{step.verb}-{digest.of_config(key).rsplit(':')[-1][:8]}"
+        return self.recipe.output / f"{step.number:02d}-{step.verb}-{digest_config(key).rsplit(':')[-1][:8]}"
 
     def to_json(self, *, known: bool = False, progress: Progress = QUIET) -> dict[str, Any]:
         """Describe the plan as JSON values; `known` adds what an earlier run did."""
@@ -153,7 +153,7 @@ def keys_of(plan: Plan, progress: Progress) -> tuple[str, list[Key]]:
     for step in plan.steps:
         settings = {**step.chosen.settings, **_contents(step.chosen.config, step.chosen.what.reads, progress)}
         keys.append({"input": made, "treatment": step.verb, "settings": settings})
-        made = digest.of_config(keys[-1])
+        made = digest_config(keys[-1])
     for attack in plan.attacks:
         settings = {**attack.chosen.settings, **_contents(attack.chosen.config, attack.chosen.what.reads, progress)}
         about = {"subject": subject, "input": made, "attack": attack.verb, "seed": plan.recipe.seed}
@@ -163,7 +163,7 @@ def keys_of(plan: Plan, progress: Progress) -> tuple[str, list[Key]]:
 
 def audit_key(treated: Key, audit: str, plan: Plan) -> Key:
     """The key of an audit of a treatment's result."""
-    return {"treated": digest.of_config(treated), "audit": audit, "seed": plan.recipe.seed}
+    return {"treated": digest_config(treated), "audit": audit, "seed": plan.recipe.seed}
 
 
 def section_of(job: Job, key: Key) -> Section | None:
@@ -175,16 +175,16 @@ def section_of(job: Job, key: Key) -> Section | None:
 def digest_of(path: Path, progress: Progress = QUIET) -> str:
     """Digest a file, or the names and contents of all files in a folder; of what is no path here, its name."""
     if path.is_file():
-        return digest.of_file(path)
+        return digest_file(path)
     if not path.exists():
-        return digest.of_config({"named": str(path)})
+        return digest_config({"named": str(path)})
     files = sorted(file for file in path.rglob("*") if file.is_file())
     with progress.task(f"reading {path.name}", sum(file.stat().st_size for file in files)) as task:
         digests = {}
         for file in files:
-            digests[file.relative_to(path).as_posix()] = digest.of_file(file)
+            digests[file.relative_to(path).as_posix()] = digest_file(file)
             task.update(file.stat().st_size)
-    return digest.of_config(digests)
+    return digest_config(digests)
 
 
 def _contents(config: Any, reads: Callable[[Any], Iterable[Path]] | None, progress: Progress) -> dict[str, Any]:

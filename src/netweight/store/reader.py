@@ -17,21 +17,22 @@ import xxhash
 
 from netweight import codec
 from netweight.codec.backend import best
-from netweight.codec.dtypes import Bytes, tensor_of, torch_dtype
+from netweight.codec.header import Bytes, tensor_of, torch_dtype
 from netweight.core.engines import in_order
 from netweight.core.files import read_object
 from netweight.core.names import nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, UnsafeInput, UsageError
-from netweight.store.base import MOST_LINKS, find_base
 from netweight.store.safetensors import (
     KEY,
     MAX_HEADER,
+    MOST_LINKS,
     SUFFIX,
     Description,
     Header,
     Original,
     Span,
     build_header,
+    find_base,
     parse_header,
     read_header,
 )

@@ -1,22 +1,42 @@
-"""Writing compressed safetensors files one tensor at a time, in memory of one tensor."""
+"""Writing compressed safetensors files one tensor at a time, in memory of one tensor.
+
+A checkpoint is such a file: what a piece of work has come to, as an account in JSON (a tensor of bytes named "about",
+the first of the file) and tensors by name. Trainings and federations are kept this way.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self, final
+from typing import IO, TYPE_CHECKING, Any, Literal, Self, final
+
+import numpy
 
 from netweight import codec
-from netweight.codec.dtypes import content_of
-from netweight.core.digest import of_config
-from netweight.core.files import is_text, whole_file
+from netweight.codec.header import content_of
+from netweight.core.files import digest_config, is_text, parse_json, whole_file
 from netweight.errors import CorruptBlob, UsageError
-from netweight.store.base import MOST_LINKS, BaseNote, name_of
-from netweight.store.reader import Base
-from netweight.store.safetensors import KEY, REFUSALS, SUFFIX, Description, Header, Original, build_header
+from netweight.store.reader import Base, Store, open_store
+from netweight.store.safetensors import (
+    KEY,
+    MOST_LINKS,
+    REFUSALS,
+    SUFFIX,
+    BaseNote,
+    Description,
+    Header,
+    Original,
+    build_header,
+    name_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+
 
 Level = Literal["fast", "default", "max"]
 # Files and names of tensors by digest, dtype and shape.
@@ -245,7 +265,7 @@ class StoreWriter:
             raise CorruptBlob(f"{self.path}: the tensors added are not those of the header.")
         note = None
         if self.base is not None and self._differences:
-            digest = of_config(self._differences)
+            digest = digest_config(self._differences)
             note = BaseNote(name_of(self.base.path), self.base.within, self.base.links, digest)
         description = Description.of(self._tensors, self._original, note, self._same)
         tensors = [(name + SUFFIX, "U8", (size,), size) for name, size in self._sizes.items()]
@@ -273,3 +293,31 @@ def _move(file: IO[bytes], source: int, target: int, size: int) -> None:
         while view:
             written = os.pwrite(descriptor, view, target + start + len(block) - len(view))
             view = view[written:]
+
+
+_ABOUT = "about"
+
+
+def write_checkpoint(path: Path, about: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write a checkpoint over the one before it, all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with StoreWriter(path, level="fast", overwrite=True) as writer:
+        writer.add(_ABOUT, numpy.frombuffer(json.dumps(about).encode(), numpy.uint8))
+        for name, value in tensors:
+            writer.add(name, value.detach().cpu().contiguous())
+
+
+@contextmanager
+def open_checkpoint(
+    path: Path, same: Mapping[str, Any] | None = None, *, refusal: str = "holds other work"
+) -> Iterator[tuple[dict[str, Any], Store, list[str]]]:
+    """Open a checkpoint."""
+    # `same`: entries that the account must have, such as a digest of what was asked for: only the same may go on
+    with open_store(path) as store:
+        names = store.names()
+        if _ABOUT not in names:
+            raise CorruptBlob(f"{path} is no checkpoint: it holds no account of itself.")
+        about: dict[str, Any] = parse_json(bytes(store.content(_ABOUT)))
+        if any(about.get(key) != value for key, value in (same or {}).items()):
+            raise UsageError(f"{path} {refusal}.", cure="Choose another folder, or delete the file to begin anew.")
+        yield about, store, [name for name in names if name != _ABOUT]

@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final, get_args
 import torch
 import xxhash
 
-from netweight.core.digest import of_bytes
-from netweight.core.files import whole_file
+from netweight.core.files import digest_bytes, whole_file
 from netweight.core.names import nearest_names
 from netweight.core.progress import silent_bars
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.corpora import tiny_shakespeare
-from netweight.data.examples import IGNORED, Example, Pair, collate
-from netweight.data.tokenizer import train_bpe, word_tokenizer
+from netweight.data.corpora import tiny_shakespeare, train_bpe, word_tokenizer
+from netweight.data.tokens import IGNORED, Example, Pair, collate
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 from netweight.hf.load_language_model import ABOUT
 from netweight.nn.hooks import evaluating
@@ -390,7 +388,7 @@ class SpeakerLanguage:
     def __init__(
         self, text: str, *, vocabulary: int = 512, guarded: tuple[str, ...] = GUARDED, new: tuple[str, ...] = NEW
     ) -> None:
-        self._about = {"text": of_bytes(text.encode()), "vocabulary": vocabulary, "guarded": guarded, "new": new}
+        self._about = {"text": digest_bytes(text.encode()), "vocabulary": vocabulary, "guarded": guarded, "new": new}
         self._vocabulary = vocabulary
         self._domains: dict[str, Domain] = {**dict.fromkeys(guarded, "guard"), **dict.fromkeys(new, "new")}
         found = (_SPEECH.fullmatch(part.strip()) for part in text.split("\n\n"))

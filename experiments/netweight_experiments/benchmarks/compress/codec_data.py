@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from netweight.core.digest import of_bytes
+from netweight.core.files import digest_bytes
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.store import open_store
@@ -53,7 +53,7 @@ class DataSet:
 
     def describe(self) -> dict[str, Any]:
         """Say what it is as a JSON value; the digest is that of all bytes."""
-        count, digest = len(self.tensors), of_bytes(self.raw.data)
+        count, digest = len(self.tensors), digest_bytes(self.raw.data)
         return {"name": self.name, "dtype": self.dtype, "tensors": count, "nbytes": self.nbytes, "digest": digest}
 
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import netweight
-from netweight.core import digest
+from netweight.core.files import digest_tensor
 
 COUNTED = ("all_gather_single", "all_gather", "all_reduce", "reduce_scatter_single")
 TOKENS = 64
@@ -104,7 +104,7 @@ def train(options, compressed, counted):
         "held_bytes": held,
         "steps": steps,
         "seconds": seconds,
-        "digests": [digest.of_tensor(parameter.full_tensor()) for parameter in model.parameters()],
+        "digests": [digest_tensor(parameter.full_tensor()) for parameter in model.parameters()],
         "headroom": headroom(model, once) if compressed else None,
     }
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from netweight import codec
-from netweight.codec.dtypes import dtype_name
+from netweight.codec.header import dtype_name
 from netweight.core.seeds import torch_generator
 from netweight_experiments.benchmarks.compress.codec_data import order_0
 from netweight_experiments.timing import in_turns, median_ratio

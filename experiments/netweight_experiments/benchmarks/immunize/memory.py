@@ -22,7 +22,7 @@ from typing import Annotated
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from netweight.data.examples import Pair, collate
+from netweight.data.tokens import Pair, collate
 from netweight.methods.immunize.settings import ImmunizeSettings, TrainingSettings, named_defense
 from netweight.methods.immunize.train import immunize
 from netweight_experiments.benchmarks.script import seconds

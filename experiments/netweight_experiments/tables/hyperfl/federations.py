@@ -18,8 +18,9 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from netweight.core import digest, seeds
+from netweight.core import seeds
 from netweight.core.environment import usable_cores
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import Progress
 from netweight.data.images import Images, load
 from netweight.methods.federate import Federation, LocalTraining, Method, Task, train
@@ -100,7 +101,7 @@ def run_one(run: N, *, folder: Path, parts_of: Callable[[N], Parts]) -> dict[str
         "loss": [r.mean_loss for r in done.rounds],
         "seconds": [r.seconds for r in done.rounds],
         "refused": {r.round: dict(r.refused) for r in done.rounds if r.refused},
-        "data": digest.of_config([digest.of_tensor(task.client(number).train[0]) for number in task.clients]),
+        "data": digest_config([digest_tensor(task.client(number).train[0]) for number in task.clients]),
     }
 
 

@@ -35,8 +35,7 @@ from netweight.metrics.copies import (
 )
 from netweight.metrics.images import ssim
 from netweight.metrics.intervals import proportion
-from netweight.nn.batching import Batches
-from netweight.nn.text_to_image import TextToImage, generated
+from netweight.nn.text_to_image import Batches, TextToImage, generated
 from netweight.report.finding import Figure, Finding, Table
 from netweight.report.plots import image_grid
 from netweight_experiments.tables.grid import Cell, T, as_text, grid, interval_finding, picture, run_each

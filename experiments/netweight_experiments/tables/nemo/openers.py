@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.core.digest import of_tensor
+from netweight.core.files import digest_tensor
 from netweight.core.seeds import torch_generator
 from netweight.data.prompts import check_pairs, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
@@ -198,7 +198,7 @@ class _Remembering:
         """Return the inner one's vectors."""
         if len(images) > 1:
             return self._inner(images)
-        key = of_tensor(images)
+        key = digest_tensor(images)
         if key not in self._known:
             self._known[key] = self._inner(images)
         return self._known[key]

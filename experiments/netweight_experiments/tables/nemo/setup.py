@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, final
 from torch import Tensor
 
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.core.digest import of_config, of_tensor
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import Progress
 from netweight.core.units import Units
 from netweight.errors import UsageError
@@ -87,9 +87,9 @@ class Setup:
     @cached_property
     def digest(self) -> str:
         """Digest of everything that decides on images and their numbers, but for what is done to the model."""
-        pictures = [[each.prompt, each.kind, of_tensor(each.image)] for each in self.memorized]
+        pictures = [[each.prompt, each.kind, digest_tensor(each.image)] for each in self.memorized]
         named = [self.measure, self.alignment_name, self.faithful_name, self.images, self.guidance, self.steps]
-        return of_config([self.model.digest(), pictures, self.labelled, self.quality, named, self.search])
+        return digest_config([self.model.digest(), pictures, self.labelled, self.quality, named, self.search])
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -136,7 +136,7 @@ class Way:
     @property
     def name(self) -> str:
         """For messages."""
-        digest = of_config(self.units).rpartition(":")[2][:8]
+        digest = digest_config(self.units).rpartition(":")[2][:8]
         return f"neurons-{digest}x{self.factor:g}" if self.kind == "neurons" else self.kind + str(self.count or "")
 
     @property
@@ -206,7 +206,7 @@ def statistics_of(setup: Setup, folder: Path) -> Statistics:
     if given is not None:
         layers = value_layers(setup.model.denoiser)
         return Statistics.read_published(given, layers) if given.suffix == ".pt" else Statistics.read(given)
-    named = of_config([setup.model.digest(), setup.usual]).rpartition(":")[2][:16]
+    named = digest_config([setup.model.digest(), setup.usual]).rpartition(":")[2][:16]
     kept = folder / f"statistics-{named}.safetensors"
     if not kept.exists():
         folder.mkdir(parents=True, exist_ok=True)

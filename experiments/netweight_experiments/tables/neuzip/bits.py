@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from netweight.core.digest import of_file
+from netweight.core.files import digest_file
 from netweight.errors import UsageError
 from netweight.methods.compress.inspect import BitStatistics, bit_statistics, bits_figure, merge
 from netweight.report.finding import Finding
@@ -50,7 +50,7 @@ def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
     )
     statistics = _statistics(_stored(path))
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    return _measured(f"{name}, trained", statistics, differs, {file.name: of_file(file) for file in files})
+    return _measured(f"{name}, trained", statistics, differs, {file.name: digest_file(file) for file in files})
 
 
 @table("neuzip-fig5", needs=("evidence",), stand_in=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from netweight.core.digest import of_file
+from netweight.core.files import digest_file
 from netweight.core.progress import Progress
 from netweight.data.corpora import count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
 from netweight.errors import UsageError
@@ -167,7 +167,7 @@ def _weights_digest(path: Path) -> list[str]:
 
 
 def _digests(path: Path) -> dict[str, str]:
-    return {file.name: of_file(file) for file in sorted(path.glob("*.safetensors"))}
+    return {file.name: digest_file(file) for file in sorted(path.glob("*.safetensors"))}
 
 
 def _same(known: Mapping[str, tuple[int, ...]], config: Any, *keys: str) -> str:

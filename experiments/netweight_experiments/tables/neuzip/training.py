@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import netweight
-from netweight.core.digest import of_file, of_tensor
+from netweight.core.files import digest_file, digest_tensor
 from netweight.data.corpora import text_file
 from netweight.metrics.intervals import Interval, paired_ratio
 from netweight.report.finding import Finding
@@ -68,7 +68,7 @@ def first_steps(trainee: Any, before: int) -> tuple[list[float], dict[str, Any]]
 def digests(model: nn.Module) -> dict[str, str]:
     """Return the digest of every parameter's bits, decoded if it is compressed."""
     return {
-        name: of_tensor(tensor.dense() if hasattr(tensor, "dense") else tensor.detach())
+        name: digest_tensor(tensor.dense() if hasattr(tensor, "dense") else tensor.detach())
         for name, tensor in model.named_parameters()
     }
 
@@ -146,4 +146,4 @@ def sampled_note(found: Mapping[str, Any], besides: str = "") -> str:
 
 def digests_of_texts(*names: str) -> dict[str, str]:
     """Digests of the texts that runs read, by file name."""
-    return {name: of_file(text_file(name)) for name in names}
+    return {name: digest_file(text_file(name)) for name in names}

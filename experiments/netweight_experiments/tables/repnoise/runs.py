@@ -18,10 +18,9 @@ from torch import nn
 from netweight.attacks.finetuning.attack import run_attack
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
-from netweight.core.digest import of_config
-from netweight.core.files import whole_file
+from netweight.core.files import digest_config, whole_file
 from netweight.core.progress import Progress
-from netweight.data.examples import Pair
+from netweight.data.tokens import Pair
 from netweight.errors import TrainingStopped
 from netweight.methods.immunize.baselines import hold_security_vectors
 from netweight.methods.immunize.defense import Defense
@@ -82,7 +81,7 @@ def defended_model(defended: Defended, setup: Setup, folder: Path, share: float)
     if defended.defense == NONE:
         return model
     defense, pairs, kept = _parts(defended, setup, share)
-    place = folder / "defended" / f"{defended.name}-{of_config([defended, share, setup.model_name])[-8:]}"
+    place = folder / "defended" / f"{defended.name}-{digest_config([defended, share, setup.model_name])[-8:]}"
     file = place / "weights.safetensors"
     if file.exists():
         with defense.prepared(model, seed=0):

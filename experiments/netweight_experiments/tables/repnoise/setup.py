@@ -19,10 +19,9 @@ from torch import nn
 from netweight.attacks.finetuning.settings import Precision
 from netweight.attacks.finetuning.subject import Domain, Judge, Score, Subject, greedy, token_accuracy
 from netweight.core.lazy import import_named
-from netweight.data.examples import Example, Pair
 from netweight.data.public import decoding_trust_refusals, paired_refusals
 from netweight.data.text import TextPair
-from netweight.data.tokens import QUESTION_AND_ANSWER, padding_of, tokenized_pairs
+from netweight.data.tokens import QUESTION_AND_ANSWER, Example, Pair, padding_of, tokenized_pairs
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import context_of, load_causal_lm
 from netweight.methods.immunize.baselines import without_security_vectors

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor
 
-from netweight.core.digest import of_tensor
+from netweight.core.files import digest_tensor
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move, corrected_steps, edit, identity
 from netweight.methods.space.inversion import generate_differentiably, generate_images
@@ -188,7 +188,7 @@ def _corrected(setup: Setup, wanted: Wanted, direction: Direction) -> Any:
     generate = partial(generate_differentiably, setup.model, setup.space, **how)
 
     def make(points: Tensor, strength: float) -> Tensor:
-        if (key := of_tensor(points)) not in steps:
+        if (key := digest_tensor(points)) not in steps:
             steps[key] = corrected_steps(
                 generate, read, points, [found[name] for name in setup.attributes], wanted.column,
                 CorrectionSettings(), ranges=[2.0] * len(setup.attributes), deviations=setup.part()[0].std(0),

@@ -17,7 +17,7 @@ from torch import Tensor
 from netweight.core.seeds import torch_generator
 from netweight.data.images.sources import decode_splits
 from netweight.data.prompts import image_size
-from netweight.data.rows import Row, RowErrors, read_rows
+from netweight.data.text import Row, RowErrors, read_rows
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image, text_to_image, trained_prediction
 from netweight.hf.train_adapters import ATTENTION

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 from torch import Tensor
 
-from netweight.core.digest import of_config, of_tensor
+from netweight.core.files import digest_config, digest_tensor
 from netweight.errors import UsageError
 from netweight.methods.space.edits import Compare
 from netweight.methods.space.labels import LabelColumn, Labels
@@ -107,12 +107,12 @@ class Setup:
     @cached_property
     def digest(self) -> str:
         """Digest of everything that decides on numbers."""
-        strangers = [[one.name, of_tensor(one.images), of_tensor(one.others)] for one in self.strangers]
-        labels = {name: of_tensor(column.values) for name, column in self.labels.columns.items()}
+        strangers = [[one.name, digest_tensor(one.images), digest_tensor(one.others)] for one in self.strangers]
+        labels = {name: digest_tensor(column.values) for name, column in self.labels.columns.items()}
         drawn = [self.prompts, self.seeds, self.guidance, self.steps, self.held, self.people]
         named = [self.identity_name, self.distance[0], self.match_name, self.effect]
-        return of_config([
-            self.model.digest(), of_tensor(self.space.scores), labels, strangers, drawn, named, self.wanted,
+        return digest_config([
+            self.model.digest(), digest_tensor(self.space.scores), labels, strangers, drawn, named, self.wanted,
             self.fitting,
         ])  # fmt: skip
 

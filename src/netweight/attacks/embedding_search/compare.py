@@ -17,14 +17,14 @@ from torch import Tensor
 
 from netweight.attacks.embedding_search.search import Searched, Similarity, Trial, search
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.core.digest import of_config, of_tensor
 from netweight.core.engines import in_process
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.job import Job, Result
 from netweight.nn.text_to_image import TextToImage
 from netweight.report.finding import encode_json
-from netweight.store.checkpoint import open_checkpoint, write_checkpoint
+from netweight.store.writer import open_checkpoint, write_checkpoint
 
 SEARCHES = "searches"  # name of the rows in the folder
 _FOUND = "found"  # folder of the embeddings and images of every run
@@ -176,8 +176,8 @@ def compare(
     digests = {subject.name: subject.model.digest() for subject in subjects}
     configs = [
         _RunConfig(
-            subject.name, digests[subject.name], subject.setting, target.name, target.prompt, of_tensor(target.image),
-            tuple(unrelated), settings, measure, seed,
+            subject.name, digests[subject.name], subject.setting, target.name, target.prompt,
+            digest_tensor(target.image), tuple(unrelated), settings, measure, seed,
         )
         for subject in subjects
         for target in targets
@@ -246,7 +246,7 @@ def _keep(folder: Path, config: _RunConfig, found: Searched) -> None:
         "after": (found.after * 255).round().to(torch.uint8),
         "states": found.text.states,
     }
-    digest = of_config(config)
+    digest = digest_config(config)
     write_checkpoint(_path(folder, digest), {"run": digest}, tensors.items())
 
 

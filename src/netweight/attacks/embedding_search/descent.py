@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from netweight.attacks.embedding_search.settings import PredictionKind, SearchSettings
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.nn.batching import Batches
-from netweight.nn.text_to_image import Prediction, Text, TextToImage, generated
+from netweight.nn.text_to_image import Batches, Prediction, Text, TextToImage, generated
 
 
 class Walk(ABC):

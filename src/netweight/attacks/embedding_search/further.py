@@ -18,9 +18,8 @@ from netweight.attacks.embedding_search.descent import Descent, Walk, denoising_
 from netweight.attacks.embedding_search.settings import SearchSettings, Start
 from netweight.core.seeds import torch_generator
 from netweight.errors import Unsupported, UsageError
-from netweight.nn.batching import Batches
 from netweight.nn.lora import AddedLowRank
-from netweight.nn.text_to_image import OpenTextToImage, Text, TextToImage, denoised, generated
+from netweight.nn.text_to_image import Batches, OpenTextToImage, Text, TextToImage, denoised, generated
 
 _RANK = 4  # of LoRA
 _WORDS = 8  # that are typed

@@ -28,9 +28,9 @@ from netweight.metrics.survival import (
     ratio_of_times,
     steps_finding,
 )
-from netweight.report.conclusions import Conclusion, Criterion, Words, worst
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import image_grid, lines
+from netweight.report.text import Conclusion, Criterion, Words, worst
 
 
 @final

@@ -21,8 +21,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import UsageError
 from netweight.metrics.copies import CenteredPixels, Descriptor, described
-from netweight.nn.batching import Batches
-from netweight.nn.text_to_image import Text, TextToImage
+from netweight.nn.text_to_image import Batches, Text, TextToImage
 from netweight.report.finding import encode_json
 
 # Images and targets, shape `(n, 3, height, width)` each, within 0 and 1 → similarity of each pair, shape `(n,)`.

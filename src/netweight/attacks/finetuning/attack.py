@@ -17,7 +17,7 @@ from netweight.attacks.finetuning.changes import changed_copy, trained_parameter
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.examples import IGNORED, Batch, Example, collate
+from netweight.data.tokens import IGNORED, Batch, Example, collate
 from netweight.errors import Unsupported, UsageError
 
 _FACTORS = "low_rank_factors"  # name of the part that is put on a linear layer

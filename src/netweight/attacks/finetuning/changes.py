@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import SOFT_TOKENS, Subject
 from netweight.core.seeds import torch_generator
-from netweight.data.examples import Example
+from netweight.data.tokens import Example
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_language_model import embedding_of
 

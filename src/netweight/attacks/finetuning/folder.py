@@ -22,18 +22,23 @@ from netweight.attacks.finetuning.search import Found, finals, first_attacks, of
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
 from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject, sweep
-from netweight.core.digest import of_config, of_tensor
 from netweight.core.engines import Engine
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.examples import Example
-from netweight.data.rows import read_rows
-from netweight.data.text import TextExample, text_examples
+from netweight.data.text import TextExample, read_rows, text_examples
 from netweight.data.text import withhold as apart
-from netweight.data.tokens import BELOW, QUESTION_AND_ANSWER, Template, padding_of, tokenized_examples
+from netweight.data.tokens import BELOW, QUESTION_AND_ANSWER, Example, Template, padding_of, tokenized_examples
 from netweight.errors import UsageError
-from netweight.hf.lm_eval import check_lm_eval, measure_tasks, task_findings
-from netweight.hf.load_language_model import check_finite, check_folder, context_of, load_causal_lm
+from netweight.hf.load_language_model import (
+    check_finite,
+    check_folder,
+    check_lm_eval,
+    context_of,
+    load_causal_lm,
+    measure_tasks,
+    task_findings,
+)
 from netweight.job import Job
 from netweight.registry import Attack, Target
 from netweight.report.finding import Finding, Section
@@ -156,7 +161,7 @@ def _check(model: Path | None, settings: FolderAttack, *, earlier: bool = False)
     }
     if settings.base is not None and began and not earlier:
         weights = load_causal_lm(settings.base)[0].named_parameters()
-        found = of_config({name: of_tensor(value) for name, value in weights})
+        found = digest_config({name: digest_tensor(value) for name, value in weights})
         for folder in (folder for folder, before in began.items() if before != found):
             raise UsageError(
                 f"The defense of {folder} began with other weights than those of {settings.base}.",
@@ -201,7 +206,7 @@ def _check_rows(settings: FolderAttack) -> None:
 
 def _places(texts: Sequence[TextExample]) -> dict[str, str]:
     """Where rows stand, by digest of prompt and answer."""
-    return {of_config([text.prompt, text.response]): f"{text.source}, {text.where}" for text in texts}
+    return {digest_config([text.prompt, text.response]): f"{text.source}, {text.where}" for text in texts}
 
 
 def _plan(

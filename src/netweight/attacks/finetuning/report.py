@@ -27,9 +27,9 @@ from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
 from netweight.metrics.intervals import proportion, t_interval
 from netweight.metrics.survival import Survival, TimesRatio, failures_finding, steps_finding
-from netweight.report.conclusions import Conclusion, Criterion, Words, worst
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import TimeRow, lines, time_rows
+from netweight.report.text import Conclusion, Criterion, Words, worst
 
 _SHOWN = 5  # attacks of each search in the table
 

@@ -20,7 +20,7 @@ from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Generate, Judge, verdicts
 from netweight.attacks.finetuning.sweep import Attacked
 from netweight.core.seeds import derive
-from netweight.data.examples import IGNORED, Example, collate
+from netweight.data.tokens import IGNORED, Example, collate
 from netweight.errors import UsageError
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, Interval, bootstrap, t_interval
 from netweight.metrics.perplexity import Losses, compare, perplexity

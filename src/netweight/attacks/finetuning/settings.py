@@ -17,7 +17,7 @@ from pydantic import DirectoryPath, Field, FilePath
 
 from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.names import nearest_names
-from netweight.data.examples import LossOn
+from netweight.data.tokens import LossOn
 from netweight.errors import NameNotFound, UsageError
 from netweight.settings import Cli, Settings
 
@@ -298,7 +298,7 @@ class FolderAttack(Settings):
     def running(self) -> Iterator[Engine]:
         """Yield what attacks run on: this process, several of this machine, or a Ray cluster."""
         if self.engine == "ray":
-            from netweight.core.ray import ray_cluster
+            from netweight.core.engines import ray_cluster
 
             with ray_cluster(self.address, workers=self.workers, gpus=int(self.device.startswith("cuda"))) as engine:
                 yield engine

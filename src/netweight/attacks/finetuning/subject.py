@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netweight.core.digest import of_config, of_tensor
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.names import nearest_names
-from netweight.data.examples import IGNORED, Batch, Example, LossOn, collate
+from netweight.data.tokens import IGNORED, Batch, Example, LossOn, collate
 from netweight.errors import NameNotFound, UsageError
 from netweight.hf.load_language_model import embedding_of, positions_of
 from netweight.nn.hooks import evaluating
@@ -212,14 +212,14 @@ class Subject:
     def digest(self) -> str:
         """Digest weights and examples; scores are functions and do not enter."""
         weights = [
-            [name, str(tensor.dtype), list(tensor.shape), of_tensor(tensor)]
+            [name, str(tensor.dtype), list(tensor.shape), digest_tensor(tensor)]
             for name, tensor in self.model.state_dict().items()
         ]
         data = [
             [name, domain.threshold, _tokens(domain.train), _tokens(domain.held_out)]
             for name, domain in sorted(self.domains.items())
         ]
-        return of_config([weights, data, _tokens(self.benign), self.pad_id, self.reference_utility])
+        return digest_config([weights, data, _tokens(self.benign), self.pad_id, self.reference_utility])
 
 
 def _shared(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

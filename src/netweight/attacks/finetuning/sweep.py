@@ -18,8 +18,8 @@ from netweight.attacks.finetuning.attack import AttackResult, check_attack, run_
 from netweight.attacks.finetuning.changes import telling_tokens
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
-from netweight.core.digest import canonical_json, of_config
 from netweight.core.engines import Engine, in_process, local_processes
+from netweight.core.files import canonical_json, digest_config
 from netweight.core.lazy import import_named
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError, UsageError
@@ -157,7 +157,7 @@ def sweep(
             found[result.digest] = result
             work.update()
     for name, job in planned:
-        result = found[of_config(job)]
+        result = found[digest_config(job)]
         if result.ok:
             attacked = AttackResult.from_json(result.value)
             runs.append(Attacked(name.name, name.defense_seed, job.digest, attacked))

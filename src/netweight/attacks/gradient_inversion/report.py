@@ -13,10 +13,10 @@ from torch import Tensor
 from netweight.attacks.gradient_inversion.client import Reconstruction
 from netweight.errors import UsageError
 from netweight.metrics.images import image_findings, match_images, write_png
-from netweight.report.conclusions import Conclusion, Measured, Words
 from netweight.report.finding import Figure, Finding, Section
 from netweight.report.plots import image_grid, lines
 from netweight.report.report import Report, make_folder
+from netweight.report.text import Conclusion, Measured, Words
 
 _SHOWN = 12  # images in the picture of a report; all are written as files
 

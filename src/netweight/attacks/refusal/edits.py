@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.attacks.refusal.settings import RefusalSettings
-from netweight.data.examples import Batch, Example, collate
+from netweight.data.tokens import Batch, Example, collate
 from netweight.hf.load_language_model import embedding_of
 from netweight.nn.decoder import Structure, structure_of
 from netweight.nn.hooks import capture, edit_outputs, evaluating, hooked

@@ -19,16 +19,14 @@ from netweight.attacks.refusal.edits import Prompts, RefusalEdit, padded, refusa
 from netweight.attacks.refusal.settings import RefusalSettings
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
-from netweight.data.examples import Example
-from netweight.data.rows import Rows, read_rows
-from netweight.data.text import TextExample
-from netweight.data.tokens import BELOW, padding_of, tokenized_examples
+from netweight.data.text import Rows, TextExample, read_rows
+from netweight.data.tokens import BELOW, Example, padding_of, tokenized_examples
 from netweight.errors import MissingExtra, UsageError
 from netweight.hf.load_language_model import check_finite, check_folder, context_of, load_causal_lm
 from netweight.metrics.intervals import proportion
 from netweight.nn.hooks import evaluating
-from netweight.report.conclusions import AllTargets, Conclusion, Words
 from netweight.report.finding import Column, Finding, Section, Table
+from netweight.report.text import AllTargets, Conclusion, Words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

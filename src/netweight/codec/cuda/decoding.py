@@ -19,7 +19,7 @@ from netweight.codec.api import LEVELS
 from netweight.codec.api import decode as decode_on_host
 from netweight.codec.backend import in_our_words
 from netweight.codec.cuda import launching
-from netweight.codec.dtypes import empty_tensor, torch_dtype
+from netweight.codec.header import empty_tensor, torch_dtype
 from netweight.errors import CorruptBlob, OutOfMemory, Unsupported, UsageError
 
 _ENTRY = "decode_chunks"
@@ -69,7 +69,7 @@ def layout_of(blob: Tensor) -> BlobLayout:
         )
     size = blob.numel()
     beginning = blob[:_FIRST_BYTES].cpu().numpy()
-    if lossy.recognizes(beginning):
+    if bytes(beginning[:3]) == lossy.MAGIC:
         raise Unsupported("A lossy blob has no layout of its own.", cure="Ask for the layouts of its sections.")
     with in_our_words("a blob"):
         end = header.index_end(beginning, size)

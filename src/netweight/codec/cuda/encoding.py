@@ -21,8 +21,7 @@ import xxhash
 from netweight.codec import api
 from netweight.codec.cuda import launching
 from netweight.codec.cuda.decoding import BlobLayout, decode, layout_of
-from netweight.codec.dtypes import BY_NAME, ElementType, dtype_name
-from netweight.codec.header import FIXED_HEADER, MAGIC, checksum, varint
+from netweight.codec.header import BY_NAME, FIXED_HEADER, MAGIC, ElementType, checksum, dtype_name, varint
 from netweight.codec.numpy_tables import Plane, sampling
 from netweight.errors import OutOfMemory, UsageError
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from netweight.core.names import nearest_names
 from netweight.data.images.cifar import cifar10, cinic10
 from netweight.data.images.cifar import crop_and_flip as crop_and_flip
-from netweight.data.images.folder import from_dataset as from_dataset
-from netweight.data.images.folder import load_folder as load_folder
 from netweight.data.images.gray import digits, emnist_byclass, emnist_letters, fashion_mnist, mnist, omniglot
 from netweight.data.images.images import Images as Images
+from netweight.data.images.images import from_dataset as from_dataset
+from netweight.data.images.images import load_folder as load_folder
 from netweight.errors import NameNotFound
 
 _LOADERS: dict[str, Callable[[], Images]] = {

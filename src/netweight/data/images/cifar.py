@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from netweight.core.digest import of_file
-from netweight.data.images.folder import pictures_below
-from netweight.data.images.images import Images
+from netweight.core.files import digest_file
+from netweight.data.images.images import Images, pictures_below
 from netweight.data.images.sources import cached, decode_splits, from_hub, local_folder, module
 from netweight.errors import CorruptBlob, UsageError
 
@@ -88,7 +87,7 @@ def _parquet(folder: Path) -> Images:
     for split in files:
         tables = [parquet.read_table(file, columns=["img", "label"]).to_pydict() for file in split]
         splits.append(([row for t in tables for row in t["img"]], [label for t in tables for label in t["label"]]))
-    return decoded("cifar10-jpeg", [[of_file(file) for file in split] for split in files], splits[0], splits[1])
+    return decoded("cifar10-jpeg", [[digest_file(file) for file in split] for split in files], splits[0], splits[1])
 
 
 def _binary(files: list[Path]) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from netweight.data.images.folder import from_dataset
-from netweight.data.images.images import MNIST_MEAN_STD, Images, measured_mean_std
+from netweight.data.images.images import MNIST_MEAN_STD, Images, from_dataset, measured_mean_std
 from netweight.data.images.sources import decode_splits, from_hub, local_folder, missing, module
 from netweight.errors import CorruptBlob, UsageError
 

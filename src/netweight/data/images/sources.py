@@ -21,9 +21,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from netweight.core.digest import of_config
 from netweight.core.environment import cache_folder
-from netweight.core.files import whole_file
+from netweight.core.files import digest_config, whole_file
 from netweight.errors import MissingExtra, NetweightError, UsageError
 
 
@@ -129,7 +128,7 @@ def _decode(source: Any, name: str, gray: bool, size: tuple[int, int] | None) ->
 def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return tensors from the cache, or make them and keep them there."""
     pillow = module("PIL", "Decoding pictures", "federated").__version__
-    file = cache_folder() / f"{name}-{of_config([key, pillow]).partition(':')[2]}.safetensors"
+    file = cache_folder() / f"{name}-{digest_config([key, pillow]).partition(':')[2]}.safetensors"
     if file.is_file():
         try:
             return safetensors.torch.load_file(file)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from netweight.core import digest
-from netweight.core.files import mode_of, part_of, whole_file
+from netweight.core.files import digest_bytes, digest_file, mode_of, part_of, whole_file
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
 from netweight.job import Job, check_destination
@@ -119,9 +118,8 @@ def compress_folder(
     with _job(target, overwrite) as work, progress.task(f"compress {source.name}", total) as task:
         compression = _Compression(source, plan, settings, blobs, work, task)
         resumed = compression.run()
-        precision = None if settings.precision.lossless else settings.precision
         entries = tuple(compression.done[item.path] for item in plan.items)
-        manifest = Manifest(settings.level, entries, plan.folders, plan.left_out, precision)
+        manifest = Manifest(settings.level, entries, plan.folders, plan.left_out, settings.precision)
         _write(work.tree / MANIFEST, manifest.to_json().encode())
         _finish(work, [MANIFEST, *(entry.stored for entry in entries)], plan.folders)
         work.publish(target, overwrite=overwrite)
@@ -258,7 +256,7 @@ class _Compression:
         """Do every file; return how many an earlier run had done."""
         resumed = 0
         precision = self.settings.precision
-        how = {"level": self.settings.level} | ({} if precision.lossless else dataclasses.asdict(precision))
+        how = {"level": self.settings.level} | ({} if precision is None else dataclasses.asdict(precision))
         if self.settings.base is not None:
             how["base"] = _state_of(self.settings.base)
         for item in sorted(self.plan.items, key=lambda item: _WORK_ORDER[item.role]):
@@ -333,14 +331,14 @@ class _Compression:
         target = self.work.file(item.stored)
         _copy(self.source / item.path, target)
         self.task.update(item.size)
-        found, size = digest.of_file(target), target.stat().st_size
+        found, size = digest_file(target), target.stat().st_size
         return FileEntry(item.path, "carried", item.stored, size, found, size, found)
 
     def _rewrite(self, item: PlannedFile, content: bytes, stored: bytes) -> FileEntry:
         """Write new content for a file and keep the original in its entry."""
         _write(self.work.file(item.stored), stored, mode_of(self.source / item.path))
         self.task.update(len(content))
-        digests = digest.of_bytes(content), digest.of_bytes(stored)
+        digests = digest_bytes(content), digest_bytes(stored)
         return FileEntry.rewritten(item.path, item.stored, content, digests=digests, size=len(stored))
 
 
@@ -353,7 +351,7 @@ def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, base: P
             _write(target, entry.original_content(), mode_of(stored))
         else:
             _copy(stored, target)
-        found = digest.of_file(target)
+        found = digest_file(target)
         task.update(entry.nbytes)
     check_digest(stored, found, entry.digest)
 
@@ -435,11 +433,11 @@ def _with_content(entry: FileEntry, path: Path, content: bytes) -> FileEntry:
     """The entry of a file after another content was written for it."""
     if path.suffix in (".json", ".safetensors"):
         raise UsageError(f"{path} is needed to open the model.", cure="Change it in the model before compression.")
-    found = digest.of_bytes(content)
+    found = digest_bytes(content)
     if entry.stored_digest == found:
         return entry
     if entry.kind == "rewritten":
         return dataclasses.replace(entry, stored_nbytes=len(content), stored_digest=found)
     original = path.read_bytes()
-    digests = digest.of_bytes(original), found
+    digests = digest_bytes(original), found
     return FileEntry.rewritten(entry.path, entry.stored, original, digests=digests, size=len(content))

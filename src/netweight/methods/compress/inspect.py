@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from netweight.codec import BlobInfo
-from netweight.codec.dtypes import torch_dtype
+from netweight.codec.header import torch_dtype
 from netweight.core.files import whole_file
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress

@@ -17,8 +17,8 @@ from netweight.methods.compress.runtime.model import memory_footprint
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.verify import TREATMENT, Compressed, _identity
 from netweight.registry import CardEntry, Method
-from netweight.report.conclusions import Conclusion, Criterion, Words, by_targets
 from netweight.report.finding import Column, Finding, Section, Table
+from netweight.report.text import Conclusion, Criterion, Words, by_targets
 
 
 def _compress(source: Path, destination: Path, settings: CompressSettings, progress: Progress) -> None:

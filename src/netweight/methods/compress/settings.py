@@ -43,16 +43,12 @@ class CompressSettings(Settings):
     )
     fidelity: Literal["corrected", "reference"] = Field(default="corrected", description="The arithmetic of rounding.")
 
-    def check(self) -> None:
-        """Refuse what cannot be rounded so."""
-        _ = self.precision
-
     @property
-    def precision(self) -> Precision:
-        """How much of weights to keep."""
+    def precision(self) -> Precision | None:
+        """How much of weights to keep; None for all."""
         from netweight.codec import Precision
 
-        return Precision(self.mantissa_bits, self.block_size, self.fidelity)
+        return None if self.mantissa_bits == 7 else Precision(self.mantissa_bits, self.block_size, self.fidelity)
 
     @property
     def workers(self) -> int:

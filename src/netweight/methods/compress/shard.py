@@ -14,9 +14,8 @@ import xxhash
 
 from netweight import codec
 from netweight.codec import ROUNDABLE, BlobInfo, Precision
-from netweight.core.digest import ALGORITHM
 from netweight.core.engines import in_order
-from netweight.core.files import mode_of, whole_file
+from netweight.core.files import ALGORITHM, mode_of, whole_file
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.reader import BATCH, Base, StoredFile
 from netweight.store.safetensors import ONLY_COMPRESSED, Span, build_header
@@ -255,8 +254,7 @@ def _encoded(
 
 def _rounds(span: Span, precision: Precision | None) -> bool:
     """Whether a tensor is to be rounded; biases, norms and indices are not."""
-    lossless = precision is None or precision.lossless
-    return not lossless and len(span.shape) >= 2 and span.dtype in ROUNDABLE
+    return precision is not None and len(span.shape) >= 2 and span.dtype in ROUNDABLE
 
 
 def _head(raw: bytes) -> bytes:

@@ -19,15 +19,14 @@ import numpy.typing as npt
 import xxhash
 
 from netweight.codec import BlobInfo
-from netweight.core import digest
-from netweight.core.files import mode_of
+from netweight.core.files import ALGORITHM, digest_bytes, digest_file, mode_of
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.folder_format import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.shard import plain_head, plain_size
-from netweight.report.conclusions import by_targets
 from netweight.report.finding import Finding, Section
+from netweight.report.text import by_targets
 from netweight.store.reader import StoredFile
 
 TREATMENT = "compress"
@@ -151,8 +150,8 @@ class _Side:
         """Digest of the original content of a file that holds no weights."""
         entry = self.entries.get(name)
         if entry is not None and entry.kind == "rewritten":
-            return digest.of_bytes(entry.original_content())
-        return digest.of_file(self.others[name])
+            return digest_bytes(entry.original_content())
+        return digest_file(self.others[name])
 
 
 @final
@@ -209,7 +208,7 @@ class _Comparison:
                         self._judge(pair, where)
             advance(len(head))
             self.files += 1
-            if not broken and entry is not None and f"{digest.ALGORITHM}:{whole.hexdigest()}" != entry.digest:
+            if not broken and entry is not None and f"{ALGORITHM}:{whole.hexdigest()}" != entry.digest:
                 self.damaged_files.append(f"{name}: its digest is not the recorded one")
             if peer is not None:
                 self.one_sided += [f"{name}: {tensor}" for tensor in sorted({*file.names()} ^ {*peer.names()})]
@@ -240,7 +239,7 @@ class _Comparison:
             self.files += 1
             entry = subject.entries.get(name)
             if entry is not None:
-                if digest.of_file(file) != entry.stored_digest:
+                if digest_file(file) != entry.stored_digest:
                     self.damaged_files.append(f"{entry.stored}: its digest is not the recorded one")
                 if entry.kind == "rewritten" and subject.digest(name) != entry.digest:
                     self.damaged_files.append(f"{name}: the kept original is damaged")

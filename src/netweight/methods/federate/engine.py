@@ -16,8 +16,9 @@ from typing import Any, Protocol, TypeVar, final
 import torch
 from torch import Tensor
 
-from netweight.core import digest, seeds
+from netweight.core import seeds
 from netweight.core.environment import usable_cores
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
@@ -504,9 +505,7 @@ def _opened(
 ) -> Iterator[Kept]:
     """Open a federation's job, which is known by all that decides its result, but for when it ends."""
     data = {
-        client: [
-            digest.of_tensor(part.contiguous()) for part in (*task.client(client).train, *task.client(client).test)
-        ]
+        client: [digest_tensor(part.contiguous()) for part in (*task.client(client).train, *task.client(client).test)]
         for client in task.clients
     }
     key, known = run_key(task, method, settings, data, may_change=("rounds", "evaluate_every", "until_plateau"))
@@ -527,13 +526,13 @@ def run_key(
         for name in Federation.model_fields
         if name not in may_change and (name not in _LATER or getattr(settings, name) != _LATER[name])
     }
-    start = [digest.of_tensor(tensor) for tensor in (task.initial_body(), task.initial_head())]
+    start = [digest_tensor(tensor) for tensor in (task.initial_body(), task.initial_head())]
     layouts = [str(task.body_layout), str(task.head_layout)]
     key = {
-        "settings": asked, "method": described(method), "clients": len(data), "data": digest.of_config(data),
-        "initial_weights": dict(zip(("body", "head"), start, strict=True)), "layouts": digest.of_config(layouts),
+        "settings": asked, "method": described(method), "clients": len(data), "data": digest_config(data),
+        "initial_weights": dict(zip(("body", "head"), start, strict=True)), "layouts": digest_config(layouts),
     }  # fmt: skip
-    return key, digest.of_config([asked, repr(method), data, start, layouts])
+    return key, digest_config([asked, repr(method), data, start, layouts])
 
 
 def described(method: Method) -> Any:

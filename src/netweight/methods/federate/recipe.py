@@ -39,9 +39,9 @@ from netweight.methods.federate.report import (
     read_update,
 )
 from netweight.registry import Attack, Method, Target
-from netweight.report.conclusions import worst
 from netweight.report.finding import Figure, Finding, Section, Table
 from netweight.report.plots import image_grid
+from netweight.report.text import worst
 from netweight.settings import Settings
 
 

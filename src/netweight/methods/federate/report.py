@@ -38,10 +38,10 @@ from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.nn.hypernetwork import hidden_code
 from netweight.report.audit import of_treatment
-from netweight.report.conclusions import Conclusion, Criterion, Words
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import image_grid, lines
 from netweight.report.report import Report
+from netweight.report.text import Conclusion, Criterion, Words
 
 # How far the recovered gradient may be nearer to a client's than the published aggregate is.
 MARGIN_COSINE = 0.05

@@ -27,8 +27,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, MissingExtra, UsageError
 from netweight.job import Job
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.nn.batching import Batches
-from netweight.nn.text_to_image import Text, TextToImage
+from netweight.nn.text_to_image import Batches, Text, TextToImage
 
 # The released code's, for Stable Diffusion 1.4. Its own scripts do not agree on how it was made: calibrate instead.
 PUBLISHED_THRESHOLD = 0.428

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from netweight.attacks.embedding_search.descent import difference
-from netweight.core import digest
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import TrainingStopped, UsageError
 from netweight.job import Job
 from netweight.methods.forget.settings import DistilSettings
-from netweight.nn.batching import Batches
-from netweight.nn.text_to_image import Prediction, Text, TextToImage, generated
+from netweight.nn.text_to_image import Batches, Prediction, Text, TextToImage, generated
 
 CHECKPOINT = "distil.net.safetensors"  # in the job's folder
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -66,8 +65,8 @@ def distil(
     # "unlearn": Alberti et al., arXiv 2503.01034 (SISS), with a bounded ascent.
     key = {
         "settings": settings.to_json(), "before": model.digest(),
-        "prompts": digest.of_config([list(prompts), list(anchors), list(ordinary)]),
-        **({} if images is None else {"images": digest.of_tensor(images)}),
+        "prompts": digest_config([list(prompts), list(anchors), list(ordinary)]),
+        **({} if images is None else {"images": digest_tensor(images)}),
     }  # fmt: skip
     dtype = next(model.denoiser.parameters()).dtype
     opened = nullcontext() if folder is None else Job.open(folder, key=key, of="a distillation", state=CHECKPOINT)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.environment import describe
-from netweight.core.files import whole_file
+from netweight.core.files import read_record, whole_file, write_record
 from netweight.core.progress import QUIET, Progress
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, Unsupported, UsageError
@@ -33,10 +33,8 @@ from netweight.methods.forget.layers import ValueLayer, attended, check_units, v
 from netweight.methods.forget.localize import Localization, read_neurons
 from netweight.methods.forget.settings import ClosedFormSettings, DistilSettings
 from netweight.metrics.copies import CenteredPixels, described
-from netweight.nn.batching import Batches
 from netweight.nn.hooks import edit_outputs
-from netweight.nn.text_to_image import Text, TextToImage, generated
-from netweight.store.checkpoint import read_record, write_record
+from netweight.nn.text_to_image import Batches, Text, TextToImage, generated
 from netweight.store.reader import open_store
 
 FOLDER = "forget"  # in a pipeline's folder

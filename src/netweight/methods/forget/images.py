@@ -15,7 +15,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from netweight.core.digest import of_config
+from netweight.core.files import digest_config
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.methods.forget.settings import GenerationSettings
@@ -33,11 +33,10 @@ from netweight.metrics.copies import (
     similarity_to_memorized,
 )
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
-from netweight.nn.batching import Batches
-from netweight.nn.text_to_image import TextToImage, generated
-from netweight.report.conclusions import Conclusion, Criterion, Words
+from netweight.nn.text_to_image import Batches, TextToImage, generated
 from netweight.report.finding import Finding
-from netweight.store.checkpoint import open_checkpoint, write_checkpoint
+from netweight.report.text import Conclusion, Criterion, Words
+from netweight.store.writer import open_checkpoint, write_checkpoint
 
 _FOLDER = "painted"  # of the images of every prompt
 _SAME = 0.5  # similarity to the image before below which a prompt's images count as changed
@@ -72,7 +71,7 @@ def generate_images(
         raise UsageError("There is no prompt to generate images of.", cure="Give at least one.")
     about = {"model": model.digest(), "setting": setting, **settings.to_json()}
     del about["rows"]  # which does not change the images
-    keys = {prompt: of_config({**about, "prompt": prompt}) for prompt in prompts}
+    keys = {prompt: digest_config({**about, "prompt": prompt}) for prompt in prompts}
     files = {} if folder is None else {prompt: _path(Path(folder), key) for prompt, key in keys.items()}
     found = {prompt: _kept(files[prompt], keys[prompt]) for prompt in files if files[prompt].exists()}
     missing = [prompt for prompt in keys if prompt not in found]

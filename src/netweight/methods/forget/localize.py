@@ -21,9 +21,8 @@ from typing import Any, Literal, Self, final
 import torch
 from torch import Tensor
 
-from netweight.core import digest
 from netweight.core.engines import Outcome
-from netweight.core.files import whole_file
+from netweight.core.files import digest_config, digest_tensor, whole_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, UsageError
@@ -42,8 +41,7 @@ from netweight.methods.forget.search import (
     run_searches,
 )
 from netweight.methods.forget.settings import LocalizationConfig
-from netweight.nn.batching import Costs
-from netweight.nn.text_to_image import TextToImage
+from netweight.nn.text_to_image import Costs, TextToImage
 
 Status = Literal["resolved", "unresolved", "not memorized", "failed"]
 
@@ -170,10 +168,10 @@ def localize(
 
 def _statistics_digest(statistics: Statistics) -> str:
     parts = [
-        [name, digest.of_tensor(mean), digest.of_tensor(statistics.deviations[name])]
+        [name, digest_tensor(mean), digest_tensor(statistics.deviations[name])]
         for name, mean in statistics.means.items()
     ]
-    return digest.of_config(parts)
+    return digest_config(parts)
 
 
 def localize_prompt(

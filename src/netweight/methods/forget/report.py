@@ -19,9 +19,9 @@ from netweight.core.progress import QUIET, Progress
 from netweight.methods.forget.detect import Score, Threshold, roc
 from netweight.methods.forget.images import GeneratedImages, ImagesConfig, copies, image_findings, verdicts
 from netweight.methods.forget.localize import Localization
-from netweight.report.conclusions import Words, worst
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import bars, heat_maps, histogram, image_grid
+from netweight.report.text import Words, worst
 
 TREATMENT = "forget"
 # Names of the audits.

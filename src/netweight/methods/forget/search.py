@@ -19,9 +19,8 @@ from netweight.methods.forget.detect import first_step, noise_difference, publis
 from netweight.methods.forget.layers import ValueLayer
 from netweight.methods.forget.masking import Blocked, MaskedRow, PromptText, RowMasks
 from netweight.methods.forget.settings import DetectionConfig
-from netweight.nn.batching import Batches, Costs, clock
 from netweight.nn.hooks import edit_outputs
-from netweight.nn.text_to_image import TextToImage
+from netweight.nn.text_to_image import Batches, Costs, TextToImage, clock
 
 R = TypeVar("R")
 # Similarities of single precision in another order of operations differ by less.

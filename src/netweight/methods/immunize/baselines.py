@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from netweight.core.seeds import torch_generator
-from netweight.data.examples import IGNORED, Batch
+from netweight.data.tokens import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.defense import (
     Defense,

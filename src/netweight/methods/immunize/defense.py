@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.examples import IGNORED, Batch, Pair, collate
+from netweight.data.tokens import IGNORED, Batch, Pair, collate
 from netweight.errors import UsageError
 from netweight.methods.immunize.distributed import (
     ALONE,

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from netweight.core.progress import Progress
 from netweight.core.seeds import torch_generator
-from netweight.data.examples import IGNORED, Batch, Example, Pair, collate
+from netweight.data.tokens import IGNORED, Batch, Example, Pair, collate
 from netweight.errors import UsageError
 from netweight.methods.immunize.defense import (
     Targets,
@@ -27,10 +27,10 @@ from netweight.methods.immunize.defense import (
 from netweight.metrics.intervals import t_interval
 from netweight.nn.decoder import structure_of
 from netweight.nn.hooks import evaluating
-from netweight.report.conclusions import Conclusion, Measured, Words
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import canvas, series_color, to_figure
 from netweight.report.report import read_report
+from netweight.report.text import Conclusion, Measured, Words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from netweight.core.digest import of_file
-from netweight.core.files import part_of
+from netweight.core.files import digest_file, part_of
 from netweight.core.progress import QUIET, Progress
 from netweight.data.text import text_examples, text_pairs, withhold
 from netweight.data.tokens import BELOW, load_examples, padding_of, tokenized_pairs
@@ -125,7 +124,7 @@ def _report(
         "say: resistance is delay, not prevention.",
         command=command,
         seeds=(settings.seed,),
-        inputs={str(file): of_file(file) for file in files},
+        inputs={str(file): digest_file(file) for file in files},
     )
     held = f" Layers {settings.frozen} were not trained." if settings.frozen else ""
     away = f" Pairs of {', '.join(settings.withhold)} were kept from it." if settings.withhold else ""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netweight.data.examples import IGNORED, Batch
+from netweight.data.tokens import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.defense import (
     Defense,

@@ -16,11 +16,11 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from netweight.core import digest
 from netweight.core.environment import describe
+from netweight.core.files import digest_config, digest_tensor, read_record, write_record
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.examples import Batch, Example, Pair, collate
+from netweight.data.tokens import Batch, Example, Pair, collate
 from netweight.errors import TrainingStopped, UsageError
 from netweight.hf.load_language_model import check_finite, positions_of
 from netweight.job import Job
@@ -42,7 +42,6 @@ from netweight.methods.immunize.repnoise import RepNoiseDefense
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings, named_defense
 from netweight.nn.decoder import frozen, vocabulary_of
 from netweight.nn.hooks import in_mode
-from netweight.store.checkpoint import read_record, write_record
 
 CHECKPOINT = "immunize.net.safetensors"  # the checkpoint's name in a training's folder
 RECORD = "immunize.json"  # the record's
@@ -171,15 +170,15 @@ def immunize(
     model, group = spread.model, spread.group
     group.check(lambda: check_inputs(model, pairs, retain, context=settings.context))
     digests = {
-        "pairs": digest.of_config([asdict(pair) for pair in pairs]),
-        "retain": digest.of_config([asdict(example) for example in retain]),
+        "pairs": digest_config([asdict(pair) for pair in pairs]),
+        "retain": digest_config([asdict(example) for example in retain]),
         "before": _digest_of(model),
     }
     key = {
         "defense": {"name": defense.name, **defense.options}, "settings": settings.to_json(),
         "model": digests["before"], "pairs": digests["pairs"], "retain": digests["retain"], "pad_id": pad_id,
     }  # fmt: skip
-    identity = digest.of_config(key)
+    identity = digest_config(key)
     _check_same(identity, group)
     jobs: list[Job] = []  # the first process's
     with ExitStack() as stack:
@@ -260,7 +259,7 @@ def _refuse(rows: list[str], reason: str, cure: str) -> None:
 
 
 def _digest_of(model: nn.Module) -> str:
-    return digest.of_config({name: digest.of_tensor(whole(value)) for name, value in model.named_parameters()})
+    return digest_config({name: digest_tensor(whole(value)) for name, value in model.named_parameters()})
 
 
 def _check_same(identity: str, group: ProcessGroup) -> None:

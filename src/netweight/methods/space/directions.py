@@ -19,7 +19,7 @@ from netweight.errors import UsageError
 from netweight.methods.space.labels import LabelColumn, Labels
 from netweight.methods.space.points import Direction, DirectionKind, scores_digest
 from netweight.methods.space.settings import FittedKind
-from netweight.metrics.prediction import area_under_roc, explained_variance
+from netweight.metrics.intervals import area_under_roc, explained_variance
 from netweight.report.finding import Finding
 
 # Penalties that are tried, the strongest first, as multiples of the mean energy of an axis of the scores.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import torch
 
 from netweight.core.engines import Engine
+from netweight.core.files import read_record, write_record
 from netweight.core.lazy import import_named
 from netweight.core.names import Select, nearest_names
 from netweight.core.progress import Progress
@@ -49,7 +50,6 @@ from netweight.report.finding import Finding
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.ingest import find_adapters
 from netweight.store.bank.shard import stacked
-from netweight.store.checkpoint import read_record, write_record
 from netweight.store.lora_formats.files import (
     Exported,
     export_adapter,

@@ -30,9 +30,9 @@ from netweight.methods.space.settings import FolderInversion
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.text_to_image import TextToImage
 from netweight.registry import Attack, Target
-from netweight.report.conclusions import Conclusion, Criterion, Words, worst
 from netweight.report.finding import Figure, Finding, Section
 from netweight.report.plots import image_grid
+from netweight.report.text import Conclusion, Criterion, Words, worst
 from netweight.settings import Settings
 
 _SHOWN = 5  # points in the picture

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from netweight.attacks.embedding_search.descent import chosen, weights_fixed
 from netweight.attacks.embedding_search.settings import PredictionKind
-from netweight.core import digest
 from netweight.core.engines import Outcome
+from netweight.core.files import digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, Unsupported, UsageError
@@ -344,8 +344,8 @@ def _batches(targets: Sequence[InversionTarget], most: int) -> Iterator[list[int
 
 
 def _digest(target: InversionTarget) -> Mapping[str, Any]:
-    mask = None if target.mask is None else digest.of_tensor(target.mask)
-    return {"shape": list(target.images.shape), "images": digest.of_tensor(target.images), "mask": mask}
+    mask = None if target.mask is None else digest_tensor(target.mask)
+    return {"shape": list(target.images.shape), "images": digest_tensor(target.images), "mask": mask}
 
 
 def generate_images(

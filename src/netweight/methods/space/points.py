@@ -10,12 +10,11 @@ from typing import Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor
 
-from netweight.core import digest
+from netweight.core.files import digest_config, digest_tensor, read_record, write_record
 from netweight.core.names import nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.methods.space.settings import Unit
 from netweight.report.finding import Finding
-from netweight.store.checkpoint import read_record, write_record
 
 DirectionKind: TypeAlias = Literal["encoder", "decoder", "difference", "corrected", "reference"]
 Measure: TypeAlias = Literal["cosine", "distance"]
@@ -26,7 +25,7 @@ _AT_ONCE = 1024  # points whose distances are computed at a time
 
 def scores_digest(scores: Tensor) -> str:
     """What ties points and directions to a space: a digest of its first scores, which stay when models are appended."""
-    return digest.of_config([scores.shape[-1], digest.of_tensor(scores[:8].detach().float())])
+    return digest_config([scores.shape[-1], digest_tensor(scores[:8].detach().float())])
 
 
 @final

@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from netweight.core.digest import of_config, of_file
 from netweight.core.environment import describe
+from netweight.core.files import digest_config, digest_file, read_record, write_record
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.space.fitting.basis import CombinationBasis, RowBasis, RowLayout, Sketch, SpaceBasis
 from netweight.methods.space.fitting.fit import Accuracy
@@ -33,7 +33,6 @@ from netweight.nn.lora import AdapterStack
 from netweight.nn.pca import Basis, orthonormality
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.published import Published, model_names, published_layout, published_tensor
-from netweight.store.checkpoint import read_record, write_record
 
 RECORD = "space.json"
 _NUMBERS, _ADAPTERS = "space.safetensors", "adapters.safetensors"
@@ -185,13 +184,13 @@ def _bank(tensors: _Tensors, names: Sequence[str]) -> StackBank:
 def _write(path: Path, tensors: _Tensors) -> str:
     """Write tensors and return the file's digest."""
     safetensors.torch.save_file({name: value.contiguous() for name, value in tensors.items()}, path)
-    return of_file(path)
+    return digest_file(path)
 
 
 def _read(path: Path, digest: str) -> dict[str, Tensor]:
     if not path.is_file():
         raise CorruptBlob(f"{path} is missing.")
-    if of_file(path) != digest:
+    if digest_file(path) != digest:
         raise CorruptBlob(f"{path} is not the file that was written: its digest is another.")
     return safetensors.torch.load_file(path)
 
@@ -255,7 +254,7 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
         "fingerprints": torch.zeros(len(scores), dtype=torch.float64),  # no adapter is there to be known again
         "config": FitSettings(components=count, representation="factors"),
         "accuracy": Accuracy("published", min(1.0, float(variances.sum()) / total), error),
-        "bank_digest": of_config({"published": str(folder)}), "origin": {"base": layout.base, "kernels": {}},
+        "bank_digest": digest_config({"published": str(folder)}), "origin": {"base": layout.base, "kernels": {}},
     }  # fmt: skip
 
 

@@ -22,8 +22,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from netweight.core import digest
-from netweight.core.files import whole_file
+from netweight.core.files import digest_config, digest_tensor, whole_file
 from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.federate.defenses import releases_of
@@ -261,10 +260,10 @@ class Answers:
 
         Return what is spent with it.
         """
-        shape = digest.of_config({name: [*value.shape, str(value.dtype)] for name, value in sorted(sent.items())})
+        shape = digest_config({name: [*value.shape, str(value.dtype)] for name, value in sorted(sent.items())})
         if any(row.get("federation") == order.federation and row["shape"] != shape for row in self._rows):
             raise UsageError("The server sends other tensors than before: the shape of the model was changed.")
-        state = digest.of_config({name: digest.of_tensor(value.contiguous()) for name, value in sorted(sent.items())})
+        state = digest_config({name: digest_tensor(value.contiguous()) for name, value in sorted(sent.items())})
         again = sum(row.get("state") == state for row in self._rows)
         if sent and again > repeats:
             raise UsageError(f"The same state was answered {again} times already; it is not answered again.")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
-from netweight.core.digest import of_config, of_file
+from netweight.core.files import digest_config, digest_file
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
@@ -192,7 +192,7 @@ class AdapterBank:
     def digest(self) -> str:
         """Digest of names and content; the same however the bank is split into shards, and compressed or not."""
         contents = [content for shard in self._record.shards for content in shard.contents]
-        return of_config(
+        return digest_config(
             {
                 "modules": self._record.modules,
                 "kernels": self._record.kernels,
@@ -258,7 +258,7 @@ class AdapterBank:
         bad = []
         with progress.task("Checking shards", self.nbytes) as task:
             for shard in self._record.shards:
-                if of_file(self.path / shard.file) != shard.digest:
+                if digest_file(self.path / shard.file) != shard.digest:
                     bad.append(f"{shard.file} (adapters {shard.names[0]} to {shard.names[-1]})")
                 task.update(shard.nbytes)
         if bad:

@@ -22,11 +22,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from netweight.core.digest import ALGORITHM, of_file
-from netweight.core.files import whole_file
+from netweight.core.files import ALGORITHM, digest_file, read_record, whole_file, write_record
 from netweight.errors import CorruptBlob, UsageError
 from netweight.nn.lora import Adapter, AdapterStack
-from netweight.store.checkpoint import read_record, write_record
 from netweight.store.reader import Store, open_store
 from netweight.store.safetensors import build_header
 from netweight.store.writer import StoreWriter
@@ -254,7 +252,7 @@ class ShardReader:
         whole = len(columns) == len(self._modules)
         if not self._intact and not (whole and tuple(rows.digests()) == self._record.contents[start:stop]):
             # Digests are of all factors in their own dtype. For some modules, or a wider dtype, the file's tells.
-            if of_file(self._path) != self._record.digest:
+            if digest_file(self._path) != self._record.digest:
                 raise self._damaged(start, stop)
             self._intact = True
         return rows

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from netweight.core.digest import of_file
-from netweight.core.files import lock, naming_failures, part_of, publish
+from netweight.core.files import digest_file, lock, naming_failures, part_of, publish
 from netweight.errors import OutputExists, UsageError
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.store.bank.shard import (
@@ -175,7 +174,7 @@ class BankWriter:
         entry = ShardRecord(
             file.name,
             file.stat().st_size,
-            of_file(file),
+            digest_file(file),
             tuple(name for part in parts for name in part.names),
             tuple(content for part in parts for content in part.contents),
             tuple(stamp for part in parts for stamp in part.stamps),

@@ -15,7 +15,7 @@ from torch import nn
 
 from netweight import codec
 from netweight.codec import Precision
-from netweight.codec.dtypes import dtype_name
+from netweight.codec.header import dtype_name
 from netweight.codec.lossy import LOSSLESS_BITS
 from netweight.core.names import Select
 from netweight.errors import AlreadyCompressed, Unsupported, UsageError

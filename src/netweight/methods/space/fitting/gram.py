@@ -13,7 +13,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from netweight.core import digest
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
@@ -21,7 +21,7 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.fitting.streaming import read_tensors
 from netweight.nn.lora import AdapterStack
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.checkpoint import write_checkpoint
+from netweight.store.writer import write_checkpoint
 
 _READ, _READ_BYTES = 256, 1 << 25  # adapters that are read at a time at most, and bytes of them where they are large
 _ROWS = 2048  # of the products that are held at a time, n × rank of them
@@ -44,8 +44,8 @@ class StackBank:
     @property
     def digest(self) -> str:
         """Digest of names and tensors."""
-        tensors = [{name: digest.of_tensor(value) for name, value in part.items()} for part in self._parts]
-        return digest.of_config({"names": self.names, "tensors": tensors})
+        tensors = [{name: digest_tensor(value) for name, value in part.items()} for part in self._parts]
+        return digest_config({"names": self.names, "tensors": tensors})
 
     def __len__(self) -> int:
         return len(self.names)
@@ -253,7 +253,7 @@ def _block_row(bank: Bank, later: AdapterStack, start: int, folder: Path | None,
     stop, step = start + len(later), _block(bank)
     if folder is not None and marks is not None:
         file = folder / f"gram-{start}-{stop}.safetensors"
-        about = {"names": digest.of_config(list(bank.names[:stop]))}
+        about = {"names": digest_config(list(bank.names[:stop]))}
         if file.exists():
             found, kept = read_tensors(file)
             if found == about and same_fingerprints(marks[:stop], kept["fingerprints"]):

@@ -15,8 +15,8 @@ from typing import Any, Protocol, final
 
 import torch
 
-from netweight.core.digest import of_file
 from netweight.core.engines import Engine, local_processes
+from netweight.core.files import digest_file
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, NetweightError, UsageError
 from netweight.job import Job
@@ -32,7 +32,7 @@ from netweight.nn.subspace_iteration import (
     pass_over,
     result,
 )
-from netweight.store.checkpoint import open_checkpoint, write_checkpoint
+from netweight.store.writer import open_checkpoint, write_checkpoint
 
 _STATE = "state.safetensors"
 
@@ -208,7 +208,7 @@ def fit_shards(
             iteration = _iteration(*loaded)
         while True:
             files = [job.folder / f"pass-{iteration.stage}-{number}.safetensors" for number in range(len(shards))]
-            digest, first, tasks = of_file(job.folder / _STATE), 0, []
+            digest, first, tasks = digest_file(job.folder / _STATE), 0, []
             for shard, (rows, _), file in zip(shards, shapes, files, strict=True):
                 tasks.append(ShardTask(shard, first, plan, str(job.folder / _STATE), digest, str(file)))
                 first += rows
@@ -238,7 +238,7 @@ def _run(task: ShardTask) -> str:
     sums = empty(task.plan, iteration, rows.shape[0])
     pass_over(rows, task.plan, iteration, first=task.first, sums=sums)
     write_checkpoint(Path(task.target), {"stage": iteration.stage}, sums.items())
-    return of_file(task.target)
+    return digest_file(task.target)
 
 
 def _summed(files: Sequence[Path]) -> Sums:
