@@ -275,7 +275,7 @@ def is_lossy(blob: Blob) -> bool:
     return _is_lossy(bytes_of(blob))
 
 
-def _is_lossy(source: Bytes) -> bool:
+def _is_lossy(source: Any) -> bool:
     return bytes(source[:3]) == lossy.MAGIC
 
 
