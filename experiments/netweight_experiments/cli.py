@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from netweight.report.finding import Finding
     from netweight_experiments.benchmarks.compress.codec import Result
     from netweight_experiments.benchmarks.compress.codec_data import DataSet
-    from netweight_experiments.tables.catalog import Item
-    from netweight_experiments.tables.compare import Reproduction
+    from netweight_experiments.tables.compare import Item, Reproduction
 
 F = TypeVar("F", bound="Callable[..., Any]")
 QUICK_WEIGHTS = 1 << 20
@@ -95,7 +94,7 @@ def reproduce(
 
 
 def _list(output: Output) -> None:
-    from netweight_experiments.tables.catalog import PAPERS, items
+    from netweight_experiments.tables.compare import PAPERS, items
 
     everything = items()
     for paper in PAPERS.values():
@@ -261,8 +260,7 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
     from netweight.core.environment import describe, usable_cores
     from netweight.core.progress import Progress
     from netweight.methods.federate import LocalTraining
-    from netweight_experiments.benchmarks.federate.rounds import speed_findings, time_rounds
-    from netweight_experiments.toys.random_federation import random_federation
+    from netweight_experiments.benchmarks.federate.rounds import random_federation, speed_findings, time_rounds
 
     clients, images, training = (2, 50, LocalTraining(epochs=1)) if quick else (clients, images, LocalTraining())
     times = time_rounds(

@@ -14,9 +14,9 @@ from netweight.errors import MissingExtra
 from netweight.hf.load_language_model import llama2c_tokenizer
 from netweight_experiments.tables import run_table
 from netweight_experiments.tables.neuzip import inference as neuzip_inference
-from netweight_experiments.tables.neuzip import inference_models as inference_subjects
+from netweight_experiments.tables.neuzip import inference_runs as inference_subjects
+from netweight_experiments.tables.neuzip.inference import front
 from netweight_experiments.tables.neuzip.inference_runs import BITS, BLOCKS, weight_formats
-from netweight_experiments.tables.neuzip.trade_off import front
 from netweight_experiments.toys import decoder, encoder_decoder
 from netweight_experiments.toys.fitting import Schedule
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from netweight.cli import netweight
 from netweight.errors import UsageError
 from netweight_experiments.tables import registry, run_table
-from netweight_experiments.tables.published import published
+from netweight_experiments.tables.registry import published
 
 pytest.importorskip("diffusers", reason="pipelines come with the diffusion extra")
 pytest.importorskip("transformers", reason="pipelines come with the diffusion extra")

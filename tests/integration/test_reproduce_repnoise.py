@@ -6,7 +6,7 @@ import pytest
 
 from netweight.errors import Unsupported, UsageError
 from netweight_experiments.tables import registry, run_table
-from netweight_experiments.tables.published import published
+from netweight_experiments.tables.registry import published
 from netweight_experiments.tables.repnoise.attacks import PLANS
 from netweight_experiments.tables.repnoise.setup import layers_of
 

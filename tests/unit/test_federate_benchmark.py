@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from netweight.methods.federate import Federation, HyperFL, LocalTraining, fedavg, train
-from netweight_experiments.benchmarks.federate.rounds import Contender, dense_fedavg, dense_hyperfl, speed_findings
-from netweight_experiments.toys.random_federation import random_federation
+from netweight_experiments.benchmarks.federate.rounds import (
+    Contender,
+    dense_fedavg,
+    dense_hyperfl,
+    random_federation,
+    speed_findings,
+)
 
 # One batch holds all examples, so that the order in which they are drawn changes nothing but the last bits.
 WHOLE = LocalTraining(epochs=2, batch_size=40)

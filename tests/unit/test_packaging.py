@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from netweight.codec.cuda import compiling
-from netweight_experiments.tables import published
+from netweight_experiments.tables.registry import published_folder
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "constraints.txt").is_file(), reason="outside a source tree")
@@ -93,4 +93,4 @@ def test_the_published_numbers_lie_where_the_experiments_look_for_them():
     """In the source tree or in an installed wheel: no file is missing."""
     here = sorted(path.name for path in (ROOT / "experiments" / "netweight_experiments" / "published").glob("*.json"))
     assert here
-    assert sorted(path.name for path in published.published_folder().glob("*.json")) == here
+    assert sorted(path.name for path in published_folder().glob("*.json")) == here

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from netweight.errors import Unsupported
-from netweight_experiments.tables import published as module
-from netweight_experiments.tables.published import published, published_folder, published_ids
+from netweight_experiments.tables import registry as module
+from netweight_experiments.tables.registry import published, published_folder, published_ids
 
 KEYS = ["id", "paper", "arxiv", "table", "title", "setup", "columns", "rows", "notes", "source"]
 SETUP_KEYS = {"stated", "reference_code", "inferred", "rerun", "unknown"}

@@ -7,9 +7,10 @@ from netweight.errors import MissingExtra, NameNotFound, OutputExists, Unsupport
 from netweight.report import Finding
 from netweight.report.finding import Column as ReportColumn
 from netweight.report.finding import Figure, Table
-from netweight_experiments.tables import Column, Measured, Row, catalog, registry, run_table, table
+from netweight_experiments.tables import Column, Measured, Row, registry, run_table, table
+from netweight_experiments.tables import compare as catalog
 from netweight_experiments.tables.compare import compare
-from netweight_experiments.tables.published import Published, published_ids
+from netweight_experiments.tables.registry import Published, published_ids
 
 FIGURE = Figure("svg", "<svg></svg>", "nothing")
 WIDE = Table(

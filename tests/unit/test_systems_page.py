@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from netweight_experiments.tables.published import published
+from netweight_experiments.tables.registry import published
 
 PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")

@@ -1,7 +1,7 @@
 """The tables and figures of the five papers, measured again: `netweight reproduce`.
 
-`registry.py` holds what can be measured, `published.py` the papers' numbers, `catalog.py` the list of everything the
-papers show, `compare.py` lays measured beside published, `grid.py` makes tables of runs. Every paper has a folder.
+`registry.py` holds what can be measured and the papers' numbers, `compare.py` lists everything the papers show and lays
+measured beside published, `grid.py` makes tables of runs. Every paper has a folder.
 """
 
 from __future__ import annotations

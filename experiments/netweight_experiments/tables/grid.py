@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from netweight.core.engines import in_process
@@ -71,14 +73,25 @@ def chosen(runs: Sequence[N], only: str | None) -> list[N]:
     return found
 
 
-def finished(folder: Path, kind: Callable[..., R], name: str = "runs") -> dict[R, dict[str, Any]]:
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def typed(kind: type[T], value: Any) -> T:
+    """Return a dataclass of what a ledger gives back: lists are tuples again, mappings the dataclasses they were."""
+    made: T = _adapter(kind).validate_python(value)
+    return made
+
+
+def finished(folder: Path, kind: type[R], name: str = "runs") -> dict[R, dict[str, Any]]:
     """Return every run that a folder remembers and that ended well, with what it returned."""
-    # `kind` makes a run's settings of their fields: a frozen dataclass, or a function for one that holds another.
+    # `kind`: the dataclass of the runs' settings
     with Job.open(folder, reading=True) as job:
-        return {kind(**row["config"]): row["value"] for row in job.records(name) if row["error"] is None}
+        return {typed(kind, row["config"]): row["value"] for row in job.records(name) if row["error"] is None}
 
 
-def finished_of(runs: Sequence[R], folder: Path, kind: Callable[..., R]) -> dict[R, dict[str, Any]]:
+def finished_of(runs: Sequence[R], folder: Path, kind: type[R]) -> dict[R, dict[str, Any]]:
     """Return those of the runs that a folder remembers, of which there must be one."""
     known = finished(folder, kind)
     found = {run: known[run] for run in runs if run in known}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from netweight import codec
 from netweight.core.environment import describe, installed_version, usable_cores
@@ -463,7 +464,7 @@ class Result:
 
     def find(self, **wanted: Any) -> Row | None:
         """Return the first row whose fields have the values given, or None."""
-        return next((row for row in self.rows if _fits(row, wanted)), None)
+        return next((row for row in self.rows if all(getattr(row, name) == wanted[name] for name in wanted)), None)
 
     def against(self, row: Row, contender: str) -> Ratio | None:
         """Say how many times as fast a row is as a contender was in the same rounds; None if that was not measured."""
@@ -498,6 +499,9 @@ class Result:
         }
 
 
+_RESULT = TypeAdapter(Result)
+
+
 def write_result(result: Result, path: Path) -> None:
     """Write a result, a line per row; the file appears whole or not at all."""
     content = result.to_json()
@@ -512,19 +516,8 @@ def read_result(path: Path) -> Result:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["netweight_benchmark"] != FORMAT or data["name"] != "codec":
             raise ValueError("another format")
-        rows = tuple(_read_row(row) for row in data["rows"])
-        fields: dict[str, Any] = {name: data[name] for name in Result.__dataclass_fields__ if name != "rows"}
-        return Result(**(fields | {"data": tuple(data["data"]), "left_out": tuple(data["left_out"])}), rows=rows)
+        return _RESULT.validate_python(data)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Unsupported(
             f"{path} is not a result of this benchmark: {error!r}.", cure="Run: netweight benchmark codec"
         ) from error
-
-
-def _read_row(data: Mapping[str, Any]) -> Row:
-    samples = Samples(tuple(data["samples"]["wall"]), tuple(data["samples"]["cpu"]))
-    return Row(**{name: data[name] for name in Row.__dataclass_fields__ if name != "samples"}, samples=samples)
-
-
-def _fits(row: Row, wanted: Mapping[str, Any]) -> bool:
-    return all(getattr(row, name) == value for name, value in wanted.items())

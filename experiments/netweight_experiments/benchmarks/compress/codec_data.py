@@ -21,9 +21,7 @@ from netweight.errors import UsageError
 from netweight.store import open_store
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
 
 # Name of the set of normally distributed weights.
@@ -32,7 +30,7 @@ GAUSSIAN = "N(0, 0.02)"
 # Name of the sets of a million such weights, which stay in a core's cache: the code's speed, not the memory's.
 IN_CACHE = "N(0, 0.02), in cache"
 
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 @final
@@ -59,8 +57,6 @@ class DataSet:
 
 def pack(name: str, dtype: str, tensors: Sequence[torch.Tensor]) -> DataSet:
     """Copy tensors of one dtype into one piece of memory, so that all contenders read and write memory of one kind."""
-    import numpy as np
-
     raw = np.concatenate([raw_bytes(tensor.contiguous()) for tensor in tensors])
     return DataSet(name, dtype, tuple(tensors_over(raw, tensors)), raw)
 
@@ -101,7 +97,6 @@ def gaussian(*, seed: int, count: int = 1 << 25, name: str = GAUSSIAN, dtype: st
 
 def model_as(file: Path, name: str, dtype: str, *, most: int | None = None) -> DataSet:
     """Read all floating-point tensors of a file, converted to one dtype."""
-
     kept, count = [], 0
     with open_store(file) as store:
         for tensor_name in store.names():
@@ -116,7 +111,7 @@ def _as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     """Converted; for e4m3, whose exponents begin at 2^-6, first scaled into its range, as its users do."""
     import torch
 
-    return tensor.mul(16 if dtype == "F8_E4M3" else 1).to(getattr(torch, _DTYPES[dtype]))
+    return tensor.mul(16 if dtype == "F8_E4M3" else 1).to(getattr(torch, DTYPES[dtype]))
 
 
 def of_files(files: Sequence[Path]) -> list[DataSet]:
@@ -191,11 +186,15 @@ def _memcpy(raw: Bytes, dtype: str, threads: int) -> Ready:
     return Ready(raw.nbytes, copy, copy, restored)
 
 
-def _zipnn(raw: Bytes, dtype: str, threads: int) -> Ready:
+def zipnn(dtype: str, threads: int = 1) -> Any:
+    """Return zipnn's codec for a dtype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it compiles functions with torch.jit when imported
-        library = importlib.import_module("zipnn")
-    codec = library.ZipNN(bytearray_dtype=_DTYPES[dtype], threads=threads)
+        return importlib.import_module("zipnn").ZipNN(bytearray_dtype=DTYPES[dtype], threads=threads)
+
+
+def _zipnn(raw: Bytes, dtype: str, threads: int) -> Ready:
+    codec = zipnn(dtype, threads)
     stored = codec.compress(bytearray(raw))
 
     def decode() -> Any:
@@ -260,7 +259,7 @@ def _blosc2(codec: str, level: int) -> Callable[[Bytes, str, int], Ready]:
 # All peers, in the order of tables.
 PEERS = (
     Peer("memcpy", None, None, _memcpy),
-    Peer("zipnn", "zipnn", "zipnn", _zipnn, tuple(_DTYPES)),
+    Peer("zipnn", "zipnn", "zipnn", _zipnn, tuple(DTYPES)),
     Peer("zstd -1", "zstandard", "zstandard", _zstd(1)),
     Peer("zstd -3", "zstandard", "zstandard", _zstd(3)),
     Peer("zstd -1, planes", "zstandard", "zstandard", _zstd_planes, tuple(_WIDTHS)),

@@ -10,11 +10,9 @@ safetensors, and what the compressed file has beyond its tensors' blobs is count
 Threads are compared by wall time, the others by processor time, too; only a quiet machine says anything of threads.
 """
 
-import importlib
 import statistics
 import tempfile
-import time
-import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,7 +22,8 @@ from safetensors.torch import save_file
 import netweight
 from netweight.core.files import sync
 from netweight.core.seeds import torch_generator
-from netweight_experiments.timing import ratios
+from netweight_experiments.benchmarks.compress.codec_data import zipnn
+from netweight_experiments.timing import Case, interleave, ratios
 
 
 def make_folder(folder, megabytes, generator):
@@ -46,15 +45,12 @@ def by_netweight(folder, target, threads):
 def by_zipnn(folder, target):
     """The same by zipnn's API."""
     target.mkdir(exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        zipnn = importlib.import_module("zipnn").ZipNN(bytearray_dtype="bfloat16", threads=1)
-    total = 0
+    peer, total = zipnn("BF16"), 0
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file, (target / path.name).open("wb") as out:
             for name in file.keys():
                 raw = bytearray(file.get_tensor(name).view(torch.uint8).numpy().tobytes())
-                total += out.write(zipnn.compress(raw))
+                total += out.write(peer.compress(raw))
         sync(target / path.name)
     return total
 
@@ -71,15 +67,14 @@ def read_by_safetensors(path):
 
 def timed(work, rounds):
     """Wall and processor seconds of every round, and what the work returned; the contenders take turns."""
-    seconds = {name: {"wall": [], "cpu": []} for name in work}
     results = {}
-    for _ in range(rounds):
-        for name, function in work.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            results[name] = function()
-            seconds[name]["cpu"].append(time.process_time() - cpu)
-            seconds[name]["wall"].append(time.perf_counter() - wall)
-    return seconds, results
+
+    def run(name):
+        results[name] = work[name]()
+
+    cases = [Case(name, lambda _, name=name: run(name)) for name in work]
+    samples = interleave(cases, repeats=rounds, seed=0, warmup=0, again_below=0, steady=0)
+    return {name: asdict(taken) for name, taken in samples.items()}, results
 
 
 def ratio(seconds, slow, fast, clock):

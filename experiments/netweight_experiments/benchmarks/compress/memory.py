@@ -44,6 +44,7 @@ from netweight.core.files import sync
 
 MB = 1_000_000
 COLUMNS = 1024
+NETWEIGHT = [sys.executable, "-m", "netweight"]
 STORE = """
 import json, sys, time
 start = time.perf_counter()
@@ -117,11 +118,10 @@ def first_byte_seen(target):
         return False
 
 
-def run_command(*arguments, watch=None):
-    """Run `netweight`; return its seconds, its peak resident bytes, and the seconds to its first byte if watched."""
-    command = [sys.executable, "-m", "netweight", *map(str, arguments)]
+def run(command, watch=None):
+    """Run a command; return its seconds, those that the system worked for it, its peak, and those to its first byte."""
     started, first = time.perf_counter(), None
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL)
     while watch is not None and first is None and process.returncode is None:
         if first_byte_seen(watch):
             first = time.perf_counter() - started
@@ -129,18 +129,8 @@ def run_command(*arguments, watch=None):
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed")
-    return time.perf_counter() - started, usage.ru_maxrss * 1024, first
-
-
-def system_time(command):
-    """Run a command; return its peak resident bytes and the seconds that the system worked for it."""
-    process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
         raise SystemExit(f"{command} failed")
-    return usage.ru_maxrss * 1024, usage.ru_stime
+    return time.perf_counter() - started, usage.ru_stime, usage.ru_maxrss * 1024, first
 
 
 def measure_one(place, megabytes, runs, threads):
@@ -149,23 +139,22 @@ def measure_one(place, megabytes, runs, threads):
     for label, rows in (("small", 4), ("large", megabytes * MB // (2 * COLUMNS))):
         source, net, back = (place / f"{label}-{name}.safetensors" for name in ("plain", "net", "back"))
         write_tensors(source, {"weight": rows})
-        own = [sys.executable, "-m", "netweight"]
         options = ["--threads", threads]
         commands = {
             "cp": ["sh", "-c", 'cp --reflink=never "$0" "$1" && sync "$1"', source, back],
-            "compress": [*own, "compress", source, net, "--overwrite", *options],
-            "decompress": [*own, "decompress", net, back, "--overwrite", *options],
-            "verify": [*own, "verify", net, *options],
-            "verify --against": [*own, "verify", net, "--against", source, *options],
-            "inspect": [*own, "inspect", net],
+            "compress": [*NETWEIGHT, "compress", source, net, "--overwrite", *options],
+            "decompress": [*NETWEIGHT, "decompress", net, back, "--overwrite", *options],
+            "verify": [*NETWEIGHT, "verify", net, *options],
+            "verify --against": [*NETWEIGHT, "verify", net, "--against", source, *options],
+            "inspect": [*NETWEIGHT, "inspect", net],
         }
-        found[label] = {name: [system_time(command) for _ in range(runs)] for name, command in commands.items()}
-    copied = statistics.median(seconds for _, seconds in found["large"]["cp"])
+        found[label] = {name: [run(command)[1:3] for _ in range(runs)] for name, command in commands.items()}
+    copied = statistics.median(seconds for seconds, _ in found["large"]["cp"])
     result = {}
     for name, measured in found["large"].items():
-        above = max(most for most, _ in measured) - min(most for most, _ in found["small"][name])
-        spent = statistics.median(seconds for _, seconds in measured)
-        start = statistics.median(seconds for _, seconds in found["small"][name])
+        above = max(most for _, most in measured) - min(most for _, most in found["small"][name])
+        spent = statistics.median(seconds for seconds, _ in measured)
+        start = statistics.median(seconds for seconds, _ in found["small"][name])
         result[name] = {
             "peak_above_libraries_bytes": above,
             "memory_met": above <= 200 * MB,
@@ -210,13 +199,13 @@ def measure(place, largest_mb, runs, threads):
             shutil.rmtree(net, ignore_errors=True)
             if cold:
                 forget(model)
-            found.append(run_command("compress", model, net, *options, watch=net))
+            found.append(run([*NETWEIGHT, "compress", model, net, *options], watch=net))
         seconds[f"compress, {label}, first byte"] = times([first for *_, first in found], 1.0)
         seconds[f"compress, {label}, everything"] = times([whole for whole, *_ in found])
-        memory[f"compress, {label}"] = peak([most for _, most, _ in found], bound)
-    whole, most, _ = run_command("decompress", net, back, *options)
+        memory[f"compress, {label}"] = peak([most for *_, most, _ in found], bound)
+    whole, _, most, _ = run([*NETWEIGHT, "decompress", net, back, *options])
     memory["decompress"], seconds["decompress, everything"] = peak([most]), times([whole])
-    whole, most, _ = run_command("verify", net, "--against", model, *options)
+    whole, _, most, _ = run([*NETWEIGHT, "verify", net, "--against", model, *options])
     memory["verify --against"], seconds["verify --against, everything"] = peak([most]), times([whole])
     torch_seconds, fill_seconds = [], []
     for kind, folder in (("plain", model), ("compressed", net)):
@@ -228,9 +217,9 @@ def measure(place, largest_mb, runs, threads):
                         forget(folder)
                     found.append(get_first(folder, name))
                 key = f"open_store(...).get, {kind}, {which} tensor, {label}"
-                seconds[key] = times([run["get"] for run in found], 1.0)
-                torch_seconds += [run["import torch"] for run in found]
-                fill_seconds += [run["fill"] for run in found if which == "largest"]
+                seconds[key] = times([one["get"] for one in found], 1.0)
+                torch_seconds += [one["import torch"] for one in found]
+                fill_seconds += [one["fill"] for one in found if which == "largest"]
     seconds["import torch, before any get"] = times(torch_seconds)
     seconds["fill fresh memory of the largest tensor's size"] = times(fill_seconds)
     stored = sum(path.stat().st_size for path in net.glob("*.safetensors"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import statistics
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -19,11 +18,10 @@ import torch
 from netweight import codec
 from netweight.codec.header import dtype_name
 from netweight.core.seeds import torch_generator
-from netweight_experiments.benchmarks.compress.codec_data import order_0
+from netweight_experiments.benchmarks.compress.codec_data import DTYPES, order_0, zipnn
 from netweight_experiments.timing import in_turns, median_ratio
 
 _COUNT = 1 << 20
-_ZIPNN = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 
 def kinds(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -89,14 +87,12 @@ def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
         "decode, zstd": of_planes,
     }
     sizes = {"netweight": len(blobs[2]), "version 1": len(blobs[1]), "zstd -3, planes": sum(map(len, planes))}
-    if (kind := str(tensor.dtype).removeprefix("torch.")) in _ZIPNN:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            zipnn = importlib.import_module("zipnn").ZipNN(bytearray_dtype=kind, threads=1)
-        stored = zipnn.compress(bytearray(raw))
+    if dtype_name(tensor.dtype) in DTYPES:
+        peer = zipnn(dtype_name(tensor.dtype))
+        stored = peer.compress(bytearray(raw))
         sizes["zipnn"] = len(stored)
-        work["decode, zipnn"] = lambda: zipnn.decompress(stored)
-        work["encode, zipnn"] = lambda: zipnn.compress(bytearray(raw))
+        work["decode, zipnn"] = lambda: peer.decompress(stored)
+        work["encode, zipnn"] = lambda: peer.compress(bytearray(raw))
     for check in (work["decode"], work["decode, checked"]):
         out.fill(0xA5)
         check()

@@ -1,7 +1,7 @@
 """Rounds in the usual way, one client after another by modules and `torch.optim.SGD`: what the engine is timed against.
 
 FedAvg and HyperFL as one would write them with care and without this library: contiguous images, no copies but those
-needed, gradients of the hypernetwork by autograd.
+needed, gradients of the hypernetwork by autograd. Images are random: how long a round takes does not depend on them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,23 @@ from netweight.methods.federate.engine import round_by_round
 from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.method import without
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import Task
+from netweight.methods.federate.task import ClientData, Task, small_cnn
 from netweight.metrics.intervals import paired_ratio
 from netweight.nn import Hypernetwork, ParameterLayout
 from netweight.report.finding import Better, Finding
 from netweight_experiments.timing import Case, Samples, interleave
+
+
+def random_federation(clients: int, images: int, *, classes: int = 10, seed: int = 0) -> Task:
+    """Return clients with images of Fashion-MNIST's size, and the small CNN."""
+    data = []
+    for client in range(clients):
+        generator = seeds.torch_generator(seed, "random images", client)
+        inputs = torch.randn(images, 1, 28, 28, generator=generator)
+        targets = torch.randint(classes, (images,), generator=generator)
+        data.append(ClientData((inputs, targets), (inputs[:1], targets[:1])))
+    body, head = small_cnn(1, 28, classes, seed=seed)
+    return Task(body, head, data)
 
 
 def dense_fedavg(task: Task, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:

@@ -52,11 +52,6 @@ class AdapterRun:
     rounds: int = 200  # number of rounds
     seed: int = 520
 
-    def __post_init__(self) -> None:
-        """Take sizes as a ledger gives them back."""
-        if self.per_client is not None:
-            object.__setattr__(self, "per_client", tuple(self.per_client))
-
     @property
     def name(self) -> str:
         """A name for files, which leaves out the number of rounds so that a longer run continues a shorter one."""

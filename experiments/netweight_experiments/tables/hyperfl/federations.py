@@ -28,10 +28,9 @@ from netweight.methods.federate.folder import FederationPlan
 from netweight.metrics.intervals import t_interval
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import canvas, lines, series_color, to_figure
-from netweight_experiments.benchmarks.federate.rounds import Contender, speed_findings, time_rounds
+from netweight_experiments.benchmarks.federate.rounds import Contender, random_federation, speed_findings, time_rounds
 from netweight_experiments.tables.grid import N, chosen, finished_of, grid, run_each
 from netweight_experiments.tables.registry import Column, Measured, Scale, table
-from netweight_experiments.toys.random_federation import random_federation
 
 # What `methods.federate.train` takes.
 Parts: TypeAlias = "tuple[Task, Method, Federation]"

@@ -38,7 +38,7 @@ from netweight.metrics.intervals import proportion
 from netweight.nn.text_to_image import Batches, TextToImage, generated
 from netweight.report.finding import Figure, Finding, Table
 from netweight.report.plots import image_grid
-from netweight_experiments.tables.grid import Cell, T, as_text, grid, interval_finding, picture, run_each
+from netweight_experiments.tables.grid import Cell, T, as_text, grid, interval_finding, picture, run_each, typed
 from netweight_experiments.tables.nemo.setup import NONE, Setup, Way, mitigation
 from netweight_experiments.tables.registry import Column, Measured
 
@@ -367,11 +367,7 @@ def middle_cells(
 
 def copies(found: Mapping[str, Any]) -> PromptCopies:
     """Return an own run as `PromptCopies`."""
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value := found[name], list) else value
-        for name in PromptCopies.__dataclass_fields__
-    }
-    return PromptCopies(**fields)
+    return typed(PromptCopies, found)
 
 
 def middle(values: Iterable[float]) -> tuple[float | None, float | None]:

@@ -41,8 +41,7 @@ from netweight_experiments.tables.nemo.setup import (
     threshold_of,
     union,
 )
-from netweight_experiments.tables.published import Published, required
-from netweight_experiments.tables.registry import Column, Measured, Row
+from netweight_experiments.tables.registry import Column, Measured, Published, Row, required
 from netweight_experiments.tables.setups import setup_table
 
 Groups = Mapping[str, Sequence["Localization"]]

@@ -32,8 +32,7 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
 from netweight_experiments.tables.neuzip.paper_scale_training import measured_training, train
 from netweight_experiments.tables.neuzip.throughput import joined, measured_throughput, throughput
 from netweight_experiments.tables.neuzip.training import COMPRESSED, FIXED, LOMO, VANILLA
-from netweight_experiments.tables.published import published
-from netweight_experiments.tables.registry import Measured
+from netweight_experiments.tables.registry import Measured, published
 
 
 @final

@@ -1,19 +1,25 @@
 """NeuZip's figure 4: how fast matrices are packed and unpacked, by size and by codec, on a GPU or a CPU.
 
 A codec packs a dense bf16 matrix that lies on the device, and unpacks it there again. Exact ones are checked bit for
-bit before anything is timed.
+bit before anything is timed. DFloat11's package packs symbol by symbol in Python; here the same bytes are made with
+numpy, by its tables, for its kernel (needs dfloat11, dahuffman and cupy).
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
+import io
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from netweight import codec
@@ -24,11 +30,85 @@ from netweight.errors import MissingExtra, NetweightError, Unsupported
 from netweight.methods.compress.runtime.storage import CompressedStorage
 from netweight.report.finding import Finding
 from netweight.report.plots import lines
-from netweight_experiments.tables.neuzip import dfloat11
 from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns, synchronize
 from netweight_experiments.tables.neuzip.quantizers import nf4
 from netweight_experiments.tables.neuzip.training import GIB, SEED
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
+
+_THREADS, _BYTES_EACH = 512, 8  # of a block, and of the stream for each thread: the package's own
+
+
+@final
+@dataclass(frozen=True)
+class _Packed:
+    """What the kernel takes."""
+
+    luts: torch.Tensor
+    exponents: torch.Tensor
+    others: torch.Tensor
+    positions: torch.Tensor
+    gaps: torch.Tensor
+    shape: torch.Size
+    shared: int  # bytes of shared memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(part.nbytes for part in (self.luts, self.exponents, self.others, self.positions, self.gaps))
+
+
+def _pack(weight: torch.Tensor) -> _Packed:
+    """Pack a bf16 matrix; on the host, and slowly."""
+    utils: Any = importlib.import_module("dfloat11.dfloat11_utils")
+    flat = weight.flatten().view(torch.int16)
+    with contextlib.redirect_stdout(io.StringIO()):  # the package prints its tables
+        _, counter = utils.get_codec(flat.cpu().view(torch.bfloat16))
+        codec, _, table = utils.get_32bit_codec(counter)
+        luts = utils.get_luts(table)
+    exponents = (flat >> 7 & 0xFF).to(torch.uint8).cpu().numpy()
+    lengths, codes = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    for symbol, (bits, code) in codec.get_code_table().items():
+        if isinstance(symbol, int):
+            lengths[symbol], codes[symbol] = bits, code
+    taken = lengths[exponents]
+    ends = np.cumsum(taken)
+    starts = ends - taken
+    # Bit `at` of a code, from its highest on, for every bit of the stream.
+    whose = np.repeat(np.arange(len(exponents), dtype=np.int32), taken)
+    below = (ends[whose] - 1 - np.arange(int(ends[-1]))).astype(np.int8)
+    stream = np.packbits((codes.astype(np.int32)[exponents[whose]] >> below & 1).astype(np.uint8))
+    units = -(-len(stream) // (_THREADS * _BYTES_EACH)) * _THREADS
+    first = np.searchsorted(starts, np.arange(units) * 8 * _BYTES_EACH)
+    gaps = np.where(first < len(starts), starts[np.minimum(first, len(starts) - 1)] - np.arange(units) * 64, 0)
+    gap_bits = (gaps[:, None] >> np.arange(4, -1, -1) & 1).astype(np.uint8)
+    positions = np.append(np.searchsorted(starts, np.arange(units // _THREADS) * 64 * _THREADS), len(exponents))
+    others = (flat >> 8 & 0x80 | flat & 0x7F).to(torch.uint8)
+    device = weight.device
+    there = [torch.from_numpy(part).to(device) for part in (stream, positions.astype(np.uint32), np.packbits(gap_bits))]
+    shared = _THREADS * 4 + 4 + int(np.diff(positions).max()) * 2
+    return _Packed(luts.to(device), there[0], others, there[1], there[2], weight.shape, shared)
+
+
+def _unpack(kept: _Packed) -> torch.Tensor:
+    """Decode by the package's kernel, which returns at once."""
+    cupy: Any = importlib.import_module("cupy")
+    out = torch.empty(kept.shape, dtype=torch.bfloat16, device=kept.others.device)
+    parts = (kept.luts, kept.exponents, kept.others, kept.positions, kept.gaps, out)
+    sizes = (kept.luts.shape[0], kept.exponents.numel(), kept.others.numel())
+    blocks = -(-kept.exponents.numel() // (_THREADS * _BYTES_EACH))
+    with cupy.cuda.ExternalStream(torch.cuda.current_stream(out.device).cuda_stream):
+        _kernel()((blocks,), (_THREADS,), (*(part.data_ptr() for part in parts), *sizes), shared_mem=kept.shared)
+    return out
+
+
+@cache
+def _kernel() -> Any:
+    spec = importlib.util.find_spec("dfloat11")
+    if spec is None or spec.origin is None or importlib.util.find_spec("cupy") is None:
+        raise Unsupported("dfloat11 or cupy is not installed")
+    cupy: Any = importlib.import_module("cupy")
+    return cupy.RawModule(path=str(Path(spec.origin).parent / "decode.ptx")).get_function("decode")
+
 
 _LOSSLESS = "netweight, lossless"
 _SMALL = (256, 512, 1024, 2048)
@@ -244,8 +324,8 @@ def _nf4(name: str, device: torch.device) -> _Way:
 def _dfloat11(name: str, device: torch.device) -> _Way:
     if device.type != "cuda":
         raise Unsupported("it needs a GPU")
-    dfloat11.require()
-    return _Way(name, dfloat11.pack, dfloat11.unpack, lambda kept: int(kept.nbytes), slow=True, largest=4096)
+    _kernel()
+    return _Way(name, _pack, _unpack, lambda kept: int(kept.nbytes), slow=True, largest=4096)
 
 
 def _nvcomp(name: str, device: torch.device) -> _Way:

@@ -23,7 +23,7 @@ from netweight.metrics.intervals import Interval, paired_ratio
 from netweight.report.finding import Finding
 from netweight_experiments.memory import PrivateMemory, TensorLedger, in_fresh_process
 from netweight_experiments.tables.grid import R, run_each
-from netweight_experiments.tables.published import required
+from netweight_experiments.tables.registry import required
 from netweight_experiments.timing import in_turns
 
 VANILLA, LOMO, COMPRESSED = "Vanilla", "LOMO", "LOMO + NeuZip lossless"

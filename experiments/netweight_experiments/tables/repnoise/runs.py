@@ -182,11 +182,6 @@ class AttackRun:
         """Return the run on a setup, with the setup's share of the numbers or another one."""
         return replace(self, share=share_of(setup, share), model=setup.model_name, measure=setup.measure)
 
-    @classmethod
-    def of(cls, **config: Any) -> AttackRun:
-        """Return the run that a ledger remembers."""
-        return cls(**{**config, "on": Defended(**config["on"])})
-
 
 def attacked(
     runs: Sequence[AttackRun], setup: Setup, folder: Path, *, only: str | None = None, share: float | None = None
@@ -194,11 +189,11 @@ def attacked(
     """Run what is not yet run, and return all that is finished."""
     here = {run.at(setup, share): run for run in runs}
     wanted = chosen(list(here), only)
-    left = set(wanted) - set(finished(folder, AttackRun.of))
+    left = set(wanted) - set(finished(folder, AttackRun))
     with Progress("auto").task("attacks", total=len(left), unit="attacks") as work:
         job = partial(attack_one, setup=setup, folder=folder, tell=work.update)
         run_each(job, wanted, folder=folder)
-    known = finished_of(list(here), folder, AttackRun.of)
+    known = finished_of(list(here), folder, AttackRun)
     return {here[full]: value for full, value in known.items()}
 
 

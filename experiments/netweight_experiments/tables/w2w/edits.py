@@ -21,7 +21,7 @@ from netweight.methods.space.space import WeightSpace
 from netweight.metrics.intervals import bootstrap
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import image_grid
-from netweight_experiments.tables.grid import grid, interval_finding, run_each
+from netweight_experiments.tables.grid import grid, interval_finding, run_each, typed
 from netweight_experiments.tables.registry import Column, Measured
 from netweight_experiments.tables.setups import setup_table
 from netweight_experiments.tables.w2w.setup import Setup, Wanted
@@ -88,7 +88,7 @@ def edited(setup: Setup, folder: Path, ways: Sequence[Way]) -> dict[tuple[str, W
     wanted = {one.title: one for one in setup.wanted}
     runs = [_Run(one.title, way, setup.digest) for one in setup.wanted for way in ways if _can(setup, one, way)]
     found = run_each(lambda run: _measure(setup, wanted[run.title], run.way), runs, folder=folder, name="edits")
-    return {(run.title, run.way): _read(value) for run, value in zip(runs, found, strict=True)}
+    return {(run.title, run.way): typed(Edited, value) for run, value in zip(runs, found, strict=True)}
 
 
 def _can(setup: Setup, wanted: Wanted, way: Way) -> bool:
@@ -206,11 +206,6 @@ def _slide(setup: Setup, wanted: Wanted) -> Any:
 
 def _mean_match(setup: Setup, wanted: Wanted, images: Tensor) -> float:
     return float(setup.match(wanted, images.flatten(0, 1)).double().mean())
-
-
-def _read(value: Mapping[str, Any]) -> Edited:
-    lists = {name: tuple(value.get(name, ())) for name in ("identity", "distance", "match", "others")}
-    return Edited(value["strength"], value["reached"], **lists)
 
 
 _WAYS: tuple[Way, ...] = (

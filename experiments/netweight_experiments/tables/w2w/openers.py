@@ -1,6 +1,8 @@
 """The two setups of weights2weights' tables: the bank of drawn faces, and the paper's size as a recipe names it.
 
-Of a recipe everything that can be known is checked before a model is opened, and all that is wrong is said at once.
+Of a recipe everything that can be known is checked before a model is opened, and all that is wrong is said at once. The
+miniature's Concept Sliders (Gandikota et al., 2024) are trained here from pairs of images: those with an attribute pull
+an adapter one way.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import TYPE_CHECKING, Literal, final
 import torch
 from torch import Tensor
 
+from netweight.core.names import Select
+from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.data.images.sources import decode_splits
 from netweight.data.prompts import image_size
@@ -26,8 +30,9 @@ from netweight.methods.space.labels import read_labels
 from netweight.methods.space.settings import INVERSIONS, InversionSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.metrics.copies import TorchScriptDescriptor
+from netweight.nn.apply_lora import linear_layers
 from netweight.nn.lora import Adapter
-from netweight.nn.train_lora import AdapterRecipe
+from netweight.nn.train_lora import AdapterRecipe, FittedAdapters, fit_adapters
 from netweight.settings import Settings
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
@@ -35,10 +40,67 @@ from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances,
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read_faces
 from netweight_experiments.tables.setups import TablesRecipe
 from netweight_experiments.tables.w2w.setup import Fitting, Setup, Stranger, Wanted
-from netweight_experiments.tables.w2w.sliders import SliderPairs, train_sliders
 
 if TYPE_CHECKING:
     from netweight.hf.clip import Clip
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SliderPairs:
+    """What one slider is to learn."""
+
+    name: str
+    before: Tensor  # images with less of the attribute, shape `(k, 3, height, width)`, within 0 and 1
+    after: Tensor
+    prompts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be learned."""
+        if self.before.ndim != 4 or self.before.shape != self.after.shape or len(self.before) != len(self.prompts):
+            raise UsageError(
+                f"The slider {self.name!r} has images {tuple(self.before.shape)} and {tuple(self.after.shape)} and "
+                f"{len(self.prompts)} prompts.",
+                cure="Give (k, 3, height, width) twice, and k prompts.",
+            )
+        both = torch.stack([self.before, self.after])
+        if not both.numel() or not bool(((both >= 0) & (both <= 1)).all()):  # false for NaN, too
+            raise UsageError(f"The images of the slider {self.name!r} are not within 0 and 1, or there are none.")
+
+
+def train_sliders(
+    model: PipelineModel,
+    pairs: Sequence[SliderPairs],
+    recipe: AdapterRecipe = AdapterRecipe(),
+    *,
+    layers: Select | str | tuple[str, ...] = ATTENTION,
+    each: int = 4,
+    progress: Progress = QUIET,
+) -> FittedAdapters:
+    """Train sliders, all in one forward pass for each side of their pairs."""
+    latents = {
+        1: [model.to_latents(pair.after) for pair in pairs],
+        -1: [model.to_latents(pair.before) for pair in pairs],
+    }
+    said = sorted({prompt for pair in pairs for prompt in pair.prompts})
+    text, rows = model.embed(said), [[said.index(prompt) for prompt in pair.prompts] for pair in pairs]
+
+    def losses(step: int, sign: int) -> Tensor:
+        generator = torch_generator(recipe.seed, "slider", step)  # so that both sides see the same
+        chosen = [torch.randint(len(pair.prompts), (each,), generator=generator) for pair in pairs]
+        noise = torch.randn(each, *model.latent_shape, generator=generator).repeat(len(pairs), 1, 1, 1).to(model.device)
+        times = torch.randint(model.levels, (each,), generator=generator).repeat(len(pairs)).to(model.device)
+        shown = torch.tensor([rows[place][at] for place, index in enumerate(chosen) for at in index.tolist()])
+        clean = torch.cat([one[index.to(one.device)] for one, index in zip(latents[sign], chosen, strict=True)])
+        errors = model.training_errors(clean, noise, times, text.rows(shown.to(clean.device)))
+        return errors.view(len(pairs), each).mean(1)
+
+    names = [pair.name for pair in pairs]
+    wanted = linear_layers(model.denoiser, layers, component=model.component)
+    return fit_adapters(
+        model.denoiser, names, wanted, losses, recipe, each=each, signs=(1, -1), component=model.component,
+        progress=progress,
+    )  # fmt: skip
 
 
 # The paper's edits and what stands for them: one of everything, one of the face's shape, a fine one.

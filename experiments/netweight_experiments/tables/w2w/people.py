@@ -19,11 +19,12 @@ from netweight.metrics.intervals import Interval, bootstrap
 from netweight.nn.apply_lora import applied
 from netweight.nn.lora import AdapterStack
 from netweight.report.finding import Finding
-from netweight_experiments.tables.grid import Cell, grid, interval_finding, run_each
+from netweight_experiments.tables.grid import Cell, grid, interval_finding, run_each, typed
 from netweight_experiments.tables.registry import Column, Measured
 from netweight_experiments.tables.setups import setup_table
 from netweight_experiments.tables.w2w.edits import painted
 from netweight_experiments.tables.w2w.setup import Setup, Stranger
+from netweight_experiments.toys.drawn_worlds import r_squared
 
 MANY, ONE = "DreamBooth LoRA, several images", "DreamBooth LoRA, one image"
 SPACE = "w2w inversion, one image"
@@ -66,7 +67,7 @@ def met(setup: Setup, folder: Path, fits: Sequence[Fit]) -> dict[Fit, Met]:
     """Put all strangers into the model in each way; what the folder remembers is not done again."""
     runs = [_Run(fit.way, fit.components, setup.digest) for fit in fits]
     values = run_each(lambda run: _run(setup, Fit(run.fit, run.components)), runs, folder=folder, name="strangers")
-    return {fit: _read(value) for fit, value in zip(fits, values, strict=True)}
+    return {fit: typed(Met, value) for fit, value in zip(fits, values, strict=True)}
 
 
 def _run(setup: Setup, fit: Fit) -> dict[str, Any]:
@@ -135,19 +136,12 @@ def _seen(setup: Setup, images: Tensor) -> dict[str, Any]:
     truths = [one.truth for one in setup.strangers if one.truth is not None]
     explained = None
     if len(truths) == people:
-        truth = torch.stack(truths).double()
-        shares = 1 - (said - truth).square().sum(0) / (truth - truth.mean(0)).square().sum(0)
-        explained = float(shares.mean())
+        explained = float(r_squared(torch.stack(truths), said).mean())
     return {"identity": identity.tolist(), "attributes": said.tolist(), "explained": explained}
 
 
 def _size(stack: AdapterStack) -> int:
     return sum(part[name][0].numel() for part in (stack.down, stack.up) for name in part)
-
-
-def _read(value: dict[str, Any]) -> Met:
-    attributes = tuple(map(tuple, value["attributes"]))
-    return Met(tuple(value["identity"]), value["parameters"], value["seconds"], attributes, value["explained"])
 
 
 # ---- tables 2, 4 and 5 -----------------------------------------------------------------------------------------------
