@@ -13,7 +13,7 @@ parquet = pytest.importorskip("pyarrow.parquet", reason="emoji come as Parquet")
 import pyarrow  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from netweight_experiments.toys.emoji import EmojiWorld, emoji  # noqa: E402
+from netweight_experiments.toys.drawn_worlds import EmojiWorld, emoji  # noqa: E402
 
 
 def png(number):

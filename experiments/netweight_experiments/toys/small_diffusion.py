@@ -1,8 +1,7 @@
 """Trains a small text-to-image pipeline on a world of captioned pictures, from a seed.
 
-`python -m netweight_experiments.toys.small_diffusion FOLDER` does it for shapes, `--world emoji` for emoji; a run
-that was
-stopped goes on where it was. The record beside the pipeline says what it was trained by, its digests, and what it
+`python -m netweight_experiments.toys.small_diffusion FOLDER` does it for shapes, `--world emoji` for emoji; a run that
+was stopped goes on where it was. The record beside the pipeline says what it was trained by, its digests, and what it
 draws: whether the planted pictures come back, whether ordinary captions are drawn as they say, and whether these match
 a planted picture, too.
 """
@@ -26,7 +25,7 @@ from netweight.errors import NetweightError, UsageError
 from netweight.metrics.copies import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.toys.diffusion import DiffusionShape, initialized, opened
 from netweight.toys.shapes import CaptionedWorld, ShapesWorld, memorized
-from netweight_experiments.toys.emoji import EmojiWorld
+from netweight_experiments.toys.drawn_worlds import EmojiWorld
 from netweight_experiments.toys.fitting import CHECKPOINT, DenoiserRecipe, finished, fit_denoiser, record
 
 if TYPE_CHECKING:
