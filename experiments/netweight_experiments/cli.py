@@ -19,7 +19,7 @@ from netweight.cli.options import Output, output_option
 from netweight_experiments.benchmarks.script import RESULTS, about, write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from netweight.report.finding import Finding
     from netweight_experiments.benchmarks.compress.codec import Result
@@ -129,16 +129,8 @@ def _show_table(result: Reproduction, output: Output) -> None:
     ])  # fmt: skip
     for sentence in result.measured.differs:
         output.line(f"Differs: {sentence}")
-    _show_findings(result.measured.findings, output)
+    output.findings(result.measured.findings, met="met", missed="MISSED")
     output.line(f"{'Reused' if result.reused else 'Written'}: {result.folder / 'report.html'}")
-
-
-def _show_findings(findings: Sequence[Finding], output: Output) -> None:
-    from netweight.report.text import format_number
-
-    for finding in findings:
-        mark = {True: "met", False: "MISSED", None: "reported"}[finding.passed]
-        output.line(f"{mark}: {finding.name} = {format_number(finding.value)} {finding.unit}".rstrip())
 
 
 @click.group()
@@ -375,7 +367,7 @@ def gpu(device: str | None, minutes: float, folder: Path, out: Path | None, tria
             (one.row, one.column, one.unit, format_number(one.published), format_number(one.measured))
             for one in numbers
         ])  # fmt: skip
-        _show_findings(done.tables[table_id].findings, output)
+        output.findings(done.tables[table_id].findings, met="met", missed="MISSED")
     for run in done.left_out:
         output.line(f"No time was left for: {run}. Run it again to go on.", fg="yellow")
     if trial:

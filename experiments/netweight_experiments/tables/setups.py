@@ -84,7 +84,8 @@ class TablesRecipe(Settings):
         recipe = cls.checked(read_mapping(path, f"the keys of {cls.example}"), "", problems)
         if recipe is not None:
             problems += [f"{key}: there is no file {one}." for key, one in recipe.files.items() if not one.exists()]
-            problems += [f"{key}: there is no folder {one}." for key, one in recipe.folders.items() if not one.is_dir()]
+            folders = {key: one for key in cls.named_folders if (one := getattr(recipe, key)) is not None}
+            problems += [f"{key}: there is no folder {one}." for key, one in folders.items() if not one.is_dir()]
             problems += recipe.problems()
         if problems or recipe is None:
             cure = f"{cls.example} says what each key is for and where the files come from."
@@ -95,11 +96,6 @@ class TablesRecipe(Settings):
     def files(self) -> dict[str, Path]:
         """The files that it names, by key."""
         return {name: path for name in self.named_files if (path := getattr(self, name)) is not None}
-
-    @property
-    def folders(self) -> dict[str, Path]:
-        """The folders that it names, by key."""
-        return {name: path for name in self.named_folders if (path := getattr(self, name)) is not None}
 
     def problems(self) -> list[str]:
         """What else is wrong, a sentence each."""

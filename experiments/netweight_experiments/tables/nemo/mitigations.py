@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from netweight.core.units import Units
 from netweight.methods.forget.layers import value_layers
@@ -89,7 +89,7 @@ def ablation(setup: Setup, folder: Path) -> Measured:
         Line("all neurons off", dict.fromkeys(setup.prompts, whole(setup))),
         *(
             Line(f"all neurons of layer {number} off", dict.fromkeys(setup.prompts, whole(setup, layer)))
-            for number, layer in enumerate(_layers(setup))
+            for number, layer in enumerate(value_layers(setup.model.denoiser))
         ),
     ]
     images = images_of_lines(setup, folder, lines, spared=True)
@@ -156,10 +156,6 @@ def _variants(setup: Setup, folder: Path) -> dict[str, dict[str, Localization]]:
         "found at the second timestep": neurons_of(late, folder),
         f"found with {len(fewer)} seeds": neurons_of(few, folder),
     }
-
-
-def _layers(setup: Setup) -> list[str]:
-    return list(value_layers(setup.model.denoiser))
 
 
 def _outcomes(images: Lines) -> list[Finding]:
@@ -257,7 +253,7 @@ def figure6(setup: Setup, folder: Path) -> Measured:
         rows,
         [
             (Column("neurons off", "neurons"), lambda row: row[0]),
-            *((column, _second(value)) for column, value in cells),
+            *((column, lambda row, value=value: value(row[1])) for column, value in cells),
         ],
         differs=setup.differs,
         figures=_drawn_quality(cells, {count: len(units) for count, units in unions.items()}, found_parts),
@@ -268,10 +264,6 @@ def figure6(setup: Setup, folder: Path) -> Measured:
             *status_notes(found),
         ),
     )
-
-
-def _second(value: Callable[[Part], Any]) -> Callable[[tuple[int, Part]], Any]:
-    return lambda row: value(row[1])
 
 
 def _drawn_quality(

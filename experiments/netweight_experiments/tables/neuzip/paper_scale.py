@@ -107,7 +107,8 @@ def measure_at_size(
         tables["neuzip-table1"] = measured_training(trained)
     if inferred:
         tables["neuzip-table3-decoder"] = measured_inference(inferred)
-    done = AtSize(_name(place), tables, tuple(left_out), out / "report.html")
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
+    done = AtSize(name, tables, tuple(left_out), out / "report.html")
     _write(done, out, command, trial)
     return done
 
@@ -129,10 +130,6 @@ def _driver() -> str | None:
     """NVIDIA's driver, as the kernel names it."""
     place = Path("/proc/driver/nvidia/version")
     return place.read_text().splitlines()[0] if place.is_file() else None
-
-
-def _name(device: Any) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _in_time(

@@ -30,7 +30,6 @@ from netweight_experiments.tables.w2w.people import SPACE, Fit, met
 from netweight_experiments.tables.w2w.setup import Setup, Wanted
 
 _SIZES = (20, 50, 100, 200, 500, 1_000, 10_000, 64_974)
-_SMALLEST = 20
 _TRIES = 20  # draws for one subsample that has both classes of every attribute
 _KINDS = {"differences of means": "corrected", "the paper's directions": "reference"}
 _SEED = 0
@@ -55,7 +54,7 @@ class _Run:
 @setup_table("w2w-fig8")
 def figure8(setup: Setup, folder: Path) -> Measured:
     """Find directions from fewer models: how entangled they are, and what edits along them leave of people."""
-    sizes = _sizes(len(setup.learned))
+    sizes = [size for size in _SIZES if size < len(setup.learned)] + [len(setup.learned)]
     scores, labels = setup.part()
     columns = list(labels.columns) if setup.small else [wanted.column for wanted in setup.wanted]
     found = {
@@ -135,10 +134,6 @@ class _Point:
     def all(self, key: str) -> list[float]:
         """Return a number of all people of all edits."""
         return [value for each in self.edits for value in each[key]]
-
-
-def _sizes(count: int) -> list[int]:
-    return [size for size in _SIZES if _SMALLEST <= size < count] + [count]
 
 
 def _edits(

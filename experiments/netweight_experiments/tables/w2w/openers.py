@@ -42,7 +42,7 @@ from netweight_experiments.tables.setups import TablesRecipe
 from netweight_experiments.tables.w2w.setup import Fitting, Setup, Stranger, Wanted
 
 if TYPE_CHECKING:
-    from netweight.hf.clip import Clip
+    pass
 
 
 @final
@@ -124,7 +124,10 @@ def miniature(bank: Path = FACES_BANK, labels: Path = FACES_LABELS) -> Setup:
         model=model,
         space=space,
         labels=read_labels(labels, space.names),
-        wanted=tuple(_wanted(title, column) for title, column in _EDITS.items()),
+        wanted=tuple(
+            Wanted(title, column, confounders=tuple(name for name in ATTRIBUTES if name != column))
+            for title, column in _EDITS.items()
+        ),
         held=tuple(range(count - held, count)),
         people=_PEOPLE,
         strangers=tuple(_stranger(number, how.images) for number in range(_STRANGERS)),
@@ -178,10 +181,6 @@ def _attributes(images: Tensor) -> Tensor:
 def _shown(wanted: Wanted, images: Tensor) -> Tensor:
     """How much of an attribute images show, as a share of its range from -1 to 1."""
     return _attributes(images)[:, ATTRIBUTES.index(wanted.column)] / 2
-
-
-def _wanted(title: str, column: str) -> Wanted:
-    return Wanted(title, column, confounders=tuple(name for name in ATTRIBUTES if name != column))
 
 
 def _stranger(number: int, images: int) -> Stranger:
@@ -316,12 +315,12 @@ def setup_of_recipe(path: Path) -> Setup:
         identity=lambda without: face,
         identity_name=f"cosine by {face.name}, {face.sha256[:8]}",
         distance=perceptual_distance(recipe.lpips),
-        match=lambda wanted, images: _aligned(clip, wanted, images),
+        match=lambda wanted, images: 100 * clip.alignment(images, [wanted.text] * len(images)),
         match_name=f"alignment by {clip.name}, × 100",
         effect=None,
         read=None,
         attributes=(),
-        sliders=lambda: _opened_sliders(recipe.edits),
+        sliders=lambda: {one.title: read_adapter(one.slider) for one in recipe.edits if one.slider is not None},
         fitting=Fitting(
             adapters, ATTENTION, 1, 1, INVERSIONS[recipe.inversion], trained_prediction(model), recipe.together
         ),
@@ -334,14 +333,6 @@ def setup_of_recipe(path: Path) -> Setup:
         ),
         rows=recipe.rows,
     )  # fmt: skip
-
-
-def _aligned(clip: Clip, wanted: Wanted, images: Tensor) -> Tensor:
-    return 100 * clip.alignment(images, [wanted.text] * len(images))
-
-
-def _opened_sliders(edits: Sequence[RecipeEdit]) -> Mapping[str, Adapter]:
-    return {one.title: read_adapter(one.slider) for one in edits if one.slider is not None}
 
 
 def _strangers(path: Path, prompt: str, size: tuple[int, int]) -> tuple[Stranger, ...]:

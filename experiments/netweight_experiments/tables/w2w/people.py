@@ -83,7 +83,7 @@ def _run(setup: Setup, fit: Fit) -> dict[str, Any]:
         else:
             stack = _trained(setup, strangers, many=fit.way == MANY)
             seconds += time.process_time() - began
-            parameters = _size(stack)
+            parameters = sum(factor[0].numel() for part in (stack.down, stack.up) for factor in part.values())
             images.append(_painted(setup, stack))
     seen = _seen(setup, torch.cat(images))
     return {"parameters": parameters, "seconds": seconds / len(setup.strangers), **seen}
@@ -138,10 +138,6 @@ def _seen(setup: Setup, images: Tensor) -> dict[str, Any]:
     if len(truths) == people:
         explained = float(r_squared(torch.stack(truths), said).mean())
     return {"identity": identity.tolist(), "attributes": said.tolist(), "explained": explained}
-
-
-def _size(stack: AdapterStack) -> int:
-    return sum(part[name][0].numel() for part in (stack.down, stack.up) for name in part)
 
 
 # ---- tables 2, 4 and 5 -----------------------------------------------------------------------------------------------
