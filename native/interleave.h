@@ -17,8 +17,44 @@ void join4(const u8* head, const u8* const* tail, size_t count, u8* out) {
   }
 }
 
+// Elements of a and b in turn, the first halves and then the others.
+template <typename V>
+struct Zipped {
+  V first, second;
+  Zipped(V a, V b) {
+    if constexpr (sizeof a[0] == 1) {
+      first = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      second = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    } else if constexpr (sizeof a[0] == 2) {
+      first = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+      second = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+    } else {
+      first = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+      second = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    }
+  }
+};
+
 void join8(const u8* head, const u8* const* tail, size_t count, u8* out) {
-  for (size_t i = 0; i < count; i++) {
+  using Bytes16 = u8 __attribute__((vector_size(16)));
+  using Words8 = u16 __attribute__((vector_size(16)));
+  using Words4 = u32 __attribute__((vector_size(16)));
+  size_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    Bytes16 t[6];
+    Words8 h[2];
+    for (int k = 0; k < 6; k++) std::memcpy(&t[k], tail[k] + i, 16);
+    std::memcpy(h, head + 2 * i, 32);
+    const Zipped<Bytes16> bytes01(t[5], t[4]), bytes23(t[3], t[2]), bytes45(t[1], t[0]);
+    const auto half = [&](Bytes16 b01, Bytes16 b23, Bytes16 b45, Words8 b67, u8* to) {
+      const Zipped<Words8> low((Words8)b01, (Words8)b23), high((Words8)b45, b67);
+      const Zipped<Words4> pairs[2] = {{(Words4)low.first, (Words4)high.first}, {(Words4)low.second, (Words4)high.second}};
+      std::memcpy(to, pairs, 64);
+    };
+    half(bytes01.first, bytes23.first, bytes45.first, h[0], out + 8 * i);
+    half(bytes01.second, bytes23.second, bytes45.second, h[1], out + 8 * i + 64);
+  }
+  for (; i < count; i++) {
     u16 h;
     std::memcpy(&h, head + 2 * i, 2);
     u64 v = static_cast<u64>(h) << 48;

@@ -156,7 +156,8 @@ struct ExpandLanes {
 constexpr ExpandLanes kExpandLanes;
 
 // Tables are read by plain loads: gathers are slow on processors with mitigations against leaking through them.
-size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t block_end, u8* out) {
+template <int kUnit>
+size_t decode_wide_as(const WideBlock& b, WideLanes& lanes, size_t block, size_t block_end, u8* out) {
   const u32* steps = b.table->step;
   const u16* symbols = b.table->placed;
   const __m256i slot_mask = _mm256_set1_epi32(kWideSlots - 1), zero = _mm256_setzero_si256();
@@ -173,11 +174,16 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
       for (int q = 0; q < 4; q++) {
         const u32* s = slots + 8 * q;
         u16* to = placed + 32 * half + 8 * q;
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) to[j] = symbols[s[j]];
         const __m256i e = _mm256_setr_epi32(static_cast<int>(steps[s[0]]), static_cast<int>(steps[s[1]]), static_cast<int>(steps[s[2]]),
                                             static_cast<int>(steps[s[3]]), static_cast<int>(steps[s[4]]), static_cast<int>(steps[s[5]]),
                                             static_cast<int>(steps[s[6]]), static_cast<int>(steps[s[7]]));
+        if constexpr (kUnit == 1) {
+          const __m256i placed8 = _mm256_srli_epi32(e, 24);
+          _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(_mm256_castsi256_si128(placed8), _mm256_extracti128_si256(placed8, 1)));
+        } else {
+#pragma GCC unroll 8
+          for (int j = 0; j < 8; j++) to[j] = symbols[s[j]];
+        }
         const __m256i x = _mm256_add_epi32(_mm256_mullo_epi32(_mm256_and_si256(e, slot_mask), _mm256_srli_epi32(state[q], 12)),
                                            _mm256_and_si256(_mm256_srli_epi32(e, 12), slot_mask));
         const __m256i need = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), zero);
@@ -195,6 +201,29 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
   for (int q = 0; q < 4; q++) _mm256_store_si256(reinterpret_cast<__m256i*>(lanes.state + 8 * q), state[q]);
   lanes.at = at;
   return block;
+}
+
+size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t block_end, u8* out) {
+  return (b.split.unit == 1 ? decode_wide_as<1> : decode_wide_as<2>)(b, lanes, block, block_end, out);
+}
+
+// As `spread_any`; numbers of four and eight bytes go to their places whole.
+void spread_numbers(const u8* nibbles, const u8* rest, size_t count, int unit, const u8* value, u8* out) {
+  if (unit < 4) return spread_any(nibbles, rest, count, unit, value, out);
+  constexpr u8 twice[16] = {0, 3, 12, 15, 48, 51, 60, 63, 192, 195, 204, 207, 240, 243, 252, 255};
+  u64 common = 0;
+  std::memcpy(&common, value, static_cast<size_t>(unit));
+  const __m256i repeated = unit == 4 ? _mm256_set1_epi32(static_cast<int>(common)) : _mm256_set1_epi64x(static_cast<long long>(common));
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const size_t at_once = 32 / static_cast<size_t>(unit);
+  for (; count >= at_once; count -= at_once, nibbles += at_once / 4, out += 32) {
+    const u8 differs = unit == 8 ? twice[nibbles[0] >> 4] : static_cast<u8>(nibbles[0] >> 4 | (nibbles[1] & 0xf0));
+    const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(kExpandLanes.index[differs]));
+    const __m256i mask = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(differs), bits), bits);
+    store(out, select(mask, _mm256_permutevar8x32_epi32(load(rest), order), repeated));
+    rest += 4 * __builtin_popcount(differs);
+  }
+  spread(nibbles, rest, count, unit, value, out);
 }
 
 // For each mask of eight lanes: which of the next numbers of 16 bits goes to which lane; none gives zero.
@@ -247,7 +276,7 @@ void interleave_vectors(const u8* base, size_t count, const u8* thresholds, cons
 
 const Kernels* avx2_kernels() {
   static const Kernels set = {"avx2", decode_rows, encode_rows, decode_wide, join4, join8, split4, split8,
-                              __builtin_cpu_supports("aes") ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add, interleave_vectors, class_sizes};
+                              __builtin_cpu_supports("aes") ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_numbers, recall_any, subtract, add, interleave_vectors, class_sizes};
   static const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
   return usable ? &set : nullptr;
 }

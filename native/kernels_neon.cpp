@@ -87,12 +87,13 @@ struct Places {
 
 template <int N>
 struct Lookup {
-  std::conditional_t<N == 2, uint8x16x2_t, std::conditional_t<N == 3, uint8x16x3_t, uint8x16x4_t>> table;
+  std::conditional_t<N <= 2, uint8x16x2_t, std::conditional_t<N == 3, uint8x16x3_t, uint8x16x4_t>> table;
   explicit Lookup(const u8* t) {
     for (int i = 0; i < N; i++) table.val[i] = load(t + 16 * i);
   }
   Bytes operator()(const Places<N>& index) const {
-    if constexpr (N == 2) return vqtbl2q_u8(table, index.of);
+    if constexpr (N == 1) return vqtbl1q_u8(table.val[0], index.of);
+    else if constexpr (N == 2) return vqtbl2q_u8(table, index.of);
     else if constexpr (N == 3) return vqtbl3q_u8(table, index.of);
     else return vqtbl4q_u8(table, index.of);
   }

@@ -35,7 +35,8 @@ constexpr Movements kMovements;  // constant: no code of this file may run befor
 
 // Where the raw bits of an element are.
 enum class Raw {
-  byte,    // elements of one byte
+  none,    // elements of one byte without any
+  byte,    // of one byte
   fields,  // of two bytes, fewer than eight raw bits
   whole,   // of two bytes, eight raw bits
   rest,    // of two bytes, more than eight raw bits: low bytes and fields of the others
@@ -47,7 +48,7 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
   const DecodeTable& t = *b.table;
   // A slot finds its symbol by binary search. Thresholds of level l stand in level[l][0 .. 1 << l): a slot belongs to the right
   // half when it is greater (as signed bytes).
-  constexpr int kLevels = N > 2 ? 6 : 5, kMost = 1 << kLevels;
+  constexpr int kLevels = N > 2 ? 6 : 3 + N, kMost = 1 << kLevels;
   alignas(64) u8 level[6][32];
   int count = 1;
   while (count < kMost && t.frequency[count]) count++;
@@ -80,7 +81,7 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
   const size_t streams = static_cast<size_t>(b.streams);
   const u8* raw = b.raw_low + row * streams * region.row_low_bytes;
   const u8* rest = b.raw_rest + row * streams * region.row_rest_bytes;
-  constexpr size_t kUnit = kRaw == Raw::byte ? 1 : 2;
+  constexpr size_t kUnit = kRaw <= Raw::byte ? 1 : 2;
   u8* to = out + row * streams * 64 * kUnit;
 
   auto step = [&](size_t g) __attribute__((always_inline)) {
@@ -94,7 +95,7 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
       descend(look_up16(level1, p));
       descend(look_up16(level2, p));
       descend(look_up16(level3, p));
-      descend(look_up16(level4, p));
+      if constexpr (N > 1) descend(look_up16(level4, p));
       if constexpr (N > 2) descend(level5(Places<2>(p)));
       const Places<N> index(p);
       Bytes x0, x1;
@@ -103,6 +104,10 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
       high[v] = high_bytes(x0, x1);
       refill[v] = equal8(high[v], zero);
 
+      if constexpr (kRaw == Raw::none) {
+        store(to + kBytes * v, sym_low(index));
+        continue;
+      }
       Bytes r;
       if constexpr (kRaw == Raw::whole) {
         r = load(raw + kBytes * v);
@@ -160,15 +165,21 @@ size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end,
   u8* to = static_cast<u8*>(out);
   const int bits = b.split.raw_bits;
   auto with = [&]<int N>() {
-    return b.split.unit == 1 ? decode<N, Raw::byte>(b, lanes, row, row_end, to)
+    return b.split.unit == 1 ? bits ? decode<N, Raw::byte>(b, lanes, row, row_end, to) : decode<N, Raw::none>(b, lanes, row, row_end, to)
            : bits < 8        ? decode<N, Raw::fields>(b, lanes, row, row_end, to)
            : bits == 8       ? decode<N, Raw::whole>(b, lanes, row, row_end, to)
                              : decode<N, Raw::rest>(b, lanes, row, row_end, to);
   };
   const u8* frequency = b.table->frequency;
   if (b.steep && b.split.unit == 2) return row;  // the portable code goes on
-  if (b.steep) return frequency[32] ? decode<4, Raw::byte, true>(b, lanes, row, row_end, to) : decode<2, Raw::byte, true>(b, lanes, row, row_end, to);
-  return frequency[48] ? with.template operator()<4>() : frequency[32] ? with.template operator()<3>() : with.template operator()<2>();
+  if (b.steep) {
+    if (bits) return decode<4, Raw::byte, true>(b, lanes, row, row_end, to);
+    return frequency[16] ? decode<4, Raw::none, true>(b, lanes, row, row_end, to) : decode<1, Raw::none, true>(b, lanes, row, row_end, to);
+  }
+  return frequency[48]   ? with.template operator()<4>()
+         : frequency[32] ? with.template operator()<3>()
+         : frequency[16] ? with.template operator()<2>()
+                         : with.template operator()<1>();
 }
 
 // Stores the fields of 64 lanes so that every store ends where its fields end: what it writes before them, the rows to come
@@ -328,23 +339,27 @@ void spread_vectors(const u8* nibbles, const u8* rest, size_t count, const u8* v
   alignas(32) u8 values[kBytes];
   for (int i = 0; i < kBytes; i++) values[i] = value[i % kUnit];
   const Bytes common = load(values), zero = all_bytes(0);
-  size_t word = 0;
-  for (; word + 4 <= count * kUnit / 8; word += 4)
-#pragma GCC unroll 2
-    for (size_t w = word; w < word + 4; w += kGroups) {
+  size_t done = 0;
+  for (u64 marks; done + 32 <= count; done += 32, nibbles += 8, out += 32 * kUnit) {
+    std::memcpy(&marks, nibbles, 8);
+    for (size_t word = 0; word < 4 * kUnit; word += kGroups) {
+      if (!marks) {
+        store(out + 8 * word, common);
+        continue;
+      }
       const u8 *from[kGroups], *order[kGroups];
 #pragma GCC unroll 4
       for (size_t i = 0; i < kGroups; i++) {
-        const u8 mask = bytes_of_rest<kUnit>(nibbles, w + i);
+        const u8 mask = bytes_of_rest<kUnit>(nibbles, word + i);
         from[i] = rest;
         order[i] = kMovements.expand[i % 2][mask];
         rest += __builtin_popcount(mask);
       }
       const Bytes index = load_words(order);
-      store(out + 8 * w, look_up16(load_words(from), index) | (common & above8(zero, index)));
+      store(out + 8 * word, look_up16(load_words(from), index) | (common & above8(zero, index)));
     }
-  const size_t done = word * 8 / kUnit;
-  spread(nibbles + done / 4, rest, count - done, kUnit, value, out + done * kUnit);
+  }
+  spread(nibbles, rest, count - done, kUnit, value, out);
 }
 
 void spread_any(const u8* nibbles, const u8* rest, size_t count, int unit, const u8* value, u8* out) {
