@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 
 
+@pytest.mark.study
 @pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason="needs g++-aarch64-linux-gnu and qemu-user")
 def test_arm_reads_and_writes_the_same_bytes(tmp_path):
     blobs = sorted((ROOT / "tests" / "golden" / "accept").iterdir())
