@@ -138,6 +138,8 @@ def _print_schema(context: click.Context, parameter: click.Parameter, value: boo
 @click.option("--subject", metavar="PATH", help="Treat this model instead of the recipe's.")
 @click.option("--output", "folder", metavar="FOLDER", help="Write results here instead of the recipe's folder.")
 @click.option("--only", metavar="NAMES", help="Chapters to run, such as train,attack; all by default.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True,
+              help="Chapters that run at once, in processes that share the cores.")  # fmt: skip
 @output_option
 @click.pass_context
 def run(
@@ -148,6 +150,7 @@ def run(
     subject: str | None,
     folder: str | None,
     only: str | None,
+    jobs: int,
     output: Output,
 ) -> None:
     """Run a recipe: treatments, audits and attacks from the YAML file RECIPE.
@@ -166,7 +169,7 @@ def run(
         for number, part in enumerate(plan.parts):
             _show_plan(output, part, part.known(progress=Progress()), costs[number] if costs else [])
         return
-    done = recipes.run(plan, progress=Progress(), command=command_line())
+    done = recipes.run(plan, progress=Progress(), command=command_line(), jobs=jobs)
     report = plan.recipe.output / "report.html"
     _show(output, done)
     output.line(f"\nReport: {report}")
@@ -296,9 +299,11 @@ _OUT = Path("out") / "tour"
 )
 @click.option("--only", metavar="NAMES", help="Chapters to run, such as federate,forget; all by default.")
 @click.option("--keep", is_flag=True, help="Keep the recipe and the models that are made, about 400 MB, in OUT/models.")
+@click.option("--jobs", type=click.IntRange(1),
+              help="Chapters that run at once; by default as many as there are cores, four at most.")  # fmt: skip
 @output_option
 @click.pass_context
-def tour(context: click.Context, out: Path, only: str | None, keep: bool, output: Output) -> None:
+def tour(context: click.Context, out: Path, only: str | None, keep: bool, jobs: int | None, output: Output) -> None:
     """Show everything at work on small models.
 
     A recipe, whose chapters are federate (sites train together, and a server looks), forget and distil (a painting
@@ -315,6 +320,7 @@ def tour(context: click.Context, out: Path, only: str | None, keep: bool, output
             out,
             only=names,
             keep=keep,
+            jobs=jobs,
             command=_as_given(out, only, keep),
             progress=output.progress,
             say=lambda text: output.line(text),

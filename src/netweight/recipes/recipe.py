@@ -6,6 +6,7 @@ names it in its first line, by which editors check it: `# yaml-language-server: 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,17 @@ class Chosen(Generic[E]):
         """The settings by name, as JSON values, in their order."""
         values: dict[str, Any] = self.config.to_json()
         return values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the verb and its settings: what it names is registered in another process, too."""
+        work: Any = self.what.apply if isinstance(self.what, Method) else getattr(self.what, "run", None)
+        return _chosen_again, (isinstance(self.what, Method), self.what.verb, work.__module__, self.settings)
+
+
+def _chosen_again(treats: bool, verb: str, module: str, settings: dict[str, Any]) -> Chosen[Any]:
+    importlib.import_module(module)  # which registers what has no entry point
+    known: Mapping[str, Any] = known_methods() if treats else known_attacks()
+    return Chosen(known[verb], known[verb].config.of(settings))
 
 
 @final
