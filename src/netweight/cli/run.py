@@ -183,15 +183,13 @@ def _show_plan(
 ) -> None:
     output.line(f"{plan.recipe.subject} → {plan.recipe.output}", bold=bool(plan.recipe.name))
     for step, mark in zip(plan.steps, known, strict=False):
-        settings = ", ".join(f"{key}={value}" for key, value in step.chosen.settings.items())
-        output.line(f"{step.number}. {step.verb}: {settings}")
+        output.line(f"{step.number}. {step.verb}: {_given(step)}")
         held = [f"{name} (by the recipe's attack)" for name in step.by_attack]
         output.line(f"   audits: {', '.join([*step.audits, *held]) or 'none'}")
         _show_known(output, mark)
         _show_left_out(output, step)
     for attack, mark in zip(plan.attacks, known[len(plan.steps) :], strict=True):
-        settings = ", ".join(f"{key}={value}" for key, value in attack.chosen.settings.items())
-        output.line(f"{attack.number}. attack {attack.verb}: {settings}")
+        output.line(f"{attack.number}. attack {attack.verb}: {_given(attack)}")
         _show_known(output, mark)
     for number, cost in enumerate(costs, start=1):
         told = "takes what an earlier step makes" if cost is None else (
@@ -202,6 +200,13 @@ def _show_plan(
         files = [plan.recipe.subject, *plan.recipe.subject.rglob("*")]
         size = len(plan.steps) * sum(file.stat().st_size for file in files if file.is_file())
         output.line(f"disk: at most {size / 1e6:,.0f} MB for models, and what audits and attacks keep")
+
+
+def _given(step: recipes.Step | recipes.AttackStep) -> str:
+    """The settings that are not the default ones; `--json` has all."""
+    given = step.chosen.config.model_dump(mode="json", exclude_defaults=True)
+    told = ", ".join(f"{key}={value}" for key, value in given.items())
+    return f"{told}, all else by default" if told else "all by default"
 
 
 def _show_known(output: Output, mark: recipes.Known) -> None:
@@ -306,7 +311,7 @@ _OUT = Path("out") / "tour"
 def tour(context: click.Context, out: Path, only: str | None, keep: bool, jobs: int | None, output: Output) -> None:
     """Show everything at work on small models.
 
-    A recipe, whose chapters are federate (sites train together, and a server looks), forget and distil (a painting
+    A recipe, whose chapters are federate (sites train together, and a server looks), forget and siss (a painting
     model that repeats pictures), immunize (a language model that resists fine-tuning), space and adapters (hundreds of
     adapters as one space), compress and bf16 (a real model of 22.7 million weights, bit for bit). Writes a report.
     Needs the extra `tour` and no network; takes some minutes. The same command continues a tour that was interrupted,

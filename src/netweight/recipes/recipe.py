@@ -17,7 +17,7 @@ from pydantic import Field
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, NetweightError, UsageError
-from netweight.registry import Attack, Method, known_attacks, known_methods
+from netweight.registry import Attack, Method, entry_named, known_attacks, known_methods
 from netweight.settings import Settings
 
 
@@ -50,14 +50,15 @@ class Chosen(Generic[E]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the verb and its settings: what it names is registered in another process, too."""
-        work: Any = self.what.apply if isinstance(self.what, Method) else getattr(self.what, "run", None)
-        return _chosen_again, (isinstance(self.what, Method), self.what.verb, work.__module__, self.settings)
+        attacks = isinstance(self.what, Attack)
+        work: Any = getattr(self.what, "run" if attacks else "apply")
+        return _chosen_again, (self.what.verb, attacks, work.__module__, self.settings)
 
 
-def _chosen_again(treats: bool, verb: str, module: str, settings: dict[str, Any]) -> Chosen[Any]:
+def _chosen_again(verb: str, attacks: bool, module: str, settings: dict[str, Any]) -> Chosen[Any]:
     importlib.import_module(module)  # which registers what has no entry point
-    known: Mapping[str, Any] = known_methods() if treats else known_attacks()
-    return Chosen(known[verb], known[verb].config.of(settings))
+    what = entry_named(verb, attacks=attacks)
+    return Chosen(what, what.config.of(settings))
 
 
 @final

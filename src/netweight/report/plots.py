@@ -226,7 +226,8 @@ def inline_svg(document: str, alt: str) -> str:
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{size}"'
     wide = float(size.split()[2]) / 12  # rem: never smaller than its letters can be read, on a phone it scrolls
     opening += f' style="min-width: {wide:.1f}rem; max-width: {1.6 * wide:.1f}rem" stroke-linejoin="round"'
-    return f'{opening} stroke-linecap="butt" role="img" aria-labelledby="{prefix}-alt"><title id="{prefix}-alt">{title}</title>{body}'.strip()
+    opening += ' stroke-linecap="butt"'
+    return f'{opening} role="img" aria-labelledby="{prefix}-alt"><title id="{prefix}-alt">{title}</title>{body}'.strip()
 
 
 def _style(page: bool) -> Any:
