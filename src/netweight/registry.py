@@ -149,8 +149,14 @@ def known_attacks() -> Mapping[str, Attack[Any]]:
     return _loaded("netweight.attacks", _ATTACKS)
 
 
-def _loaded(group: str, known: dict[str, Any]) -> Mapping[str, Any]:
+def entry_named(verb: str, *, attacks: bool) -> Any:
+    """Return a method, or an attack, by its verb; others are not imported."""
+    group, known = ("netweight.attacks", _ATTACKS) if attacks else ("netweight.methods", _METHODS)
+    return _loaded(group, known, verb)[verb]
+
+
+def _loaded(group: str, known: dict[str, Any], only: str | None = None) -> Mapping[str, Any]:
     for point in entry_points(group=group):
-        if point.name not in known:
+        if point.name not in known and only in (None, point.name):
             register(point.load())
     return known

@@ -65,7 +65,7 @@ def test_mitigations_are_measured_by_kind_and_searched(out):
     names = {finding.name for finding in result.measured.findings}
     assert {f"neurons off, then searched: {what} images brought back" for what in ("planted", "never trained")} <= names
     assert result.published is None
-    assert result.measured.figures[0].kind == "png"
+    assert result.measured.figures[0].kind == "svg"
     assert any("A miniature" in sentence for sentence in result.measured.differs)
     (seeds,) = result.measured.tables
     assert [row[1] for row in seeds.rows] == ["verbatim", "template"]

@@ -118,7 +118,7 @@ def test_first_components_are_drawn_and_read(out):
     assert row["Shapiro–Wilk's W"] == pytest.approx(stats.shapiro(first).statistic, abs=1e-6)
     result = tried("w2w-traversal", out)
     assert len(result.measured.rows) == 3
-    assert result.measured.figures[0].kind == "png"
+    assert result.measured.figures[0].kind == "svg"
 
 
 def test_strengths_are_found_between_those_that_are_tried():

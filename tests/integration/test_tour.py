@@ -32,19 +32,19 @@ def toured(tmp_path_factory):
     if ABSENT:
         pytest.skip(f"not installed: {', '.join(ABSENT)}, of the tour extra")
     out = tmp_path_factory.mktemp("toured") / "tour"
-    killed = start("--out", out)
+    killed = start("--out", out, "--jobs", 1)
     wait_for(out / "models" / "forget", killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=60)
-    interrupted = start("--out", out)
-    wait_for(out / "models" / "distil", interrupted)
+    interrupted = start("--out", out, "--jobs", 1)
+    wait_for(out / "models" / "siss", interrupted)
     interrupted.send_signal(signal.SIGINT)
     said, warned = interrupted.communicate(timeout=120)
     assert interrupted.returncode == 130, warned
     assert "the same command continues from there" in re.sub(r"\s+", " ", warned)
     assert "federate (done by an earlier run)" in said
     assert not (out / "report.html").exists()
-    finished = start("--out", out, "--json")
+    finished = start("--out", out, "--jobs", 2, "--json")
     text, errors = finished.communicate(timeout=400)
     assert finished.returncode in (0, 1), errors  # so little work may miss a target
     return out, json.loads(text)

@@ -37,7 +37,7 @@ PROBE = """
     window: innerWidth,
     page: document.documentElement.scrollWidth,
     broken: [...document.images].filter(image => !image.complete || !image.naturalWidth).length,
-    images: document.images.length,
+    images: document.querySelectorAll("img, svg image").length,
     drawings: [...document.querySelectorAll("figure svg")].map(svg => svg.getBoundingClientRect().height),
     outside: [...document.querySelectorAll("section *, details *")].filter(part =>
       !part.closest(".scroll, thead") && part.getBoundingClientRect().right > innerWidth + 1).map(part => part.tagName),

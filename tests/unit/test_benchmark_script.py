@@ -1,6 +1,7 @@
 """What benchmark scripts share: their options, a file of results filled cell by cell, and tables in pages."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -103,3 +104,10 @@ def test_the_most_memory_is_more_than_what_is_held():
     from netweight_experiments.memory import private_bytes
 
     assert script.peak_bytes() >= private_bytes()
+
+
+def test_a_script_that_is_called_as_a_module_says_how_it_is_called():
+    command = [sys.executable, "-m", "netweight_experiments.benchmarks.compress.memory"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == 1
+    assert answer.stderr == "Write it as: python -m netweight_experiments.benchmarks compress.memory\n"

@@ -30,7 +30,7 @@ def call(tmp_path, monkeypatch):
 def test_a_plan_does_nothing(call, tmp_path):
     answer = call("--plan")
     assert answer.exit_code == 0
-    assert answer.stdout == "subject → out\n1. repeat: times=2, letters=, more=None\n   audits: length, start\n"
+    assert answer.stdout == "subject → out\n1. repeat: all by default\n   audits: length, start\n"
     assert toy_treatment.CALLS == []
     assert not (tmp_path / "out").exists()
     assert json.loads(call("--plan", "--json", "--output", "there").stdout)["plan"]["output"] == "there"

@@ -1,4 +1,5 @@
 import base64
+import re
 import xml.etree.ElementTree as ET
 
 import numpy
@@ -24,7 +25,7 @@ def test_svg_is_well_formed_says_what_it_shows_and_takes_the_pages_colors(drawn)
         assert root[0].tag.endswith("title")
         assert root[0].text == figure.alt
         assert "var(--ink" in figure.data
-        assert "var(--series-1" in figure.data
+        assert "var(--series-1" in figure.data or "<image" in figure.data
         for mark in (figures.INK_MARK, figures.GRID_MARK, *figures.SERIES_MARKS, "DejaVu", "<style"):
             assert mark not in figure.data
 
@@ -33,8 +34,11 @@ def test_the_same_plot_gives_the_same_bytes(drawn):
     assert all_figures() == drawn
 
 
-def test_an_image_grid_is_a_png(drawn):
-    assert base64.b64decode(drawn[-1].data).startswith(b"\x89PNG")
+def test_an_image_grid_holds_its_pixels_and_names_in_the_pages_color(drawn):
+    inner = re.findall(r'<image xlink:href="data:image/png;base64,([A-Za-z0-9+/=\s]+)"', drawn[-1].data)
+    assert inner
+    assert all(base64.b64decode(each).startswith(b"\x89PNG") for each in inner)
+    assert re.search(r"<text[^>]*var\(--ink", drawn[-1].data)
 
 
 @pytest.mark.parametrize(

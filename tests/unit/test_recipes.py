@@ -285,6 +285,23 @@ def test_chapters_are_recipes_of_one_report(here):
     assert list(plan.to_json(known=True)["chapters"]) == ["once", "thrice"]
 
 
+def test_chapters_at_once_make_the_report_that_they_make_in_turn(here):
+    in_turn = run(Plan.of(read_recipe(write(CHAPTERS))))
+    plan = Plan.of(read_recipe(write(CHAPTERS.replace("output: out", "output: there"))))
+    said = []
+    at_once = run(plan, jobs=2, say=said.append)
+    assert toy_treatment.CALLS == ["repeat", "length", "start"] * 2  # all in turn
+    assert sorted(said) == ["once, repeat: It has 6 letters.", "thrice, repeat: It has 10 letters."]
+    assert [(step.chapter, step.subject, step.sections) for step in at_once] == [
+        (step.chapter, step.subject, step.sections) for step in in_turn
+    ]
+    assert read_report("there").chapters == read_report("out").chapters
+    assert all(step.remembered for step in run(plan, jobs=2))
+    at_once[0].path.write_text("other")
+    with pytest.raises(CorruptBlob, match="was changed after it was made"):
+        run(plan, jobs=2)
+
+
 def test_some_chapters_and_what_is_wrong_with_them():
     (only,) = read_recipe(write(CHAPTERS), only=["thrice"]).chapters
     assert only.seed == 4

@@ -162,6 +162,8 @@ def test_a_missing_report_is_named(tmp_path):
         "<svg><script>1</script></svg>",
         '<svg><rect onload="1"/></svg>',
         '<svg><image href="http://x"/></svg>',
+        '<svg><image xlink:href="data:image/svg+xml;base64,AAAA"/></svg>',
+        '<svg><image xlink:href="data:image/png;base64,AAAA" onload="1"/></svg>',
         '<svg><use xlink:href="http://x"/></svg>',
         '<svg><rect style="fill:url(http://x)"/></svg>',
         "<svg><style>@import 'x'</style></svg>",

@@ -138,6 +138,8 @@ def _print_schema(context: click.Context, parameter: click.Parameter, value: boo
 @click.option("--subject", metavar="PATH", help="Treat this model instead of the recipe's.")
 @click.option("--output", "folder", metavar="FOLDER", help="Write results here instead of the recipe's folder.")
 @click.option("--only", metavar="NAMES", help="Chapters to run, such as train,attack; all by default.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True,
+              help="Chapters that run at once, in processes that share the cores.")  # fmt: skip
 @output_option
 @click.pass_context
 def run(
@@ -148,6 +150,7 @@ def run(
     subject: str | None,
     folder: str | None,
     only: str | None,
+    jobs: int,
     output: Output,
 ) -> None:
     """Run a recipe: treatments, audits and attacks from the YAML file RECIPE.
@@ -166,7 +169,7 @@ def run(
         for number, part in enumerate(plan.parts):
             _show_plan(output, part, part.known(progress=Progress()), costs[number] if costs else [])
         return
-    done = recipes.run(plan, progress=Progress(), command=command_line())
+    done = recipes.run(plan, progress=Progress(), command=command_line(), jobs=jobs)
     report = plan.recipe.output / "report.html"
     _show(output, done)
     output.line(f"\nReport: {report}")
@@ -180,15 +183,13 @@ def _show_plan(
 ) -> None:
     output.line(f"{plan.recipe.subject} → {plan.recipe.output}", bold=bool(plan.recipe.name))
     for step, mark in zip(plan.steps, known, strict=False):
-        settings = ", ".join(f"{key}={value}" for key, value in step.chosen.settings.items())
-        output.line(f"{step.number}. {step.verb}: {settings}")
+        output.line(f"{step.number}. {step.verb}: {_given(step)}")
         held = [f"{name} (by the recipe's attack)" for name in step.by_attack]
         output.line(f"   audits: {', '.join([*step.audits, *held]) or 'none'}")
         _show_known(output, mark)
         _show_left_out(output, step)
     for attack, mark in zip(plan.attacks, known[len(plan.steps) :], strict=True):
-        settings = ", ".join(f"{key}={value}" for key, value in attack.chosen.settings.items())
-        output.line(f"{attack.number}. attack {attack.verb}: {settings}")
+        output.line(f"{attack.number}. attack {attack.verb}: {_given(attack)}")
         _show_known(output, mark)
     for number, cost in enumerate(costs, start=1):
         told = "takes what an earlier step makes" if cost is None else (
@@ -199,6 +200,13 @@ def _show_plan(
         files = [plan.recipe.subject, *plan.recipe.subject.rglob("*")]
         size = len(plan.steps) * sum(file.stat().st_size for file in files if file.is_file())
         output.line(f"disk: at most {size / 1e6:,.0f} MB for models, and what audits and attacks keep")
+
+
+def _given(step: recipes.Step | recipes.AttackStep) -> str:
+    """The settings that are not the default ones; `--json` has all."""
+    given = step.chosen.config.model_dump(mode="json", exclude_defaults=True)
+    told = ", ".join(f"{key}={value}" for key, value in given.items())
+    return f"{told}, all else by default" if told else "all by default"
 
 
 def _show_known(output: Output, mark: recipes.Known) -> None:
@@ -296,12 +304,14 @@ _OUT = Path("out") / "tour"
 )
 @click.option("--only", metavar="NAMES", help="Chapters to run, such as federate,forget; all by default.")
 @click.option("--keep", is_flag=True, help="Keep the recipe and the models that are made, about 400 MB, in OUT/models.")
+@click.option("--jobs", type=click.IntRange(1),
+              help="Chapters that run at once; by default as many as there are cores, four at most.")  # fmt: skip
 @output_option
 @click.pass_context
-def tour(context: click.Context, out: Path, only: str | None, keep: bool, output: Output) -> None:
+def tour(context: click.Context, out: Path, only: str | None, keep: bool, jobs: int | None, output: Output) -> None:
     """Show everything at work on small models.
 
-    A recipe, whose chapters are federate (sites train together, and a server looks), forget and distil (a painting
+    A recipe, whose chapters are federate (sites train together, and a server looks), forget and siss (a painting
     model that repeats pictures), immunize (a language model that resists fine-tuning), space and adapters (hundreds of
     adapters as one space), compress and bf16 (a real model of 22.7 million weights, bit for bit). Writes a report.
     Needs the extra `tour` and no network; takes some minutes. The same command continues a tour that was interrupted,
@@ -315,6 +325,7 @@ def tour(context: click.Context, out: Path, only: str | None, keep: bool, output
             out,
             only=names,
             keep=keep,
+            jobs=jobs,
             command=_as_given(out, only, keep),
             progress=output.progress,
             say=lambda text: output.line(text),

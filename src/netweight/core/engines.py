@@ -89,8 +89,27 @@ def limit_threads(threads: int) -> None:
         sys.modules["torch"].set_num_threads(threads)
 
 
+@final
+@dataclass(frozen=True)
+class _Told:
+    """What a run told before its end."""
+
+    value: Any
+
+
+_pipe: Connection | None = None  # of a worker, to its parent
+
+
+def tell(value: Any) -> None:
+    """Hand a value over from within a run of `local_processes`, before it ends; elsewhere nothing happens."""
+    if _pipe is not None:
+        _pipe.send(_Told(value))
+
+
 def _work(pipe: Connection, threads: int) -> None:
     """Serve runs in a worker process: receive a pickled `(fn, item)`, answer with an `Outcome`, until stopped."""
+    global _pipe
+    _pipe = pipe
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its workers
     limit_threads(threads)
@@ -139,13 +158,13 @@ class _Worker:
         except BrokenPipeError:
             self.process.join()
 
-    def take(self) -> Outcome | None:
-        """Take the answer that is ready; None if the worker died instead."""
+    def take(self) -> Outcome | _Told | None:
+        """Take the answer that is ready, or what the run tells; None if the worker died instead."""
         try:
             answer = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             return None
-        assert isinstance(answer, Outcome)
+        assert isinstance(answer, Outcome | _Told)
         return answer
 
     def obituary(self) -> Outcome:
@@ -165,12 +184,17 @@ class _Worker:
 
 
 def local_processes(
-    fn: Callable[[C], Any], items: Sequence[C], /, *, workers: int | None = None
+    fn: Callable[[C], Any],
+    items: Sequence[C],
+    /,
+    *,
+    workers: int | None = None,
+    told: Callable[[int, Any], object] = lambda index, value: None,
 ) -> Iterator[tuple[int, Outcome]]:
     """Run items in worker processes on this machine: the default engine."""
     # A worker lives for many runs; one that dies (out of memory, a crash in native code) fails its run only and is
     # replaced. The machine's cores are shared out among the workers. To choose their number, pass
-    # `functools.partial(local_processes, workers=4)` as the engine.
+    # `functools.partial(local_processes, workers=4)` as the engine. `told` takes what runs `tell`, as they do.
     if workers is not None and workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}.")
     cores = usable_cores()
@@ -185,6 +209,9 @@ def local_processes(
             for pipe in cast("list[Connection]", wait(busy)):
                 worker = pool[pipe]
                 index, outcome = cast("int", worker.index), worker.take()
+                if isinstance(outcome, _Told):
+                    told(index, outcome.value)
+                    continue
                 worker.index = None
                 if outcome is None:
                     outcome = pool.pop(pipe).obituary()

@@ -6,6 +6,7 @@ names it in its first line, by which editors check it: `# yaml-language-server: 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import Field
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, NetweightError, UsageError
-from netweight.registry import Attack, Method, known_attacks, known_methods
+from netweight.registry import Attack, Method, entry_named, known_attacks, known_methods
 from netweight.settings import Settings
 
 
@@ -46,6 +47,18 @@ class Chosen(Generic[E]):
         """The settings by name, as JSON values, in their order."""
         values: dict[str, Any] = self.config.to_json()
         return values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the verb and its settings: what it names is registered in another process, too."""
+        attacks = isinstance(self.what, Attack)
+        work: Any = getattr(self.what, "run" if attacks else "apply")
+        return _chosen_again, (self.what.verb, attacks, work.__module__, self.settings)
+
+
+def _chosen_again(verb: str, attacks: bool, module: str, settings: dict[str, Any]) -> Chosen[Any]:
+    importlib.import_module(module)  # which registers what has no entry point
+    what = entry_named(verb, attacks=attacks)
+    return Chosen(what, what.config.of(settings))
 
 
 @final

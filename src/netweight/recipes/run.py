@@ -8,11 +8,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
+from tqdm import tqdm
+
+from netweight.core.engines import local_processes, tell
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import CorruptBlob
+from netweight.errors import CorruptBlob, NetweightError
 from netweight.job import Job
 from netweight.recipes.plan import LEDGER, AttackStep, Key, Plan, Step, audit_key, digest_of, keys_of, section_of
 from netweight.registry import Target
@@ -51,24 +55,83 @@ def run(
     progress: Progress = QUIET,
     command: str | None = None,
     say: Callable[[str], object] = lambda text: None,
+    jobs: int = 1,
 ) -> list[Done]:
     """Run a plan: each treatment with its audits, then attacks; what was done before is kept.
 
     The report is written again after every step, so that a run that is stopped leaves a page of what is known.
+
+    Args:
+        plan: What to run.
+        progress: Where progress is shown.
+        command: The command line, for the report.
+        say: Takes a line for each chapter and step.
+        jobs: Chapters that run at once, in processes that share the cores; one after the other in this one by default.
     """
-    ended: list[tuple[Plan, list[Done]]] = []
-    for number, part in enumerate(plan.parts, start=1):
-        if part.recipe.name:
-            say(f"{number} of {len(plan.parts)}, {part.recipe.title}.")
-        ended.append((part, []))
-        subject, keys = keys_of(part, progress)
-        for entry in _run(part, keys, progress):
-            ended[-1][1].append(replace(entry, subject=subject))
-            _say(entry, say)
-            if not entry.remembered:
-                _report(plan, ended, command).write(plan.recipe.output)
+    jobs = min(jobs, len(plan.parts))
+    ended: list[tuple[Plan, list[Done]]] = [(part, []) for part in plan.parts]
+
+    def take(number: int, entry: Done) -> None:
+        ended[number][1].append(entry)
+        with tqdm.external_write_mode():
+            _say(entry, say, f"{plan.parts[number].recipe.name}, " if jobs > 1 else "  ")
+        if not entry.remembered:
+            _report(plan, ended, command).write(plan.recipe.output)
+
+    if jobs > 1:
+        _at_once(plan, jobs, take, progress)
+    else:
+        for number, part in enumerate(plan.parts):
+            if part.recipe.name:
+                say(f"{number + 1} of {len(plan.parts)}, {part.recipe.title}.")
+            for entry in _run(part, progress):
+                take(number, entry)
     _report(plan, ended, command).write(plan.recipe.output)
     return [entry for _, entries in ended for entry in entries]
+
+
+def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress: Progress) -> None:
+    """Run chapters in processes that share the cores, begun in the recipe's order."""
+    under_way: dict[int, str] = {}
+    with progress.task(plan.recipe.title, len(plan.parts), unit="chapters") as task:
+
+        def told(number: int, value: Done | str) -> None:
+            if isinstance(value, Done):
+                take(number, value)
+            elif progress.mode == "bar":
+                under_way[number] = f"{plan.parts[number].recipe.name}: {value}"
+                task.describe("; ".join(under_way.values()))
+            else:
+                progress.note(f"{plan.parts[number].recipe.name}: {value}")
+
+        work = partial(_tell_all, every=2.0 if progress.mode == "bar" else 30.0)
+        for number, outcome in local_processes(work, plan.parts, workers=jobs, told=told):
+            if isinstance(outcome.value, NetweightError):
+                raise outcome.value
+            if outcome.error is not None:
+                raise RuntimeError(f"The chapter {plan.parts[number].recipe.name} failed.\n{outcome.error}")
+            under_way.pop(number, None)
+            task.update()
+
+
+@final
+class _Telling(io.StringIO):
+    """The stream of a progress whose lines are told to the process that started this one."""
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            tell(text.strip())
+        return len(text)
+
+
+def _tell_all(plan: Plan, *, every: float) -> NetweightError | None:
+    """Run a chapter in a worker; return what it was refused for."""
+    try:
+        for entry in _run(plan, Progress("plain", stream=_Telling(), every=every)):
+            tell(entry)
+    except NetweightError as error:
+        return error
+    return None
 
 
 def _report(plan: Plan, ended: list[tuple[Plan, list[Done]]], command: str | None) -> Report:
@@ -86,15 +149,16 @@ def _report(plan: Plan, ended: list[tuple[Plan, list[Done]]], command: str | Non
     return report
 
 
-def _run(plan: Plan, keys: list[Key], progress: Progress) -> Iterator[Done]:
+def _run(plan: Plan, progress: Progress) -> Iterator[Done]:
     """Run the steps of one recipe or chapter."""
     recipe, source = plan.recipe, plan.recipe.subject
+    subject, keys = keys_of(plan, progress)
     with Job.open(recipe.output) as job:
         for step, key in zip(plan.steps, keys, strict=False):
             path = plan.result(step, key)
             remembered = _treat(step, key, source, path, job, progress)
             sections = {name: _audit(step, name, key, source, path, job, plan, progress) for name in step.audits}
-            yield Done(step, path, sections, remembered, recipe.name)
+            yield Done(step, path, sections, remembered, recipe.name, subject)
             source = path
         for attack, key in zip(plan.attacks, keys[len(plan.steps) :], strict=True):
             target = Target(source, recipe.subject if plan.steps else None, recipe.output, recipe.seed)
@@ -105,7 +169,7 @@ def _run(plan: Plan, keys: list[Key], progress: Progress) -> Iterator[Done]:
                 job.record(
                     LEDGER, {"step": attack.number, "attack": attack.verb, "section": section.to_json()}, key=key
                 )
-            yield Done(attack, source, {attack.verb: section}, remembered, recipe.name)
+            yield Done(attack, source, {attack.verb: section}, remembered, recipe.name, subject)
 
 
 def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: Progress) -> bool:
@@ -136,10 +200,10 @@ def _audit(
     return section
 
 
-def _say(done: Done, say: Callable[[str], object]) -> None:
+def _say(done: Done, say: Callable[[str], object], before: str) -> None:
     known = " (done by an earlier run)" if done.remembered else ""
     told = " ".join(section.conclusion for section in done.sections.values() if section.conclusion)
-    say(f"  {done.step.verb}{known}: {told or 'done.'}")
+    say(f"{before}{done.step.verb}{known}: {told or 'done.'}")
 
 
 def _shown(done: Done, plan: Plan) -> list[Section]:

@@ -7,7 +7,6 @@ extra and is imported when a figure is drawn.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib.util
 import io
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 SERIES = ("#2f6f9f", "#c2571a", "#3d8159", "#8a4f9e", "#a0782c", "#5b6472")
 """Colors of the data series in files outside a report; a report's style sheet sets its own for light and dark."""
-_LETTERS, _NAME = 15, 20  # of an image grid's names: letters per inch, and in a line of a row's name
+_LETTERS, _NAME = 13, 20  # of an image grid's names: letters per inch, and in a line of a row's name
 INK, GRID = "#24292f", "#d5d9de"
 INK_MARK, GRID_MARK = "#010101", "#020202"
 SERIES_MARKS = tuple(f"#03030{i}" for i in range(1, len(SERIES) + 1))
@@ -152,9 +151,9 @@ def image_grid(
     columns: Sequence[str],
     alt: str,
     caption: str = "",
-    pixels: int = 96,
+    pixels: int = 72,
 ) -> Figure:
-    """Draw images in a labeled grid, as one inline PNG that reads well on light and dark pages."""
+    """Draw images in a labeled grid: inline SVG with PNGs in it, whose names have the page's colors."""
     # Images: arrays or tensors `(height, width)` or `(height, width, 1 | 3)`, uint8, or floating point within 0 and 1
     # (values outside are clipped); None leaves a cell empty. `pixels` is the height of a cell; small images are
     # enlarged without smoothing.
@@ -166,25 +165,20 @@ def image_grid(
     longest = max((len(line) for name in names for line in name.splitlines()), default=0)
     lines = max((name.count("\n") + 1 for name in heads), default=1)
     size = (0.1 + longest / _LETTERS + inch * 1.06 * len(columns), 0.1 + 0.15 * lines + inch * 1.06 * len(rows))
-    with canvas(len(rows) * len(columns), width=size[0], height=size[1], across=len(columns), page=False) as (
-        drawing,
-        cells,
-    ):
+    with canvas(len(rows) * len(columns), width=size[0], height=size[1], across=len(columns)) as (drawing, cells):
         for place, cell in enumerate(cells):
             row, column = divmod(place, len(columns))
             _image_cell(cell, images[row][column])
             if row == 0:
-                cell.set_title(heads[column], fontsize=8, loc="center")
+                cell.set_title(heads[column], fontsize=9, loc="center")
             if column == 0:
-                cell.set_ylabel(names[row], fontsize=8, rotation=0, ha="right", va="center")
-        file = io.BytesIO()
-        drawing.savefig(file, format="png", dpi=144, facecolor="white", metadata={"Software": None})
-    return Figure("png", base64.b64encode(file.getvalue()).decode(), alt, caption)
+                cell.set_ylabel(names[row], fontsize=9, rotation=0, ha="right", va="center")
+        return to_figure(drawing, alt=alt, caption=caption)
 
 
 @contextmanager
 def canvas(
-    panels: int, *, width: float = 6.6, height: float = 2.9, across: int | None = None, page: bool = True
+    panels: int, *, width: float = 6.0, height: float = 2.8, across: int | None = None, page: bool = True
 ) -> Iterator[tuple[Canvas, list[Axes]]]:
     """Open a matplotlib figure in the style of reports, for plots that the functions here do not cover."""
     # Sizes are inches; `across` is the number of panels per row. Color with `series_color`. With `page` the page sets
@@ -230,7 +224,9 @@ def inline_svg(document: str, alt: str) -> str:
     size = box.group(1) if box else "0 0 475 209"
     title = alt.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{size}"'
-    opening += ' stroke-linejoin="round" stroke-linecap="butt"'
+    wide = float(size.split()[2]) / 12  # rem: never smaller than its letters can be read, on a phone it scrolls
+    opening += f' style="min-width: {wide:.1f}rem; max-width: {1.6 * wide:.1f}rem" stroke-linejoin="round"'
+    opening += ' stroke-linecap="butt"'
     return f'{opening} role="img" aria-labelledby="{prefix}-alt"><title id="{prefix}-alt">{title}</title>{body}'.strip()
 
 
@@ -243,8 +239,8 @@ def _style(page: bool) -> Any:
     return {
         "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
         "svg.hashsalt": "netweight",  # the same plot gives the same bytes
-        "font.size": 9,
-        "axes.titlesize": 9.5,
+        "font.size": 10,
+        "axes.titlesize": 10,
         "axes.titlelocation": "left",
         "axes.linewidth": 0.8,
         "axes.spines.top": False,
@@ -274,7 +270,7 @@ def _finish(axes: Axes, xlabel: str, ylabel: str, *, log: bool, legend: bool, gr
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     if legend:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, fontsize=8.5)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, fontsize=9.5)
 
 
 def _image_cell(cell: Axes, image: Any) -> None:
@@ -292,7 +288,7 @@ def _image_cell(cell: Axes, image: Any) -> None:
     if pixels.ndim != 2 and (pixels.ndim != 3 or pixels.shape[2] != 3):
         raise UsageError(f"An image has shape {pixels.shape};", cure="give (height, width) or (height, width, 3).")
     top = 255 if pixels.dtype == np.uint8 else 1
-    cell.imshow(np.clip(pixels, 0, top), cmap="gray", vmin=0, vmax=top, interpolation="nearest")
+    cell.imshow(np.clip(pixels, 0, top), cmap="gray", vmin=0, vmax=top, interpolation="none")
 
 
 def heat_maps(

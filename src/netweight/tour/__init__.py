@@ -18,6 +18,7 @@ from typing import Any, final
 import yaml
 
 from netweight import recipes
+from netweight.core.environment import usable_cores
 from netweight.core.files import lock
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
@@ -54,11 +55,22 @@ def run_tour(
     *,
     only: Sequence[str] | None = None,
     keep: bool = False,
+    jobs: int | None = None,
     command: str = "netweight tour",
     progress: Progress = QUIET,
     say: Callable[[str], object] = lambda text: None,
 ) -> Tour:
-    """Run the recipe, or some of its chapters, in a folder; what is made on the way is removed at the end."""
+    """Run the recipe, or some of its chapters, in a folder; what is made on the way is removed at the end.
+
+    Args:
+        out: The folder for the report.
+        only: Names of chapters; all by default.
+        keep: Whether the recipe and the models that are made stay.
+        jobs: Chapters that run at once; by default as many as there are cores, four at most.
+        command: The command line, for the report.
+        progress: Where progress is shown.
+        say: Takes a line for each chapter and step.
+    """
     out, started = Path(out), time.monotonic()
     _check(only)
     models = out / MODELS
@@ -70,7 +82,7 @@ def run_tour(
         file = models / "tour.yaml"
         write_text(file, recipe(models))
         plan = recipes.Plan.of(recipes.read_recipe(file, only=only))
-        done = recipes.run(plan, progress=progress, command=command, say=say)
+        done = recipes.run(plan, progress=progress, command=command, say=say, jobs=jobs or min(4, usable_cores()))
         for name in ("report.json", "report.html"):
             (models / name).replace(out / name)
         if not keep:

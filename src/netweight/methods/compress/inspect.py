@@ -336,7 +336,7 @@ def _checked(stats_by_label: Mapping[str, BitStatistics]) -> Mapping[str, BitSta
 
 
 def _size(stats_by_label: Mapping[str, BitStatistics]) -> dict[str, Any]:
-    return {"width": 7.4, "height": 0.25 + 1.95 * len(stats_by_label)}
+    return {"width": 6.4, "height": 0.25 + 1.95 * len(stats_by_label)}
 
 
 def _draw(stats_by_label: Mapping[str, BitStatistics], axes: list[Any]) -> None:
