@@ -20,6 +20,7 @@ _MOVED = {
     "attacks.finetuning.examples": "data.tokens",
     "attacks.finetuning.stability": "attacks.finetuning.resistance",
     "attacks.gradient_inversion.features": "attacks.gradient_inversion.tailored",
+    "data.examples": "data.tokens",
     "evidence": "report",
     "evidence.copy_metrics": "metrics.copies",
     "evidence.descriptors": "metrics.copies",
