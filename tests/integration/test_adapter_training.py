@@ -9,8 +9,8 @@ pytest.importorskip("diffusers", reason="adapters of pipelines")
 
 from netweight.data.tokens import Example
 from netweight.errors import NameNotFound, TrainingStopped, UsageError
+from netweight.hf.adapters import Subject, train_pictures, train_texts
 from netweight.hf.load_pipeline import text_to_image
-from netweight.hf.train_adapters import Subject, train_pictures, train_texts
 from netweight.nn import AdapterStack, applied, merge_
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.toys.faces import identities, photographs

@@ -11,7 +11,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 from known_spaces import KnownSpace
 
 from netweight.errors import NameNotFound, Unsupported
-from netweight.hf.delayed_injection import delayed_injection, switch_on_step_end
+from netweight.hf.adapters import delayed_injection, switch_on_step_end
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.edits import Delay
 from netweight.methods.space.inversion import generate_images

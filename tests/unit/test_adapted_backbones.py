@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call, vmap
 
-from netweight.data.images.cifar import CIFAR_MEAN_STD
+from netweight.data.images.public import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
 from netweight.methods import federate
 from netweight.methods.federate.method import Client
@@ -231,7 +231,7 @@ def test_the_trained_resnet20_reaches_its_accuracy(data_folder):
     if not file.is_file() or not tests:
         pytest.skip("NETWEIGHT_DATA holds no weights/cifar10_resnet20.safetensors or no cifar10_jpeg")
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is in the federated extra")
-    from netweight.data.images.cifar import decoded
+    from netweight.data.images.public import decoded
 
     rows = parquet.read_table(tests[0]).slice(0, 300).to_pydict()
     part = (rows["img"], rows["label"])

@@ -149,7 +149,7 @@ def _trained(
 
 def _train_group(group: _Group, *, folder: str, base: str) -> dict[str, Any]:
     """Train one group into a small bank of its own, in whatever process this is."""
-    from netweight.hf.train_adapters import Subject, train_pictures
+    from netweight.hf.adapters import Subject, train_pictures
 
     model = _model(base)
     if model.digest() != group.base:

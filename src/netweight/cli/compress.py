@@ -178,7 +178,7 @@ def _source(src: str, exclude: tuple[str, ...] = ()) -> Path:
     path = Path(src)
     if path.exists():
         return path
-    from netweight.hf.hub import fetch, is_hub_id
+    from netweight.hf import fetch, is_hub_id
 
     return fetch(src, exclude=exclude) if is_hub_id(src) else path
 

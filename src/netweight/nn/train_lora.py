@@ -2,7 +2,7 @@
 
 Each sample runs with its own adapter's factors, the losses are summed, and Adam treats every number by itself, so that
 each adapter ends as if it had been trained alone. What the model is and what its loss, is up to the caller:
-`netweight.hf.train_adapters` has losses for diffusers and transformers.
+`netweight.hf.adapters` has losses for diffusers and transformers.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from netweight.core.progress import silent_bars
-from netweight.data.images.cifar import CIFAR_MEAN_STD
+from netweight.data.images.public import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
 
 # Mean and deviation of ImageNet's pixels, by which the images of this network and of most others are normalized.

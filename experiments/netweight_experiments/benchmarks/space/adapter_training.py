@@ -15,8 +15,8 @@ import time
 import torch
 
 from netweight.core.progress import Progress
+from netweight.hf.adapters import ATTENTION, Subject, train_pictures
 from netweight.hf.load_pipeline import text_to_image
-from netweight.hf.train_adapters import ATTENTION, Subject, train_pictures
 from netweight.nn import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.toys.faces_pipeline import FaceBank, faces_pipeline

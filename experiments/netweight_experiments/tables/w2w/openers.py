@@ -23,8 +23,8 @@ from netweight.data.images.sources import decode_splits
 from netweight.data.prompts import image_size
 from netweight.data.text import Row, RowErrors, read_rows
 from netweight.errors import UsageError
+from netweight.hf.adapters import ATTENTION
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image, text_to_image, trained_prediction
-from netweight.hf.train_adapters import ATTENTION
 from netweight.methods.space.edits import perceptual_distance
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.settings import INVERSIONS, InversionSettings

@@ -102,7 +102,7 @@ def _inverted(setup: Setup, fit: Fit, strangers: Sequence[Stranger]) -> Tensor:
 
 
 def _trained(setup: Setup, strangers: Sequence[Stranger], *, many: bool) -> AdapterStack:
-    from netweight.hf.train_adapters import Subject, train_pictures
+    from netweight.hf.adapters import Subject, train_pictures
 
     how = setup.fitting
     subjects = [

@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from netweight.core.names import nearest_names
-from netweight.data.images.cifar import cifar10, cinic10
-from netweight.data.images.cifar import crop_and_flip as crop_and_flip
-from netweight.data.images.gray import digits, emnist_byclass, emnist_letters, fashion_mnist, mnist, omniglot
 from netweight.data.images.images import Images as Images
 from netweight.data.images.images import from_dataset as from_dataset
 from netweight.data.images.images import load_folder as load_folder
+from netweight.data.images.public import (
+    cifar10,
+    cinic10,
+    digits,
+    emnist_byclass,
+    emnist_letters,
+    fashion_mnist,
+    mnist,
+    omniglot,
+)
+from netweight.data.images.public import crop_and_flip as crop_and_flip
 from netweight.errors import NameNotFound
 
 _LOADERS: dict[str, Callable[[], Images]] = {

@@ -25,7 +25,7 @@ from netweight.core.files import digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, Unsupported, UsageError
-from netweight.hf.delayed_injection import switching
+from netweight.hf.adapters import switching
 from netweight.job import Job
 from netweight.methods.space.edits import Delay
 from netweight.methods.space.points import NamedPoints, scores_digest
