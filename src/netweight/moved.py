@@ -31,6 +31,8 @@ _MOVED = {
     "generate.adapter_fitting": "nn.train_lora",
     "generate.lowrank": "nn.apply_lora",
     "generate.stack": "nn.lora",
+    "hf.delayed_injection": "hf.adapters",
+    "hf.train_adapters": "hf.adapters",
     "integrations": "plugins",
     "integrations.adapter_training": "hf.adapters",
     "integrations.delayed_injection": "hf.adapters",
