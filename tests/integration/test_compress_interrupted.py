@@ -65,13 +65,11 @@ def test_decompression_killed_at_every_step(tmp_path):
     assert killed_everywhere(tmp_path / "packed", tmp_path / "back", "decompress", source) > 40
 
 
-SLOW = """
-import os, sys, time
-real = os.fsync
+LED = """
+import os, sys
 def fsync(descriptor):
     os.write(1, b"sync\\n")
-    time.sleep(0.01)
-    real(descriptor)
+    os.read(0, 1)  # until it is let go on
 os.fsync = fsync
 from netweight.cli import main
 main(["compress", *sys.argv[1:]])
@@ -83,16 +81,18 @@ def test_the_command_killed_at_random_moments(tmp_path, seed):
     source, target = transformers_folder(tmp_path / "m", shards=12), tmp_path / "net"
     compress_folder(source, tmp_path / "expected")
     expected, moments = content(tmp_path / "expected"), random.Random(seed)
-    program = [sys.executable, "-c", SLOW, str(source), str(target)]
+    program = [sys.executable, "-c", LED, str(source), str(target)]
     for _ in range(3):
-        with subprocess.Popen(program, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(program, bufsize=0, **pipes) as process:
             for _ in range(moments.randint(1, 12)):
                 process.stdout.readline()
+                process.stdin.write(b".")
             time.sleep(moments.uniform(0, 0.01))
             process.send_signal(signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
         assert not target.exists() or content(target) == expected
-    answer = subprocess.run(program, capture_output=True, text=True, check=False)
+    answer = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert "were done by an earlier, interrupted run" in answer.stdout
     assert content(target) == expected
