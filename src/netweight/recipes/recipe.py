@@ -52,7 +52,7 @@ class Chosen(Generic[E]):
         """Pickle the verb and the settings that were given: what it names is registered in another process, too."""
         attacks = isinstance(self.what, Attack)
         work: Any = getattr(self.what, "run" if attacks else "apply")
-        given = self.config.model_dump(mode="json", exclude_unset=True)  # what is not given may depend on what is
+        given = self.config.given  # alone: other defaults may depend on it
         return _chosen_again, (self.what.verb, attacks, work.__module__, given)
 
 
