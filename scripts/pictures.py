@@ -5,7 +5,6 @@ in Chromium, whose picture waits for an image that comes late. `python scripts/p
 first screen of a report.
 """
 
-import base64
 import io
 import re
 import shutil
@@ -47,10 +46,21 @@ def main(run: Path) -> None:
         found = [each for title, each in figures if title.startswith(chapter) and word in each.alt.lower()]
         if not found:
             sys.exit(f"{run} has no figure for {name}: run `netweight tour` to its end.")
-        if found[0].kind == "png":
-            (folder / f"{name}.png").write_bytes(base64.b64decode(found[0].data))
+        drawing = found[0].data.replace("</title>", f"</title>{colors()}", 1)
+        if "<image" in drawing:  # hosts of a README may refuse images in an image
+            card(drawing).save(folder / f"{name}.png", optimize=True)
         else:
-            (folder / f"{name}.svg").write_text(found[0].data.replace("</title>", f"</title>{colors()}", 1))
+            (folder / f"{name}.svg").write_text(drawing)
+
+
+def card(drawing: str) -> Image.Image:
+    """A drawing on a light card with round corners, which suits light and dark pages."""
+    width, height = (round(float(each) * 4 / 3) + 32 for each in re.findall(r'viewBox="0 0 (\S+) (\S+)"', drawing)[0])
+    look = f"padding: 16px; width: {width - 32}px; height: {height - 32}px; border-radius: 12px; background: #fff"
+    around = f'<!doctype html><body style="margin: 0"><div style="{look}">{drawing}</div>'
+    return seen(None, around, 0, "--default-background-color=00000000", "--force-device-scale-factor=1.5").crop(
+        (0, 0, round(1.5 * width), round(1.5 * height))
+    )
 
 
 AROUND = """<!doctype html><body style="margin: 0"><img src="/late" width="1"><iframe src="/page"
@@ -59,8 +69,8 @@ style="position: absolute; top: -350px; width: 1080px; height: 2400px; border: 0
   [...found].find(each => each.textContent.trim() === "Random").click(); }, 14000)</script>"""
 
 
-def seen(page: Path, around: str, wait: float) -> Image.Image:
-    """A page in Chromium, within another one whose image comes only after the wait."""
+def seen(page: Path | None, around: str, wait: float, *options: str) -> Image.Image:
+    """What Chromium shows of `around`, in which /page is a page, and /late an image that comes only after the wait."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -68,16 +78,16 @@ def seen(page: Path, around: str, wait: float) -> Image.Image:
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
-            self.wfile.write(page.read_bytes() if self.path == "/page" else around.encode())
+            self.wfile.write(page.read_bytes() if page and self.path == "/page" else around.encode())
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     Thread(target=server.serve_forever, daemon=True).start()
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with tempfile.TemporaryDirectory() as folder:
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        command += ["--window-size=1080,900", f"--user-data-dir={folder}", f"--screenshot={folder}/seen.png"]
+        command += ["--window-size=1080,900", f"--user-data-dir={folder}", f"--screenshot={folder}/seen.png", *options]
         subprocess.run([*command, f"http://127.0.0.1:{server.server_port}/"], check=True, timeout=150)
-        return Image.open(io.BytesIO(Path(folder, "seen.png").read_bytes())).convert("RGB")
+        return Image.open(io.BytesIO(Path(folder, "seen.png").read_bytes()))
 
 
 def screen(page: Path, name: str = "") -> None:
@@ -86,7 +96,7 @@ def screen(page: Path, name: str = "") -> None:
         picture = seen(page, AROUND.partition("<script>")[0].replace("-350px", "0"), 2).crop((30, 20, 1050, 900))
     else:
         picture = seen(page, AROUND, 32).crop((66, 32, 1014, 640))
-    picture.quantize(200).save(ROOT / "docs" / "pictures" / f"{name or 'space-page'}.png", optimize=True)
+    picture.convert("RGB").quantize(200).save(ROOT / "docs" / "pictures" / f"{name or 'space-page'}.png", optimize=True)
 
 
 if __name__ == "__main__":

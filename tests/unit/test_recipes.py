@@ -1,4 +1,5 @@
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -296,6 +297,9 @@ def test_chapters_at_once_make_the_report_that_they_make_in_turn(here):
         (step.chapter, step.subject, step.sections) for step in in_turn
     ]
     assert read_report("there").chapters == read_report("out").chapters
+    (chosen,) = plan.chapters[0].recipe.treatments
+    again = pickle.loads(pickle.dumps(chosen))
+    assert (again, again.config.model_fields_set) == (chosen, chosen.config.model_fields_set)
     assert all(step.remembered for step in run(plan, jobs=2))
     at_once[0].path.write_text("other")
     with pytest.raises(CorruptBlob, match="was changed after it was made"):

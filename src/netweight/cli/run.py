@@ -20,6 +20,7 @@ from netweight.cli import FINDING_FAILED
 from netweight.cli.options import FOLDER, OUTPUT_FOLDER, Output, command_line, output_option
 from netweight.core.progress import Progress
 from netweight.errors import OutputExists
+from netweight.settings import Settings
 
 if TYPE_CHECKING:
     from netweight import recipes
@@ -203,10 +204,15 @@ def _show_plan(
 
 
 def _given(step: recipes.Step | recipes.AttackStep) -> str:
-    """The settings that are not the default ones; `--json` has all."""
-    given = step.chosen.config.model_dump(mode="json", exclude_defaults=True)
-    told = ", ".join(f"{key}={value}" for key, value in given.items())
+    """The settings that a recipe or a preset gives; `--json` has all."""
+    told = ", ".join(f"{key}={value}" for key, value in _plain(step.chosen.config).items())
     return f"{told}, all else by default" if told else "all by default"
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    values = settings.to_json()
+    given = {name: value for name, value in settings.given.items() if name in values}
+    return {name: _plain(each) if isinstance(each, Settings) else values[name] for name, each in given.items()}
 
 
 def _show_known(output: Output, mark: recipes.Known) -> None:

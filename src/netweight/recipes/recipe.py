@@ -49,16 +49,17 @@ class Chosen(Generic[E]):
         return values
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the verb and its settings: what it names is registered in another process, too."""
+        """Pickle the verb and the settings that were given: what it names is registered in another process, too."""
         attacks = isinstance(self.what, Attack)
         work: Any = getattr(self.what, "run" if attacks else "apply")
-        return _chosen_again, (self.what.verb, attacks, work.__module__, self.settings)
+        given = self.config.given  # alone: other defaults may depend on it
+        return _chosen_again, (self.what.verb, attacks, work.__module__, given)
 
 
-def _chosen_again(verb: str, attacks: bool, module: str, settings: dict[str, Any]) -> Chosen[Any]:
+def _chosen_again(verb: str, attacks: bool, module: str, given: dict[str, Any]) -> Chosen[Any]:
     importlib.import_module(module)  # which registers what has no entry point
     what = entry_named(verb, attacks=attacks)
-    return Chosen(what, what.config.of(settings))
+    return Chosen(what, what.config.of(given))
 
 
 @final
@@ -147,7 +148,9 @@ def read_mapping(path: Path, needs: str) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except OSError as error:
-        raise UsageError(f"The recipe {path} cannot be read: {error.strerror}.") from error
+        raise UsageError(
+            f"The recipe {path} cannot be read: {error.strerror}.", cure="Write some to begin with: netweight init DIR."
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"The recipe {path} is not valid YAML: {error}.") from error
     if not isinstance(content, dict):

@@ -216,7 +216,10 @@ def read_report(folder: str | os.PathLike[str]) -> Report:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}.", cure="Give the folder of a run that wrote one.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"{path} cannot be read: {reason}.", cure="Give the folder of a run that wrote one."
+        ) from error
     return parse_report(text, where=str(path))
 
 
