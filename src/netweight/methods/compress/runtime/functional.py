@@ -328,8 +328,10 @@ def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtyp
 
 
 def _is_going_back(payload: torch.Tensor) -> bool:
-    """Whether a backward pass is running, which may calculate a checkpoint again, and nothing else observes it."""
-    if torch._C._current_graph_task_id() == -1 or _is_watched():
+    """Whether a backward pass is running, which may calculate a checkpoint again, outside compilers and transforms."""
+    if torch._C._current_graph_task_id() == -1 or torch.compiler.is_compiling() or type(payload) is not torch.Tensor:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return device.handles(payload) or (payload.is_cpu and not prefetch.open_blocks)
 
