@@ -56,19 +56,29 @@ Probe probe(const u8* in, size_t count, int unit) {
   return found;
 }
 
+// Numbers that are not the value go to `rest`, a mark for each into the upper half of a byte for four. Returns how many there are.
+template <typename Number>
+static size_t split_off(const u8* in, size_t count, u64 value, u8* nibbles, u8* rest) {
+  size_t left = 0;
+  for (size_t group = 0; group < count; group += 4) {
+    u32 marks = 0;
+    for (size_t i = group; i < std::min(group + 4, count); i++) {
+      Number v;
+      std::memcpy(&v, in + i * sizeof v, sizeof v);
+      std::memcpy(rest + left * sizeof v, &v, sizeof v);
+      left += v != static_cast<Number>(value);
+      marks |= static_cast<u32>(v != static_cast<Number>(value)) << (4 + i - group);
+    }
+    nibbles[group / 4] = static_cast<u8>(marks);
+  }
+  return left;
+}
+
 u8* encode_sparse(const u8* in, size_t count, int unit, u64 value, Level level, const Kernels& kernels, Scratch& scratch, u8* out, int nesting,
                   const std::function<u8*(const u8* rest, size_t count, u8* out)>& write_rest) {
   const size_t width = static_cast<size_t>(unit), groups = (count + 3) / 4;
   const auto nibbles = padded(groups), rest = padded(count * width);
-  std::memset(nibbles.get(), 0, groups);
-  size_t left = 0;
-  for (size_t i = 0; i < count; i++) {
-    u64 v = 0;
-    std::memcpy(&v, in + i * width, width);
-    std::memcpy(rest.get() + left * width, &v, width);
-    left += v != value;
-    nibbles[i / 4] |= static_cast<u8>((v != value) << (4 + i % 4));
-  }
+  const size_t left = by_width(unit, [&](auto number) { return split_off<decltype(number)>(in, count, value, nibbles.get(), rest.get()); });
   std::memcpy(out, &value, width);
   out = encode_plane(kNibbles, nibbles.get(), groups, level, kernels, scratch, out + width, nesting - 1);
   return left ? write_rest(rest.get(), left, out) : out;

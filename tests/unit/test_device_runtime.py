@@ -23,7 +23,7 @@ from netweight.codec.cuda import encoding, launching
 from netweight.codec.header import torch_dtype
 from netweight.errors import CorruptBlob, OutOfMemory, UsageError
 from netweight.methods.compress.runtime import cuda as device
-from netweight.methods.compress.runtime import fsdp
+from netweight.methods.compress.runtime import fsdp, storage
 from netweight.methods.compress.runtime import model as model_in_memory
 from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of
 
@@ -228,18 +228,18 @@ def test_a_checkpointed_update_decodes_each_weight_twice(counts):
         assert len(counts.chunks) == 2 * len(model)
     assert [optimizer.steps for optimizer in optimizers] == [2, 2]
     assert not differing(dense, model)
-    assert not device.recent(x.device)._weights
+    assert not storage.recent(x.device)._weights
 
 
 def test_a_backward_pass_keeps_no_more_weights_than_it_may(counts, monkeypatch):
     dense, model = pair(stack, torch.bfloat16)
     x, held = ROWS.bfloat16().requires_grad_(), []
-    monkeypatch.setattr(device, "_RECENT_BYTES", 2 * dense[0].weight.nbytes)
+    monkeypatch.setitem(storage._RECENT_BYTES, "cpu", 2 * dense[0].weight.nbytes)
     for layer in model:
-        layer.weight.register_hook(lambda gradient: held.append(len(device.recent(x.device)._weights)))
+        layer.weight.register_hook(lambda gradient: held.append(len(storage.recent(x.device)._weights)))
     assert_steps_alike(dense, model, x)
     assert max(held) == 2
-    assert not device.recent(x.device)._weights
+    assert not storage.recent(x.device)._weights
 
 
 @pytest.mark.parametrize("bad", [0, 1, 3])

@@ -9,11 +9,12 @@ import pytest
 import torch
 from models_under_test import Tied, differing, pair, same, stack
 from torch import nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import netweight
 from netweight import LayerwiseOptimizer
 from netweight.errors import BadGradient, LayerwiseConflict, UsageError
+from netweight.methods.compress.runtime import storage
 from netweight.methods.compress.runtime.layerwise import round_stochastically
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
@@ -53,6 +54,23 @@ def test_nothing_to_train_and_two_optimizers():
     assert unchanged(model, before)
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
     LayerwiseOptimizer(model, torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize(("checkpointed", "most", "times"), [(False, 0, 2), (True, 0, 3), (True, 1 << 20, 2)])
+def test_a_backward_pass_decodes_a_weight_once_for_its_gradient_and_its_update(checkpointed, most, times, monkeypatch):
+    monkeypatch.setitem(storage._RECENT_BYTES, "cpu", most)
+    decode, counts = storage.decode_here, []
+    monkeypatch.setattr(storage, "decode_here", lambda *given: (counts.append(given[0]), decode(*given))[1])
+    dense, model = pair(stack, torch.bfloat16)
+    for each in (dense, model):
+        LayerwiseOptimizer(each, torch.optim.AdamW, lr=0.1)
+        run = partial(checkpoint, each, use_reentrant=False) if checkpointed else each
+        for _ in range(2):
+            counts.clear()
+            run(X.bfloat16().requires_grad_()).square().mean().backward()
+    assert len(counts) == times * len(model) - (times == 3)  # a checkpoint's last product is not calculated again
+    assert not differing(dense, model)
+    assert not storage.recent(X.device)._weights
 
 
 def test_a_model_that_nobody_has_any_more_is_freed_with_its_optimizer():

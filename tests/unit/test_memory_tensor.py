@@ -2,17 +2,21 @@
 
 import copy
 import io
+import pickle
+from collections import deque
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 from models_under_test import Tied, bits, pair, same, stack
 from torch import nn
 
 import netweight
 from netweight import CompressedTensor, codec
 from netweight.errors import DenseOnly, UsageError
+from netweight.methods.compress.runtime import storage
 from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, pack
 
 
@@ -51,10 +55,13 @@ WRITES = {
 @pytest.mark.parametrize("name", WRITES)
 def test_every_way_to_write_is_seen(name):
     dense, compressed = two()
-    alias = compressed.detach()
+    alias, x = compressed.detach(), torch.randn(3, 64).bfloat16()
     with torch.no_grad():
+        F.linear(x, compressed)
+        assert compressed.stored.decoded is not None  # it is small
         for weight in (dense, compressed):
             WRITES[name](weight)
+        assert same(F.linear(x, dense), F.linear(x, compressed))
     assert same(dense, compressed)
     assert same(dense, alias)
     assert type(compressed) is CompressedTensor
@@ -216,13 +223,29 @@ def test_a_whole_model_can_be_pickled():
     again.half()
 
 
+def test_no_more_small_weights_stay_decoded_than_may(monkeypatch):
+    monkeypatch.setattr(storage, "_MOST_SMALL", 2)
+    monkeypatch.setattr(storage, "_small", deque())
+    weights, x = [two(seed=seed)[1] for seed in range(4)] + [two((512, 64))[1]], torch.randn(2, 64).bfloat16()
+    with torch.no_grad():
+        for weight in weights:
+            F.linear(x, weight)
+    assert [weight.stored.decoded is not None for weight in weights] == [False, False, True, True, False]
+    assert copy.deepcopy(weights[3]).stored.decoded is None
+    assert pickle.loads(pickle.dumps(weights[3].stored)).decoded is None
+
+
 def test_sharing_between_processes():
     dense, compressed = two()
+    with torch.no_grad():
+        F.linear(torch.randn(2, 64).bfloat16(), compressed)
     assert not compressed.is_shared()
     assert compressed.share_memory_() is compressed
     assert compressed.is_shared()
     assert same(compressed, dense)
     with torch.no_grad():
+        F.linear(torch.randn(2, 64).bfloat16(), compressed)
+        assert compressed.stored.decoded is None  # other processes may write
         compressed.mul_(2)
         with pytest.raises(UsageError, match="outgrew the memory that it shares"):
             compressed.view(torch.int16).random_()

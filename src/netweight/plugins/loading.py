@@ -161,10 +161,14 @@ class Weights:
         level: Any = info.level
         if info.base_digest is not None:
             return self.compress(name, dense.clone().to(stored.device))
-        fixed, recut = name in self._fixed, device.wants_other_chunks(stored, level, info.chunk_log2)
+        chunks, fixed, rows = info.chunk_log2, name in self._fixed, self._chunks[name]
+        if device.wants_other_chunks(stored, level, chunks):
+            chunks = None
+        elif rows is not None and rows < chunks and stored.is_cpu and level != "max":  # files have larger ones
+            chunks = rows
+        recut = chunks != info.chunk_log2
         if (fixed or recut) and not codec.is_lossy(blob):
-            chunk_log2 = None if recut else info.chunk_log2
-            made = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=chunk_log2, fixed=fixed)
+            made = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=chunks, fixed=fixed)
             if made.fixed or (recut and made.payload.nbytes < info.nbytes):
                 return _parameter(made)
         payload = pack(blob)

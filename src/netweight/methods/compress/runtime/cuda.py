@@ -10,7 +10,6 @@ go to the CPU and the weight comes back, as for devices of other kinds. Payloads
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -78,18 +77,18 @@ class _Known:
     checked: bool = False  # whether the bytes were decoded and found sound, or encoded here
 
 
-def _version(payload: torch.Tensor) -> int | None:
+def version_of(payload: torch.Tensor) -> int | None:
     """How often the bytes were written; None if torch does not count."""
     return None if payload.is_inference() else payload._version
 
 
 def _found(payload: torch.Tensor) -> _Known | None:
     version, known = getattr(payload, _NOTE, (None, None))
-    return known if version is not None and version == _version(payload) else None
+    return known if version is not None and version == version_of(payload) else None
 
 
 def _note(payload: torch.Tensor, known: _Known) -> _Known:
-    setattr(payload, _NOTE, (_version(payload), known))
+    setattr(payload, _NOTE, (version_of(payload), known))
     return known
 
 
@@ -243,58 +242,6 @@ class Answer:
 def _answers() -> tuple[torch.Tensor, Iterator[int]]:
     with torch.inference_mode(False):
         return torch.empty(_SLOTS, 8, dtype=torch.uint8, pin_memory=True), count()
-
-
-# ---- weights that a backward pass needs several times ----------------------------------------------------------------
-
-_RECENT_BYTES = 1 << 29  # a block of Llama-3 8B has 436 MB
-
-
-@final
-class Recent:
-    """The weights that a backward pass decoded last on a device, until it ends."""
-
-    # A checkpoint decodes a weight for its second forward pass; then its input's gradient asks for it, and its update.
-
-    def __init__(self) -> None:
-        self._weights: OrderedDict[int, tuple[torch.Tensor, int | None, torch.Tensor]] = OrderedDict()
-        self._nbytes = 0
-        self._pass = -1  # torch's number of it
-
-    def keep(self, payload: torch.Tensor, weight: torch.Tensor) -> None:
-        """Keep a payload's weight instead of the oldest ones."""
-        number = torch._C._current_graph_task_id()
-        if number != self._pass:
-            self._drop()
-            self._pass = number
-            torch.autograd.Variable._execution_engine.queue_callback(self._drop)
-        self.take(payload)
-        self._weights[id(payload)] = payload, _version(payload), weight
-        self._nbytes += weight.nbytes
-        while self._nbytes > _RECENT_BYTES and len(self._weights) > 1:
-            self._nbytes -= self._weights.popitem(last=False)[1][2].nbytes
-
-    def find(self, payload: torch.Tensor) -> torch.Tensor | None:
-        """The weight, if it is here and the payload was not written since."""
-        _, version, weight = self._weights.get(id(payload), (None, None, None))
-        return weight if version is not None and version == _version(payload) else None
-
-    def take(self, payload: torch.Tensor) -> torch.Tensor | None:
-        """The same, for the caller to change: it is here no longer."""
-        found, kept = self.find(payload), self._weights.pop(id(payload), None)
-        if kept is not None:
-            self._nbytes -= kept[2].nbytes
-        return found
-
-    def _drop(self) -> None:
-        self._weights.clear()
-        self._nbytes = 0
-
-
-@cache
-def recent(device: torch.device) -> Recent:
-    """Those of a device, whose backward passes run in a thread of its own."""
-    return Recent()
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from netweight.errors import Unsupported
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import prefetch
 from netweight.methods.compress.runtime.prefetch import BorrowedBuffer
-from netweight.methods.compress.runtime.storage import blob_of, decode_here, decode_payload
+from netweight.methods.compress.runtime.storage import blob_of, decode_here, decode_payload, recent
 
 # ---- what stands in for torch's functions ----------------------------------------------------------------------------
 
@@ -38,6 +38,9 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     payload, shape, dtype = stored.payload, stored.shape, stored.dtype
     if torch.is_grad_enabled() or _is_watched() or _casts(x):
         return _product(x, weight, bias)
+    small = stored.small()
+    if small is not None:
+        return F.linear(x, small, bias)
     if stored.fixed:
         return _linear_fixed(x, payload, shape, bias)
     if not payload.is_cpu or device.handles(payload):
@@ -98,6 +101,8 @@ def embedding(
     if max_norm is not None or sparse or not -1 <= padding < rows:
         return None
     if not torch.is_grad_enabled():
+        if type(ids) is torch.Tensor and not stored.fixed and not _is_watched():
+            return _gathered_rows(stored.payload, stored.shape, stored.dtype, ids)
         return _rows(stored.payload, stored.shape, stored.dtype, ids, stored.fixed)
     result: torch.Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
         ids, weight, stored.payload, stored.shape, stored.dtype, stored.fixed, padding, scale_grad_by_freq
@@ -323,20 +328,20 @@ def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtyp
 
 
 def _is_going_back(payload: torch.Tensor) -> bool:
-    """Whether a backward pass is running on a GPU, which may calculate a checkpoint again."""
-    return device.handles(payload) and torch._C._current_graph_task_id() != -1 and not _is_watched()
+    """Whether a backward pass is running, which may calculate a checkpoint again, outside compilers and transforms."""
+    if torch._C._current_graph_task_id() == -1 or torch.compiler.is_compiling() or type(payload) is not torch.Tensor:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return device.handles(payload) or (payload.is_cpu and not prefetch.open_blocks)
 
 
 def _lately(decode: Callable[..., torch.Tensor], payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight by an operator, unless the backward pass at work has it yet."""
     if not _is_going_back(payload):
         return decode(payload, shape, dtype)
-    recent = device.recent(payload.device)
-    found = recent.find(payload)
-    if found is None:
-        found = decode(payload, shape, dtype)
-        recent.keep(payload, found)
-    return found
+    nbytes = math.prod(shape) * dtype.itemsize
+    return recent(payload.device).of(payload, lambda: decode(payload, shape, dtype), nbytes)
 
 
 def borrow(payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
@@ -389,7 +394,7 @@ def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: t
     local, count, width = payload if payload.is_cpu else payload.cpu(), ids.numel(), math.prod(shape[1:])
     blob, result = blob_of(local), (*ids.shape, *shape[1:])
     if count == 1:
-        first = _checked(int(ids.item()), shape) * width
+        first = _checked(int(ids), shape) * width
         row = codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width)
         return row if payload.is_cpu else row.to(payload.device)
     wanted = ids.cpu()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any, final
 
 import torch
@@ -25,6 +28,8 @@ from netweight.methods.compress.runtime.cuda import LENGTH
 from netweight.store.writer import Level
 
 _MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
+_SMALL, _MOST_SMALL = 1 << 14, 256  # bytes of a small weight; of these so many stay decoded, 4 MB at most
+_small: deque[weakref.ref[CompressedStorage]] = deque()
 
 
 @final
@@ -43,6 +48,8 @@ class CompressedStorage:
     fixed: bool = False  # whether the payload is in the fixed-length form
     name: str | None = None  # of the weight in its model, for errors
     wire: Any = None  # how shards of FSDP are sent, which belongs to `fsdp.py`; None for what is no shard
+    # The payload, its version and its decoded weight, of a small weight that was read lately; see `small`.
+    decoded: tuple[torch.Tensor, int, torch.Tensor] | None = field(default=None, init=False)
 
     @classmethod
     def of(
@@ -84,9 +91,27 @@ class CompressedStorage:
         return decode_payload(self.payload, self.shape, self.dtype)
 
     def taken(self) -> torch.Tensor:
-        """The decoded weight, for the caller to change; on a GPU a backward pass has mostly just decoded it."""
-        found = device.recent(self.payload.device).take(self.payload) if device.handles(self.payload) else None
+        """The decoded weight, for the caller to change; a backward pass has mostly just decoded it."""
+        found = recent(self.payload.device).take(self.payload)
         return self.dense() if found is None else found
+
+    def small(self) -> torch.Tensor | None:
+        """The decoded weight for kernels that only read it, if it is so small that asking for it takes longest."""
+        found, payload = self.decoded, self.payload
+        if found is not None and found[0] is payload and found[1] == payload._version:
+            return found[2]
+        if payload.numel() > _SMALL or self.fixed or not payload.is_cpu or device.handles(payload):
+            return None
+        if payload.is_inference() or payload.is_shared() or math.prod(self.shape) * self.dtype.itemsize > _SMALL:
+            return None  # of the first two torch does not count all writes
+        weight = decode_here(payload, self.shape, self.dtype)
+        self.decoded = payload, payload._version, weight
+        _small.append(weakref.ref(self))
+        if len(_small) > _MOST_SMALL:
+            oldest = _small.popleft()()
+            if oldest is not None:
+                oldest.decoded = None
+        return weight
 
     def write(self, weight: torch.Tensor) -> None:
         """Encode a dense weight of the same shape and dtype in place of what was here, in the same form."""
@@ -213,7 +238,7 @@ class CompressedStorage:
     # Pickles hold always the codec's blob with its digest; the fixed-length form stays out of files.
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"wire": None}
+        state = self.__dict__ | {"wire": None, "decoded": None}
         made = pack(self.blob).to(self.payload.device) if self.fixed or device.handles(self.payload) else self.payload
         state["payload"] = made.detach()  # without what is noted of it
         return state
@@ -222,6 +247,59 @@ class CompressedStorage:
         self.__dict__.update(state)
         self.fixed = False
         self.transcode(fixed=state.get("fixed", False))
+
+
+# ---- weights that a backward pass needs several times ----------------------------------------------------------------
+
+_RECENT_BYTES = {"cpu": 0, "cuda": 1 << 29}  # a block of Llama-3 8B has 436 MB
+
+
+@final
+class Recent:
+    """The weights that a backward pass decoded last, until it ends: the newest, and more as far as there is room."""
+
+    # A checkpoint decodes a weight for its second forward pass; then its input's gradient asks for it, and its update.
+
+    def __init__(self) -> None:
+        self._weights: OrderedDict[int, tuple[torch.Tensor, int | None, torch.Tensor]] = OrderedDict()
+        self._nbytes = 0
+        self._pass = -1  # torch's number of it
+
+    def of(self, payload: torch.Tensor, decode: Callable[[], torch.Tensor], nbytes: int) -> torch.Tensor:
+        """The weight of a payload, decoded if it is not here, and kept instead of the oldest ones."""
+        number = torch._C._current_graph_task_id()
+        if number != self._pass:
+            self._drop()
+            self._pass = number
+            torch.autograd.Variable._execution_engine.queue_callback(self._drop)
+        found, most = self.take(payload), _RECENT_BYTES.get(payload.device.type, 0)
+        while self._weights and self._nbytes + nbytes > most:
+            self._nbytes -= self._weights.popitem(last=False)[1][2].nbytes
+        if found is None:
+            found = decode()
+        self._weights[id(payload)] = payload, device.version_of(payload), found
+        self._nbytes += found.nbytes
+        return found
+
+    def take(self, payload: torch.Tensor) -> torch.Tensor | None:
+        """The weight, if it is here and the payload was not written since, for the caller to change."""
+        _, version, weight = self._weights.pop(id(payload), (None, None, None))
+        self._nbytes -= 0 if weight is None else weight.nbytes
+        return weight if version is not None and version == device.version_of(payload) else None
+
+    def _drop(self) -> None:
+        self._weights.clear()
+        self._nbytes = 0
+
+
+def recent(place: torch.device) -> Recent:
+    """Those of a device, whose backward passes run in a thread of its own; on the CPU those of the thread that asks."""
+    return _recent(place, threading.get_ident() if place.type == "cpu" else 0)
+
+
+@cache
+def _recent(place: torch.device, thread: int) -> Recent:
+    return Recent()
 
 
 # ---- payloads --------------------------------------------------------------------------------------------------------

@@ -207,6 +207,7 @@ class CompressedTensor(torch.Tensor):
             if func is torch.Tensor.share_memory_:
                 args[0].stored.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
                 args[0].payload.share_memory_()
+                args[0].stored.decoded = None  # what others write is not counted here
                 return args[0]
             if func is torch.Tensor.is_shared:
                 return args[0].payload.is_shared()
