@@ -103,10 +103,10 @@ def harmful_terms(
     if units(model):
         # FSDP gathers a block's weights when the gradient of its output arrives: so one of zeros does, for the noise.
         noise = noise + (depths[-1] * 0).sum()
-    return noise, _log1p_of_mean(average, group)
+    return noise, log1p_of_mean(average, group)
 
 
-def _log1p_of_mean(average: Tensor, group: ProcessGroup) -> Tensor:
+def log1p_of_mean(average: Tensor, group: ProcessGroup) -> Tensor:
     """`log(1 + A)` of the mean over all processes, and of this process's value the gradient of that."""
     if group.size == 1:
         return torch.log1p(average)
