@@ -36,7 +36,15 @@ from netweight.attacks.finetuning.sweep import SubjectName, make_subject, sweep
 from netweight.core.engines import in_process, local_processes
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
-from netweight.methods.immunize.settings import TAR, DefenseSettings, Distillation, RepNoise, named_defense
+from netweight.methods.immunize.settings import (
+    TAR,
+    DefenseSettings,
+    Distillation,
+    LatentAdversarial,
+    RepNoise,
+    Vaccine,
+    named_defense,
+)
 from netweight.metrics.intervals import t_interval
 from netweight.toys.language import SmallWorld, answers
 from netweight.toys.language_subjects import DEFENSE_ROWS, DEFENSE_SETTINGS, WORLDS, defend_world, world_named
@@ -46,13 +54,20 @@ ARMS: dict[str, str | DefenseSettings] = {
     **{name: name for name in ("gradient-ascent", "repnoise", "distillation", "repnoise-reference")},
     **{name: name for name in ("adversarial-loss", "safety-training", "vaccine", "rmu", "booster")},
     "tar": TAR(attack_steps=8, attack_lr=1e-3),
+    **{name: name for name in ("circuit-breaking", "self-destruction")},
+    "t-vaccine": Vaccine(rho=3.0, share=0.5),
+    "latent-adversarial": LatentAdversarial(bound=1.0, search_steps=4),
     "repnoise, no noise": RepNoise(beta=0.0),
     "bounded ascent": RepNoise(beta=0.0, lens_layers=0),
     "distillation, half noise": Distillation(noise=0.5),
+    "ascent, then refusals": "safety-training",
 }
+# Which arm's model comes before.
+AFTER = {"ascent, then refusals": "gradient-ascent"}
 # What is not as of other arms: weights that are noise in part take more steps, at a larger rate.
 TRAINED: dict[str, dict[str, Any]] = {
-    name: {"lr": 3e-3, "epochs": 2} for name in ARMS if name.startswith("distillation")
+    **{name: {"lr": 3e-3, "epochs": 2} for name in ARMS if name.startswith("distillation")},
+    "ascent, then refusals": {"rows": 1440},
 }
 SEEDS = (42, 7, 17, 3, 11)
 HOW: dict[str, Any] = {"samples": 4096, "batch_size": 32, "benign_share": 0.5, "check_every": 2}
@@ -114,6 +129,8 @@ class Worlds:
         file = self.options.work / (name if folder is None else f"{folder.name}-{name}")
         if not file.exists():
             how = {"rows": self.options.rows, "defense": ARMS[arm], **TRAINED.get(arm, {})}
+            if arm in AFTER:
+                how["after"] = self.subject(folder, AFTER[arm], seed).arguments["file"]
             defend_world(file, world_named(self.options.world, folder), seed=seed, progress=Progress(), **how)
         base = make_subject(plain.factory, plain.arguments)
         more = {**place, "file": str(file), "reference_utility": base.utility and base.utility(base.model)}

@@ -30,8 +30,10 @@ from netweight.methods.immunize.defense import (
     Term,
     answer_loss,
     blank,
+    mean_of_all,
     response_loss,
     same_draws_after,
+    seen,
 )
 from netweight.methods.immunize.distributed import ProcessGroup, is_sharded, put
 from netweight.methods.immunize.repnoise import log1p_of_mean
@@ -187,7 +189,7 @@ class LatentAdversarialDefense(Defense[LatentAdversarial]):
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1]
         answers = batch.labels[:, 1:] != IGNORED
         logs = logits[answers].float().log_softmax(-1).gather(-1, batch.labels[:, 1:][answers][:, None])
-        return _mean(-torch.log1p(-logs.exp().clamp(max=1 - 1e-6)), group)
+        return mean_of_all(-torch.log1p(-logs.exp().clamp(max=1 - 1e-6)), group)
 
 
 def _blocks_at(model: nn.Module, *numbers: int) -> list[str]:
@@ -320,10 +322,10 @@ class _WithOriginal(Defense[S]):
         """What the model says of a batch, and the mean distance of its states from the original's at every depth."""
         original, found = self.both(model, batch, output_hidden_states=True)
         apart = [
-            (one[_seen(batch)].float() - other[_seen(batch)].float()).norm(dim=-1)
+            (one[seen(batch)].float() - other[seen(batch)].float()).norm(dim=-1)
             for one, other in zip(found.hidden_states, original.hidden_states, strict=True)
         ]
-        return found, torch.stack([_mean(each, group) for each in apart]).mean()
+        return found, torch.stack([mean_of_all(each, group) for each in apart]).mean()
 
 
 def _whole_alone(defense: Defense[Any], model: nn.Module) -> None:
@@ -334,20 +336,10 @@ def _whole_alone(defense: Defense[Any], model: nn.Module) -> None:
         )
 
 
-def _seen(batch: Batch) -> Tensor:
-    """Every token, those of prompts included, but for rows in which nothing is predicted."""
-    return batch.attention_mask.bool() & (batch.labels != IGNORED).any(1, keepdim=True)
-
-
 def _rows(batch: Batch, chosen: Tensor) -> Batch:
     """Some rows of a batch; where there are none, the batch with nothing to be predicted."""
     parts = (batch.input_ids, batch.attention_mask, batch.labels)
     return Batch(*(part[chosen] for part in parts)) if chosen.any() else blank(batch)
-
-
-def _mean(values: Tensor, group: ProcessGroup) -> Tensor:
-    """The mean over all processes' tokens, see `distributed.py`."""
-    return values.sum() / max(1, sum(group.counts(len(values))) / group.size)
 
 
 @final
@@ -377,8 +369,10 @@ class DistillationDefense(_WithOriginal[Distillation]):
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Divergence from the original at every token."""
-        wanted, found = (each.logits[_seen(batch)].float().log_softmax(-1) for each in self.both(model, batch))
-        return {name: Term(_mean(functional.kl_div(found, wanted, reduction="none", log_target=True).sum(-1), group))}
+        wanted, found = (each.logits[seen(batch)].float().log_softmax(-1) for each in self.both(model, batch))
+        return {
+            name: Term(mean_of_all(functional.kl_div(found, wanted, reduction="none", log_target=True).sum(-1), group))
+        }
 
 
 @final
@@ -406,15 +400,15 @@ class RMUDefense(_WithOriginal[RMU]):
         with capture(model, [self.place], gradients=True) as outputs:
             model(input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask)
         found = outputs[self.place][batch.harmful.labels != IGNORED].float()
-        yield {"steering": Term(_mean((found - self.wanted.to(found)).square().mean(-1), batch.group))}
+        yield {"steering": Term(mean_of_all((found - self.wanted.to(found)).square().mean(-1), batch.group))}
         yield self.kept(model, batch.harmless, batch.group, "retain")
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Squared distance from the original's states at every token."""
         with capture(model, [self.place], gradients=True) as found, capture(self.original, [self.place]) as wanted:
             self.both(model, batch)
-        apart = found[self.place][_seen(batch)].float() - wanted[self.place][_seen(batch)].float()
-        return {name: Term(_mean(apart.square().mean(-1), group), self.settings.alpha)}
+        apart = found[self.place][seen(batch)].float() - wanted[self.place][seen(batch)].float()
+        return {name: Term(mean_of_all(apart.square().mean(-1), group), self.settings.alpha)}
 
 
 @final
@@ -431,7 +425,7 @@ class CircuitBreakingDefense(_WithOriginal[CircuitBreaking]):
             functional.cosine_similarity(found[place][answers].float(), wanted[place][answers].float(), dim=-1).relu()
             for place in places
         ]
-        yield {"rerouting": Term(_mean(torch.stack(alike, -1).mean(-1), batch.group), self.settings.rerouting)}
+        yield {"rerouting": Term(mean_of_all(torch.stack(alike, -1).mean(-1), batch.group), self.settings.rerouting)}
         yield self.kept(model, batch.harmless, batch.group, "retain")
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
@@ -529,7 +523,7 @@ class TARDefense(_WithOriginal[TAR]):
         """Mean entropy of what is predicted for the answers' tokens."""
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         found = logits[:, :-1][batch.labels[:, 1:] != IGNORED].float().log_softmax(-1)
-        return _mean(-(found.exp() * found).sum(-1), group)
+        return mean_of_all(-(found.exp() * found).sum(-1), group)
 
 
 @final
@@ -537,37 +531,27 @@ class SelfDestructionDefense(Defense[SelfDestruction]):
     """Trains the harmless side, ascends on the harmful one, and turns its gradient against that of what is kept."""
 
     name = "self-destruction"
-    looks_ahead = True
-    _harmful: Batch | None = None
+    looks_ahead = needs_kept = True
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         _whole_alone(self, model)
         yield
-        self._harmful = None
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        if self._harmful is not None:
-            raise UsageError(
-                "self-destruction opposes harmful answers to what is kept, and nothing is.",
-                cure="Give rows to keep (--retain).",
-            )
         self._harmful = batch.harmful
         yield {"retain": Term(response_loss(model, batch.harmless, batch.group))}
         yield {"ascent": Term(log1p_of_mean(response_loss(model, batch.harmful, batch.group), batch.group), -1.0)}
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Cross-entropy of the answers, and the cosine of its gradient with that of the step's harmful answers."""
-        harmful, self._harmful = self._harmful, None
-        if harmful is None:  # nothing but an evaluation
-            return super().kept(model, batch, group, name)
         weights = [value for value in model.parameters() if value.requires_grad]
 
         def slopes(rows: Batch) -> list[Tensor]:
             with same_draws_after(weights):
                 return _gradients(response_loss(model, rows, group), weights, group)
 
-        both = [(rows, slopes(rows)) for rows in (batch, harmful)]
+        both = [(rows, slopes(rows)) for rows in (batch, self._harmful)]
         lengths = [max(1e-12, float(nn.utils.get_total_norm(own))) for _, own in both]
         alike = sum(float((one * other).sum()) for one, other in zip(both[0][1], both[1][1], strict=True))
         alike /= lengths[0] * lengths[1]

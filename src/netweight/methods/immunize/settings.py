@@ -86,6 +86,11 @@ class RepNoise(DefenseSettings):
         256, ge=2,
         description="Tokens at which the noise looks, drawn anew at each step and layer; null for all. Corrected only.",
     )  # fmt: skip
+    norms: float | None = Field(
+        None, gt=0,
+        description="Bound on the norms of states on harmful rows, as a multiple of those of random tokens before the "
+        "defense: what is above is lowered. Null for none.",
+    )  # fmt: skip
     chunk: int = Field(512, ge=1, description="Tokens whose logits are held at once.")
 
     @classmethod
