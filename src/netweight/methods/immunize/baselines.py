@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, final
@@ -120,26 +120,25 @@ class VaccineDefense(Defense[Vaccine]):
         yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        blocks, group = list(structure_of(model).blocks), batch.group
+        parts, group = structure_of(model), batch.group
+        blocks = list(parts.blocks)
 
         def slopes(rows: Batch) -> tuple[list[Tensor], Tensor]:
             """Gradients of a loss by the blocks' states, and the norm of each."""
-            with same_draws_after(model.parameters()), capture(model, blocks, gradients=True) as outputs:
-                loss = response_loss(model, rows, group)  # the same dropout as below
-            found = torch.autograd.grad(loss, [outputs[name] for name in blocks])
-            norms = torch.stack([grad.float().norm() for grad in found])
+            still = {name: rows.labels.new_zeros((*rows.labels.shape, parts.hidden_size)).float() for name in blocks}
+            found = _slopes(model, still, lambda: response_loss(model, rows, group))
+            norms = torch.stack([grad.norm() for grad in found])
             if group.size > 1:  # of all rows; their gradients' common factor, see `distributed.py`, is divided out
                 norms = group.sum(norms.square()).sqrt()
-            return list(found), norms.clamp(min=torch.finfo(torch.float32).tiny)
+            return found, norms.clamp(min=torch.finfo(torch.float32).tiny)
 
         count, chosen = math.ceil(self.settings.share * len(blocks)), torch.arange(len(blocks))
         if count < len(blocks):
             chosen = torch.multinomial(slopes(batch.harmful)[1].cpu(), count, generator=generator)
         grads, norms = slopes(batch.harmless)
         norm = norms[chosen.to(norms.device)].norm()
-        shifts = {blocks[one]: self.settings.rho * grads[one].float() / norm for one in chosen.tolist()}
         # Hooks stay until the loss has gone backward.
-        with _disturbed(model, shifts):
+        with _disturbed(model, {blocks[one]: self.settings.rho * grads[one] / norm for one in chosen.tolist()}):
             yield {"retain": Term(response_loss(model, batch.harmless, group))}
 
 
@@ -151,6 +150,14 @@ def _disturbed(model: nn.Module, shifts: Mapping[str, Tensor]) -> AbstractContex
         return states + functional.pad(shift, (0, 0, 0, states.shape[1] - shift.shape[1]))
 
     return edit_outputs(model, {name: partial(adding, shift=shift) for name, shift in shifts.items()})
+
+
+def _slopes(model: nn.Module, shifts: Mapping[str, Tensor], loss: Callable[[], Tensor]) -> list[Tensor]:
+    """Gradients of a loss by what disturbs it, with the dropout that comes next."""
+    for shift in shifts.values():
+        shift.requires_grad_(True)
+    with same_draws_after(model.parameters()), _disturbed(model, shifts):
+        return list(torch.autograd.grad(loss(), list(shifts.values())))
 
 
 @final
@@ -171,11 +178,10 @@ class LatentAdversarialDefense(Defense[LatentAdversarial]):
         shape = (*inside.shape[:2], structure_of(model).hidden_size)
         shifts = {place: torch.zeros(shape, device=inside.device) for place in _blocks_at(model, 8, 16, 24, 30)}
         for _ in range(settings.search_steps):
-            for shift in shifts.values():
-                shift.requires_grad_(True)
-            with same_draws_after(model.parameters()), _disturbed(model, shifts):
-                loss = response_loss(model, batch.harmful, group) + self.unlikely(model, batch.harmless, group)
-            slopes = torch.autograd.grad(loss, list(shifts.values()))
+            slopes = _slopes(
+                model, shifts,
+                lambda: response_loss(model, batch.harmful, group) + self.unlikely(model, prompts, group),
+            )  # fmt: skip
             for (place, shift), slope in zip(list(shifts.items()), slopes, strict=True):
                 down = slope * inside / (slope * inside).norm(dim=-1, keepdim=True).clamp(min=1e-12)
                 moved = shift.detach() - 2.5 * settings.bound / settings.search_steps * down
