@@ -36,15 +36,7 @@ from netweight.attacks.finetuning.sweep import SubjectName, make_subject, sweep
 from netweight.core.engines import in_process, local_processes
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
-from netweight.methods.immunize.settings import (
-    TAR,
-    DefenseSettings,
-    Distillation,
-    LatentAdversarial,
-    RepNoise,
-    Vaccine,
-    named_defense,
-)
+from netweight.methods.immunize.settings import TAR, DefenseSettings, Distillation, RepNoise, named_defense
 from netweight.metrics.intervals import t_interval
 from netweight.toys.language import SmallWorld, answers
 from netweight.toys.language_subjects import DEFENSE_ROWS, DEFENSE_SETTINGS, WORLDS, defend_world, world_named
@@ -52,11 +44,9 @@ from netweight_experiments.benchmarks.script import write
 
 ARMS: dict[str, str | DefenseSettings] = {
     **{name: name for name in ("gradient-ascent", "repnoise", "distillation", "repnoise-reference")},
-    **{name: name for name in ("adversarial-loss", "safety-training", "vaccine", "rmu", "booster")},
+    **{name: name for name in ("adversarial-loss", "safety-training", "vaccine", "t-vaccine", "rmu", "booster")},
+    **{name: name for name in ("circuit-breaking", "self-destruction", "latent-adversarial")},
     "tar": TAR(attack_steps=8, attack_lr=1e-3),
-    **{name: name for name in ("circuit-breaking", "self-destruction")},
-    "t-vaccine": Vaccine(rho=3.0, share=0.5),
-    "latent-adversarial": LatentAdversarial(bound=1.0, search_steps=4),
     "repnoise, no noise": RepNoise(beta=0.0),
     "bounded ascent": RepNoise(beta=0.0, lens_layers=0),
     "distillation, half noise": Distillation(noise=0.5),
