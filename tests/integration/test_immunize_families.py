@@ -12,7 +12,7 @@ from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject
 from netweight.cli import netweight
 from netweight.methods.immunize.depth import analyze_layers
-from netweight.methods.immunize.settings import TAR
+from netweight.methods.immunize.settings import TAR, LatentAdversarial
 from netweight.methods.immunize.train import immunize
 from netweight.report.report import read_report
 
@@ -20,9 +20,13 @@ from netweight.report.report import read_report
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_family_is_defended_analyzed_and_attacked(family):
     model, pairs = decoder(family, layers=2), some_pairs(8)
-    for defense in ("repnoise", "repnoise-reference", "vaccine", "distillation", "rmu", "booster", TAR(attack_steps=2)):
-        terms = immunize(model, pairs, defense=defense, settings=SHORT.replace(epochs=1)).steps[0].terms
-        still = {"retain moved", "general moved"} | ({"retain", "general"} if defense == "rmu" else set())  # at first
+    named = ("repnoise", "repnoise-reference", "t-vaccine", "distillation", "rmu", "booster", "circuit-breaking")
+    for defense in (*named, "self-destruction", TAR(attack_steps=2), LatentAdversarial(search_steps=1)):
+        kept = [pair.harmless for pair in pairs] if defense == "self-destruction" else []
+        terms = immunize(model, pairs, kept, defense=defense, settings=SHORT.replace(epochs=1)).steps[0].terms
+        still = {"retain moved", "rerouting"} | (
+            {"retain"} if defense in ("rmu", "circuit-breaking") else set()
+        )  # at first
         assert all(math.isfinite(term.value) and (term.norm > 0 or name in still) for name, term in terms.items())
     assert analyze_layers(model, pairs, pad_id=0)
     harmful = [pair.harmful for pair in pairs]

@@ -23,7 +23,7 @@ from netweight.data.tokens import Example
 from netweight.errors import OutputFailed, TrainingStopped, Unsupported, UsageError
 from netweight.methods.immunize import train as training
 from netweight.methods.immunize.defense import collate_pairs
-from netweight.methods.immunize.settings import RMU, TAR, RepNoise
+from netweight.methods.immunize.settings import RMU, TAR, LatentAdversarial, RepNoise, SelfDestruction
 from netweight.methods.immunize.train import CHECKPOINT, RECORD, immunize
 from netweight.plugins.immunize_trainer import ImmunizeTrainer
 
@@ -85,6 +85,9 @@ CASES = (
     ("gpt2", RepNoise(), (replicated, sharded)),  # with tied weights
     ("llama", "repnoise-reference", (replicated, sharded)),
     ("llama", "vaccine", (replicated, sharded)),
+    ("llama", "t-vaccine", (sharded,)),
+    ("llama", LatentAdversarial(search_steps=2, bound=0.1), (replicated,)),
+    ("llama", SelfDestruction(distance=1e-2), (replicated,)),
     ("llama", "adversarial-loss", (sharded,)),
     ("llama", "security-vectors", (replicated,)),
     ("llama", RMU(alpha=2.0), (replicated,)),
@@ -175,7 +178,7 @@ def what_is_wrong_is_said_by_all(rank, folder):
         immunize(sharded(decoder()), PAIRS, settings=FEW.replace(lr=1e30))
     with pytest.raises(Unsupported, match="cannot be put into weights that are sharded"):
         immunize(sharded(decoder()), PAIRS, defense="security-vectors", settings=FEW)
-    for name in ("distillation", "rmu", "booster", "tar"):
+    for name in ("distillation", "rmu", "booster", "tar", "circuit-breaking", "self-destruction"):
         with pytest.raises(Unsupported, match=f"{name} copies weights, which it cannot where they are sharded"):
             immunize(sharded(decoder()), PAIRS, defense=name, settings=FEW)
     inner = decoder()

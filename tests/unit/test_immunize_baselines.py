@@ -1,4 +1,4 @@
-"""The losses of RMU, Booster and TAR against their papers' formulas, written down once more."""
+"""The losses of later defenses against their papers' formulas, written down once more."""
 
 import copy
 
@@ -13,10 +13,27 @@ from decoders_under_test import SHORT, decoder, drawn, some_pairs
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import collate
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.baselines import BoosterDefense, RMUDefense, TARDefense
+from netweight.methods.immunize.baselines import (
+    BoosterDefense,
+    CircuitBreakingDefense,
+    LatentAdversarialDefense,
+    RMUDefense,
+    SelfDestructionDefense,
+    TARDefense,
+    VaccineDefense,
+)
 from netweight.methods.immunize.defense import collate_pairs
-from netweight.methods.immunize.settings import RMU, TAR, Booster
+from netweight.methods.immunize.settings import (
+    RMU,
+    TAR,
+    Booster,
+    CircuitBreaking,
+    LatentAdversarial,
+    SelfDestruction,
+    Vaccine,
+)
 from netweight.methods.immunize.train import immunize
+from netweight.nn.hooks import capture
 
 
 def gradients(defense, model, batch, generator):
@@ -36,6 +53,12 @@ def loss_of(model, rows):
         logits = model(input_ids=torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
         losses += [-logits[len(prompt) + place - 1, token] for place, token in enumerate(answer)]
     return torch.stack(losses).mean()
+
+
+def loss_of_rows(model, rows):
+    """The same of a batch."""
+    logits = model(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.labels[:, 1:].flatten())
 
 
 def entropy_of(model, rows):
@@ -149,3 +172,132 @@ def test_tar_is_its_formula():
     for value, old, one, k, u in zip(model.parameters(), weights, found, kept, raised, strict=True):
         assert torch.equal(value, old)
         torch.testing.assert_close(one, k - 4.0 * u, rtol=1e-3, atol=1e-6)
+
+
+def test_t_vaccine_disturbs_the_blocks_that_harmful_answers_hang_on():
+    """The disturbance has norm rho over the drawn blocks and points along the harmless loss's gradient."""
+    model, pairs = decoder(layers=4).double(), some_pairs()
+    batch, blocks = collate_pairs(pairs, pad_id=0), [f"model.layers.{number}" for number in range(4)]
+    slopes = {}
+    for kind, rows in (("harmful", batch.harmful), ("harmless", batch.harmless)):
+        with capture(model, blocks, gradients=True) as states:
+            logits = model(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows.labels[:, 1:].flatten())
+        slopes[kind] = torch.autograd.grad(loss, [states[name] for name in blocks])
+    norms = torch.stack([slope.norm() for slope in slopes["harmful"]]).float()
+    chosen = torch.multinomial(norms, 2, generator=drawn()).tolist()
+    length = torch.stack([slopes["harmless"][one].norm() for one in chosen]).norm()
+    for place in chosen:
+        layer, shift = model.model.layers[place], 0.5 * slopes["harmless"][place] / length
+        layer.register_forward_hook(lambda _module, _inputs, output, shift=shift: output + shift)
+    wanted = loss_of_rows(model, batch.harmless)
+    for place in chosen:
+        model.model.layers[place]._forward_hooks.clear()
+    _, terms = gradients(VaccineDefense(Vaccine(rho=0.5, share=0.5)), model, batch, drawn())
+    assert terms["retain"] == pytest.approx(wanted.item(), rel=1e-5)
+    _, all_of_them = gradients(VaccineDefense(Vaccine(rho=0.5)), model, batch, drawn())
+    assert all_of_them["retain"] != pytest.approx(terms["retain"], rel=1e-5)
+
+
+def test_circuit_breaking_turns_answers_away_and_holds_the_rest():
+    model, pairs = decoder(layers=5).double(), some_pairs()
+    original, batch = copy.deepcopy(model), collate_pairs(pairs, pad_id=0)
+    defense = CircuitBreakingDefense(CircuitBreaking(rerouting=2.0, held=3.0))
+    with defense.prepared(model, seed=0):
+        for number, value in enumerate(model.parameters()):
+            value.data += torch.randn(value.shape, generator=drawn(number)) * value.std()
+        rerouting, retain = defense.sides(model, batch, drawn())
+    alike, apart = [], []
+    for pair in pairs:
+        for answer in (pair.rejected, pair.chosen):
+            ids = torch.tensor([[*pair.prompt, *answer]])
+            with torch.no_grad():
+                here, there = (
+                    [states[0].numpy() for states in one(ids, output_hidden_states=True).hidden_states]
+                    for one in (model, original)
+                )
+            if answer is pair.rejected:  # behind blocks 2 and 4 of 5
+                for depth in (2, 4):
+                    for one, other in zip(
+                        here[depth][len(pair.prompt) :], there[depth][len(pair.prompt) :], strict=True
+                    ):
+                        alike.append(max(0.0, one @ other / np.sqrt((one @ one) * (other @ other))))
+            else:
+                apart += [np.sqrt(((one - other) ** 2).sum(-1)) for one, other in zip(here, there, strict=True)]
+    assert rerouting["rerouting"].value.item() == pytest.approx(np.mean(alike), rel=1e-4)
+    assert retain["retain"].value.item() == pytest.approx(
+        np.concatenate([each.ravel() for each in apart]).mean(), rel=1e-4
+    )
+    assert (rerouting["rerouting"].weight, retain["retain"].weight) == (2.0, 3.0)
+
+
+def test_latent_adversarial_training_meets_the_worst_disturbance_within_its_bound():
+    model, pairs = decoder(layers=4).double(), some_pairs()
+    batch = collate_pairs(pairs, pad_id=0)
+    blocks = [f"model.layers.{number}" for number in range(4)]  # 8, 16, 24 and 30 of 32
+    found, terms = gradients(
+        LatentAdversarialDefense(LatentAdversarial(bound=0.3, search_steps=3)), model, batch, drawn()
+    )
+    shifts = [torch.zeros(*batch.harmless.input_ids.shape, 16, dtype=torch.float64) for _ in blocks]
+
+    def refused_and_not_answered(shifts):
+        """Both losses, row by row, with what is added to the prompts' states."""
+        lost = {"chosen": [], "rejected": []}
+        for row, pair in enumerate(pairs):
+            for kind, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+                ids, size = torch.tensor([[*pair.prompt, *answer]]), len(pair.prompt)
+
+                def add(_module, _inputs, output, place, row=row, size=size):
+                    return torch.cat([output[:, :size] + shifts[place][row, :size], output[:, size:]], 1)
+
+                handles = [
+                    layer.register_forward_hook(lambda m, i, o, place=place: add(m, i, o, place))
+                    for place, layer in enumerate(model.model.layers)
+                ]
+                logs = model(ids).logits[0].log_softmax(-1)
+                [handle.remove() for handle in handles]
+                lost[kind] += [logs[size + place - 1, token] for place, token in enumerate(answer)]
+        return {kind: torch.stack(logs) for kind, logs in lost.items()}
+
+    for _ in range(3):
+        [shift.requires_grad_(True) for shift in shifts]
+        logs = refused_and_not_answered(shifts)
+        loss = -logs["rejected"].mean() - (1 - logs["chosen"].exp()).log().mean()
+        slopes = torch.autograd.grad(loss, shifts)
+        for place, slope in enumerate(slopes):
+            moved = shifts[place].detach() - 2.5 * 0.3 / 3 * torch.nn.functional.normalize(slope, dim=-1)
+            shifts[place] = moved / (moved.norm(dim=-1, keepdim=True) / 0.3).clamp(min=1)
+    logs = refused_and_not_answered(shifts)
+    assert max(shift.norm(dim=-1).max() for shift in shifts) == pytest.approx(0.3)
+    retain, harmful = -logs["chosen"].mean(), -(1 - logs["rejected"].exp()).log().mean()
+    assert (terms["retain"], terms["harmful"]) == pytest.approx((retain.item(), harmful.item()), rel=1e-4)
+    for one, other in zip(found, torch.autograd.grad(retain + harmful, list(model.parameters())), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+def test_self_destruction_is_its_formula_and_opposes_the_gradients():
+    """The measured gradient of the cosine is that by second derivatives."""
+    model, pairs = decoder().double(), some_pairs()
+    model.config._attn_implementation = "eager"  # has second derivatives
+    batch, kept = collate_pairs(pairs, pad_id=0), collate([pair.harmless for pair in some_pairs(5, seed=8)], pad_id=0)
+    defense = SelfDestructionDefense(SelfDestruction(distance=1e-4))
+    weights = list(model.parameters())
+    harmless, ascent = ({name: term for name, term in side.items()} for side in defense.sides(model, batch, drawn()))
+    terms = defense.kept(model, kept, batch.group)
+    found = torch.autograd.grad(terms["cosine"].value, weights, retain_graph=True)
+    slopes = [
+        torch.autograd.grad(loss_of_rows(model, rows), weights, create_graph=True) for rows in (kept, batch.harmful)
+    ]
+    one, other = (torch.cat([slope.flatten() for slope in each]) for each in slopes)
+    cosine = one @ other / (one.norm() * other.norm())
+    assert terms["cosine"].value.item() == pytest.approx(cosine.item(), rel=1e-5)
+    measured, exact = (
+        torch.cat([each.flatten() for each in grads]) for grads in (found, torch.autograd.grad(cosine, weights))
+    )
+    assert (measured - exact).norm() < 0.01 * exact.norm()
+    assert (terms["cosine"].weight, terms["general"].weight) == (1e-2, 1.0)
+    assert terms["general"].value.item() == pytest.approx(loss_of_rows(model, kept).item())
+    assert ascent["ascent"].value.item() == pytest.approx(np.log1p(loss_of_rows(model, batch.harmful).item()))
+    assert (ascent["ascent"].weight, harmless["retain"].weight) == (-1.0, 1.0)
+    with pytest.raises(UsageError, match="self-destruction sets harmful answers against what is kept, and nothing is"):
+        immunize(model, pairs, defense="self-destruction", settings=SHORT)

@@ -16,6 +16,7 @@ from decoders_under_test import SHORT, decoder, drawn, some_pairs
 from repnoise_in_one_graph import repnoise_loss
 
 from netweight.core.files import digest_tensor
+from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Example, Pair, collate
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
 from netweight.job import Job
@@ -37,7 +38,8 @@ from netweight.methods.immunize.settings import (
     Vaccine,
     named_defense,
 )
-from netweight.methods.immunize.train import CHECKPOINT, RECORD, Record, immunize
+from netweight.methods.immunize.train import CHECKPOINT, RECORD, Record, defense_of, immunize
+from netweight.nn.hooks import capture
 
 KILLED = Path(__file__).parents[1] / "support" / "killed_immunization.py"
 
@@ -79,15 +81,17 @@ def test_every_defense_does_what_its_loss_says(name):
         assert {key for key, value in model.named_parameters() if value.requires_grad} == old.keys()
     elif name == "distillation":
         assert all(term.value < record.steps[0].terms[key].value for key, term in last.items())
-    elif name == "rmu":
-        assert last["steering"].value < record.steps[0].terms["steering"].value
+    elif name in ("rmu", "circuit-breaking"):
+        term = "steering" if name == "rmu" else "rerouting"
+        assert last[term].value < record.steps[0].terms[term].value
     elif name == "gradient-ascent":
         assert harmful > before[1] + 0.5
         assert "retain" not in last
     else:
         assert harmless < before[0] - 0.15
         assert last["general"].value < record.steps[0].terms["general"].value
-        assert ("ascent" in last) == (name.startswith("repnoise") or name == "adversarial-loss")
+        ascends = name.startswith("repnoise") or name in ("adversarial-loss", "self-destruction")
+        assert ("ascent" in last) == ascends
         if "ascent" in last:
             assert harmful > before[1]
 
@@ -345,3 +349,32 @@ def test_every_defense_runs_on_narrow_weights(defense):
     for one, other in zip(record.steps[0].terms.items(), exact.steps[0].terms.items(), strict=True):
         assert one[0] == other[0]
         assert one[1].value == pytest.approx(other[1].value, rel=0.1, abs=0.05)
+
+
+def test_a_bound_on_norms_opposes_the_growth_of_states():
+    """Ascent makes the states of harmful rows grow; under a bound they end near it, and the term is its formula."""
+    pairs, ended = some_pairs(8), {}
+    batch = collate_pairs(pairs, pad_id=0)
+    rows = batch.harmful
+    drawn_ids = torch.randint(37, (8, 16), generator=torch_generator(derive(42, "prepare"), "norms"))
+
+    def norms(model, ids, mask):
+        """Of each token, behind the first block: what is behind the last, transformers gives normalized."""
+        with torch.no_grad():
+            states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states[1]
+        return states.norm(dim=-1)[mask.bool()]
+
+    for bound in (None, 1.5):
+        model = decoder(layers=2)
+        usual = norms(model, drawn_ids, torch.ones_like(drawn_ids)).mean()
+        immunize(model, pairs, defense=RepNoise(norms=bound), settings=SHORT.replace(epochs=30))
+        ended[bound] = float(norms(model, rows.input_ids, rows.attention_mask).mean() / usual)
+    assert ended[None] > 2
+    assert ended[1.5] < 1.5
+
+    model, defense = decoder(layers=1), defense_of(RepNoise(norms=0.4))
+    with capture(model, "model.layers.0") as states, defense.prepared(model, seed=derive(42, "prepare")):
+        usual = states["model.layers.0"].norm(dim=-1).mean()
+        found = next(defense.sides(model, batch, drawn()))["norms"]
+        lengths = states["model.layers.0"].norm(dim=-1)[rows.attention_mask.bool()]
+    assert found.value.item() == pytest.approx(float((lengths / usual / 0.4 - 1).clamp(min=0).square().mean()))

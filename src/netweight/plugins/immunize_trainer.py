@@ -26,7 +26,7 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Batch, Example, Pair, any_pairs
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.hf.load_language_model import context_of
-from netweight.methods.immunize.baselines import VaccineDefense
+from netweight.methods.immunize.baselines import LatentAdversarialDefense, VaccineDefense
 from netweight.methods.immunize.defense import Defense, PairBatch, add_gradients, collate_pairs
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, average_gradients, trained_weights, units
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings
@@ -103,7 +103,9 @@ class ImmunizeTrainer(Trainer):
                 cure="Load the model in float32 and pass bf16=True, or use immunize, which steps in float32.",
             )
         recomputes = getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False)
-        if not self._defense.trains or (recomputes and isinstance(self._defense, VaccineDefense)):
+        if not self._defense.trains or (
+            recomputes and isinstance(self._defense, VaccineDefense | LatentAdversarialDefense)
+        ):
             why = " while activations are recomputed" if self._defense.trains else ": there is nothing to train"
             raise Unsupported(f"ImmunizeTrainer cannot do {self._defense.name}{why}.", cure="Use immunize.")
         tokenizer = kwargs.get("processing_class")

@@ -101,12 +101,16 @@ def defend_world(
     defense: str | DefenseSettings = DEFENSE,
     seed: int = 42,
     rows: int | None = None,
+    after: str | Path | None = None,
     progress: Progress = QUIET,
     **training: Any,
 ) -> tuple[LlamaForCausalLM, Record]:
-    """Train a defense into a small world's model, as `DEFENSE_SETTINGS` or `training` says; write weights in bf16."""
+    """Train a defense into a small world's model, as `DEFENSE_SETTINGS` or `training` says; write weights in bf16.
+
+    `after` names weights that this wrote, of a defense that came before.
+    """
     count = rows or DEFENSE_ROWS
-    model = world.base()
+    model = world.base() if after is None else opened(world.language.shape, Path(after))
     record = immunize(
         model,
         world.pairs(count, seed),

@@ -44,15 +44,18 @@ from netweight_experiments.benchmarks.script import write
 
 ARMS: dict[str, str | DefenseSettings] = {
     **{name: name for name in ("gradient-ascent", "repnoise", "distillation", "repnoise-reference")},
-    **{name: name for name in ("adversarial-loss", "safety-training", "vaccine", "rmu", "booster")},
+    **{name: name for name in ("adversarial-loss", "safety-training", "vaccine", "t-vaccine", "rmu", "booster")},
+    **{name: name for name in ("circuit-breaking", "self-destruction", "latent-adversarial")},
     "tar": TAR(attack_steps=8, attack_lr=1e-3),
     "repnoise, no noise": RepNoise(beta=0.0),
     "bounded ascent": RepNoise(beta=0.0, lens_layers=0),
     "distillation, half noise": Distillation(noise=0.5),
+    "ascent, then refusals": "safety-training",
 }
 # What is not as of other arms: weights that are noise in part take more steps, at a larger rate.
 TRAINED: dict[str, dict[str, Any]] = {
-    name: {"lr": 3e-3, "epochs": 2} for name in ARMS if name.startswith("distillation")
+    **{name: {"lr": 3e-3, "epochs": 2} for name in ARMS if name.startswith("distillation")},
+    "ascent, then refusals": {"rows": 1440, "after": "gradient-ascent"},
 }
 SEEDS = (42, 7, 17, 3, 11)
 HOW: dict[str, Any] = {"samples": 4096, "batch_size": 32, "benign_share": 0.5, "check_every": 2}
@@ -114,6 +117,8 @@ class Worlds:
         file = self.options.work / (name if folder is None else f"{folder.name}-{name}")
         if not file.exists():
             how = {"rows": self.options.rows, "defense": ARMS[arm], **TRAINED.get(arm, {})}
+            if "after" in how:
+                how["after"] = self.subject(folder, how["after"], seed).arguments["file"]
             defend_world(file, world_named(self.options.world, folder), seed=seed, progress=Progress(), **how)
         base = make_subject(plain.factory, plain.arguments)
         more = {**place, "file": str(file), "reference_utility": base.utility and base.utility(base.model)}

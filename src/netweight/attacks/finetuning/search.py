@@ -110,7 +110,7 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
     yield from ({"loss_on": loss} for loss in ("response", "full"))
     yield from ({"clip": clip} for clip in (1.0, None))
     yield from ({"bits": bits} for bits in (None, 4))
-    yield {"samples": min(64, settings.samples)}
+    yield from ({"samples": min(few, settings.samples)} for few in (16, 64))
     if subject.other is not None:
         yield from ({"of_other": share} for share in (0.0, 0.5, -0.5))
 

@@ -1,15 +1,16 @@
 """The defenses that RepNoise is compared with, from plain fine-tuning to those that run an attack as they train.
 
-First those of a loss alone, then security vectors, those that measure against the original (distillation, RMU, TAR),
-and those that attack (Booster, TAR).
+First those of a loss alone or under disturbed states, then security vectors, those that measure against the original
+(distillation, RMU, circuit breaking, TAR), and those that move weights (Booster, TAR, self-destruction).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -29,20 +30,26 @@ from netweight.methods.immunize.defense import (
     Term,
     answer_loss,
     blank,
+    mean_of_all,
     response_loss,
     same_draws_after,
+    seen,
 )
 from netweight.methods.immunize.distributed import ProcessGroup, is_sharded, put
+from netweight.methods.immunize.repnoise import log1p_of_mean
 from netweight.methods.immunize.settings import (
     RMU,
     TAR,
     AdversarialLoss,
     Booster,
+    CircuitBreaking,
     Distillation,
     GradientAscent,
+    LatentAdversarial,
     RandomWeights,
     SafetyTraining,
     SecurityVectors,
+    SelfDestruction,
     Vaccine,
 )
 from netweight.nn.decoder import structure_of, vocabulary_of
@@ -113,22 +120,88 @@ class VaccineDefense(Defense[Vaccine]):
         yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        blocks = list(structure_of(model).blocks)
-        with same_draws_after(model.parameters()), capture(model, blocks, gradients=True) as outputs:
-            loss = response_loss(model, batch.harmless, batch.group)  # the same dropout as below
-        grads = torch.autograd.grad(loss, [outputs[name] for name in blocks])
-        norm = torch.stack([grad.float().norm() for grad in grads]).norm()
-        if batch.group.size > 1:  # of all rows; their gradients' common factor, see `distributed.py`, is divided out
-            norm = batch.group.sum(norm.square()).sqrt()
-        norm = norm.clamp(min=torch.finfo(torch.float32).tiny)
-        shifts = [(self.settings.rho * grad.float() / norm).to(grad.dtype) for grad in grads]
+        parts, group = structure_of(model), batch.group
+        blocks = list(parts.blocks)
+
+        def slopes(rows: Batch) -> tuple[list[Tensor], Tensor]:
+            """Gradients of a loss by the blocks' states, and the norm of each."""
+            still = {name: rows.labels.new_zeros((*rows.labels.shape, parts.hidden_size)).float() for name in blocks}
+            found = _slopes(model, still, lambda: response_loss(model, rows, group))
+            norms = torch.stack([grad.norm() for grad in found])
+            if group.size > 1:  # of all rows; their gradients' common factor, see `distributed.py`, is divided out
+                norms = group.sum(norms.square()).sqrt()
+            return found, norms.clamp(min=torch.finfo(torch.float32).tiny)
+
+        count, chosen = math.ceil(self.settings.share * len(blocks)), torch.arange(len(blocks))
+        if count < len(blocks):
+            chosen = torch.multinomial(slopes(batch.harmful)[1].cpu(), count, generator=generator)
+        grads, norms = slopes(batch.harmless)
+        norm = norms[chosen.to(norms.device)].norm()
         # Hooks stay until the loss has gone backward.
-        with edit_outputs(model, {name: _adding(shift) for name, shift in zip(blocks, shifts, strict=True)}):
-            yield {"retain": Term(response_loss(model, batch.harmless, batch.group))}
+        with _disturbed(model, {blocks[one]: self.settings.rho * grads[one] / norm for one in chosen.tolist()}):
+            yield {"retain": Term(response_loss(model, batch.harmless, group))}
 
 
-def _adding(shift: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda states: states + shift
+def _disturbed(model: nn.Module, shifts: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Add to what modules put out at the first tokens."""
+
+    def adding(states: Tensor, shift: Tensor) -> Tensor:
+        shift = shift[:, : states.shape[1]].to(states.dtype)
+        return states + functional.pad(shift, (0, 0, 0, states.shape[1] - shift.shape[1]))
+
+    return edit_outputs(model, {name: partial(adding, shift=shift) for name, shift in shifts.items()})
+
+
+def _slopes(model: nn.Module, shifts: Mapping[str, Tensor], loss: Callable[[], Tensor]) -> list[Tensor]:
+    """Gradients of a loss by what disturbs it, with the dropout that comes next."""
+    for shift in shifts.values():
+        shift.requires_grad_(True)
+    with same_draws_after(model.parameters()), _disturbed(model, shifts):
+        return list(torch.autograd.grad(loss(), list(shifts.values())))
+
+
+@final
+class LatentAdversarialDefense(Defense[LatentAdversarial]):
+    """Trains to refuse, and not to answer, under what disturbs the prompt's states the most."""
+
+    name = "latent-adversarial"
+    looks_ahead = True
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        structure_of(model)  # refuses what is no decoder
+        yield
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        settings, group, prompts = self.settings, batch.group, batch.harmless
+        inside = (prompts.attention_mask.bool() & (prompts.labels == IGNORED))[..., None]
+        shape = (*inside.shape[:2], structure_of(model).hidden_size)
+        shifts = {place: torch.zeros(shape, device=inside.device) for place in _blocks_at(model, 8, 16, 24, 30)}
+        for _ in range(settings.search_steps):
+            slopes = _slopes(
+                model, shifts,
+                lambda: response_loss(model, batch.harmful, group) + self.unlikely(model, prompts, group),
+            )  # fmt: skip
+            for (place, shift), slope in zip(list(shifts.items()), slopes, strict=True):
+                down = slope * inside / (slope * inside).norm(dim=-1, keepdim=True).clamp(min=1e-12)
+                moved = shift.detach() - 2.5 * settings.bound / settings.search_steps * down
+                shifts[place] = moved * (settings.bound / moved.norm(dim=-1, keepdim=True).clamp(min=settings.bound))
+        with _disturbed(model, shifts):
+            yield {"retain": Term(response_loss(model, batch.harmless, group))}
+            yield {"harmful": Term(self.unlikely(model, batch.harmful, group))}
+
+    def unlikely(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> Tensor:
+        """Mean of `-log(1 - p)` over the answers' tokens."""
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1]
+        answers = batch.labels[:, 1:] != IGNORED
+        logs = logits[answers].float().log_softmax(-1).gather(-1, batch.labels[:, 1:][answers][:, None])
+        return mean_of_all(-torch.log1p(-logs.exp().clamp(max=1 - 1e-6)), group)
+
+
+def _blocks_at(model: nn.Module, *numbers: int) -> list[str]:
+    """The blocks at the depths of some of 32, counted from 1."""
+    blocks = list(structure_of(model).blocks)
+    return list(dict.fromkeys(blocks[math.ceil(number / 32 * len(blocks)) - 1] for number in numbers))
 
 
 @final
@@ -251,6 +324,15 @@ class _WithOriginal(Defense[S]):
             original = self.original(**how)
         return original, model(**how)
 
+    def moved(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> tuple[Any, Tensor]:
+        """What the model says of a batch, and the mean distance of its states from the original's at every depth."""
+        original, found = self.both(model, batch, output_hidden_states=True)
+        apart = [
+            (one[seen(batch)].float() - other[seen(batch)].float()).norm(dim=-1)
+            for one, other in zip(found.hidden_states, original.hidden_states, strict=True)
+        ]
+        return found, torch.stack([mean_of_all(each, group) for each in apart]).mean()
+
 
 def _whole_alone(defense: Defense[Any], model: nn.Module) -> None:
     if any(map(is_sharded, model.parameters())):
@@ -260,20 +342,10 @@ def _whole_alone(defense: Defense[Any], model: nn.Module) -> None:
         )
 
 
-def _seen(batch: Batch) -> Tensor:
-    """Every token, those of prompts included, but for rows in which nothing is predicted."""
-    return batch.attention_mask.bool() & (batch.labels != IGNORED).any(1, keepdim=True)
-
-
 def _rows(batch: Batch, chosen: Tensor) -> Batch:
     """Some rows of a batch; where there are none, the batch with nothing to be predicted."""
     parts = (batch.input_ids, batch.attention_mask, batch.labels)
     return Batch(*(part[chosen] for part in parts)) if chosen.any() else blank(batch)
-
-
-def _mean(values: Tensor, group: ProcessGroup) -> Tensor:
-    """The mean over all processes' tokens, see `distributed.py`."""
-    return values.sum() / max(1, sum(group.counts(len(values))) / group.size)
 
 
 @final
@@ -303,8 +375,10 @@ class DistillationDefense(_WithOriginal[Distillation]):
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Divergence from the original at every token."""
-        wanted, found = (each.logits[_seen(batch)].float().log_softmax(-1) for each in self.both(model, batch))
-        return {name: Term(_mean(functional.kl_div(found, wanted, reduction="none", log_target=True).sum(-1), group))}
+        wanted, found = (each.logits[seen(batch)].float().log_softmax(-1) for each in self.both(model, batch))
+        return {
+            name: Term(mean_of_all(functional.kl_div(found, wanted, reduction="none", log_target=True).sum(-1), group))
+        }
 
 
 @final
@@ -332,15 +406,37 @@ class RMUDefense(_WithOriginal[RMU]):
         with capture(model, [self.place], gradients=True) as outputs:
             model(input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask)
         found = outputs[self.place][batch.harmful.labels != IGNORED].float()
-        yield {"steering": Term(_mean((found - self.wanted.to(found)).square().mean(-1), batch.group))}
+        yield {"steering": Term(mean_of_all((found - self.wanted.to(found)).square().mean(-1), batch.group))}
         yield self.kept(model, batch.harmless, batch.group, "retain")
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Squared distance from the original's states at every token."""
         with capture(model, [self.place], gradients=True) as found, capture(self.original, [self.place]) as wanted:
             self.both(model, batch)
-        apart = found[self.place][_seen(batch)].float() - wanted[self.place][_seen(batch)].float()
-        return {name: Term(_mean(apart.square().mean(-1), group), self.settings.alpha)}
+        apart = found[self.place][seen(batch)].float() - wanted[self.place][seen(batch)].float()
+        return {name: Term(mean_of_all(apart.square().mean(-1), group), self.settings.alpha)}
+
+
+@final
+class CircuitBreakingDefense(_WithOriginal[CircuitBreaking]):
+    """Lowers how alike states of harmful answers and the original's are, and holds all others."""
+
+    name = "circuit-breaking"
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        places, answers = _blocks_at(model, 10, 20), batch.harmful.labels != IGNORED
+        with capture(model, places, gradients=True) as found, capture(self.original, places) as wanted:
+            self.both(model, batch.harmful)
+        alike = [
+            functional.cosine_similarity(found[place][answers].float(), wanted[place][answers].float(), dim=-1).relu()
+            for place in places
+        ]
+        yield {"rerouting": Term(mean_of_all(torch.stack(alike, -1).mean(-1), batch.group), self.settings.rerouting)}
+        yield self.kept(model, batch.harmless, batch.group, "retain")
+
+    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+        """How far states moved at every depth."""
+        return {name: Term(self.moved(model, batch, group)[1], self.settings.held)}
 
 
 @contextmanager
@@ -423,12 +519,7 @@ class TARDefense(_WithOriginal[TAR]):
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Cross-entropy of the answers, and how far states moved at every depth."""
-        original, found = self.both(model, batch, output_hidden_states=True)
-        apart = [
-            (one[_seen(batch)].float() - other[_seen(batch)].float()).norm(dim=-1)
-            for one, other in zip(found.hidden_states, original.hidden_states, strict=True)
-        ]
-        moved = torch.stack([_mean(each, group) for each in apart]).mean()
+        found, moved = self.moved(model, batch, group)
         return {
             name: Term(answer_loss(found.logits, Targets.of_labels(batch.labels, group))),
             f"{name} moved": Term(moved),
@@ -438,4 +529,51 @@ class TARDefense(_WithOriginal[TAR]):
         """Mean entropy of what is predicted for the answers' tokens."""
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         found = logits[:, :-1][batch.labels[:, 1:] != IGNORED].float().log_softmax(-1)
-        return _mean(-(found.exp() * found).sum(-1), group)
+        return mean_of_all(-(found.exp() * found).sum(-1), group)
+
+
+@final
+class SelfDestructionDefense(Defense[SelfDestruction]):
+    """Trains the harmless side, ascends on the harmful one, and turns its gradient against that of what is kept."""
+
+    name = "self-destruction"
+    looks_ahead = needs_kept = True
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        _whole_alone(self, model)
+        yield
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        self._harmful = batch.harmful
+        yield {"retain": Term(response_loss(model, batch.harmless, batch.group))}
+        yield {"ascent": Term(log1p_of_mean(response_loss(model, batch.harmful, batch.group), batch.group), -1.0)}
+
+    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+        """Cross-entropy of the answers, and the cosine of its gradient with that of the step's harmful answers."""
+        weights = [value for value in model.parameters() if value.requires_grad]
+
+        def slopes(rows: Batch) -> list[Tensor]:
+            with same_draws_after(weights):
+                return _gradients(response_loss(model, rows, group), weights, group)
+
+        both = [(rows, slopes(rows)) for rows in (batch, self._harmful)]
+        lengths = [max(1e-12, float(nn.utils.get_total_norm(own))) for _, own in both]
+        alike = sum(float((one * other).sum()) for one, other in zip(both[0][1], both[1][1], strict=True))
+        alike /= lengths[0] * lengths[1]
+        pulls = [torch.zeros_like(value) for value in weights]
+        for here, there in ((0, 1), (1, 0)):
+            rows, own = both[here]
+            with _returning(weights):
+                with torch.no_grad():
+                    for value, one, other in zip(weights, own, both[there][1], strict=True):
+                        value.add_(other / lengths[there] - alike * one / lengths[here], alpha=self.settings.distance)
+                moved = slopes(rows)
+            for pull, new, old in zip(pulls, moved, own, strict=True):
+                pull.add_(new - old, alpha=1 / (self.settings.distance * lengths[here]))
+        # A sum whose value is the cosine and whose gradient is what was measured.
+        linear = torch.stack([(value * pull).sum() for value, pull in zip(weights, pulls, strict=True)]).sum()
+        return {
+            **super().kept(model, batch, group, name),
+            "cosine": Term(linear - linear.detach() + alike, self.settings.coupling),
+        }

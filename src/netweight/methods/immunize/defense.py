@@ -73,6 +73,16 @@ def blank(batch: Batch) -> Batch:
     return Batch(batch.input_ids, batch.attention_mask, torch.full_like(batch.labels, IGNORED))
 
 
+def seen(batch: Batch) -> Tensor:
+    """Every token, those of prompts included, but for rows in which nothing is predicted."""
+    return batch.attention_mask.bool() & (batch.labels != IGNORED).any(1, keepdim=True)
+
+
+def mean_of_all(values: Tensor, group: ProcessGroup) -> Tensor:
+    """The mean over all processes' tokens, see `distributed.py`."""
+    return values.sum() / max(1, sum(group.counts(len(values))) / group.size)
+
+
 @final
 @dataclass(frozen=True)
 class Term:
@@ -96,6 +106,7 @@ class Defense(Generic[S]):
     aligned = False  # whether the sides of a batch must have one width
     trains = True  # whether there is anything to train; else `prepared` does it all
     looks_ahead = False  # whether computing the loss takes gradients itself
+    needs_kept = False  # whether there must be rows to keep
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
@@ -146,6 +157,12 @@ def add_gradients(
     """Add to `grad` what a batch and what is kept besides give: the part of a step that all ways of training share."""
     # Sides go forward and backward one after the other: before the next one is computed, the graph of the last one is
     # gone. `then` is done after each. `draws`, a seed and the number of the step, decides on noise and dropout.
+
+    if kept is None and defense.needs_kept:
+        raise UsageError(
+            f"{defense.name} sets harmful answers against what is kept, and nothing is.",
+            cure="Give rows to keep (--retain).",
+        )
 
     def sides() -> Iterator[Side]:
         yield from defense.sides(model, batch, torch_generator(draws[0], "noise", *draws[1:]))

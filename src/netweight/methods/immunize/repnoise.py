@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.defense import (
@@ -26,13 +27,15 @@ from netweight.methods.immunize.defense import (
     Term,
     answer_loss,
     mean_lens_loss,
+    mean_of_all,
     sampled_layers,
+    seen,
     with_gradients,
 )
 from netweight.methods.immunize.distributed import ProcessGroup, units
 from netweight.methods.immunize.settings import RepNoise
-from netweight.nn.decoder import Structure, structure_of
-from netweight.nn.hooks import capture
+from netweight.nn.decoder import Structure, structure_of, vocabulary_of
+from netweight.nn.hooks import capture, in_mode
 
 
 @final
@@ -43,6 +46,7 @@ class RepNoiseDefense(Defense[RepNoise]):
         super().__init__(settings)
         self.aligned = settings.fidelity == "reference"  # the published loss compares sides position by position
         self.name = "repnoise-reference" if self.aligned else "repnoise"
+        self.usual: dict[str, Tensor] = {}  # norms of states before the defense, where they are bounded
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,18 +54,30 @@ class RepNoiseDefense(Defense[RepNoise]):
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        structure_of(model)  # refuses what is no decoder
+        blocks = list(structure_of(model).blocks)  # refuses what is no decoder
+        if self.settings.norms is not None:
+            drawn = torch.randint(vocabulary_of(model) or 1, (8, 16), generator=torch_generator(seed, "norms"))
+            with torch.no_grad(), in_mode(model, training=False), capture(model, blocks) as states:
+                model(input_ids=drawn.to(next(model.parameters()).device))
+            self.usual = {name: states[name].float().norm(dim=-1).mean() for name in blocks}
         yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         settings = self.settings
-        noise, ascent = harmful_terms(model, batch, settings, generator=generator)
+        with capture(model, list(structure_of(model).blocks), gradients=True) as states:
+            noise, ascent = harmful_terms(model, batch, settings, generator=generator)
         side = {"ascent": Term(ascent, -settings.alpha)}
+        if settings.norms is not None and self.usual:
+            lengths = [
+                states[name][seen(batch.harmful)].float().norm(dim=-1) / usual for name, usual in self.usual.items()
+            ]
+            over = (torch.stack(lengths, -1) / settings.norms - 1).relu().square().mean(-1)
+            side["norms"] = Term(mean_of_all(over, batch.group))
         if settings.beta > 0:
             balanced = settings.fidelity == "corrected" and settings.alpha > 0
             side["noise"] = Term(noise, settings.beta, settings.beta if balanced else None)
         yield side
-        del noise, ascent, side  # with them goes the graph
+        del noise, ascent, side, states  # with them goes the graph
         yield {"retain": Term(retain_term(model, batch, settings))}
 
 
@@ -103,10 +119,10 @@ def harmful_terms(
     if units(model):
         # FSDP gathers a block's weights when the gradient of its output arrives: so one of zeros does, for the noise.
         noise = noise + (depths[-1] * 0).sum()
-    return noise, _log1p_of_mean(average, group)
+    return noise, log1p_of_mean(average, group)
 
 
-def _log1p_of_mean(average: Tensor, group: ProcessGroup) -> Tensor:
+def log1p_of_mean(average: Tensor, group: ProcessGroup) -> Tensor:
     """`log(1 + A)` of the mean over all processes, and of this process's value the gradient of that."""
     if group.size == 1:
         return torch.log1p(average)

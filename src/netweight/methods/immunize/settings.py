@@ -86,6 +86,11 @@ class RepNoise(DefenseSettings):
         256, ge=2,
         description="Tokens at which the noise looks, drawn anew at each step and layer; null for all. Corrected only.",
     )  # fmt: skip
+    norms: float | None = Field(
+        None, gt=0,
+        description="Bound on the norms of states on harmful rows, as a multiple of those of random tokens before the "
+        "defense: what is above is lowered. Null for none.",
+    )  # fmt: skip
     chunk: int = Field(512, ge=1, description="Tokens whose logits are held at once.")
 
     @classmethod
@@ -113,12 +118,18 @@ class SecurityVectors(DefenseSettings):
 class Vaccine(DefenseSettings):
     """Training on harmless answers that stays good under perturbed representations.
 
-    Source: Huang et al., Vaccine (arXiv 2402.01109), algorithm 1.
+    Source: Huang et al., Vaccine (arXiv 2402.01109), algorithm 1; Liu et al., T-Vaccine (arXiv 2410.09760): a share of
+    1/4, of norm 3.
     """
 
     rho: float = Field(
         1.0, gt=0, description="Norm of the perturbations of all blocks together, for the batch (vaccine)."
     )
+    share: float = Field(
+        1.0, gt=0, le=1,
+        description="Share of the blocks that are perturbed, drawn anew at each step by how much their states decide "
+        "on harmful answers (t-vaccine); 1 for all.",
+    )  # fmt: skip
 
 
 class SafetyTraining(DefenseSettings):
@@ -167,6 +178,40 @@ class RMU(DefenseSettings):
         ge=1,
         description="Block, counted from 1, behind which states are steered (rmu); a quarter deep by default.",
     )
+
+
+class CircuitBreaking(DefenseSettings):
+    """Turn the states of harmful answers away from where the original has them, and hold all others in place.
+
+    Source: Zou et al., circuit breakers (arXiv 2406.04313), algorithm 1: alpha 10, which both terms share over time and
+    here in halves; the tenth and twentieth block of 32.
+    """
+
+    rerouting: float = Field(5.0, ge=0, description="Weight of the states' similarity (circuit-breaking).")
+    held: float = Field(5.0, ge=0, description="Weight of how far others move (circuit-breaking).")
+
+
+class LatentAdversarial(DefenseSettings):
+    """Refuse although the prompt's states are disturbed such that they would give the harmful answer.
+
+    Source: Sheshadri et al., targeted latent adversarial training (arXiv 2407.15549), equations 1 to 4: 16 steps after
+    blocks 8, 16, 24 and 30 of 32.
+    """
+
+    bound: float = Field(
+        6.0, gt=0, description="Largest norm of a token's disturbance, at each depth (latent-adversarial)."
+    )
+    search_steps: int = Field(16, ge=1, description="Steps that look for the worst (latent-adversarial).")
+
+
+class SelfDestruction(DefenseSettings):
+    """Let the gradients of harmful answers and of what is kept oppose each other: learning the one undoes the other.
+
+    Source: Wang et al., SEAM (arXiv 2505.12186), whose gradient takes no second derivatives: 1e-2 and 1e-3.
+    """
+
+    coupling: float = Field(1e-2, ge=0, description="Weight of the gradients' cosine (self-destruction).")
+    distance: float = Field(1e-3, gt=0, description="How far weights move to measure its gradient (self-destruction).")
 
 
 class Booster(DefenseSettings):
@@ -252,11 +297,15 @@ ImmunizeSettings.offer(
         "security-vectors": _VECTORS.partial(lr=1e-3),
         "vaccine": _VACCINE.partial(),
         "vaccine-rho10": _VACCINE.partial(rho=10.0),
+        "t-vaccine": _VACCINE.partial(rho=3.0, share=0.25),
         "safety-training": _of_folder(SafetyTraining).partial(),
         "gradient-ascent": _of_folder(GradientAscent).partial(),
         "adversarial-loss": _of_folder(AdversarialLoss).partial(lr=1e-5),
         "distillation": _of_folder(Distillation).partial(lr=1e-4),
         "rmu": _of_folder(RMU).partial(lr=5e-5),
+        "circuit-breaking": _of_folder(CircuitBreaking).partial(lr=1e-4),
+        "latent-adversarial": _of_folder(LatentAdversarial).partial(),
+        "self-destruction": _of_folder(SelfDestruction).partial(),
         "booster": _of_folder(Booster).partial(lr=5e-4),
         "tar": _of_folder(TAR).partial(),
         "random-weights": _of_folder(RandomWeights).partial(),
