@@ -184,13 +184,13 @@ def _show_plan(
 ) -> None:
     output.line(f"{plan.recipe.subject} → {plan.recipe.output}", bold=bool(plan.recipe.name))
     for step, mark in zip(plan.steps, known, strict=False):
-        output.line(f"{step.number}. {step.verb}: {_given(step)}")
+        output.line(f"{step.number}. {step.verb}: {_given(step.chosen.config)}")
         held = [f"{name} (by the recipe's attack)" for name in step.by_attack]
         output.line(f"   audits: {', '.join([*step.audits, *held]) or 'none'}")
         _show_known(output, mark)
         _show_left_out(output, step)
     for attack, mark in zip(plan.attacks, known[len(plan.steps) :], strict=True):
-        output.line(f"{attack.number}. attack {attack.verb}: {_given(attack)}")
+        output.line(f"{attack.number}. attack {attack.verb}: {_given(attack.chosen.config)}")
         _show_known(output, mark)
     for number, cost in enumerate(costs, start=1):
         told = "takes what an earlier step makes" if cost is None else (
@@ -203,9 +203,9 @@ def _show_plan(
         output.line(f"disk: at most {size / 1e6:,.0f} MB for models, and what audits and attacks keep")
 
 
-def _given(step: recipes.Step | recipes.AttackStep) -> str:
+def _given(settings: Settings) -> str:
     """The settings that a recipe or a preset gives; `--json` has all."""
-    told = ", ".join(f"{key}={value}" for key, value in _plain(step.chosen.config).items())
+    told = ", ".join(f"{key}={value}" for key, value in _plain(settings).items())
     return f"{told}, all else by default" if told else "all by default"
 
 
