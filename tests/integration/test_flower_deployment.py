@@ -69,7 +69,7 @@ def largest_difference(folder, state) -> float:
 def finished(deployment, folder, run, rounds):
     """Whether a run ended well, asked when its last round is written: every question is a process of Flower's."""
     written = folder / HISTORY
-    wait(lambda: written.exists() and len(json.loads(written.read_text())["rounds"]) == rounds, 300, "the last round")
+    wait(lambda: written.exists() and len(json.loads(written.read_text())["rounds"]) == rounds, 400, "the last round")
     return deployment.finish(run) == "finished:completed"
 
 
