@@ -20,10 +20,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 # Files of more than a minute: begun first, so that none is left to one process at the end.
 LONG = (
-    "test_tour.py", "test_fuzzing.py", "test_cuda_compiling.py", "test_flower_deployment.py",
-    "test_reproduce_hyperfl.py", "test_autoload.py", "test_reproduce_nemo.py", "test_immunize_processes.py",
-    "test_recipe_forget.py", "test_codec.py", "test_outputs.py", "test_trainer.py", "test_start_here_page.py",
-    "test_add_a_method_page.py", "test_federate_command.py", "test_other_processors.py", "test_accelerate.py",
+    "test_tour.py", "test_reproduce_hyperfl.py", "test_flower_deployment.py", "test_codec.py",
+    "test_compress_interrupted.py", "test_reproduce_nemo.py", "test_attack_finetune_command.py",
+    "test_immunize_processes.py", "test_autoload.py", "test_diffusers_compressed.py", "test_federate_command.py",
+    "test_recipe_forget.py", "test_forget_edits.py", "test_federate_audit.py", "test_cuda_compiling.py",
+    "test_start_here_page.py",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[2]
@@ -44,17 +45,23 @@ def here(tmp_path_factory):
     return here
 
 
-def netweight(here, *arguments, code=0):
-    done = subprocess.run(
-        [here / "environment/bin/python", "-m", "netweight", *arguments], cwd=here, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
+def python(here, *words):
+    """A program with the environment's packages, forked from one that has imported torch."""
+    (site,) = (here / "environment").glob("lib/python*/site-packages")
+    paths = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return warm.run(*words, cwd=here, env={**os.environ, "PYTHONPATH": paths}, libraries=("torch",))
+
+
+def netweight(here, *arguments):
+    done = python(here, "-m", "netweight", *arguments)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_it_is_a_command_with_its_options_audits_and_card(here):
-    assert re.search(r"prune +Set the smallest weights of every matrix to zero\.", netweight(here, "--help"))
+    own = [here / "environment/bin/python", "-m", "netweight", "--help"]
+    said = subprocess.run(own, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"prune +Set the smallest weights of every matrix to zero\.", said)
     assert re.search(
         r"--share FLOAT RANGE +Share of each matrix that becomes zero\.\s+\[default: 0\.5",
         netweight(here, "prune", "--help"),
@@ -65,10 +72,7 @@ def test_it_is_a_command_with_its_options_audits_and_card(here):
     zeros = (load_file(here / "pruned/model.safetensors")["weight"] == 0).double().mean()
     assert zeros == pytest.approx(0.6, abs=1e-3)
     assert "### Pruned" in (here / "pruned/README.md").read_text()
-    assert "--share" in subprocess.run(
-        [here / "environment/bin/python", "-m", "netweight", "prune", "my-model", "other", "--share", "1.5"],
-        cwd=here, capture_output=True, text=True,
-    ).stderr  # fmt: skip
+    assert "--share" in python(here, "-m", "netweight", "prune", "my-model", "other", "--share", "1.5").stderr
 
 
 def test_it_is_a_verb_of_recipes_with_a_section_in_the_report(here):
@@ -89,6 +93,6 @@ def test_its_audits_notice_what_is_wrong(here):
         "found = run_audits('prune', folders, PruneSettings(share=0.9), seed=0)\n"
         "print(json.dumps([finding.passed for section in found.values() for finding in section.findings]))"
     )
-    done = subprocess.run([here / "environment/bin/python", "-c", program], cwd=here, capture_output=True, text=True)
+    done = python(here, "-c", program)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [False, True, True]

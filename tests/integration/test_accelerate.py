@@ -39,7 +39,10 @@ def expected(processes):
     return model
 
 
-@pytest.mark.parametrize(("launcher", "processes"), [(ONE, 1), (TWO, 2)], ids=["accelerate launch", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [pytest.param(ONE, 1, id="accelerate launch", marks=pytest.mark.study), pytest.param(TWO, 2, id="torchrun")],
+)
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 def test_what_is_trained_is_what_averaged_gradients_train(tmp_path, launcher, processes):
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

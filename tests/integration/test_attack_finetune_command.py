@@ -1,9 +1,11 @@
 """`netweight attack finetune` end to end: a tiny Llama folder and files of rows in, a ledger and a report out."""
 
+import importlib
 import json
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -228,11 +230,24 @@ def test_a_threshold_is_found_by_attacking_and_needs_something_to_gain(case, tmp
         calibrate(name, grid(lr=1e-9, samples=8, max_steps=2), folder=tmp_path / "other", engine=in_process)
 
 
-@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # Ray's own
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-def test_attacks_on_ray_go_on_where_attacks_here_ended(case, tmp_path, monkeypatch):
+@pytest.fixture(params=["in its place", pytest.param("ray", marks=pytest.mark.study)])
+def cluster(request, monkeypatch):
+    """A Ray, or this process in its place, since what a Ray does with any work is asked by test_ray_engine.py."""
     pytest.importorskip("ray", reason="ray is in the ray extra")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    whole, asked = importlib.import_module("netweight.core.ray").ray_cluster, []
+
+    def begun(address=None, **options):
+        asked.append((address, options))
+        return whole(address, **options) if request.param == "ray" else nullcontext(in_process)
+
+    monkeypatch.setattr("netweight.core.ray.ray_cluster", begun)
+    return asked
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # Ray's own
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_attacks_on_ray_go_on_where_attacks_here_ended(case, tmp_path, cluster):
     arguments = ["--threshold", "0.3", "--max-steps", "4", "--seeds", "1"]
     alone = call(case, tmp_path / "here", *arguments, "--lr", "3e-3,1e-2", base=False)
     assert alone.exit_code == 0, alone.output
@@ -243,6 +258,7 @@ def test_attacks_on_ray_go_on_where_attacks_here_ended(case, tmp_path, monkeypat
         case, tmp_path / "both", *arguments, "--lr", "3e-3,1e-2", "--engine", "ray", "--workers", "1", base=False
     )
     assert spread.exit_code == 0, spread.output
+    assert cluster == [(None, {"workers": 1, "gpus": 0})]
     both = (tmp_path / "both" / "attacks.jsonl").read_text()
     assert both.startswith(first)  # what was known was not run again
     assert values(both) == values((tmp_path / "here" / "attacks.jsonl").read_text())

@@ -41,6 +41,7 @@ IMPORTED = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "sklearn.metrics",
     "transformers:AutoModel,BertModel,PreTrainedModel,PreTrainedTokenizerFast,Trainer", "transformers.modeling_utils",
 )  # fmt: skip
+FEW = ("torch", "transformers:AutoModel,BertModel")  # for a place of its own in the environment
 
 
 def run(place, program, *, cold=False, **environment):
@@ -49,7 +50,8 @@ def run(place, program, *, cold=False, **environment):
     switches = {"NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     inherited = {name: value for name, value in os.environ.items() if name not in switches}
     inherited |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"} | environment
-    answer = warm.run("-c", program, env=inherited, cwd=place, libraries=() if cold else IMPORTED)
+    libraries = () if cold else FEW if environment else IMPORTED
+    answer = warm.run("-c", program, env=inherited, cwd=place, libraries=libraries)
     return answer.stdout.splitlines(), answer.stderr
 
 

@@ -66,10 +66,17 @@ def largest_difference(folder, state) -> float:
     return max((value - saved[name]).abs().max().item() for name, value in state.items())
 
 
+def finished(deployment, folder, run, rounds):
+    """Whether a run ended well, asked when its last round is written: every question is a process of Flower's."""
+    written = folder / HISTORY
+    wait(lambda: written.exists() and len(json.loads(written.read_text())["rounds"]) == rounds, 400, "the last round")
+    return deployment.finish(run) == "finished:completed"
+
+
 def test_the_example_learns_what_the_engine_of_one_process_learns(deployment, expected):
     folder = deployment.folder / "federation"
     run = deployment.run(EXAMPLE, **CONFIG, rounds=1, folder=str(folder))
-    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    assert finished(deployment, folder, run, rounds=1), deployment.log("server")[-3000:]
     assert largest_difference(folder, expected.state) < TOLERANCE
     rounds = json.loads((folder / HISTORY).read_text())["rounds"]
     assert [done["refused"] for done in rounds] == [{}]
@@ -89,13 +96,14 @@ def test_an_unregistered_node_is_refused(deployment):
     assert "Failed to activate SuperNode" in deployment.log("node-3")
 
 
+@pytest.mark.study  # test_flower_apps.py asks the same of the same apps in one process
 def test_a_node_that_claims_all_examples_and_another_constant_is_named_and_bounded(deployment, expected):
     """The claim of 2**50 examples with every weight 7, which owned the average once."""
     folder = deployment.folder / "lied to"
     app = lying_example(deployment.folder)
     config = {**CONFIG, "method": "fedavg", "rounds": 1, "folder": str(folder), "lie": "claimed 2"}
     run = deployment.run(app, **config)
-    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    assert finished(deployment, folder, run, rounds=1), deployment.log("server")[-3000:]
     (done,) = json.loads((folder / HISTORY).read_text())["rounds"]
     assert done["refused"] == {"2": "says that it has 1125899906842624 examples; it registered 500"}
     with open_store(folder / CHECKPOINT) as store:
@@ -109,7 +117,7 @@ def test_a_dropped_node_is_named_and_the_federation_goes_on(deployment, expected
     deployment.end("node-2")
     wait(lambda: len(deployment.online()) == 2, 60, "the SuperLink to notice")
     run = deployment.run(EXAMPLE, **CONFIG, rounds=2, folder=str(folder))
-    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    assert finished(deployment, folder, run, rounds=2), deployment.log("server")[-3000:]
     rounds = json.loads((folder / HISTORY).read_text())["rounds"]
     assert rounds[:1] == before
     assert list(rounds[1]["refused"]) == ["2"]

@@ -162,7 +162,7 @@ def psnr(pixels, expected):
     return float(10 * torch.log10(255**2 / (shown - expected[0]).square().mean().clamp_min(1e-9)))
 
 
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+@pytest.mark.parametrize(("width", "dark"), [(390, True), pytest.param(1280, False, marks=pytest.mark.study)])
 def test_a_moved_slider_shows_what_the_pipeline_paints_at_that_point(page, space, tmp_path, width, dark):
     seen = watch(page, width, *([DARK] if dark else []), actions=ACTIONS)
     model = text_to_image(faces_pipeline())

@@ -1,11 +1,10 @@
 """What loaders do with a compressed folder where netweight is not installed: they refuse, and say what to install."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from folders_under_test import content
 
 import netweight
@@ -22,17 +21,11 @@ ENVIRONMENT = {
     "HOME": "/nonexistent",
     "OMP_NUM_THREADS": "1",
 }
+LIBRARIES = ("transformers:AutoModel,BertModel", "diffusers:StableDiffusionPipeline", "peft")
 
 
 def run(program, *arguments):
-    answer = subprocess.run(
-        [sys.executable, str(SUPPORT / program), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        check=False,
-        timeout=300,
-    )
+    answer = warm.run(SUPPORT / program, *arguments, env=ENVIRONMENT, libraries=LIBRARIES)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 

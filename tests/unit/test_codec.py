@@ -65,11 +65,11 @@ def test_sizes_around_rows_streams_and_chunks(count):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", BY_NAME)
 def test_every_type_level_and_path_gives_the_same_bytes(dtype, kind):
-    data = tensor_data(dtype, 5000, kind, np.random.default_rng(7))
+    data = tensor_data(dtype, 3000, kind, np.random.default_rng(7))
     for level in LEVELS:
         slow = level == "max" and BY_NAME[dtype].number_bytes == 8  # in Python, for want of time
         paths = FAST_PATHS if slow else PATHS
-        blobs = {codec.encode_raw(data, dtype, (50, 100), level=level, path=path) for path in paths}
+        blobs = {codec.encode_raw(data, dtype, (50, 60), level=level, path=path) for path in paths}
         assert len(blobs) == 1
         for path in PATHS:
             assert codec.decode_raw(*blobs, check=True, path=path).tobytes() == data
