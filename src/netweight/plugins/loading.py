@@ -164,8 +164,8 @@ class Weights:
         chunks, fixed, rows = info.chunk_log2, name in self._fixed, self._chunks[name]
         if device.wants_other_chunks(stored, level, chunks):
             chunks = None
-        elif rows is not None and rows < chunks and stored.is_cpu and level != "max":  # files have larger ones
-            chunks = rows
+        elif rows is not None and stored.is_cpu and level != "max" and dense.numel() > 1 << rows:
+            chunks = min(rows, chunks)  # files have larger ones, of which one token would have one decoded
         recut = chunks != info.chunk_log2
         if (fixed or recut) and not codec.is_lossy(blob):
             made = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=chunks, fixed=fixed)
