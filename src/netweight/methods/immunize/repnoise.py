@@ -69,7 +69,8 @@ class RepNoiseDefense(Defense[RepNoise]):
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         settings = self.settings
-        with capture(model, list(self.usual), gradients=True) if self.usual else nullcontext({}) as states:
+        looked_at: Any = capture(model, list(self.usual), gradients=True) if self.usual else nullcontext()
+        with looked_at as states:
             noise, ascent = harmful_terms(model, batch, settings, generator=generator)
         side = {"ascent": Term(ascent, -settings.alpha)}
         if settings.norms is not None and self.usual:
