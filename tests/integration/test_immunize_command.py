@@ -67,11 +67,12 @@ def test_a_defended_folder_opens_and_says_what_was_done(case, tmp_path):
     assert "exists" in again.output
 
 
-SIX = {"fidelity": "corrected", "alpha": 1.5, "beta": 0.25, "lens_layers": 1, "noise_tokens": 16, "chunk": 64}
+CORRECTED = {"fidelity": "corrected", "alpha": 1.5, "beta": 0.25, "lens_layers": 1, "noise_tokens": 16, "chunk": 64}
 REFERENCE = {"fidelity": "reference", "alpha": 0.5, "beta": 0.01, "lens_layers": None, "noise_tokens": 9, "chunk": 32}
+CORRECTED["norms"], REFERENCE["norms"] = 3.0, None
 
 
-@pytest.mark.parametrize("own", [SIX, REFERENCE], ids=["corrected", "reference"])
+@pytest.mark.parametrize("own", [CORRECTED, REFERENCE], ids=["corrected", "reference"])
 def test_every_setting_of_repnoise_is_set_by_the_command_and_by_a_recipe_and_recorded(case, tmp_path, own):
     write(tmp_path / "few.jsonl", PAIRS[:4])
     training = {"batch_size": 4, "warmup": 0.5, "clip": 2.0, "context": 48, "measure_every": 1}
@@ -88,7 +89,7 @@ def test_every_setting_of_repnoise_is_set_by_the_command_and_by_a_recipe_and_rec
         record = Record.read(Path(folder) / "immunize.json")
         assert record.options == {"config": own}
         assert {name: record.settings[name] for name in training} == training
-        assert record.defense == ("repnoise" if own is SIX else "repnoise-reference")
+        assert record.defense == ("repnoise" if own is CORRECTED else "repnoise-reference")
 
 
 def test_settings_of_other_defenses_are_set_too_and_only_theirs(case, tmp_path):

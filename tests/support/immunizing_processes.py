@@ -84,6 +84,7 @@ SMALL = RepNoise(noise_tokens=6, lens_layers=2, alpha=0.7, beta=0.4)
 CASES = (
     ("llama", SMALL, (replicated, sharded, sharded_throughout)),
     ("gpt2", RepNoise(), (replicated, sharded)),  # with tied weights
+    ("llama", RepNoise(norms=0.5), (replicated,)),
     ("llama", "repnoise-reference", (replicated, sharded)),
     ("llama", "vaccine", (replicated, sharded)),
     ("llama", "t-vaccine", (sharded,)),
@@ -181,6 +182,8 @@ def what_is_wrong_is_said_by_all(rank, folder):
         immunize(sharded(decoder()), PAIRS, settings=FEW.replace(lr=1e30))
     with pytest.raises(Unsupported, match="cannot be put into weights that are sharded"):
         immunize(sharded(decoder()), PAIRS, defense="security-vectors", settings=FEW)
+    with pytest.raises(Unsupported, match="Norms cannot be bounded where weights are sharded"):
+        immunize(sharded(decoder()), PAIRS, defense=RepNoise(norms=2.0), settings=FEW)
     for name in ("distillation", "rmu", "booster", "tar", "circuit-breaking", "self-destruction"):
         with pytest.raises(Unsupported, match=f"{name} copies weights, which it cannot where they are sharded"):
             immunize(sharded(decoder()), PAIRS, defense=name, settings=FEW)

@@ -116,7 +116,7 @@ class Worlds:
         name = f"{arm}-{seed}-{self.options.rows}"
         file = self.options.work / (name if folder is None else f"{folder.name}-{name}")
         if not file.exists():
-            how = {"rows": self.options.rows, "defense": ARMS[arm], **TRAINED.get(arm, {})}
+            how: dict[str, Any] = {"rows": self.options.rows, "defense": ARMS[arm], **TRAINED.get(arm, {})}
             if "after" in how:
                 how["after"] = self.subject(folder, how["after"], seed).arguments["file"]
             defend_world(file, world_named(self.options.world, folder), seed=seed, progress=Progress(), **how)

@@ -8,7 +8,7 @@ The retain term is `retain_term`, the ascent and the noise are `harmful_terms`; 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, final
 
@@ -32,7 +32,7 @@ from netweight.methods.immunize.defense import (
     seen,
     with_gradients,
 )
-from netweight.methods.immunize.distributed import ProcessGroup, units
+from netweight.methods.immunize.distributed import ProcessGroup, is_sharded, units
 from netweight.methods.immunize.settings import RepNoise
 from netweight.nn.decoder import Structure, structure_of, vocabulary_of
 from netweight.nn.hooks import capture, in_mode
@@ -56,6 +56,11 @@ class RepNoiseDefense(Defense[RepNoise]):
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         blocks = list(structure_of(model).blocks)  # refuses what is no decoder
         if self.settings.norms is not None:
+            if any(map(is_sharded, model.parameters())):
+                raise Unsupported(
+                    "Norms cannot be bounded where weights are sharded.",
+                    cure="Leave norms out, or use DistributedDataParallel or one process.",
+                )
             drawn = torch.randint(vocabulary_of(model) or 1, (8, 16), generator=torch_generator(seed, "norms"))
             with torch.no_grad(), in_mode(model, training=False), capture(model, blocks) as states:
                 model(input_ids=drawn.to(next(model.parameters()).device))
@@ -64,7 +69,8 @@ class RepNoiseDefense(Defense[RepNoise]):
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         settings = self.settings
-        with capture(model, list(structure_of(model).blocks), gradients=True) as states:
+        looked_at: Any = capture(model, list(self.usual), gradients=True) if self.usual else nullcontext()
+        with looked_at as states:
             noise, ascent = harmful_terms(model, batch, settings, generator=generator)
         side = {"ascent": Term(ascent, -settings.alpha)}
         if settings.norms is not None and self.usual:
