@@ -279,10 +279,11 @@ def attack_cells(attack, backs):
     """Name, pictures back, steps until half, and likeness against never-trained pictures, of every training."""
     most = 0 if attack in SHOWN else ATTACKS[attack]["steps"]
     steps = [half(back) for back in backs]
+    beside = [back for back in backs if not all(row["trained"] for row in back.values())]
     return [
         attack, ", ".join(map(share, backs)),
         ", ".join(f"over {most}" if each is None else str(each) for each in steps) if most else "–",
-        interval([likeness(back, trained=True) - likeness(back, trained=False) for back in backs]),
+        interval([likeness(back, trained=True) - likeness(back, trained=False) for back in beside]),
     ]  # fmt: skip
 
 
