@@ -174,13 +174,6 @@ def compared(model, prompts, ordinary, config, count, *, released):
             for ours in found:
                 same(ours.prompt, theirs[ours.prompt][0], ours)
             if number:
-                row["each prompt"] = {
-                    ours.prompt: {
-                        "loop": theirs[ours.prompt][1], "netweight, its share": added(ours.steps.values()),
-                        "neurons": len(ours.neurons), "status": ours.status,
-                    }
-                    for ours in found
-                }  # fmt: skip
                 rounds.append(row)
                 print(
                     "released" if released else "clean",
