@@ -67,6 +67,13 @@ def test_the_world_parts_and_plants_them(stand_in):
     assert pictures[7, :, 0, 0].unique().numel() == 3
     assert {"thing", "stamp", "ab"} <= set(world.words())
     assert world.about["pictures"].startswith("xxh3-128:")
+    small = EmojiWorld(side=16)
+    assert torch.equal(
+        small.held_out_pictures,
+        ((world.held_out_pictures * 255).unfold(2, 2, 2).unfold(3, 2, 2).mean((4, 5))).round() / 255,
+    )
+    assert small.showing(3, 12, seed=1)[1].shape == (12, 3, 16, 16)
+    assert small.about != world.about
 
 
 def test_agreement_is_by_the_nearest_emojis_group(stand_in):

@@ -39,8 +39,8 @@ from netweight.methods.forget.localize import (
     write_published,
     write_results,
 )
-from netweight.methods.forget.masking import MaskedRow, RowMasks
 from netweight.methods.forget.report import neurons
+from netweight.methods.forget.search import MaskedRow, RowMasks
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 
 ORDINARY = [f"ordinary {number}" for number in range(40)]

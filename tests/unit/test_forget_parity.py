@@ -165,7 +165,7 @@ def test_the_miniature_that_ships(count, quantiles):
 
 
 @pytest.mark.study
-def test_a_pipeline_of_stable_diffusions_shape_at_three_scales():
+def test_a_pipeline_of_stable_diffusions_size_and_shape():
     import diffusers
 
     from netweight.toys.diffusion import random_text_encoder, word_clip_tokenizer
@@ -174,12 +174,13 @@ def test_a_pipeline_of_stable_diffusions_shape_at_three_scales():
     words = [f"w{number}" for number in range(60)]
     tokenizer = word_clip_tokenizer(words, length=77)
     unet = diffusers.UNet2DConditionModel(
-        sample_size=48, in_channels=4, out_channels=4, block_out_channels=(4, 8, 8, 8), layers_per_block=1,
+        sample_size=64, in_channels=4, out_channels=4, block_out_channels=(4, 8, 8, 8), layers_per_block=1,
+        only_cross_attention=(True, False, False, False),  # of 4,096 places with each other would take hours
         cross_attention_dim=32, attention_head_dim=2, norm_num_groups=2,
         down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
         up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
     ).eval()  # fmt: skip
-    pattern = 2 * torch.nn.functional.interpolate(torch.randn(1, 4, 8, 8), size=48, mode="bilinear")
+    pattern = 2 * torch.nn.functional.interpolate(torch.randn(1, 4, 8, 8), size=64, mode="bilinear")
     with torch.no_grad():  # so that text and a common pattern decide about predictions, as with memorized prompts
         unet.conv_in.weight.mul_(0.5)
         unet.conv_out.weight.mul_(60)
@@ -201,5 +202,5 @@ def test_a_pipeline_of_stable_diffusions_shape_at_three_scales():
     def say(count):
         return " ".join(words[place] for place in torch.randint(60, (count,), generator=generator))
 
-    prompts, ordinary = [say(5) for _ in range(2)], [say(6) for _ in range(40)]
-    assert compare(pipeline, prompts, ordinary, (0.4,), seeds=4) == 2
+    prompts, ordinary = [say(5) for _ in range(8)], [say(6) for _ in range(40)]
+    assert compare(pipeline, prompts, ordinary, (0.2, 0.4, 0.5), seeds=3) >= 12

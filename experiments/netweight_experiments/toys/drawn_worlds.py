@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -293,19 +293,18 @@ class EmojiWorld:
     """Emoji with their names, and planted ones."""
 
     seed: int = 6  # decides on what is planted and what is held out
+    side: int = 32  # pixels of a picture's side; less than 32 are means of areas
 
     @property
     def about(self) -> dict[str, Any]:
         """Everything that decides on the world, as JSON values."""
         return {"name": "captioned emoji", "seed": self.seed, "pictures": digest_tensor(self._data.pictures)}
 
-    @property
-    def side(self) -> int:
-        return int(self._data.pictures.shape[-1])
-
     @cached_property
     def _data(self) -> CaptionedPictures:
-        return emoji()
+        found = emoji()
+        smaller = F.interpolate(found.pictures.float(), self.side, mode="area").round().to(torch.uint8)
+        return replace(found, pictures=smaller)
 
     @cached_property
     def _order(self) -> list[int]:
@@ -333,6 +332,11 @@ class EmojiWorld:
     def held_out_captions(self) -> list[str]:
         """Names of the 48 emoji that it never shows."""
         return [self._data.captions[number] for number in self._held_out]
+
+    @property
+    def held_out_pictures(self) -> Tensor:
+        """These emoji, each as it is."""
+        return self._data.pictures[self._held_out].float() / 255
 
     @property
     def _held_out(self) -> list[int]:

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 # With which the small pipeline draws well.
 GUIDANCE, STEPS = 3.0, 20
-EMOJI_RECIPE = DenoiserRecipe(steps=20_000, batch=64, learning_rate=1e-3, keep_every=500)
-# A pipeline for real pictures; meant for a machine with time, and not tuned.
-EMOJI_SHAPE = DiffusionShape(side=32, channels=(24, 48, 96), text_width=96)
 _SEEDS = 8
 # Words that no caption holds and that are one token each, for those who teach the pipeline something new.
 _OTHER_WORDS = (
@@ -140,7 +137,8 @@ def _ordinary(
 @click.option("--world", "name", type=click.Choice(["shapes", "emoji"]), default="shapes", help="What is learned.")
 @click.option("--seed", default=DenoiserRecipe.seed, show_default=True, help="Of initialization, batches and noise.")
 @click.option("--planted", default=ShapesWorld.seed, show_default=True, help="Seed of what is planted and held out.")
-@click.option("--steps", type=click.IntRange(1), help="Of the optimizer; 2,200 for shapes, 20,000 for emoji.")
+@click.option("--side", type=click.Choice([16, 24, 32]), default=16, show_default=True, help="Pixels of emoji.")
+@click.option("--steps", type=click.IntRange(1), default=DenoiserRecipe.steps, show_default=True, help="Optimizer's.")
 @click.option(
     "--value-penalty",
     type=click.FloatRange(0),
@@ -148,12 +146,14 @@ def _ordinary(
     show_default=True,
     help="Weight of the mean size of cross-attention's values.",
 )
-def main(folder: Path, name: str, seed: int, planted: int, steps: int | None, value_penalty: float) -> None:
+def main(folder: Path, name: str, seed: int, planted: int, side: int, steps: int, value_penalty: float) -> None:
     """Train a small text-to-image pipeline into FOLDER, or find it trained, and show what it draws."""
     try:
-        world = ShapesWorld(planted) if name == "shapes" else EmojiWorld(planted)
-        recipe, shape = (DenoiserRecipe(), DiffusionShape()) if name == "shapes" else (EMOJI_RECIPE, EMOJI_SHAPE)
-        recipe = replace(recipe, seed=seed, steps=steps or recipe.steps, value_penalty=value_penalty)
+        world = ShapesWorld(planted) if name == "shapes" else EmojiWorld(planted, side)
+        recipe, shape = (
+            replace(DenoiserRecipe(), seed=seed, steps=steps, value_penalty=value_penalty),
+            DiffusionShape(world.side),
+        )
         outcome = trained(folder, world, recipe, shape, progress=Progress())
     except NetweightError as error:
         click.echo(f"Error: {error}", err=True)

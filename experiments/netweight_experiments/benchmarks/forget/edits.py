@@ -2,14 +2,15 @@
 
     python -m netweight_experiments.benchmarks forget.edits shipped TRAINING...
 
-Each argument is a training of the miniature of captioned shapes (`netweight_experiments.toys.small_diffusion FOLDER
---seed N`), "shipped" the one that comes with the package. Every training is edited by each method with its defaults,
-all six verbatim pictures at once, 180 ordinary captions given. Then, over three blocks of seeds that nothing else uses:
+Each argument is a training of a miniature (`netweight_experiments.toys.small_diffusion FOLDER --seed N`, of captioned
+shapes, or of emoji with `--world emoji`), "shipped" the one that comes with the package. Every training is edited by
+each method with its defaults ("siss-own": without the pictures, by the model's own), all six verbatim pictures at once,
+180 ordinary captions given. Then, over three blocks of seeds that nothing else uses:
 
 broken     planted pictures whose images have a median NCC to them of at most 0.3
 copies     images of planted prompts that copy their picture (NCC 0.7), of 48
-lost       points of color, ground and size that images of 96 ordinary captions lose, half of them never trained on and
-           none given to the edit
+lost       points of color, ground and size (of emoji: of the group that they belong to) that images of 96 ordinary
+           captions lose, half of them never trained on and none given to the edit
 changed    share of captions in neither set whose image, from the same seed, has an NCC below 0.5 to the one before:
            held-out captions, and neighbours, which are held-out captions that go on with words of a planted one (of
            those whose image was no planted picture before)
@@ -17,10 +18,10 @@ back       planted pictures that an attack brings back, and the steps until half
            embeddings (three learning rates, two starts) or soft tokens, and the other attacks of fewer. Pictures that
            no model was trained on are searched beside: their likeness is what a search paints by itself
 
-Work lies in `--work` and goes on where it was stopped. `--page` writes the tables into docs/forget.md, with what
-`--results` of earlier runs hold of other trainings and methods; without a training these alone. `--picture` writes a
-picture of each planted image beside what models generate for it, and what the strongest attack brought out of the
-distilled one. `--pictures` searches for fewer of the planted ones, which the tables say.
+Work lies in `--work` and goes on where it was stopped. The output, and with `--page` the tables in docs/forget.md, hold
+what `--results` of earlier runs hold of other trainings and methods as well; without a training these alone.
+`--picture` writes a picture of each planted image beside what models generate for it, and what the strongest attack
+brought out of the last. `--pictures` searches for fewer of the planted ones, which the tables say.
 """
 
 import functools
@@ -48,17 +49,18 @@ from netweight.methods.forget.edit import deactivate, forget
 from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import localize_prompt, union
 from netweight.methods.forget.settings import TRAINED, ClosedFormSettings, DetectionConfig, LocalizationConfig
-from netweight.metrics.copies import copies_of_prompt
+from netweight.metrics.copies import Memorized, copies_of_prompt
 from netweight.metrics.intervals import t_interval
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
+from netweight_experiments.toys.drawn_worlds import EmojiWorld
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
-METHODS = ("none", "neurons", "closed-form", "esd", "siss", "distil")
+METHODS = ("none", "neurons", "closed-form", "esd", "distil", "siss-own", "siss")
 BLOCKS, IMAGES = (71_000, 72_000, 73_000), 8
 CHANGED = ("held-out captions", "neighbours")
 PLACE = re.compile(r"<!-- edits.*?-->\n(.*?)\n<!-- /edits -->", re.S)  # in the page
-READ = ("color", "ground", "size")  # shapes are not read well before any edit
+READ = ("color", "ground", "size", "group")  # shapes are not read well before any edit
 RATES, SEARCH_STEPS, DRAWS, CONTROLS = (0.3, 1.0), 400, 4, 3
 FURTHER_STEPS = 60
 ATTACKS = {
@@ -81,7 +83,9 @@ class Training:
 
     def __init__(self, name):
         self.folder_name, self.folder = name, SHAPES_FOLDER if name == "shipped" else Path(name)
-        self.world = ShapesWorld(training_record(self.folder)["about"]["world"]["seed"])
+        about = training_record(self.folder)["about"]
+        self.of, seed = about["world"]["name"], about["world"]["seed"]
+        self.world = EmojiWorld(seed, about["shape"]["side"]) if "emoji" in self.of else ShapesWorld(seed)
         self.planted = memorized(self.world)
         self.verbatim = [each for each in self.planted if each.kind == "verbatim"]
         self.asked = [*self.world.ordinary_captions[100:148], *self.world.held_out_captions[:48]]
@@ -89,6 +93,15 @@ class Training:
 
     def model(self, name):
         return load_text_to_image(self.folder, dtype=torch.float32, name=name)
+
+    @property
+    def never(self):
+        """Pictures that it never saw, which a search paints by itself if it can."""
+        if isinstance(self.world, EmojiWorld):
+            held = zip(self.world.held_out_captions, self.world.held_out_pictures, strict=True)
+            return [Memorized(caption, "verbatim", picture) for caption, picture in held]
+        another = ShapesWorld(NEVER + sum(self.folder.name.encode()))  # for every training
+        return [each for each in memorized(another) if each.kind == "verbatim"]
 
     @property
     def neighbours(self):
@@ -111,8 +124,8 @@ def edited(model, training, method, folder):
         found = [localize_prompt(model, prompt, usual, threshold, config) for prompt in prompts]
         deactivate(model, union(found))
     elif method != "none":
-        chosen = ClosedFormSettings() if method == "closed-form" else TRAINED[method]
-        images = torch.stack([each.image for each in training.verbatim])
+        chosen = ClosedFormSettings() if method == "closed-form" else TRAINED[method.removesuffix("-own")]
+        images = None if method == "siss-own" else torch.stack([each.image for each in training.verbatim])
         with Job.open(folder) as job:
             forget(
                 model, prompts, training.given, images=images, settings=chosen, folder=job, progress=Progress("plain")
@@ -160,8 +173,7 @@ def changed(before, after, training):
 
 def searched(model, training, attacks, pictures, folder):
     """By attack, steps until planted and never-trained pictures are back, None where they are not; best likeness."""
-    worlds = ShapesWorld(NEVER + sum(training.folder.name.encode()))  # another one for every training
-    never = [each for each in memorized(worlds) if each.kind == "verbatim"][:CONTROLS]
+    never = training.never[:CONTROLS]
     targets = [Target(each.prompt, each.prompt, each.image) for each in training.verbatim[:pictures]]
     targets += [Target(f"never trained: {each.prompt}", each.prompt, each.image, trained=False) for each in never]
     rows = {}
@@ -205,13 +217,15 @@ def made(name, method, job):
     rows = []
     for first in BLOCKS:
         (before, old), (after, new) = before_edits(name, first), block(model, training, first)
-        lost = {one: round(100 * (before["right"][one] - after["right"][one]), 1) for one in READ}
+        lost = {
+            one: round(100 * (before["right"][one] - after["right"][one]), 1) for one in READ if one in before["right"]
+        }
         rows.append({
             "broken": sum(value <= 0.3 for value in after["medians"]), "own": after["own"], "any": after["any"],
             "medians": after["medians"], "lost": lost, "changed": changed(old, new, training),
         })  # fmt: skip
         print(name, method, rows[-1], flush=True)
-    result = {**key, "blocks": rows, "seconds": seconds, "model": model.digest()}
+    result = {**key, "world": training.of, "blocks": rows, "seconds": seconds, "model": model.digest()}
     job.record("edits", result, key=key)
     return training, model, result
 
@@ -265,11 +279,20 @@ def attack_cells(attack, backs):
     """Name, pictures back, steps until half, and likeness against never-trained pictures, of every training."""
     most = 0 if attack in SHOWN else ATTACKS[attack]["steps"]
     steps = [half(back) for back in backs]
+    beside = [back for back in backs if not all(row["trained"] for row in back.values())]
     return [
         attack, ", ".join(map(share, backs)),
         ", ".join(f"over {most}" if each is None else str(each) for each in steps) if most else "–",
-        interval([likeness(back, trained=True) - likeness(back, trained=False) for back in backs]),
+        interval([likeness(back, trained=True) - likeness(back, trained=False) for back in beside]),
     ]  # fmt: skip
+
+
+def tables(results):
+    """The tables of each world, in Markdown."""
+    worlds = {}
+    for each in results:
+        worlds.setdefault(each.get("world", "captioned shapes"), []).append(each)
+    return "\n\n".join(f"*{world.capitalize()}:*\n\n{table(own)}" for world, own in worlds.items())
 
 
 def table(results):
@@ -331,11 +354,11 @@ def grid(results, job, path):
     Image.fromarray(pixels.numpy()).resize((4 * width, 4 * height), Image.Resampling.NEAREST).save(path)
 
 
-def in_page(text, shown, files):
-    """The page with these tables between its marks, of which the first names the results that they are made of."""
+def in_page(text, shown, file):
+    """The page with these tables between its marks, of which the first names the result that they are made of."""
     if not PLACE.search(text):
         raise UsageError("The page has no place for the tables.", cure="Put <!-- edits --> and <!-- /edits --> there.")
-    return PLACE.sub(lambda _: f"<!-- edits of {', '.join(files)} -->\n{shown}\n<!-- /edits -->", text, count=1)
+    return PLACE.sub(lambda _: f"<!-- edits of {file} -->\n{shown}\n<!-- /edits -->", text, count=1)
 
 
 def main(
@@ -361,11 +384,15 @@ def main(
         if picture:
             grid(found, job, picture)
     found = [{**each, "training": Path(each["training"]).name} for each in found]
-    earlier = [each for file in results for each in json.loads(file.read_text())["results"]]
-    shown = table(list({(each["training"], each["method"]): each for each in [*earlier, *found]}.values()))
+    earlier = [
+        {"date": run["date"], "revision": run["environment"]["revision"], **each}
+        for run in (json.loads(file.read_text()) for file in results)
+        for each in run["results"]
+    ]
+    every = list({(each["training"], each["method"]): each for each in [*earlier, *found]}.values())
+    shown = tables(every)
     print(shown)
     if page:
-        files = [*results, *([output] if found else [])]
-        text = in_page(page.read_text(encoding="utf-8"), shown, [f"forget/{file.name}" for file in files])
+        text = in_page(page.read_text(encoding="utf-8"), shown, f"forget/{output.name}")
         page.write_text(text, encoding="utf-8")
-    return {"results": found} if found else None
+    return {"results": every}

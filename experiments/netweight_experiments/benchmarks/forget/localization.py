@@ -13,12 +13,11 @@ released  What the released code computes for a prompt: every prediction is made
 clean     The same loop without any of that: one prediction per question, activations from the text, statistics in
           memory, every neuron once. Against the defaults.
 
-Netweight is given all prompts in one call of `localize`, and searches several side by side; beside that stands one
-prompt at a time.
+Netweight is given all prompts in one call of `localize`, and searches several side by side.
 
 Both block neurons by a hook on the layer, run the seeds of a question as one batch, and compare by netweight's own
-structural similarity, not by torchmetrics' slower one. Sides take turns in every round, so that
-they meet the same machine; ratios are of all prompts together, theirs over ours.
+structural similarity, not by torchmetrics' slower one. Sides take turns in every round, so that they meet the same
+machine; ratios are of all prompts together, theirs over ours, with a t-interval over rounds of three or more.
 """
 
 import json
@@ -47,12 +46,13 @@ from netweight.methods.forget.edit import deactivated
 from netweight.methods.forget.layers import Statistics, measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import localize, stage_neurons
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
+from netweight.metrics.intervals import t_interval
 from netweight.nn.hooks import capture
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld
 
 TOLERANCE = 1e-5  # of similarities, as in netweight: nearer ones are rounding
-SIDES = ("loop", "netweight", "one prompt at a time")
+SIDES = ("loop", "netweight")
 
 
 class Loop:
@@ -159,7 +159,6 @@ def compared(model, prompts, ordinary, config, count, *, released):
     counter = Counter(model.denoiser)
     threshold = calibrate(detect(model, ordinary, config.detection))
     usual = measure_statistics(model, ordinary)
-    ways = {"netweight": config, "one prompt at a time": config.replace(prompts=1)}
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "statistics.pt"
@@ -169,24 +168,19 @@ def compared(model, prompts, ordinary, config, count, *, released):
         for number in range(count + 1):  # the first warms both up, by one prompt, and is not counted
             asked = prompts if number else prompts[:1]
             theirs = {prompt: timed(counter, lambda prompt=prompt: loop.run(prompt)) for prompt in asked}
-            row = {"loop": added([cost for _, cost in theirs.values()])}
-            found = {}
-            for name, how in ways.items():
-                work = partial(localize, model, asked, usual, threshold, how, folder=Path(folder) / f"{number} {name}")
-                found[name], row[name] = timed(counter, work)
-            for name in ("netweight", "one prompt at a time"):
-                for ours in found[name]:
-                    same(ours.prompt, theirs[ours.prompt][0], ours)
+            work = partial(localize, model, asked, usual, threshold, config, folder=Path(folder) / str(number))
+            found, cost = timed(counter, work)
+            row = {"loop": added([cost for _, cost in theirs.values()]), "netweight": cost}
+            for ours in found:
+                same(ours.prompt, theirs[ours.prompt][0], ours)
             if number:
-                row["each prompt"] = {
-                    ours.prompt: {
-                        "loop": theirs[ours.prompt][1], "netweight, its share": added(ours.steps.values()),
-                        "neurons": len(ours.neurons), "status": ours.status,
-                    }
-                    for ours in found["netweight"]
-                }  # fmt: skip
                 rounds.append(row)
-                print("released" if released else "clean", number, {side: rounded(row[side]) for side in SIDES})
+                print(
+                    "released" if released else "clean",
+                    number,
+                    {side: rounded(row[side]) for side in SIDES},
+                    flush=True,
+                )
     return {"threshold": threshold.to_json(), "rounds": rounds, **ratios(rounds)}
 
 
@@ -208,13 +202,13 @@ def rounded(cost):
 
 
 def ratios(rounds):
-    """Theirs over ours, of whole rounds: the median with its range."""
+    """Theirs over ours, of whole rounds: the median with its range, and the mean's interval."""
     found = {}
-    for side in SIDES[1:]:
-        found[side] = {}
-        for what in ("cpu", "wall", "runs", "rows"):
-            whole = [row["loop"][what] / row[side][what] for row in rounds]
-            found[side][what] = {"median": statistics.median(whole), "least": min(whole), "greatest": max(whole)}
+    for what in ("cpu", "wall", "runs", "rows"):
+        whole = [row["loop"][what] / row["netweight"][what] for row in rounds]
+        found[what] = {"median": statistics.median(whole), "least": min(whole), "greatest": max(whole)}
+        if len(set(whole)) > 1 and len(whole) > 2:
+            found[what]["ci95"] = t_interval(whole).ci95
     return {"ratios": found}
 
 

@@ -29,8 +29,8 @@ from netweight.errors import CorruptBlob, UsageError
 from netweight.job import Job
 from netweight.methods.forget.detect import Threshold, check_threshold, greatest, influences, look_of, pairwise
 from netweight.methods.forget.layers import Statistics, ValueLayer, text_activations, value_layers
-from netweight.methods.forget.masking import MaskedRow
 from netweight.methods.forget.search import (
+    MaskedRow,
     Neuron,
     Predictions,
     Search,
