@@ -77,7 +77,7 @@ class Processes:
     def log(self, name):
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def flwr(self, *arguments, seconds=120):
+    def flwr(self, *arguments, seconds=400):
         """Call the command `flwr` and return what it says as JSON."""
         done = subprocess.run(
             [str(BIN / "flwr"), *map(str, arguments), "--format", "json"],
@@ -193,7 +193,7 @@ class Deployment(Processes):
         )
 
     def online(self):
-        return [node for node in self.flwr("supernode", "list", "tls")["nodes"] if node["status"] == "online"]
+        return [node for node in self.flwr("supernode", "list", "tls").get("nodes", ()) if node["status"] == "online"]
 
     def run(self, app, **config):
         """Run an app and return the run's id."""
@@ -201,7 +201,9 @@ class Deployment(Processes):
         return self.flwr("run", app, "tls", "--run-config", listed)["run-id"]
 
     def status(self, run):
-        return self.flwr("list", "tls", "--run-id", run)["runs"][0]["status"]
+        """How a run stands; "unknown" where a busy SuperLink does not say."""
+        runs = self.flwr("list", "tls", "--run-id", run).get("runs")
+        return runs[0]["status"] if runs else "unknown"
 
     def finish(self, run, seconds=400):
         """Wait until a run has ended and return how."""
@@ -250,7 +252,7 @@ def example_task(config, clients=3):
 
 
 def faulty_example(folder):
-    """A copy of the example whose clients do in round 1 what `fault` says, such as "hang 1" or "raise 2"."""
+    """A copy of the example whose clients do in round 1 what `fault` says, such as "hang 1" or "raise 2; late90 3"."""
     copy = folder / "faulty"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "app.py").rename(copy / "sound.py")
@@ -301,10 +303,13 @@ def query(message, context):
 
 @client.train()
 def train(message, context):
-    fault, *clients = str(context.run_config["fault"]).split()
-    if str(context.node_config["partition-id"]) in clients and message.metadata.group_id == "1":
+    faults = [one.split() for one in str(context.run_config["fault"]).split(";")]
+    fault = next((name for name, *ill in faults if str(context.node_config["partition-id"]) in ill), None)
+    if fault and message.metadata.group_id == "1":
         masked = message.content.config_records.get("secaggplus_configs")
-        if fault == "hang":
+        if fault.startswith("late"):
+            time.sleep(float(fault[4:]))
+        elif fault == "hang":
             (Path(context.run_config["signs"]) / "hangs").touch()
             time.sleep(900)
         elif masked is None or masked["stage"] == "collect_masked_vectors":

@@ -57,11 +57,11 @@ def by_flower():
                 place.register(node)
                 place.start_node(node, **{"private-folder": ""})  # the run's own: each begins anew
             online = max(online, clients)
-            wait(lambda: len(place.online()) == online, 300, "the nodes", every=5.0)
+            wait(lambda: len(place.online()) == online, 900, "the nodes", every=5.0)
             work = Path(folder) / f"{seed}-{lie}-{aggregator}-{clients}"
             config = {
                 "method": "fedavg", "data": "fashion-mnist", "clients": clients, "epochs": given.epochs, "seed": seed,
-                "rounds": given.rounds, "aggregator": aggregator, "folder": str(work), "timeout": 300.0,
+                "rounds": given.rounds, "aggregator": aggregator, "folder": str(work), "timeout": 600.0,
                 "private-folder": str(work / "private"), "min-clients": 2,
                 "lie": f"{lie} {' '.join(map(str, range(clients - liars, clients)))}" if lie else "",
             }  # fmt: skip
