@@ -21,6 +21,7 @@ _MOVED = {
     "attacks.finetuning.stability": "attacks.finetuning.resistance",
     "attacks.gradient_inversion.features": "attacks.gradient_inversion.tailored",
     "data.examples": "data.tokens",
+    "attacks.gradient_inversion.registry": "attacks.gradient_inversion.matching",
     "evidence": "report",
     "evidence.copy_metrics": "metrics.copies",
     "evidence.descriptors": "metrics.copies",

@@ -140,6 +140,7 @@ def test_twenty_nodes_two_slow_one_killed_in_a_round_and_a_killed_server(tmp_pat
     asked = {**config, "rounds": 2, "folder": str(folder), "timeout": most, "patience": 30.0, "signs": str(tmp_path)}
     app = faulty_example(tmp_path)
     try:
+        place.fork()
         place.start_server()
         for node in range(20):
             place.register(node)

@@ -27,6 +27,19 @@ QUIET = {
     "OMP_NUM_THREADS": "1",
 }
 MARK = "NETWEIGHT_TEST_FEDERATION"
+# What SuperNodes and the SuperLink start by themselves, for every answer anew, and what it imports each time.
+THEIRS = ("flwr-clientapp", "flwr-serverapp", "flower-superexec")
+IMPORTED = (
+    "torch", "flwr.supernode.cli", "flwr.superlink.cli", "flwr.supercore.cli", "netweight.plugins.flower.server",
+    "netweight.data.images", "netweight.methods.federate.partition", "netweight.methods.federate.algorithms.direct",
+)  # fmt: skip
+FORKED = """#!{python} -IS
+import fcntl, json, os, sys
+with open({pipe!r}, "w") as pipe:
+    fcntl.flock(pipe, fcntl.LOCK_EX)
+    asked = dict(words=[{program!r}, *sys.argv[1:]], environment=dict(os.environ), folder=os.getcwd())
+    print(json.dumps(dict(asked, out={log!r}, err={log!r})), file=pipe, flush=True)
+"""
 
 
 def free_port():
@@ -61,6 +74,24 @@ class Processes:
             "PATH": f"{BIN}:{os.environ['PATH']}",
         }
         (folder / "flwr").mkdir()
+
+    def fork(self):
+        """From now on let what Flower starts by itself be forks of one process that has imported it (`warm`)."""
+        own, pipe, log = self.folder / "bin", self.folder / "asked", str(self.folder / "forked.log")
+        own.mkdir()
+        os.mkfifo(pipe)
+        self.environment["PATH"] = f"{own}:{self.environment['PATH']}"
+        for program in THEIRS:
+            words = {"python": sys.executable, "pipe": str(pipe), "program": str(BIN / program), "log": log}
+            (own / program).write_text(FORKED.format(**words))
+            (own / program).chmod(0o755)
+        held = os.open(pipe, os.O_RDWR)
+        with open(log, "ab") as errors:
+            self.started["forks"] = subprocess.Popen(
+                [sys.executable, Path(__file__).with_name("warm.py"), *IMPORTED], stdin=held, stderr=errors,
+                stdout=subprocess.DEVNULL, env=self.environment, cwd=self.folder, start_new_session=True,
+            )  # fmt: skip
+        os.close(held)
 
     def start(self, name, program, *arguments):
         with open(self.folder / f"{name}.log", "ab") as log:

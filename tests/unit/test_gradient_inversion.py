@@ -22,10 +22,10 @@ from netweight.attacks.gradient_inversion.matching import (
     relative_distance,
     rog,
     rog_client,
+    run_attack,
     total_variation,
 )
 from netweight.attacks.gradient_inversion.optimize import descend, starting_points
-from netweight.attacks.gradient_inversion.registry import run_attack
 from netweight.errors import NameNotFound, UsageError
 from netweight.metrics.images import psnr
 
