@@ -108,12 +108,15 @@ def test_table_4_times_rounds_side_by_side_and_the_command_does_the_same(tmp_pat
     assert [finding["name"] for finding in written["findings"]] == [f.name for f in result.measured.findings]
 
 
-def test_table_1_measures_the_runs_asked_for(tmp_path):
+def test_table_1_measures_the_runs_asked_for_at_the_rate_found_for_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(federations, "SEEDS", (520,))
+    monkeypatch.setattr(federations, "FACTORS", (1e-6, 1.0))
     result = run_table("hyperfl-table1", out=tmp_path, options={"only": "digits-20-local-*", "rounds": 2})
     values = measured(result)
     column = "digits (20 clients)"
     assert set(values) == {("Local-only", column), ("Local-only, before local training", column)}
     assert values["Local-only", column] > 50
+    assert "digits local 1." in " ".join(result.measured.notes)
 
 
 def test_figures_4_and_8_follow_a_federation(tmp_path, monkeypatch):

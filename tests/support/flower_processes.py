@@ -229,7 +229,9 @@ class Deployment(Processes):
     def run(self, app, **config):
         """Run an app and return the run's id."""
         listed = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in config.items())
-        return self.flwr("run", app, "tls", "--run-config", listed)["run-id"]
+        begun = self.flwr("run", app, "tls", "--run-config", listed)
+        assert "run-id" in begun, begun
+        return begun["run-id"]
 
     def status(self, run):
         """How a run stands; "unknown" where a busy SuperLink does not say."""

@@ -13,6 +13,7 @@ send what each of them makes, not the same. The file is written after every cell
 import json
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -66,10 +67,13 @@ def by_flower():
                 "private-folder": str(work / "private"), "min-clients": 2,
                 "lie": f"{lie} {' '.join(map(str, range(clients - liars, clients)))}" if lie else "",
             }  # fmt: skip
-            for _ in range(5):  # a machine that stands still for a minute costs a run, which goes on from its last round
+            for _ in range(
+                5
+            ):  # a machine that stands still for a minute costs a run, which goes on from its last round
                 with suppress(AssertionError):
                     if place.finish(place.run(app, **config), seconds=300) == "finished:completed":
                         break
+                time.sleep(10)
             else:
                 raise RuntimeError(f"{work.name} did not end: {place.log('server')[-6000:]}")
             rounds = [Round.from_json(one) for one in json.loads((work / "history.json").read_text())["rounds"]]
@@ -129,7 +133,9 @@ def cells(given):
     """Yield what is to be measured: seed, lie, clients, liars, aggregator."""
     for seed in given.seeds:
         for lie in (None, *given.lies):
-            five, seven = ((5, 1),) * (lie != "colluding"), ((7, 2),) * ("colluding" in (lie or given.lies))
+            # Over Flower the honest ones alone, trained here, stand for a federation of seven without liars.
+            besides = lie == "colluding" or (not lie and "colluding" in given.lies and not given.deployed)
+            five, seven = ((5, 1),) * (lie != "colluding"), ((7, 2),) * besides
             for clients, liars in five + seven:
                 for aggregator in given.aggregators:
                     yield seed, lie, clients, liars, aggregator
@@ -145,7 +151,7 @@ def main(
     aggregators: tuple[Aggregator, ...] = get_args(Aggregator),
     output: Path,
 ):
-    given = Namespace(rounds=rounds, epochs=epochs, seeds=seeds, lies=lies, aggregators=aggregators)
+    given = Namespace(rounds=rounds, epochs=epochs, seeds=seeds, lies=lies, aggregators=aggregators, deployed=deployed)
     with by_flower() if deployed else nullcontext(here) as trained:
 
         def measure(seed, lie, clients, liars, aggregator):
