@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from netweight.attacks.gradient_inversion.analytic import first_layer
+from netweight.attacks.gradient_inversion.analytic import first_layer, labels_of_update
 from netweight.attacks.gradient_inversion.client import (
     LocalUpdate,
     Reconstruction,
@@ -23,7 +23,6 @@ from netweight.attacks.gradient_inversion.client import (
     chosen_tensors,
     sgd_difference,
 )
-from netweight.attacks.gradient_inversion.labels import labels_of_update
 from netweight.attacks.gradient_inversion.optimize import Descended, Schedule, descend, starting_points
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
