@@ -23,7 +23,6 @@ _MOVED = {
     "attacks.gradient_inversion.labels": "attacks.gradient_inversion.analytic",
     "attacks.gradient_inversion.registry": "attacks.gradient_inversion.matching",
     "data.examples": "data.tokens",
-    "attacks.gradient_inversion.registry": "attacks.gradient_inversion.matching",
     "evidence": "report",
     "evidence.copy_metrics": "metrics.copies",
     "evidence.descriptors": "metrics.copies",
