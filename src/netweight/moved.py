@@ -20,6 +20,8 @@ _MOVED = {
     "attacks.finetuning.examples": "data.tokens",
     "attacks.finetuning.stability": "attacks.finetuning.resistance",
     "attacks.gradient_inversion.features": "attacks.gradient_inversion.tailored",
+    "attacks.gradient_inversion.labels": "attacks.gradient_inversion.analytic",
+    "attacks.gradient_inversion.registry": "attacks.gradient_inversion.matching",
     "data.examples": "data.tokens",
     "evidence": "report",
     "evidence.copy_metrics": "metrics.copies",

@@ -15,6 +15,7 @@ from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 
 from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import Federation, train
+from netweight.methods.federate.defenses import Lying
 from netweight.plugins.flower.secure_sum import CLIP, stream_mask
 
 STEP = 2 * CLIP / 2**22
@@ -150,6 +151,22 @@ def test_a_claim_of_many_examples_takes_no_part_in_a_sum(tmp_path, monkeypatch):
     monkeypatch.undo()
     honest, _ = serve(new_grid(method, secure_sum=True), method, tmp_path / "honest", secure_sum=True, rounds=1)
     assert same(state, honest, 6 * STEP)
+
+
+def test_a_liar_under_masks_is_named_by_the_sums_that_it_is_in(tmp_path, monkeypatch):
+    """Nine clients in three sums, whose groups change: the liar is in an odd sum every time."""
+    monkeypatch.setattr(flower_under_test, "CLIENTS", 9)
+    nodes, method, liar, states = {20 + number: number for number in range(9)}, METHODS["fedavg"], 4, []
+    for lying, name in ((Lying(method, "scaled", (liar,)), "lied to"), (method, "honest")):
+        grid = new_grid(lying, nodes=nodes, secure_sum=True)
+        asked = {"secure_sum": 3, "rounds": 4, "aggregator": "screened-mean"}
+        state, rounds = serve(grid, method, tmp_path / name, **asked)
+        states.append(state)
+        if name == "lied to":
+            odd = [client for done in rounds for client in done.suspects]
+            assert odd.count(liar) == 4 > max(odd.count(client) for client in range(9) if client != liar)
+            assert "is in a sum that looks odd" in rounds[0].suspects[liar]
+    assert same(*states, 0.3)
 
 
 def test_fewer_than_are_wanted_are_not_unmasked(tmp_path):

@@ -114,12 +114,15 @@ def test_the_command_times_rounds_side_by_side(tmp_path):
     assert all(finding["target"] is None and finding["ci95"] for finding in written["findings"])
 
 
-def test_table_1_measures_the_runs_asked_for(tmp_path):
+def test_table_1_measures_the_runs_asked_for_at_the_rate_found_for_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(federations, "SEEDS", (520,))
+    monkeypatch.setattr(federations, "FACTORS", (1e-6, 1.0))
     result = run_table("hyperfl-table1", out=tmp_path, options={"only": "digits-20-local-*", "rounds": 2})
     values = measured(result)
     column = "digits (20 clients)"
     assert set(values) == {("Local-only", column), ("Local-only, before local training", column)}
     assert values["Local-only", column] > 50
+    assert "digits local 1." in " ".join(result.measured.notes)
 
 
 def test_figures_4_and_8_follow_a_federation(tmp_path, monkeypatch):

@@ -131,3 +131,34 @@ def test_a_secure_sum_goes_on_without_a_client_that_fails(deployment):
     (done,) = history(folder)
     assert "out of memory" in done["refused"]["1"]
     assert sorted(done["after"]) == ["0", "2"]
+
+
+def test_twenty_nodes_two_slow_one_killed_in_a_round_and_a_killed_server(tmp_path):
+    """The round goes on without these three, the run without the server: nothing of what was learned is lost."""
+    place, folder, most = Deployment(tmp_path, nodes=20, remembers=True), tmp_path / "federation", 280.0
+    config = {"clients": 20, "epochs": 1, "seed": 520, "method": "fedavg", "min-clients": 12, "aggregator": "mean"}
+    asked = {**config, "rounds": 2, "folder": str(folder), "timeout": most, "patience": 30.0, "signs": str(tmp_path)}
+    app = faulty_example(tmp_path)
+    try:
+        place.fork()
+        place.start_server()
+        for node in range(20):
+            place.register(node)
+            place.start_node(node, **{"rehearsal-seed": 520})
+        wait(lambda: len(place.online()) == 20, 900, "twenty nodes", every=10.0)
+        place.run(app, **asked, fault=f"hang 7; late{most + 30} 3 12")
+        wait((tmp_path / "hangs").exists, most, "client 7 to begin")
+        place.kill("node-7")
+        wait(lambda: len(history(folder)) == 1, 2 * most, "the first round")
+        place.kill("server")
+        place.start_server()
+        wait(lambda: len(place.online()) >= 17, 600, "the nodes to come back", every=10.0)
+        first = history(folder)
+        assert place.finish(place.run(app, **asked), seconds=2 * most) == "finished:completed"
+    finally:
+        place.stop()
+    assert history(folder)[0] == first[0]
+    assert set(first[0]["refused"]) == {"3", "7", "12"}
+    assert len(first[0]["after"]) == 17
+    assert "7" in history(folder)[1]["refused"]
+    assert len(history(folder)[1]["after"]) >= 17

@@ -27,6 +27,19 @@ QUIET = {
     "OMP_NUM_THREADS": "1",
 }
 MARK = "NETWEIGHT_TEST_FEDERATION"
+# What SuperNodes and the SuperLink start by themselves, for every answer anew, and what it imports each time.
+THEIRS = ("flwr-clientapp", "flwr-serverapp", "flower-superexec")
+IMPORTED = (
+    "torch", "flwr.supernode.cli", "flwr.superlink.cli", "flwr.supercore.cli", "netweight.plugins.flower.server",
+    "netweight.data.images", "netweight.methods.federate.partition", "netweight.methods.federate.algorithms.direct",
+)  # fmt: skip
+FORKED = """#!{python} -IS
+import fcntl, json, os, sys
+with open({pipe!r}, "w") as pipe:
+    fcntl.flock(pipe, fcntl.LOCK_EX)
+    asked = dict(words=[{program!r}, *sys.argv[1:]], environment=dict(os.environ), folder=os.getcwd())
+    print(json.dumps(dict(asked, out={log!r}, err={log!r})), file=pipe, flush=True)
+"""
 
 
 def free_port():
@@ -62,6 +75,24 @@ class Processes:
         }
         (folder / "flwr").mkdir()
 
+    def fork(self):
+        """From now on let what Flower starts by itself be forks of one process that has imported it (`warm`)."""
+        own, pipe, log = self.folder / "bin", self.folder / "asked", str(self.folder / "forked.log")
+        own.mkdir()
+        os.mkfifo(pipe)
+        self.environment["PATH"] = f"{own}:{self.environment['PATH']}"
+        for program in THEIRS:
+            words = {"python": sys.executable, "pipe": str(pipe), "program": str(BIN / program), "log": log}
+            (own / program).write_text(FORKED.format(**words))
+            (own / program).chmod(0o755)
+        held = os.open(pipe, os.O_RDWR)
+        with open(log, "ab") as errors:
+            self.started["forks"] = subprocess.Popen(
+                [sys.executable, Path(__file__).with_name("warm.py"), *IMPORTED], stdin=held, stderr=errors,
+                stdout=subprocess.DEVNULL, env=self.environment, cwd=self.folder, start_new_session=True,
+            )  # fmt: skip
+        os.close(held)
+
     def start(self, name, program, *arguments):
         with open(self.folder / f"{name}.log", "ab") as log:
             self.started[name] = subprocess.Popen(
@@ -77,7 +108,7 @@ class Processes:
     def log(self, name):
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def flwr(self, *arguments, seconds=120):
+    def flwr(self, *arguments, seconds=400):
         """Call the command `flwr` and return what it says as JSON."""
         done = subprocess.run(
             [str(BIN / "flwr"), *map(str, arguments), "--format", "json"],
@@ -193,15 +224,19 @@ class Deployment(Processes):
         )
 
     def online(self):
-        return [node for node in self.flwr("supernode", "list", "tls")["nodes"] if node["status"] == "online"]
+        return [node for node in self.flwr("supernode", "list", "tls").get("nodes", ()) if node["status"] == "online"]
 
     def run(self, app, **config):
         """Run an app and return the run's id."""
         listed = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in config.items())
-        return self.flwr("run", app, "tls", "--run-config", listed)["run-id"]
+        begun = self.flwr("run", app, "tls", "--run-config", listed)
+        assert "run-id" in begun, begun
+        return begun["run-id"]
 
     def status(self, run):
-        return self.flwr("list", "tls", "--run-id", run)["runs"][0]["status"]
+        """How a run stands; "unknown" where a busy SuperLink does not say."""
+        runs = self.flwr("list", "tls", "--run-id", run).get("runs")
+        return runs[0]["status"] if runs else "unknown"
 
     def finish(self, run, seconds=400):
         """Wait until a run has ended and return how."""
@@ -250,7 +285,7 @@ def example_task(config, clients=3):
 
 
 def faulty_example(folder):
-    """A copy of the example whose clients do in round 1 what `fault` says, such as "hang 1" or "raise 2"."""
+    """A copy of the example whose clients do in round 1 what `fault` says, such as "hang 1" or "raise 2; late90 3"."""
     copy = folder / "faulty"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "app.py").rename(copy / "sound.py")
@@ -301,10 +336,13 @@ def query(message, context):
 
 @client.train()
 def train(message, context):
-    fault, *clients = str(context.run_config["fault"]).split()
-    if str(context.node_config["partition-id"]) in clients and message.metadata.group_id == "1":
+    faults = [one.split() for one in str(context.run_config["fault"]).split(";")]
+    fault = next((name for name, *ill in faults if str(context.node_config["partition-id"]) in ill), None)
+    if fault and message.metadata.group_id == "1":
         masked = message.content.config_records.get("secaggplus_configs")
-        if fault == "hang":
+        if fault.startswith("late"):
+            time.sleep(float(fault[4:]))
+        elif fault == "hang":
             (Path(context.run_config["signs"]) / "hangs").touch()
             time.sleep(900)
         elif masked is None or masked["stage"] == "collect_masked_vectors":

@@ -9,9 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from netweight.attacks.gradient_inversion.analytic import first_layer, layer_input, layer_inputs
+from netweight.attacks.gradient_inversion.analytic import (
+    first_layer,
+    label_counts,
+    label_of_one,
+    labels_of_update,
+    layer_input,
+    layer_inputs,
+)
 from netweight.attacks.gradient_inversion.client import gradient_of, known_parameters, sgd_difference
-from netweight.attacks.gradient_inversion.labels import label_counts, label_of_one, labels_of_update
 from netweight.attacks.gradient_inversion.matching import (
     DLGConfig,
     MatchingConfig,
@@ -22,10 +28,10 @@ from netweight.attacks.gradient_inversion.matching import (
     relative_distance,
     rog,
     rog_client,
+    run_attack,
     total_variation,
 )
 from netweight.attacks.gradient_inversion.optimize import descend, starting_points
-from netweight.attacks.gradient_inversion.registry import run_attack
 from netweight.errors import NameNotFound, UsageError
 from netweight.metrics.images import psnr
 

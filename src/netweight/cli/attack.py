@@ -195,7 +195,7 @@ def gradient_inversion(
     import torch
 
     from netweight.attacks.gradient_inversion.client import known_parameters
-    from netweight.attacks.gradient_inversion.registry import run_attack
+    from netweight.attacks.gradient_inversion.matching import run_attack
     from netweight.attacks.gradient_inversion.report import findings_of, in_order, write_findings
     from netweight.core.files import digest_file
 

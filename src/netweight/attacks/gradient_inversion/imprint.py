@@ -108,22 +108,9 @@ def read_imprint(
     lr: float,
     weight_decay: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Read the images that an update carries.
-
-    Args:
-        sent: What the client received.
-        after: The state that it sent back, or the average over clients. Tensors by name.
-        body: The feature extractor.
-        shape: `(c, h, w)` of an image.
-        bounds: Least and greatest value of a pixel.
-        lr: The client's learning rate.
-        weight_decay: The client's weight decay.
-
-    Returns:
-        Candidates, `(k, c, h, w)`, at most one for each row of the first linear layer (in color only as far as the
-        public images tell it from gray);
-        and for each how badly its features are explained, lower being better. The same image may come more than once.
-    """
+    """Read the images that an update, or the average of clients', carries; and how badly each is explained."""
+    # At most one `(c, h, w)` for each row of the first linear layer, in color only as far as the public images tell it
+    # from gray. The same image may come more than once.
     chain, layout = read_chain(body), ParameterLayout.of(body)
     gradient = layout.split(recover_gradient(sent.state, after, lr=lr, weight_decay=weight_decay).gradient)
     rows, biases = gradient[f"{chain.linear}.weight"], gradient[f"{chain.linear}.bias"]

@@ -345,32 +345,10 @@ def tailored(
     seed: int,
     progress: Progress = QUIET,
 ) -> Reconstruction:
-    """Search images, embedding and classifier whose gradient points where the hypernetwork's did (one step).
-
-    Args:
-        before: The shared state that the client received, with one hidden layer, as for `recover_gradient`.
-        after: The state that it sent back.
-        body: The feature extractor; its parameters are generated.
-        shape: `(n, c, h, w)`.
-        classes: Outputs of the private classifier.
-        features: Its inputs.
-        lr: The client's learning rate.
-        weight_decay: The client's weight decay.
-        labels: int64 of shape `(n,)` if they are known; otherwise they are searched too.
-        bounds: Range of the pixels.
-        config: How to search.
-        seed: Seed of the starting points.
-        progress: Where progress is shown.
-
-    Returns:
-        The best restart; `labels` are probabilities when they were searched.
-
-    Raises:
-        NameNotFound: A tensor is missing.
-        UsageError: Shapes do not fit.
-
-    Source: a reconstruction of the idea behind HyperFL (arXiv 2412.07187), figure 7; not the authors' code or settings.
-    """
+    """Search images, embedding and classifier whose gradient points where the hypernetwork's did (one step)."""
+    # `features` are the private classifier's inputs; labels are searched where they are not given, and are then
+    # probabilities in the result.
+    # Source: the idea behind HyperFL (arXiv 2412.07187), figure 7; not the authors' code or settings.
     config = config or TailoredConfig()
     change = HypernetworkChange(before, after, lr=lr, weight_decay=weight_decay)
     state, wanted = ({name: value.float() for name, value in one.items()} for one in (change.before, change.gradient))

@@ -21,23 +21,10 @@ _ABSENT = 1e-5  # share of the longest row, or the largest singular value, below
 
 @torch.no_grad()
 def read_text(body: nn.Module, params: Mapping[str, Tensor], gradient: Mapping[str, Tensor], length: int) -> Tensor:
-    """Read one sequence off the gradient of a body that begins with an embedding of tokens.
-
-    Args:
-        body: A module that takes token numbers, shape `(n, length)`.
-        params: Its parameters by name, as the client began.
-        gradient: The gradient by each of them, up to one factor.
-        length: Number of tokens.
-
-    Returns:
-        The likeliest token at each place, int64 of shape `(length,)`. For a batch, one of those that stand there.
-
-    Raises:
-        Unsupported: The body has no embedding that takes the tokens, or no layer after it whose weights multiply them.
-
-    Source: Petrov et al., DAGER (arXiv 2405.15586), its first layer; that an embedding's rows name the tokens is
-        older (Melis et al., arXiv 1805.04049).
-    """
+    """Return the likeliest token at each place by the gradient of a body that begins with an embedding of tokens."""
+    # Of a batch, one of the tokens that stand there. The gradient is known up to one factor.
+    # Source: Petrov et al., DAGER (arXiv 2405.15586), its first layer; that an embedding's rows name the tokens is
+    # older (Melis et al., arXiv 1805.04049).
     seen = _calls(body, params, torch.ones(1, length, dtype=torch.long))
     tokens = next((f"{name}.weight" for name, given in seen.items() if given.shape == (1, length)), None)
     layer = next((name for name, given in seen.items() if given.ndim == 3 and _weight(body, name) in gradient), None)

@@ -7,8 +7,9 @@ import logging
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol, TypeVar, final
@@ -22,7 +23,7 @@ from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
-from netweight.methods.federate.method import Client, Method, Trained, Weights
+from netweight.methods.federate.method import Client, Method, Trained, Weights, Wrapped
 from netweight.methods.federate.robust import Screened, screen
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.task import LocalModel, Task
@@ -193,9 +194,12 @@ def train(
         PrivateTensor: The method was about to send a private tensor.
     """
     with ExitStack() as stack:
-        federation = _InThisProcess(task, method, settings, torch.device(device), workers)
+        kept = None
         if folder is not None:
-            federation.resume(stack.enter_context(_opened(task, method, settings, folder)))
+            method, kept = stack.enter_context(_opened(task, method, settings, folder))
+        federation = _InThisProcess(task, method, settings, torch.device(device), workers)
+        if kept is not None:
+            federation.resume(kept)
         with progress.task(f"{method.name}: rounds", total=settings.rounds, unit="rounds") as work:
             rounds = federation.rounds
             work.update(len(rounds.rounds))
@@ -211,8 +215,8 @@ def train(
 
 def finished(task: Task, method: Method, settings: Federation, *, folder: str | Path) -> Run:
     """Open a federation that has been trained; nothing is trained and nothing written."""
-    federation = _InThisProcess(task, method, settings, torch.device("cpu"), 1)
-    with _opened(task, method, settings, folder, reading=True) as kept:
+    with _opened(task, method, settings, folder, reading=True) as (method, kept):
+        federation = _InThisProcess(task, method, settings, torch.device("cpu"), 1)
         federation.resume(kept)
     if not federation.rounds.done:
         raise UsageError(
@@ -247,8 +251,8 @@ class Replies:
 
     answers: Sequence[Answer]
     faults: Mapping[int, str] = field(default_factory=dict)  # client → why its reply is none
-    # Under secure sums: the server's next tensors by the sum, in place of the answers' own, or None if it failed.
-    joint: Update | None = None
+    # Under secure sums, in place of the answers' own: clients in a sum → the server's next tensors by that sum.
+    sums: Mapping[tuple[int, ...], Update] | None = None
 
 
 @final
@@ -344,7 +348,7 @@ class Rounds:
     def conclude(self, trial: Trial, replies: Replies) -> bool:
         """Validate a round's answers, bound and join the sound ones, and note the round; False if there are too few."""
         updates = [answer.update for answer in replies.answers]
-        if replies.joint is None:
+        if replies.sums is None:
             found = validate_updates(trial.sent, updates, round=trial.round)
             refused = {**found.refused, **trial.absent, **replies.faults}
             accepted = [one for one in found.accepted if one.client not in refused]
@@ -352,15 +356,19 @@ class Rounds:
         else:
             said = {update.client for update in updates}
             missing = {client: "is not in the sum" for client in trial.sent if client not in said}
-            refused, accepted = {**missing, **trial.absent, **replies.faults}, [replies.joint]
+            refused, accepted = {**missing, **trial.absent, **replies.faults}, list(replies.sums.values())
         for client, why in sorted(refused.items()):
             _LOG.warning("Round %d, attempt %d: client %d left out: %s.", trial.round, trial.attempt + 1, client, why)
         if len(said) < self.settings.min_clients:
             return False
         screened = Screened(tuple(accepted))
-        if replies.joint is None:
+        if replies.sums is None or len(accepted) > 1:
             screened = screen(trial.sent, self.state, accepted, self.settings, round=trial.round)
-        for client, why in sorted(screened.suspects.items()):
+        suspects = screened.suspects
+        if replies.sums is not None:  # who is in many odd sums, though the groups change, is the one
+            odd = {group: suspects[one.client] for group, one in replies.sums.items() if one.client in suspects}
+            suspects = {c: f"is in a sum that looks odd ({why})" for group, why in odd.items() for c in group}
+        for client, why in sorted(suspects.items()):
             _LOG.warning("Round %d: client %d is suspicious: %s.", trial.round, client, why)
         self.state = self.method.aggregate(self.state, screened.updates)
         metrics = {
@@ -373,7 +381,7 @@ class Rounds:
         }
         done = Round(
             trial.round, trial.asked, **metrics, seconds=time.monotonic() - trial.started, refused=refused,
-            attempts=trial.attempt + 1, suspects=screened.suspects,
+            attempts=trial.attempt + 1, suspects=suspects,
         )  # fmt: skip
         self.rounds.append(done)
         means = {"before": done.mean_before, "after": done.mean_after, "loss": done.mean_loss}
@@ -502,15 +510,39 @@ Kept = tuple[Job, str]
 @contextmanager
 def _opened(
     task: Task, method: Method, settings: Federation, folder: str | Path | Job, *, reading: bool = False
-) -> Iterator[Kept]:
-    """Open a federation's job, which is known by all that decides its result, but for when it ends."""
+) -> Iterator[tuple[Method, Kept]]:
+    """Open a federation's job, which is known by all that decides its result, but for when it ends.
+
+    Yield the method, too: a federation of an earlier release goes on with one embedding for all clients.
+    """
     data = {
         client: [digest_tensor(part.contiguous()) for part in (*task.client(client).train, *task.client(client).test)]
         for client in task.clients
     }
     key, known = run_key(task, method, settings, data, may_change=("rounds", "evaluate_every", "until_plateau"))
-    with Job.open(folder, key=key, of="a federation", state=CHECKPOINT, reading=reading) as job:
-        yield job, known
+    earlier = _with_one_embedding(method)
+    now = key if earlier is None else key | {"embeddings": "each client's own"}
+    with ExitStack() as stack:
+        opening = partial(Job.open, folder, of="a federation", state=CHECKPOINT, reading=reading)
+        try:
+            job = stack.enter_context(opening(key=now))
+        except UsageError as refusal:
+            if earlier is None:
+                raise
+            with suppress(UsageError):
+                job, method = stack.enter_context(opening(key=key)), earlier
+            if method is not earlier:
+                raise refusal from None
+            _LOG.warning("%s was begun with one embedding for all clients, and goes on so.", job.folder)
+        yield method, (job, known)
+
+
+def _with_one_embedding(method: Any) -> Any:
+    """Return a method that draws one embedding for all clients, if it draws each its own; else None."""
+    if isinstance(method, Wrapped):
+        inner = _with_one_embedding(method.method)
+        return inner and replace(method, method=inner)
+    return replace(method, own_embeddings=False) if getattr(method, "own_embeddings", False) else None
 
 
 # Settings that earlier releases do not have, with the values that change nothing for them.

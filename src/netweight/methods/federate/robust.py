@@ -33,18 +33,7 @@ class Screened:
 def screen(
     sent: Mapping[int, Tensors], state: Tensors, updates: Sequence[Update], settings: Federation, *, round: int
 ) -> Screened:
-    """Bound sound updates by those of the round, name odd ones, and select or join them as the settings say.
-
-    Args:
-        sent: What each client was sent, by client number and tensor name.
-        state: The server's tensors by name.
-        updates: The round's sound updates, in the order of clients' numbers.
-        settings: Bounds, aggregator and number of liars of the federation.
-        round: The round under way, from 1.
-
-    Raises:
-        UsageError: The aggregator compares clients, and the method sends each something else.
-    """
+    """Bound sound updates by those of the round, name odd ones, and select or join them as the settings say."""
     if not updates or not updates[0].tensors:
         return Screened(tuple(updates))
     alike = all(sent[one.client].get(name) is value for one in updates for name, value in state.items())

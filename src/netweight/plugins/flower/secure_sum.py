@@ -10,7 +10,9 @@ secret: a server can try all of them. Here masks are ChaCha20's stream under the
 # curious) and not collude with clients up to the threshold; it still sees the sum, numbers of examples and accuracies;
 # and nobody can examine single updates: a client checks its own, and the server what the sum says: that its weights are
 # those that clients registered, that no value leaves the range, and how far it moves beside the sums before it. A
-# malicious client can do what stays within that, and have a sum refused without being named.
+# malicious client can do what stays within that, and have a sum refused without being named. With three groups and
+# more, drawn anew in every round, sums are compared as updates are in the clear: an odd one is left out, and who is in
+# odd ones round after round is the liar. That shows the server sums of fewer clients, at least `FEWEST`.
 # What it costs: low-rank factors cannot be summed under masks, so that dense changes are sent, as words of 8 bytes
 # each; four messages each way instead of one; values are rounded at random to steps of 2 · CLIP / 2²².
 
@@ -33,6 +35,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.serverapp import Grid
 
+from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.engine import Answer, Replies, Trial
 from netweight.methods.federate.updates import LowRank, Tensors, Update, fault_of
@@ -158,8 +161,8 @@ class _OneSum:
         return None, {}
 
 
-def masked_sum(context: Context) -> Summed:
-    """Return what runs a round in which the server sees the clients' weighted mean alone."""
+def masked_sum(context: Context, groups: int = 1) -> Summed:
+    """Return what runs a round in which the server sees the weighted means of groups of clients alone."""
     lengths: list[float] = []  # of the sums so far
 
     def exchange_masked(over: OverGrid, trial: Trial, messages: Mapping[int, Message]) -> Replies:
@@ -169,8 +172,10 @@ def masked_sum(context: Context) -> Summed:
             tensors[name] is not state[name] for tensors in trial.sent.values() for name in tensors
         ):
             raise UsageError(f"{rounds.method.name} sends each client something else: there is no sum to be secured.")
-        if settings.aggregator != "mean":
-            raise UsageError(f"Nobody can compare masked updates, as {settings.aggregator} does.", cure="Use mean.")
+        if settings.aggregator != "mean" and groups < 3:
+            raise UsageError(
+                f"Nobody can compare masked updates, as {settings.aggregator} does.", cure="Use mean, or three groups."
+            )
         if len(trial.sent) > _MOST:
             raise UsageError(
                 f"A sum over {len(trial.sent)} clients could overflow its words; up to {_MOST} can be summed.",
@@ -183,13 +188,31 @@ def masked_sum(context: Context) -> Summed:
             for client in trial.sent
             if weights[client] > over.nodes.weight(client)
         }
-        asked = {client: message for client, message in messages.items() if client not in faults}
-        if len(asked) < max(FEWEST, settings.min_clients):
-            return Replies([], {**dict.fromkeys(asked, "is not in a sum, which would be of too few"), **faults})
+        # The same groups whenever a round is tried: other sums of the same updates would give single ones away.
+        count = max(1, min(groups, len(trial.asked) // FEWEST))
+        drawn = torch.randperm(len(trial.asked), generator=seeds.torch_generator(settings.seed, "sums", trial.round))
+        there = messages.keys() - faults.keys()
+        sums, answers = dict[tuple[int, ...], Update](), list[Answer]()
+        for start in range(count):
+            group = sorted(there & {trial.asked[place] for place in drawn[start::count].tolist()})
+            if len(group) < FEWEST or len(there) < settings.min_clients:
+                faults |= dict.fromkeys(group, "is not in a sum, which would be of too few")
+                continue
+            one, joint = one_sum(over, trial, {client: messages[client] for client in group}, count)
+            faults |= one.faults
+            if joint is not None:
+                sums[tuple(answer.update.client for answer in one.answers)] = joint
+                answers += one.answers
+        return Replies(answers, faults, sums or None)
+
+    def one_sum(
+        over: OverGrid, trial: Trial, asked: Mapping[int, Message], count: int
+    ) -> tuple[Replies, Update | None]:
+        settings, weights, faults = over.rounds.settings, over.nodes.examples, dict[int, str]()
         assert over.grid is not None
         listening = _Listening(over.grid, over.timeout)
         # Fewer than are wanted are not unmasked: beside the sum of the next attempt theirs would tell who was missing.
-        threshold = max(_THRESHOLD, settings.min_clients / len(asked))
+        threshold = max(_THRESHOLD, min(1.0, settings.min_clients / count / len(asked)))
         committed = {message.metadata.dst_node_id: weights[client] for client, message in asked.items()}
         found = _summed(trial.round, asked, listening, context, committed, threshold)
         client_of = {message.metadata.dst_node_id: client for client, message in asked.items()}
@@ -201,15 +224,14 @@ def masked_sum(context: Context) -> Summed:
                 faults[client] = f"says that it has {result.num_examples} examples; it registered {weights[client]}"
                 over.nodes.examples[client] = 2**62  # takes no part in another attempt
                 found.mean = None
-        mean = None if found.mean is None else _bounded(found.mean, lengths, settings.most_norm, trial.round)
-        joint = None if mean is None else _joined(state, mean, results, trial.round)
-        if joint is None:
-            return Replies([], faults)
+        most = settings.most_norm if count < 3 else settings.most_norm**2  # sums are then compared with each other, too
+        mean = None if found.mean is None else _bounded(found.mean, lengths, most, trial.round)
+        joint = None if mean is None else _joined(over.rounds.state, mean, results, trial.round)
         answers = [
             Answer(Update(client, result.num_examples, {}, trial.round), known_metrics(result.metrics))
-            for client, result in results.items()
+            for client, result in sorted(results.items())
         ]
-        return Replies(answers, faults, joint)
+        return Replies(answers, faults), joint
 
     return exchange_masked
 

@@ -70,7 +70,7 @@ def server_app(
     folder: str | Path | Callable[[Context], str | Path],
     timeout: float | Callable[[Context], float] = 600.0,
     patience: float | Callable[[Context], float] = 120.0,
-    secure_sum: bool | Callable[[Context], bool] = False,
+    secure_sum: int | Callable[[Context], int] = False,
     nodes: Mapping[int, int] | Callable[[Context], Mapping[int, int] | None] | None = None,
 ) -> ServerApp:
     """Return the app that the server runs: each round once, in order, until all are done.
@@ -82,7 +82,8 @@ def server_app(
         folder: Absolute path for state and history, from which a federation that was stopped goes on.
         timeout: Seconds to wait for a round's answers.
         patience: Seconds to wait for nodes to connect.
-        secure_sum: Whether the server is to see the sum of a round's updates alone.
+        secure_sum: Whether the server is to see the sum of a round's updates alone; from 3 on, sums of so many groups,
+            drawn anew in each round, of which it leaves odd ones out as it does updates in the clear.
         nodes: Flower's node id → client number. A node's key, which the SuperLink knows, decides its id, so that no
             node can take another's number. Without it a number belongs to the first node that claims it.
 
@@ -111,7 +112,7 @@ def server_app(
             over = OverGrid(
                 rounds, federation=known, timeout=seconds, patience=waits, grid=grid,
                 registered=nodes(context) if callable(nodes) else nodes,
-                summed=masked_sum(context) if chosen(secure_sum, context) else None,
+                summed=masked_sum(context, groups) if (groups := int(chosen(secure_sum, context))) else None,
             )  # fmt: skip
             try:
                 while not rounds.done:
@@ -141,8 +142,9 @@ def method_of(config: Config) -> Method:
 
 
 def settings_of(config: Config) -> Federation:
-    """Return the rounds that a run's configuration asks for; of masked updates there is nothing but their mean."""
-    aggregator = "mean" if config.get("secure-sum") else config.get("aggregator", "screened-mean")
+    """Return the rounds that a run's configuration asks for; of one masked sum there is nothing but its mean."""
+    compared = not config.get("secure-sum") or int(config.get("sums", 1)) > 2
+    aggregator = config.get("aggregator", "screened-mean") if compared else "mean"
     numbers = {name: int(config[name.replace("_", "-")]) for name in ("rounds", "seed", "min_clients")}
     return Federation.of({**numbers, "aggregator": aggregator})
 
@@ -194,6 +196,6 @@ def apps(
         folder=lambda context: str(context.run_config["folder"]),
         timeout=lambda context: float(context.run_config["timeout"]),
         patience=lambda context: float(context.run_config["patience"]),
-        secure_sum=lambda context: bool(context.run_config["secure-sum"]),
+        secure_sum=lambda context: int(context.run_config.get("sums", 1)) * bool(context.run_config["secure-sum"]),
     )  # fmt: skip
     return Apps(client, server)

@@ -7,7 +7,7 @@ biases and embeddings are small and dense. Local SGD adds one rank to a head per
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
 import torch
@@ -55,6 +55,7 @@ class HyperFL:
         private_head: Keep the head with the client; False generates it like the body, so that clients share what their
             few examples teach them of rare classes. The embedding is then all that is private.
         name: As the command line calls it.
+        own_embeddings: Let every client draw its own embedding; False draws one for all, as the paper's code does.
 
     Raises:
         UsageError: There is no such start.
@@ -69,6 +70,7 @@ class HyperFL:
     joint_head: bool = False
     private_head: bool = True
     name: str = "hyperfl"
+    own_embeddings: bool = field(default=True, repr=False)  # the repr is an identity that earlier releases know
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -100,8 +102,8 @@ class HyperFL:
         return prefixed(HYPERNETWORK, {name: value.detach() for name, value in network.named_parameters()})
 
     def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
-        """Return the client's own embedding (the paper's code draws one for all), the head, and statistics."""
-        generator = seeds.torch_generator(seed, "client", client, "embedding")
+        """Return the embedding, the head, and statistics."""
+        generator = seeds.torch_generator(seed, *(("client", client) if self.own_embeddings else ()), "embedding")
         embedding = torch.randn(self.embedding, generator=generator)
         return self._private(task, embedding, task.initial_head(), task.initial_statistics())
 
