@@ -102,8 +102,10 @@ class CompressedStorage:
             return found[2]
         if payload.numel() > _SMALL or self.fixed or not payload.is_cpu or device.handles(payload):
             return None
-        if payload.is_inference() or payload.is_shared() or math.prod(self.shape) * self.dtype.itemsize > _SMALL:
-            return None  # of the first two torch does not count all writes
+        if math.prod(self.shape) * self.dtype.itemsize > _SMALL:
+            return None
+        if payload.is_inference() or payload.is_shared():  # type: ignore[no-untyped-call]
+            return None  # torch does not count all writes
         weight = decode_here(payload, self.shape, self.dtype)
         self.decoded = payload, payload._version, weight
         _small.append(weakref.ref(self))
