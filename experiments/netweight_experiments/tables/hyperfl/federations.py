@@ -95,8 +95,8 @@ def _parts_of(run: FederatedRun) -> Parts:
     plan = plan_of(run)
     task = plan.task()
     if run.images is not None or run.seed == SEARCHED:
-        split, sizes = REFERENCE_SPLIT + (run.seed == SEARCHED), run.images and (run.images, _TESTED)
-        parts = federated_images(images_of(run.data), clients=run.clients, seed=split, per_client=sizes or None)
+        split, sizes = REFERENCE_SPLIT + (run.seed == SEARCHED), None if run.images is None else (run.images, _TESTED)
+        parts = federated_images(images_of(run.data), clients=run.clients, seed=split, per_client=sizes)
         task = dataclasses.replace(task, data=dict(enumerate(parts)))
     method = plan.make_method(task)
     if isinstance(method, PFedHN):
@@ -187,7 +187,8 @@ def table1(
         run_all(_searches(run), out)
         run_all([one for one in [_tuned(run, finished(out, FederatedRun))] if one], out)
     known = finished(out, FederatedRun)
-    found = {tuned: known[tuned] for run in runs if (tuned := _tuned(run, known)) in known}
+    tuned = [one for run in runs if (one := _tuned(run, known)) is not None]
+    found = {run: known[run] for run in tuned if run in known}
     if not found:
         raise UsageError("No run of the table is finished.", cure="Leave --only out, or give another pattern.")
     return _measured(found, cells)

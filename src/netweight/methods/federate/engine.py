@@ -194,7 +194,7 @@ def train(
         PrivateTensor: The method was about to send a private tensor.
     """
     with ExitStack() as stack:
-        kept = None
+        kept: Kept | None = None
         if folder is not None:
             method, kept = stack.enter_context(_opened(task, method, settings, folder))
         federation = _InThisProcess(task, method, settings, torch.device(device), workers)
