@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,19 @@ def train_reader(
     folder: Path, *, steps: int = 2000, seed: int = 11, world: DrawnWorld = FACES, progress: Progress = QUIET
 ) -> dict[str, Any]:
     """Train the network into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     begun = time.process_time()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "reader"))
         network = FaceReader(world)
     fit(network, steps, seed, world, progress)
+    return _kept(network, folder, seed, steps, begun, lambda: _held_out(folder, seed, world))
+
+
+def _kept(
+    network: nn.Module, folder: Path, seed: int, steps: int, begun: float, held_out: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Write a network, and the record of its training."""
+    folder.mkdir(parents=True, exist_ok=True)
     write_weights(network, folder / WEIGHTS)
     record = {
         "seed": seed,
@@ -58,7 +66,7 @@ def train_reader(
         "cpu_seconds": round(time.process_time() - begun, 1),
         "weights": sum(parameter.numel() for parameter in network.parameters()),
         "digest": digest_file(folder / WEIGHTS),
-        "held_out": _held_out(folder, seed, world),
+        "held_out": held_out(),
     }
     write_text(folder / RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
     return record
@@ -66,17 +74,26 @@ def train_reader(
 
 def fit(network: nn.Module, steps: int, seed: int, world: DrawnWorld, progress: Progress) -> None:
     """Train a network that says attributes, nuisances and grounds of pictures, shape `(n, 3, 16, 16)`."""
-    optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps, pct_start=0.1)
-    for step in progress.track(range(steps), f"reader of {world.name}s", unit="steps"):
+
+    def loss(step: int) -> Tensor:
         drawn, measured, grounds = pictures(_BATCH, seed, world, first=step * _BATCH)
         # Generated pictures are never as clean as drawn ones.
         level = 0.05 * torch.rand(_BATCH, 1, 1, 1, generator=torch_generator(seed, "level", step))
         noise = torch.randn(drawn.shape, generator=torch_generator(seed, "noise", step))
         said = network(drawn + level * noise)
-        error = nn.functional.mse_loss(said[:, : measured.shape[1]], measured)
-        loss = error + 0.1 * nn.functional.cross_entropy(said[:, measured.shape[1] :], grounds)
-        loss.backward()  # type: ignore[no-untyped-call]
+        error = functional.mse_loss(said[:, : measured.shape[1]], measured)
+        return error + 0.1 * functional.cross_entropy(said[:, measured.shape[1] :], grounds)
+
+    _descend(network, loss, steps, _RATE, progress.track(range(steps), f"reader of {world.name}s", unit="steps"))
+
+
+def _descend(
+    network: nn.Module, loss: Callable[[int], Tensor], steps: int, rate: float, numbers: Iterable[int]
+) -> None:
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    for step in numbers:
+        loss(step).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
@@ -92,43 +109,35 @@ def pictures(count: int, seed: int, world: DrawnWorld, *, first: int) -> tuple[T
 
 def train_enlarger(folder: Path, *, steps: int = 1500, seed: int = 11, progress: Progress = QUIET) -> dict[str, Any]:
     """Train the network that enlarges into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     begun, generator = time.process_time(), torch_generator(seed, "enlarged")
-    parts = [_large(50, generator) for _ in progress.track(range(_DRAWN // 50), "large drawings", unit="fifties")]
-    drawn, strangers = torch.cat(parts), _large(100, generator).float() / 255
+    parts = [_large(50, generator) for _ in progress.track(range(_DRAWN // 50 + 2), "large drawings", unit="fifties")]
+    drawn, strangers = torch.cat(parts[:-2]), torch.cat(parts[-2:]).float() / 255
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "enlarger"))
+        torch.manual_seed(seed)
         network = enlarging_network()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
-    for _ in progress.track(range(steps), "enlarger", unit="steps"):
+
+    def loss(step: int) -> Tensor:
         large = drawn[torch.randint(len(drawn), (16,), generator=generator)].float() / 255
-        level = 0.05 * torch.rand(16, 1, 1, 1, generator=generator)  # generated pictures are never as clean
+        level = 0.05 * torch.rand(16, 1, 1, 1, generator=generator)
         small = functional.avg_pool2d(large, LARGER) + level * torch.randn(16, 3, SIDE, SIDE, generator=generator)
-        functional.l1_loss(network(small * 2 - 1) / 2 + 0.5, large).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        schedule.step()
-    write_weights(network, folder / WEIGHTS)
-    small = functional.avg_pool2d(strangers, LARGER)
-    shown, smooth = enlarged(small, folder=folder), functional.interpolate(small, scale_factor=LARGER, mode="bicubic")
-    errors = {"network": shown - strangers, "bicubic": smooth.clamp(0, 1) - strangers}
-    record = {
-        "seed": seed,
-        "steps": steps,
-        "cpu_seconds": round(time.process_time() - begun, 1),
-        "weights": sum(parameter.numel() for parameter in network.parameters()),
-        "digest": of_file(folder / WEIGHTS),
-        "held_out": {
+        return functional.l1_loss(network(small * 2 - 1) / 2 + 0.5, large)
+
+    def held_out() -> dict[str, Any]:
+        small = functional.avg_pool2d(strangers, LARGER)
+        shown, smooth = (
+            enlarged(small, folder=folder), functional.interpolate(small, scale_factor=LARGER, mode="bicubic")
+        )  # fmt: skip
+        errors = {"network": shown - strangers, "bicubic": smooth.clamp(0, 1) - strangers}
+        return {
             "n": len(strangers),
-            "decibels": {name: round(float(-10 * error.square().mean().log10()), 2) for name, error in errors.items()},
-            "change when made small again": round(
+            "decibels": {name: round(float(-10 * each.square().mean().log10()), 2) for name, each in errors.items()},
+            "difference when made small again": round(
                 float((functional.avg_pool2d(shown, LARGER) - small).abs().mean()), 4
             ),
-        },
-    }
-    write_text(folder / RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
-    return record
+        }
+
+    _descend(network, loss, steps, 3e-3, progress.track(range(steps), "enlarger", unit="steps"))
+    return _kept(network, folder, seed, steps, begun, held_out)
 
 
 def _large(count: int, generator: torch.Generator) -> Tensor:

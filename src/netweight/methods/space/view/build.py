@@ -293,7 +293,8 @@ def live_pipeline(
     drawing, more = _layers("enlarger", enlarger) if enlarger else ([], {})
     larger = math.prod(layer.upscale_factor for layer in enlarger or [] if isinstance(layer, nn.PixelShuffle))
     config = {
-        "modules": modules, "reader": layers, "enlarger": drawing, "larger": larger, "guidance": settings.guidance, "levels": len(unet.down_blocks),
+        "modules": modules, "reader": layers, "enlarger": drawing, "larger": larger,
+        "guidance": settings.guidance, "levels": len(unet.down_blocks),
         "groups": unet.config.norm_num_groups, "eps": unet.config.norm_eps,
         "heads": next((each.heads for each in unet.modules() if hasattr(each, "heads")), 1),
     }  # fmt: skip
