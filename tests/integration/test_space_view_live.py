@@ -169,7 +169,7 @@ def psnr(pixels, expected):
 
 @pytest.mark.parametrize(("width", "dark"), [(390, True), pytest.param(1280, False, marks=pytest.mark.study)])
 def test_a_moved_slider_shows_what_the_pipeline_paints_at_that_point(page, view, space, tmp_path, width, dark):
-    assert page.read_text().count("background: url(data:image/png") == len(view.first)  # shown before any script runs
+    assert page.read_text().count("background: url(data:image/png") == len(view.first)  # before the engine has one
     seen = watch(page, width, *([DARK] if dark else []), actions=ACTIONS)
     assert psnr(list(map(int, seen["zero"][0].split(","))), torch.from_numpy(view.first[:1])) > 40
     model = text_to_image(faces_pipeline())

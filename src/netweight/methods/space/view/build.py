@@ -109,7 +109,7 @@ def build_view(
     live = live_pipeline(model, space, settings, shown, reader, enlarger)
     painted = isinstance(live, str)
     walks = [torch.stack([center + strength * step.vector for strength in settings.strengths]) for step in steps]
-    total = sum(map(len, (*walks * painted, drawn, *[center] * (not painted)))) * len(settings.seeds) + len(shown)
+    total = sum(map(len, (*walks * painted, drawn, *[center[None]] * (not painted)))) * len(settings.seeds) + len(shown)
     with progress.task("Generating", total, unit="images") as task:
         images = partial(_images, model, space, settings, task)
         traversals = [
