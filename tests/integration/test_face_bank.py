@@ -93,6 +93,10 @@ def test_training_goes_on_where_it_was_stopped_and_a_bank_grows(whole, tmp_path,
     with pytest.raises(TrainingStopped, match=r"person-00002 could not be trained(.|\n)*the power is out"):
         train_bank(folder, smaller, at_once=2, engine=in_process)
     power_fails = False
+    with monkeypatch.context() as now:  # stopped when all was trained and written
+        now.setattr(face_bank_training, "identity_fidelity", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train_bank(folder, smaller, at_once=2, engine=in_process)
     train_bank(folder, smaller, at_once=2, engine=in_process)
     assert done == [(0, 1), (2, 3)]
     train_bank(folder, BANK, at_once=2, engine=in_process)

@@ -23,7 +23,7 @@ from netweight.methods.space.space import WeightSpace
 from netweight.methods.space.view.build import live_pipeline
 from netweight.methods.space.view.page import write_view
 from netweight.store.bank.bank import AdapterBank
-from netweight.toys.faces_pipeline import FACES_BANK, FACES_SETTINGS, faces_pipeline, faces_view
+from netweight.toys.faces_pipeline import FACES_BANK, FACES_SETTINGS, enlarged, faces_pipeline, faces_view
 
 pytestmark = [needs_chromium, pytest.mark.skipif(not FACES_BANK.exists(), reason="no bank of drawn faces is here")]
 
@@ -72,6 +72,7 @@ def cases():
             nn.init.normal_(parameter, 0.1, 0.3)
     upsampled = nn.functional.interpolate(map_, scale_factor=2, mode="nearest")
     layers["doubled"] = (nn.Identity(), "doubled(map).x", lambda f: rows(upsampled))
+    layers["shuffled"] = (nn.PixelShuffle(2), "shuffled(map, 2).x", lambda f: rows(f(map_)))
     layers["joined"] = (nn.Identity(), "joined(map, map).x", lambda f: rows(torch.cat([map_, map_], 1)))
     return layers, {"map": image(map_), "x": rows(map_), "text": text.flatten().tolist(), "time": time[0].tolist()}
 
@@ -147,8 +148,12 @@ ACTIONS = """
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    view = faces_view(settings=FACES_SETTINGS.replace(adapters=4, samples=1, components=1))
+def view():
+    return faces_view(settings=FACES_SETTINGS.replace(adapters=4, samples=1, components=1))
+
+
+@pytest.fixture(scope="module")
+def page(view, tmp_path_factory):
     return write_view(view, tmp_path_factory.mktemp("live") / "faces.html")
 
 
@@ -163,17 +168,20 @@ def psnr(pixels, expected):
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, True), pytest.param(1280, False, marks=pytest.mark.study)])
-def test_a_moved_slider_shows_what_the_pipeline_paints_at_that_point(page, space, tmp_path, width, dark):
+def test_a_moved_slider_shows_what_the_pipeline_paints_at_that_point(page, view, space, tmp_path, width, dark):
+    assert page.read_text().count("background: url(data:image/png") == len(view.first)  # before the engine has one
     seen = watch(page, width, *([DARK] if dark else []), actions=ACTIONS)
+    assert psnr(list(map(int, seen["zero"][0].split(","))), torch.from_numpy(view.first[:1])) > 40
     model = text_to_image(faces_pipeline())
     for point, faces in ((seen["point"], seen["faces"]), (seen["model_point"], [seen["model"][0].split(",")])):
         (tmp_path / "point.json").write_text(point)
         points = read_points(tmp_path / "point.json")
         images = generate_images(
             model, space, points.scores, FACES_SETTINGS.prompts, FACES_SETTINGS.seeds, guidance=1.0, steps=20
-        )[0].permute(0, 2, 3, 1) * 255  # fmt: skip
+        )[0]  # fmt: skip
+        images = enlarged(images).permute(0, 2, 3, 1) * 255
         for number, face in enumerate(faces):
-            assert psnr(list(map(int, face)), images[number : number + 1]) > 50
+            assert psnr(list(map(int, face)), images[number : number + 1]) > 40
     assert torch.allclose(points.scores[0], space.scores[255])  # a model's point is its own
     assert seen["moved"][1] == "width \u22121 σ, beard +2.5 σ"
     assert seen["undone"] == seen["moved"] != seen["random"]

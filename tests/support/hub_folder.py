@@ -1,6 +1,7 @@
-"""Some fifty adapters as they lie on hubs: odd, old, hostile; each with what should become of it."""
+"""Over a hundred adapters as they lie on hubs: odd, old, hostile; each with what should become of it."""
 
 import json
+import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,161 @@ def base_weights(folder):
     (folder / "unet").mkdir(parents=True)
     save_file({f"{n}.weight": w for n, w in weights.items()}, folder / "unet" / "diffusion_pytorch_model.safetensors")
     return folder, weights
+
+
+def _other_trainers(hub):
+    """What OneTrainer, ai-toolkit, DiffSynth, diffusion-pipe, LyCORIS and peft write besides."""
+    q, c = (f"lora_unet_{module.replace('.', '_')}" for module in (Q, CONV))
+    text = "lora_te_" + TEXT.replace(".", "_")
+    hub.lora("kohya with dots", {f"lora_unet_{Q}": (f"unet.{Q}", SHAPES[Q])}, alpha=1)
+    hub.lora("kohya of A and B", flat("lora_unet", Q), parts=PEFT, alpha=1)
+    hub.lora("text encoder alone", {text: (f"text_encoder.{TEXT}", (6, 5))}, alpha=1)
+    (down, up, product), (te_down, te_up, te) = hub.pair(SHAPES[Q], 2), hub.pair((6, 5), 2)
+    hub.file("diffusers beside kohya",
+             {f"unet.{Q}.lora_A.weight": down, f"unet.{Q}.lora_B.weight": up, f"{text}.lora_down.weight": te_down,
+              f"{text}.lora_up.weight": te_up, f"{text}.alpha": torch.tensor(1.0)},
+             {f"unet.{Q}": product, f"text_encoder.{TEXT}": te / 2})  # fmt: skip
+    pixart = ("transformer_blocks.0.attn1.to_q", "adaln_single.linear", "caption_projection.linear_1",
+              "pos_embed.proj", "adaln_single.emb.timestep_embedder.linear_1")  # fmt: skip
+    named = {f"lora_transformer_{name.replace('.', '_')}": (f"transformer.{name}", (8, 4)) for name in pixart}
+    hub.lora("onetrainer pixart", named, alpha=1, base="pixart-sigma")
+    for name, modules in {
+        "hunyuan-dit": ("blocks.0.attn1.Wqkv", "blocks.0.attn2.kv_proj", "blocks.0.mlp.fc1"),
+        "lumina2": ("layers.0.attention.qkv", "cap_embedder.1"),
+        "pixart-alpha": ("blocks.0.attn.qkv", "blocks.0.cross_attn.kv_linear"),
+    }.items():
+        named = {f"lora_unet_{one.replace('.', '_')}": (f"diffusion_model.{one}", (8, 4)) for one in modules}
+        hub.lora(f"kohya {name}", named, alpha=1, base=name)
+    for name, base in {
+        "diffusion_model.transformer_blocks.0.attn1.to_q": "ltxv",
+        "diffusion_model.double_blocks.0.img_attn_qkv": "hunyuan-video",
+        "transformer_2.blocks.0.attn1.to_q": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+        "transformer.transformer_blocks.0.attn2.to_q": "stabilityai/stable-diffusion-3.5-large",
+        "unet.down_blocks.1.motion_modules.0.transformer_blocks.0.attention_blocks.0.to_q": SD,
+    }.items():
+        hub.lora(f"{base.rpartition('/')[2]} {name.rpartition('.')[2]}", {name: (name, (8, 8))}, parts=PEFT, base=base)
+    motion = "down_blocks.1.motion_modules.1.transformer_blocks.0.attention_blocks.0"
+    hub.lora("animatediff", {f"{motion}.processor.to_q_lora": (f"unet.{motion}.to_q", (8, 8))},
+             parts=("down.weight", "up.weight"))  # fmt: skip
+    qwen = "transformer_blocks.0.attn.add_q_proj"
+    hub.lora("diffsynth qwen image", {qwen: (f"transformer.{qwen}", (8, 8))}, base="Qwen/Qwen-Image",
+             parts=("lora_A.default.weight", "lora_B.default.weight"))  # fmt: skip
+    double = "diffusion_model.double_blocks.0.img_attn.qkv"
+    hub.lora("flux in short", {"lora_unet_double_blocks_0_img_attn_qkv": (double, (24, 8))}, alpha=1, base="flux1")
+    hidream = "diffusion_model.double_stream_blocks.0.block.attn1.to_q"
+    for head, module, base in (
+        (hidream, hidream, "HiDream-ai/HiDream-I1-Full"),
+        ("lycoris_transformer_blocks_0_attn_to_q", "transformer.transformer_blocks.0.attn.to_q", FLUX),
+    ):
+        one, left, right = hub.normal(3, 2), hub.normal(4, 2), hub.normal(2, 4)
+        hub.file(f"lokr of {base.partition('/')[0]}",
+                 {f"{head}.lokr_w1": one, f"{head}.lokr_w2_a": left, f"{head}.lokr_w2_b": right,
+                  f"{head}.alpha": torch.tensor(2.0)},
+                 {module: torch.kron(one.double(), left.double() @ right.double())}, base=base)  # fmt: skip
+
+    def kernel(core, left, right):
+        return torch.einsum("ijkl,ip,jr->prkl", core.double(), left.double(), right.double())
+
+    one, core, left, right = hub.normal(3, 2), hub.normal(2, 2, 3, 3), hub.normal(2, 4), hub.normal(2, 4)
+    change = torch.einsum("ab,prkl->apbrkl", one.double(), kernel(core, left, right)).reshape(12, -1)
+    hub.file("lokr tucker", {f"{c}.lokr_w1": one, f"{c}.lokr_w2_a": left, f"{c}.lokr_w2_b": right,
+                             f"{c}.lokr_t2": core, f"{c}.alpha": torch.tensor(1.0)},
+             {f"unet.{CONV}": change / 2})  # fmt: skip
+    names = ("hada_t1", "hada_w1_a", "hada_w1_b", "hada_t2", "hada_w2_a", "hada_w2_b")
+    cores = [hub.normal(*shape) for shape in ((2, 2, 3, 3), (2, 12), (2, 8)) * 2]
+    hub.file("loha tucker", {f"{c}.{name}": value for name, value in zip(names, cores, strict=True)},
+             {f"unet.{CONV}": (kernel(*cores[:3]) * kernel(*cores[3:])).reshape(12, -1)})  # fmt: skip
+    for name, alpha in (("one number", torch.tensor([3])), ("bf16", torch.tensor(3.0).bfloat16()),
+                        ("fp8", torch.tensor(3.0).to(torch.float8_e4m3fn))):  # fmt: skip
+        down, up, product = hub.pair(SHAPES[Q], 2)
+        hub.file(f"alpha in {name}",
+                 {f"{q}.lora_down.weight": down, f"{q}.lora_up.weight": up, f"{q}.alpha": alpha},
+                 {f"unet.{Q}": product * 1.5})  # fmt: skip
+    down, up = hub.normal(2, 8, dtype=torch.float16), hub.normal(12, 2, dtype=torch.bfloat16)
+    hub.file("dtypes that differ", {f"{q}.lora_down.weight": down, f"{q}.lora_up.weight": up},
+             {f"unet.{Q}": up.double() @ down.double()})  # fmt: skip
+    hub.lora("kohya fp64", flat("lora_unet", Q), dtype=torch.float64)
+    down, up, product = hub.pair(SHAPES[Q], 2)
+    settings = {"r": 2, "lora_alpha": 6, "peft_type": "LORA", "base_model_name_or_path": SD, "target_modules": [Q]}
+    said = {"lora_adapter_metadata": json.dumps({f"unet.{key}": value for key, value in settings.items()})}
+    hub.file("diffusers with settings", {f"unet.{Q}.lora_A.weight": down, f"unet.{Q}.lora_B.weight": up},
+             {f"unet.{Q}": 3 * product}, said=False, metadata=said)  # fmt: skip
+    other = hub.pair(SHAPES[V], 3)
+    factors = {f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}
+    hub.peft("peft with patterns", factors | {f"{V}.lora_A.weight": other[0], f"{V}.lora_B.weight": other[1]},
+             {f"unet.{Q}": product * 4 / 2**0.5, f"unet.{V}": other[2] * 9 / 3**0.5},
+             {"rank_pattern": {"attn2.to_v": 3}, "alpha_pattern": {r".*\.attn2\.to_v": 9}, "use_rslora": True,
+              "modules_to_save": None, "target_parameters": None, "loftq_config": {}, "use_dora": False})  # fmt: skip
+    words = {key: value + 1 for key, value in factors.items()}
+    hub.peft("peft with texts", words, {f"unet.{Q}": 2 * ((up.double() + 1) @ (down.double() + 1))},
+             {"r": "2", "lora_alpha": "4"})  # fmt: skip
+    down, up, product = hub.pair((6, 6), 2)
+    for task, module, base in (("SEQ_2_SEQ_LM", "encoder.block.0.layer.0.SelfAttention.q", "google/flan-t5-small"),
+                               ("CAUSAL_LM", "transformer.h.0.attn.c_attn", "gpt2")):  # fmt: skip
+        hub.peft(f"peft {base.rpartition('/')[2]}", {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up},
+                 {module: 2 * product}, {"task_type": task, "fan_in_fan_out": base == "gpt2"}, base=base)  # fmt: skip
+    upper = hub.folder / "UPPER.SAFETENSORS"
+    hub.lora("upper", flat("lora_unet", Q), alpha=1)
+    (hub.folder / "upper.safetensors").rename(upper)
+    hub.lora("linked", flat("lora_unet", Q), alpha=1)
+    outside = (hub.folder / "linked.safetensors").rename(hub.folder.parent / "elsewhere.safetensors")
+    (hub.folder / "linked.safetensors").symlink_to(outside)
+    hub.cases[-2] = Case(upper.name, SD, hub.cases[-2].change)
+
+
+def _hostile(hub, good, inside):
+    """Files of other programs under an adapter's name, broken settings, headers that lie."""
+    q, folder = next(iter(good)).partition(".")[0], hub.folder
+
+    def raw(name, data, words):
+        (folder / name).write_bytes(data)
+        hub.cases.append(Case(name.removesuffix(".safetensors"), None, None, words))
+
+    os.mkfifo(folder / "pipe.safetensors")
+    hub.cases.append(Case("pipe.safetensors", None, None, "no file"))
+    raw("pointer.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n", "git lfs pull")
+    torch.save(good, folder / "pickle in disguise.safetensors")
+    hub.cases.append(Case("pickle in disguise", None, None, "is a pickle"))
+    raw("lora.gguf", b"GGUF\3\0\0\0" + bytes(64), "no safetensors file")
+    with (folder / "sparse.safetensors").open("wb") as file:
+        file.write((200 << 20).to_bytes(8, "little"))
+        file.truncate(300 << 20)
+    hub.cases.append(Case("sparse", None, None, "no safetensors file"))
+    one = {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}
+    entry = json.dumps({f"{q}.lora_down.weight": one})[1:-1]
+    for name, head, words in (
+        ("named twice", f"{{{entry},{entry}}}", "given twice"),
+        ("overlapping", f'{{{entry},"b":{json.dumps(one | {"data_offsets": [4, 12]})}}}', "starts at 4"),
+        ("sides below 0", f"{{{entry}}}".replace("[1, 2]", "[-1, -2]"), "contradict"),
+        ("sides without end", f"{{{entry}}}".replace("[1, 2]", f"[{2**62}, {2**62}]"), "contradict"),
+        ("a list", "[1]", "not a JSON object"),
+    ):
+        raw(f"{name}.safetensors", len(head).to_bytes(8, "little") + head.encode() + bytes(12), words)
+    for name, config, words in (
+        ("experts", {"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ("rank 0 said", {"r": 0}, "settings say 0"),
+        ("rank in words", {"r": "two"}, "no numbers"),
+        ("alpha without end", {"lora_alpha": float("inf")}, "scale of"),
+        ("pattern in a list", {"rank_pattern": ["a"]}, "no numbers"),
+    ):
+        hub.peft(name, inside, None, config, refused=words)
+    for name, text in (("settings in a list", "[1]"), ("deep settings", "[" * 100_000)):
+        hub.peft(name, inside, None, {}, refused="no JSON")
+        (folder / name / "adapter_config.json").write_text(text)
+    for name, weights in (("pickled", "adapter_model.bin"), ("in shards", "adapter_model-00001-of-00002.safetensors")):
+        (folder / name).mkdir()
+        (folder / name / "adapter_config.json").write_text("{}")
+        (folder / name / weights).write_bytes(pickle.dumps({}))
+        hub.cases.append(Case(name, None, None, "is a pickle" if name == "pickled" else "holds no adapter_model"))
+    hub.file("inf", good | {f"{q}.lora_up.weight": torch.full((12, 2), torch.inf).half()}, refused="infinity")
+    hub.file("two alphas", good | {f"{q}.alpha": torch.ones(2)}, refused="is no alpha")
+    hub.file("dora of another size", good | {f"{q}.dora_scale": hub.normal(5, 1)}, refused="the magnitude of")
+    hub.file("under two names", good | {f"unet.{k}": v for k, v in inside.items()}, refused="under two names")
+    hub.file("peft alone", {f"base_model.model.{k}": v for k, v in inside.items()}, refused="in peft's layout")
+    hub.file("glora", {f"{q}.{k}.weight": hub.normal(2, 8) for k in ("a1", "a2", "b1", "b2")}, refused="no factor")
+    hub.file("ia3", {f"{q}.weight": hub.normal(12, 1), f"{q}.on_input": torch.tensor(False)}, refused="no factor")
+    hub.file("pivotal tuning", {"unet:0:up": hub.normal(12, 2), "unet:0:down": hub.normal(2, 8)}, refused="no factor")
+    hub.file("dylora", {f"{q}.lora_A.0": hub.normal(1, 8), f"{q}.lora_B.0": hub.normal(12, 1)}, refused="no factor")
 
 
 def build(folder, weights):
@@ -218,6 +374,7 @@ def build(folder, weights):
              f"unet.{Q}.lora_magnitude_vector.one.weight": scale}  # fmt: skip
     change = scale[:, None].double() * sum_ / sum_.norm(dim=1, keepdim=True) - weights[Q].double()
     hub.file("dora of a named adapter", named, {f"unet.{Q}": change})
+    _other_trainers(hub)
     # Hostile and broken.
     good = {f"{q}.lora_down.weight": hub.normal(2, 8), f"{q}.lora_up.weight": hub.normal(12, 2)}
     hub.file("rank 0", {f"{q}.lora_down.weight": torch.empty(0, 8), f"{q}.lora_up.weight": torch.empty(12, 0)},
@@ -242,6 +399,7 @@ def build(folder, weights):
     (folder / "a link to itself").symlink_to(folder)
     (folder / "a link to nothing.safetensors").symlink_to(folder / "nothing")
     hub.cases.append(Case("a link to nothing.safetensors", None, None, "no file"))
+    _hostile(hub, good, inside)
     hub.file("integers", {key: value.int() for key, value in good.items()}, refused="dtype I32")
     hub.file(
         "unknown names", {"lora_unet_somewhere_else.lora_down.weight": hub.normal(2, 8)}, refused="no known structure"

@@ -17,7 +17,8 @@ from netweight.toys.faces import (
     people,
     photographs,
 )  # fmt: skip
-from netweight.toys.faces_pipeline import READER_FOLDER, embed, read_faces
+from netweight.toys.faces_pipeline import FACES_BANK, LARGER, READER_FOLDER, embed, enlarged, read_faces
+from netweight_experiments.benchmarks.space import edits
 from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared, reading_record
 
 
@@ -101,6 +102,25 @@ def test_the_reader_reads_people_it_never_saw():
     assert all(explained[name] == pytest.approx(known[name], abs=0.02) for name in explained)
     assert torch.equal(found.ground, grounds)
     assert embed(pictures).shape == (600, 80)
+
+
+def test_faces_are_drawn_larger_as_they_are_and_enlarged_nearly_so():
+    crowd, changes, grounds = people(60, noise(7)), nuisances(60, noise(8)), torch.arange(60) % 4
+    small, large = drawn(crowd, grounds, changes), drawn(crowd, grounds, changes, larger=LARGER)
+    assert large.shape == (60, 3, 64, 64)
+    assert (torch.nn.functional.avg_pool2d(large, LARGER) - small).abs().mean() < 0.01
+    shown, smooth = enlarged(small), torch.nn.functional.interpolate(small, scale_factor=LARGER, mode="bicubic")
+    assert 0 <= float(shown.min()) <= float(shown.max()) <= 1
+    assert (shown - large).square().mean() < 0.9 * (smooth - large).square().mean()
+
+
+def test_the_study_of_edits_edits_nobody_that_anything_was_chosen_or_fitted_with():
+    chosen = torch.randperm(256, generator=noise(1000 + edits.CHOSEN_WITH)).tolist()[: edits.EVALUATED]
+    for seed in range(3):
+        _, labels, aside, others = edits.people(FACES_BANK.parent, seed)
+        assert len(aside) == edits.EVALUATED
+        assert sorted(aside + others) == list(range(len(labels.names)))
+        assert not set(aside) & set(chosen)
 
 
 def test_explained_variance_is_that_of_scikit_learn():

@@ -75,8 +75,7 @@ def train_bank(
     if known is not None and known["people"] >= bank.people:
         return known
     (folder / "groups").mkdir(parents=True, exist_ok=True)
-    there = len(AdapterBank.open(folder / "bank")) if (folder / "bank").exists() else 0
-    groups = _groups(bank, digest, range(there, bank.people), at_once)
+    groups = _groups(bank, digest, range(known["people"] if known else 0, bank.people), at_once)
     trained = _trained(folder, groups, base, engine, progress)
     with BankWriter(folder / "bank", compress=compress, base=f"{bank.world}s-diffusion") as writer:
         for group in groups:

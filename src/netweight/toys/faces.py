@@ -90,12 +90,13 @@ class DrawnWorld:
         names = list(self.grounds)
         return [self.caption(names[ground]) for ground in grounds.tolist()], pictures
 
-    def drawn(self, subjects: Tensor, grounds: Tensor, changes: Tensor) -> Tensor:
+    def drawn(self, subjects: Tensor, grounds: Tensor, changes: Tensor, *, larger: int = 1) -> Tensor:
         """Draw photographs."""
         # `subjects`: shape `(n, attributes)`, columns as in `attributes`, within -1 and 1
         # `grounds`: numbers of `grounds`, shape `(n,)`
         # `changes`: shape `(n, nuisances)`, columns as in `nuisances`, within -1 and 1
-        # Returns: Shape `(n, 3, 16, 16)`, within 0 and 1.
+        # `larger`: how often each side has 16 pixels
+        # Returns: Shape `(n, 3, 16, 16)`, within 0 and 1, or larger.
         n, width, extent = len(subjects), len(self.attributes), len(self.nuisances)
         if subjects.shape != (n, width) or grounds.shape != (n,) or changes.shape != (n, extent):
             raise UsageError(
@@ -105,13 +106,15 @@ class DrawnWorld:
             )
         looks = dict(zip(self.attributes, subjects.T, strict=True))
         moved = dict(zip(self.nuisances, changes.T, strict=True))
-        points = (torch.arange(SIDE * _FINER) + 0.5) / _FINER - SIDE / 2
+        side = SIDE * larger
+        points = (torch.arange(side * _FINER) + 0.5) / (_FINER * larger) - SIDE / 2
         x = points[None, None, :] - _REACH * moved["across"][:, None, None]
         y = points[None, :, None] - _REACH * moved["down"][:, None, None]
-        picture = torch.tensor(list(self.grounds.values()))[grounds][:, :, None, None].expand(-1, -1, SIDE, SIDE)
+        picture = torch.tensor(list(self.grounds.values()))[grounds][:, :, None, None].expand(-1, -1, side, side)
         for inside, color in self.parts(looks, moved, x, y):
             picture = painted(picture, _cover(inside), color.expand(n, 3))
-        slope = torch.linspace(-1, 1, SIDE)[None, None, None, :]
+        edge = (SIDE - 1 / larger) / (SIDE - 1)  # the outermost pixel's middle
+        slope = torch.linspace(-edge, edge, side)[None, None, None, :]
         lit = moved["light"][:, None, None, None]
         shown: Tensor = picture * (1 + 0.16 * lit * slope) + 0.05 * lit
         return shown.clamp(0, 1)
@@ -130,8 +133,9 @@ def ellipse(x: Tensor, y: Tensor, across: Tensor | float, down: Tensor | float) 
 
 
 def _cover(inside: Tensor) -> Tensor:
-    """How much of each pixel is inside, shape `(n, 16, 16)`."""
-    return inside.float().reshape(-1, SIDE, _FINER, SIDE, _FINER).mean((2, 4))
+    """How much of each pixel is inside, shape `(n, 16, 16)` or larger."""
+    side = inside.shape[-1] // _FINER
+    return inside.float().reshape(-1, side, _FINER, side, _FINER).mean((2, 4))
 
 
 # From -1 to 1: narrow to wide, light to dark, red to blue, none or some, none or some, short to long, close to far

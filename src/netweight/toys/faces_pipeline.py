@@ -10,6 +10,7 @@ coarsest level, 16 places, so that adapters of `to_q`, `to_k`, `to_v` and `to_ou
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -95,6 +96,36 @@ class FaceReader(nn.Module):
         """Read pictures."""
         answers: Tensor = self.answers(self.pixels(pictures * 2 - 1))
         return answers
+
+
+# The network that enlarges faces.
+ENLARGER_FOLDER = checkpoint("face-enlarging")
+LARGER = 4
+
+
+def enlarging_network(width: int = 48) -> nn.Sequential:
+    """Five convolutions that draw pictures, within -1 and 1, with four times the pixels along each side."""
+    sides = (3, width, width, width, width, 3 * LARGER**2)
+    layers: list[nn.Module] = []
+    for inside, outside in itertools.pairwise(sides):
+        layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.SiLU()]
+    return nn.Sequential(*layers[:-1], nn.PixelShuffle(LARGER))
+
+
+@functools.cache
+def _enlarger(folder: Path) -> nn.Sequential:
+    from safetensors.torch import load_file
+
+    network = enlarging_network()
+    network.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS).items()})
+    return network.requires_grad_(False).eval()
+
+
+def enlarged(pictures: Tensor, *, folder: str | Path = ENLARGER_FOLDER) -> Tensor:
+    """Draw faces at 64 × 64; for people to look at, as no reader sees them."""
+    # `pictures`: shape `(n, 3, 16, 16)`, within 0 and 1
+    found: Tensor = _enlarger(Path(folder))(_checked(pictures, FACES) * 2 - 1)
+    return (found / 2 + 0.5).clamp(0, 1)
 
 
 def read_faces(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Reading:
@@ -205,6 +236,7 @@ def faces_view(
         directions=directions,
         labels=labels,
         reader=Reader("the reader of drawn faces", nn.Sequential(*network.pixels, network.answers), ATTRIBUTES),
+        enlarger=_enlarger(ENLARGER_FOLDER),
         settings=settings.replace(components=min(settings.components, space.components)),
         command=command,
         progress=progress,

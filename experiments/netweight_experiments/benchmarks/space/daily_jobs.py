@@ -1,11 +1,11 @@
 """Extracting, resizing and merging adapters beside other tools on the same files: error and processor time, as JSON.
 
-    python -m netweight_experiments.benchmarks space.daily_jobs --work FOLDER [--rounds 5]
+    python -m netweight_experiments.benchmarks space.daily_jobs --work FOLDER [--rounds 5] [--sd-scripts CHECKOUT]
 
 A Llama of eight layers with random weights, and one with differences that fall off as trained ones do. The error is
 that of the change, ‖ΔW − BA‖ / ‖ΔW‖ over all linear layers, from files read back by safetensors alone. Time is that of
-the work without imports, median over rounds, in turn. LyCORIS and mergekit are left out, and said to be, where they are
-not installed.
+the work without imports, median over rounds, in turn. LyCORIS, mergekit and sd-scripts are left out, and said to be,
+where they are not installed.
 """
 
 import importlib
@@ -13,7 +13,9 @@ import json
 import logging
 import shutil
 import statistics
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +111,22 @@ def resize_ours(work):
     return lambda: adapter(work / "ours-small")
 
 
-def resize_dense(work):
-    """What sd-scripts' resize_lora does, written anew: a full decomposition of every change."""
-    found = {}
-    for name, change in adapter(work / "ours-1").items():
-        left, sizes, right = torch.linalg.svd(change, full_matrices=False)
-        found[name] = ((left[:, :SMALL] * sizes[:SMALL]).contiguous(), right[:SMALL].contiguous())
-    save_file({f"{name}.{part}": value for name, pair in found.items() for part, value in zip("BA", pair, strict=True)},
-              work / "resized.safetensors")  # fmt: skip
-    return lambda: {name: up @ down for name, (up, down) in found.items()}
+def resize_sd_scripts(work, scripts):
+    """sd-scripts' own function, from its checkout; of its library of models, which no tensor needs, only names."""
+    if scripts is None:
+        raise ImportError("no checkout of sd-scripts was named")
+    stub = types.SimpleNamespace(train_util=None, model_util=None, setup_logging=lambda: None)
+    sys.modules |= {"library": stub, "library.utils": stub}
+    sys.path.insert(0, str(scripts))
+    resize = importlib.import_module("networks.resize_lora").resize_lora_model
+    found = resize(load_file(work / "ours-1" / "adapter_model.safetensors"), SMALL, SMALL, torch.float32, "cpu", None,
+                   None, False)[0]  # fmt: skip
+    save_file(found, work / "resized.safetensors")
+    modules = {name.removesuffix(".lora_A.weight") for name in found if "lora_A" in name}
+    return lambda: {
+        name.removeprefix("base_model.model."): found[f"{name}.lora_B.weight"] @ found[f"{name}.lora_A.weight"]
+        for name in modules
+    }
 
 
 def merge_ours(work, method="linear", rank=RANK):
@@ -145,7 +154,7 @@ def ties(work):
     return {name: of_peft([one[name], two[name]], torch.tensor([0.7, 0.5]), 0.5) for name in one}
 
 
-def main(*, work: Path, rounds: int = 5):
+def main(*, work: Path, rounds: int = 5, sd_scripts: Path | None = None):
     logging.disable(logging.WARNING)
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "tuned-2").exists():
@@ -158,7 +167,8 @@ def main(*, work: Path, rounds: int = 5):
     jobs: dict[str, tuple[Any, dict[str, Any]]] = {
         f"extract, rank {RANK}": (changes(work), {"netweight": extract_ours, "mergekit": extract_mergekit,
                                                   "LyCORIS": extract_lycoris}),
-        f"resize, rank {RANK} to {SMALL}": (one, {"netweight": resize_ours, "full decomposition": resize_dense}),
+        f"resize, rank {RANK} to {SMALL}": (one, {"netweight": resize_ours,
+                                                  "sd-scripts": lambda at: resize_sd_scripts(at, sd_scripts)}),
         f"weighted sum, rank {RANK}": (both, {"netweight": merge_ours, "peft, svd": merge_peft}),
         f"TIES, rank {RANK}": (ties(work), {"netweight": lambda at: merge_ours(at, "ties"),
                                             "peft, ties_svd": lambda at: merge_peft(at, "ties_svd")}),

@@ -18,6 +18,7 @@ from typing import Annotated
 
 import torch
 
+from netweight.methods.space.directions import Design, ridge
 from netweight.methods.space.fitting.gram import inner_products
 from netweight.methods.space.labels import read_labels
 from netweight.nn import Adapter, AdapterStack, LowRank
@@ -25,7 +26,7 @@ from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import WORLDS
 from netweight_experiments.toys.drawn_worlds import r_squared
 
-FOLDS, PENALTIES = 5, [10.0**power for power in range(-6, 2)]
+FOLDS = 5
 
 
 def entries(stack):
@@ -68,36 +69,15 @@ def kernels(stack):
     return {"changes": inner_products(stack, stack)} | products
 
 
-def centered(kernel, train, test):
-    """Products among training adapters, and of others with them, about the training adapters' mean."""
-    inner, cross = kernel[train][:, train], kernel[test][:, train]
-    mean = inner.mean(0)
-    return inner - mean - mean[:, None] + mean.mean(), cross - cross.mean(1, keepdim=True) - mean + mean.mean()
-
-
-def predicted(kernel, truth, train, test):
-    """What is read off adapters left out; each column's penalty is the best at leaving one out of training."""
-    inner, cross = centered(kernel, train, test)
-    values, vectors = torch.linalg.eigh(inner)
-    mean = truth[train].mean(0)
-    target = vectors.T @ (truth[train] - mean)
-    best = None
-    for penalty in PENALTIES:
-        shrunk = 1 / (values.clamp_min(0) + penalty * values.mean())
-        solved = vectors @ (shrunk[:, None] * target)
-        leverage = (vectors.square() * shrunk).sum(1)  # diagonal of the inverse
-        missed = (solved / leverage[:, None]).square().mean(0)
-        said = cross @ solved + mean
-        best = (missed, said) if best is None else (
-            torch.minimum(missed, best[0]), torch.where(missed < best[0], said, best[1]))  # fmt: skip
-    return best[1]
-
-
 def probed(kernel, truth, attributes):
     """R² of each attribute on adapters left out."""
+    values, vectors = torch.linalg.eigh(kernel)
+    rows = vectors * values.clamp_min(0).sqrt()  # whose inner products the kernel is
     said, fold = torch.empty_like(truth), torch.arange(len(truth)) % FOLDS
     for part in range(FOLDS):
-        said[fold == part] = predicted(kernel, truth, (fold != part).nonzero()[:, 0], (fold == part).nonzero()[:, 0])
+        train, test = fold != part, fold == part
+        design, ones = Design.of(rows[train]), torch.ones(int(train.sum()), dtype=torch.float64)
+        said[test] = torch.stack([ridge(design, column, ones)(rows[test]) for column in truth[train].T], 1)
     return dict(zip(attributes, r_squared(truth, said).tolist(), strict=True))
 
 

@@ -4,7 +4,7 @@
     python -m netweight_experiments.benchmarks space.large_folders dedupe --work FOLDER [--counts 2000]
     python -m netweight_experiments.benchmarks space.large_folders export --work FOLDER [--counts 2000 8000]
 
-All take --output FILE; torch has one thread, and each measurement a process of its own.
+All take --output FILE; torch has one thread (--threads), and each export a process of its own.
 
 ingest  kohya's files of rank 4 for 64 modules (192 tensors, some 65 kB), each with metadata of its own.
 dedupe  the same, with near-doubles among them: for each of 4 in 100 a copy in another layout, one of another strength,
@@ -155,7 +155,7 @@ def export(folder, count):
             writer.add_rows([f"model-{start + row:06d}" for row in range(n)], rows, sizes, contents=contents)
     del rows, down, up
     _linked(folder / "large", count)
-    found = in_fresh_process(exported, [str(folder), count])
+    found = in_fresh_process(exported, [str(folder), count], threads=torch.get_num_threads())
     shutil.rmtree(folder / "large")
     return found
 
@@ -188,8 +188,9 @@ def exported(given):
 WORK = {"ingest": (ingest, (250, 1000, 10_000)), "dedupe": (dedupe, (2000,)), "export": (export, (2000, 8000))}
 
 
-def main(job: Annotated[str, WORK], /, *, work: Path, counts: tuple[int, ...] = ()):
+def main(job: Annotated[str, WORK], /, *, work: Path, counts: tuple[int, ...] = (), threads: int = 1):
     measure, usual = WORK[job]
+    torch.set_num_threads(threads)
     rows = []
     for count in counts or usual:
         rows.append(measure(work, count) | {"load": load()})

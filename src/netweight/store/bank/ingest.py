@@ -22,6 +22,7 @@ from netweight.store.lora_formats.parts import PICKLES, AdapterPlan, Conversion
 
 CONVERTED = "converted"  # in the provenance of what was no plain LoRA: its rank and error
 MATRIX = "*_weights.pt"  # what weights2weights published: all_weights.pt of people, dog_weights.pt of dogs
+_UNREAD = (".gguf", ".npz")  # endings of adapters that are found to be refused by name
 _KEPT = 4096  # plans that are kept, some 20 kB each
 _SHOWN = 20  # problems named in one message
 _DENOISERS = {"unet", "transformer", AUTHORS}  # of which one model has one
@@ -225,7 +226,7 @@ def _adapters_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path
                 yield path
             elif path.resolve() not in above:  # a link may lead back
                 yield from _adapters_below(path, above)
-        elif path.suffix.lower() in (".safetensors", *PICKLES):
+        elif path.suffix.lower() in (".safetensors", *PICKLES, *_UNREAD):
             yield path
 
 

@@ -97,9 +97,15 @@ def _plan_file(file: Path, known: KohyaNames, path: Path, conversion: Conversion
                 f"{file} is in peft's layout, but is not called {layouts.WEIGHTS}, so its scale is not known.",
                 cure=f"Put it in a folder under that name, beside its {layouts.CONFIG}.",
             )
-        if _is_kohya(names):
-            parts = _with_alphas(file, store, _locate_kohya(names, file, known), conversion)
-            return AdapterPlan(path, "kohya", parts, _base_said(said), about)
+        if flat := [name for name in names if name.startswith(("lora_", DENOISER))]:
+            located = _locate_kohya(flat, file, known)
+            rest = set(names).difference(flat) if len(flat) < len(names) else ()
+            others = layouts.locate_diffusers(sorted(rest), file)
+            if twice := located.keys() & others.keys():
+                raise CorruptBlob(f"{file} holds {min(twice)} under two names.")
+            return AdapterPlan(
+                path, "kohya", _with_alphas(file, store, located | others, conversion), _base_said(said), about
+            )
         located = layouts.locate_diffusers(names, file)
         settings = layouts.settings_said(said, file)
         if not settings:
@@ -482,13 +488,10 @@ def _write_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapp
 
 # kohya's layout, in which most published adapters are: underscores for dots, and an alpha beside each pair of factors,
 # lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight.
-_KOHYA_TENSOR = re.compile(r"(?P<module>[^.]+)\.(?P<role>lora_down\.weight|lora_up\.weight|alpha)")
-_KOHYA_ROLES: dict[str, Role] = {"lora_down.weight": "down", "lora_up.weight": "up", "alpha": "alpha"}
-
-
-def _is_kohya(names: list[str]) -> bool:
-    """Whether tensors have kohya's names."""
-    return bool(names) and all(name.startswith(("lora_", DENOISER)) for name in names)
+_KOHYA_TENSOR = re.compile(r"(?P<module>.+?)\.(?P<role>lora_(?:down|up|A|B)\.weight|alpha)")
+_KOHYA_ROLES: dict[str, Role] = {
+    "lora_down.weight": "down", "lora_up.weight": "up", "lora_A.weight": "down", "lora_B.weight": "up"
+}  # fmt: skip
 
 
 def _locate_kohya(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[Role, str]]:

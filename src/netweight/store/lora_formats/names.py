@@ -64,11 +64,12 @@ _STRUCTURES = {
         *[f"single_transformer_blocks.#.{rest}" for rest in (*_JOINT[:3], "proj_mlp", "proj_out", "norm.linear")],
         *[f"blocks.#.{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")],
         *[f"blocks.#.{last}" for last in ("attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")],
-        *["x_embedder", "context_embedder", "proj_out", "norm_out.linear", "img_in", "txt_in"],
+        *["x_embedder", "context_embedder", "proj_out", "norm_out.linear", "img_in", "txt_in", "pos_embed.proj"],
+        *["adaln_single.linear", "adaln_single.emb.timestep_embedder.linear_#", "caption_projection.linear_#"],
         *[f"time_text_embed.{which}_embedder.linear_#" for which in ("timestep", "guidance", "text")],
     ],
-    # Flux, Chroma, Hunyuan Video, Stable Diffusion 3, Wan, Lumina and Z-Image as their authors name them, most with
-    # queries, keys and values in one.
+    # Flux, Chroma, Hunyuan's, PixArt, Stable Diffusion 3, Wan, Lumina and Z-Image as their authors name them, most
+    # with queries, keys and values in one.
     "diffusion_model": [
         *[
             f"double_blocks.#.{stream}_{rest}"
@@ -84,7 +85,13 @@ _STRUCTURES = {
         ],
         *[f"single_blocks.#.{rest}" for rest in ("linear1", "linear2", "modulation.lin", "modulation.linear")],
         *[f"blocks.#.{attn}_attn.{last}" for attn in ("self", "cross") for last in ("q", "k", "v", "o")],
-        *[f"blocks.#.{rest}" for rest in ("cross_attn.k_img", "cross_attn.v_img", "ffn.0", "ffn.2")],
+        *[
+            f"blocks.#.{rest}"
+            for rest in ("cross_attn.k_img", "cross_attn.v_img", "ffn.0", "ffn.2", "attn1.Wqkv", "attn1.out_proj",
+                         "attn2.q_proj", "attn2.kv_proj", "attn2.out_proj", "default_modulation.1", "skip_linear",
+                         "attn.qkv", "attn.proj", "cross_attn.q_linear", "cross_attn.kv_linear", "cross_attn.proj",
+                         "mlp.fc1", "mlp.fc2")
+        ],
         *[
             f"{stack}.#.{rest}"
             for stack in ("layers", "context_refiner", "noise_refiner")
@@ -96,7 +103,8 @@ _STRUCTURES = {
             for rest in ("self_attn.qkv", "self_attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
         ],
         *["img_in", "img_in.proj", "txt_in", "txt_in.input_embedder", "x_embedder", "x_embedder.proj"],
-        *["context_embedder", "t_embedder.mlp.#", "y_embedder.mlp.#", "final_layer.linear", "head.head"],
+        *["context_embedder", "cap_embedder.1", "t_embedder.mlp.#", "y_embedder.mlp.#"],
+        *["final_layer.linear", "head.head"],
         *["final_layer.adaLN_modulation.1", "time_embedding.#", "text_embedding.#", "time_projection.1"],
         *["img_emb.proj.#", "distilled_guidance_layer.in_proj", "distilled_guidance_layer.out_proj"],
         *[f"distilled_guidance_layer.layers.#.{layer}_layer" for layer in ("in", "out")],
@@ -134,8 +142,8 @@ class KohyaNames:
 
     def module(self, name: str) -> str:
         """Return the model's own name of a module."""
-        if name not in self._found:
-            self._found[name] = self._told(name)
+        if name not in self._found:  # some trainers leave its dots behind the prefix
+            self._found[name] = self._told(_flat(name))
         return self._found[name]
 
     def modules(self, names: Iterable[str]) -> dict[str, str]:

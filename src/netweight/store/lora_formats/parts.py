@@ -418,8 +418,10 @@ def load_part(store: Store, name: str, part: Part, weights: BaseWeights | None) 
     weight = weights.weight(name)
     if weight.flatten(1).shape != part.shape:
         raise UsageError(f"{part.file}: {name} has shape {part.shape}, in the base {tuple(weight.shape)}.")
+    if values.numel() != weight.shape[0 if (rows := by_row(role, tuple(values.shape), part.shape[0])) else 1]:
+        raise CorruptBlob(f"{part.file}: the magnitude of {name} has shape {tuple(values.shape)}.")
     dense = change.scale * (change.up.double() @ change.down.double())
-    whole = with_magnitude(dense, weight, values, by_row=by_row(role, tuple(values.shape), part.shape[0]))
+    whole = with_magnitude(dense, weight, values, by_row=rows)
     change, lost = LowRank.of(whole).truncated(part.rank)
     return LowRank(change.down.float(), change.up.float()), lost
 

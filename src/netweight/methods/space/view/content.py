@@ -152,6 +152,7 @@ class View:
     sliders: SliderSpace | None = None  # for points of all sliders together, which the page then hands over
     painted: str = ""  # why images of its sliders were painted ahead
     live: LivePipeline | None = None  # generates images of these points in the page; None if they are added up there
+    first: Images | None = None  # what a page shows until it generates: `(noises, height, width, 3)`
 
     def __post_init__(self) -> None:
         if not self.traversals:
@@ -171,6 +172,13 @@ class View:
         images = self.traversals[0].images if self.live is None else self.live.tensors["noise"]
         assert images is not None  # refused above
         return images.shape[-3], images.shape[-2]
+
+    @property
+    def large(self) -> tuple[int, int]:
+        """Height and width of the image of all sliders."""
+        height, width = self.size
+        larger = self.live.config.get("larger", 1) if self.live else 1
+        return height * larger, width * larger
 
     def _check_sizes(self) -> None:
         sizes = {each.name: each.images.shape[-3:-1] for each in self.traversals if each.images is not None}

@@ -229,25 +229,44 @@ function paint(number) {
     }
     for (let n = 0; n < size; n++) x[n] = keep * x[n] + more * found[n];
   }
+  return pixelsOf({ x, h, w });
+}
+
+function pixelsOf({ x, h, w }) {
   const pixels = new Uint8ClampedArray(h * w * 4).fill(255);
-  for (let n = 0; n < size; n++) pixels[4 * Math.floor(n / 3) + n % 3] = Math.round(255 * Math.min(1, Math.max(0, x[n] / 2 + .5)));
+  for (let n = 0; n < x.length; n++) pixels[4 * Math.floor(n / 3) + n % 3] = Math.round(255 * Math.min(1, Math.max(0, x[n] / 2 + .5)));
   return pixels;
 }
 
-/* What the reader measures in a picture. */
-function read(pixels) {
+/* Channels of a place become the pixels of its square. */
+function shuffled({ x, h, w, c }, side) {
+  const own = c / side ** 2, y = new Float32Array(x.length), wide = w * side;
+  for (let n = 0; n < x.length; n++) {
+    const place = Math.floor(n / c), channel = n % c, within = channel % side ** 2;
+    const row = Math.floor(place / w) * side + Math.floor(within / side), column = place % w * side + within % side;
+    y[(row * wide + column) * own + Math.floor(channel / side ** 2)] = x[n];
+  }
+  return { x: y, h: h * side, w: wide, c: own };
+}
+
+/* What a network makes of a picture. */
+function through(layers, pixels) {
   const [, h, w] = tensors.noise.shape;
   let map = { x: new Float32Array(h * w * 3).map((_, n) => pixels[4 * Math.floor(n / 3) + n % 3] / 127.5 - 1), h, w, c: 3 };
-  for (const [name, stride] of config.reader) {
+  for (const [name, side] of layers) {
     if (name === "silu") map.x = silu(map.x);
-    else map = stride ? conv(map, name, stride) : { x: linear(map.x, 1, name) };
+    else if (name === "shuffle") map = shuffled(map, side);
+    else map = side ? conv(map, name, side) : { x: linear(map.x, 1, name) };
   }
-  return [...map.x];
+  return map;
 }
+
+const read = pixels => [...through(config.reader, pixels).x];
+const enlarge = pixels => pixelsOf(through(config.enlarger, pixels));
 
 const CALLS = {
   open: parts => { ({ config } = parts); unpack(parts); },
-  become, paint, read,
+  become, paint, read, enlarge,
 };
 if (typeof onmessage !== "undefined" && typeof document === "undefined")
   onmessage = ({ data: [name, ...values] }) => postMessage(CALLS[name](...values));

@@ -78,7 +78,9 @@ def render_view(view: View) -> str:
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         engine=Markup(engine),  # our own file
         weights=blob,
-        noises=len(view.live.tensors["noise"]) if view.live else 1,
+        firsts=[_data_uri(face) for face in view.first]
+        if view.first is not None
+        else [""] * (len(view.live.tensors["noise"]) if view.live else 1),
         groups=groups,
         map=None if view.points is None else _map(view.points),
         samples=None if view.samples is None else _samples(view.samples, view.points),
