@@ -123,7 +123,7 @@ def folder_part() -> str:
     before = found["load"].values() if "load" in found else (found["load_average"], found["load_average_after"])
     load = max(values[0] for values in before)
     where = f"[{found['created'][:10]}](../benchmarks/results/{found['file']})"
-    return f"\nFolders, and 10,000 small tensors, at a load of {load:.0f} ({where}):\n\n" + table(
+    return f"\nFolders in memory, and 10,000 small tensors, at a load of {load:.0f} ({where}):\n\n" + table(
         ("what", "target", "measured", "rounds"), rows
     )
 
