@@ -80,7 +80,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def typed(kind: type[T], value: Any) -> T:
     """Return a dataclass of what a ledger gives back: lists are tuples again, mappings the dataclasses they were."""
-    made: T = _adapter(kind).validate_python(value)
+    made: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]  # mypy takes T for unhashable
     return made
 
 

@@ -161,11 +161,12 @@ class Weights:
         level: Any = info.level
         if info.base_digest is not None:
             return self.compress(name, dense.clone().to(stored.device))
-        chunks, fixed, rows = info.chunk_log2, name in self._fixed, self._chunks[name]
+        fixed, rows = name in self._fixed, self._chunks[name]
+        chunks: int | None = info.chunk_log2
         if device.wants_other_chunks(stored, level, chunks):
             chunks = None
         elif rows is not None and stored.is_cpu and level != "max" and dense.numel() > 1 << rows:
-            chunks = min(rows, chunks)  # files have larger ones, of which one token would have one decoded
+            chunks = min(rows, info.chunk_log2)  # files have larger ones, of which one token would have one decoded
         recut = chunks != info.chunk_log2
         if (fixed or recut) and not codec.is_lossy(blob):
             made = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=chunks, fixed=fixed)
