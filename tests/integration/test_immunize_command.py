@@ -94,7 +94,10 @@ def test_every_setting_of_repnoise_is_set_by_the_command_and_by_a_recipe_and_rec
 
 def test_settings_of_other_defenses_are_set_too_and_only_theirs(case, tmp_path):
     write(tmp_path / "few.jsonl", PAIRS[:4])
-    for defense, option, own in (("vaccine", "rho=3", {"rho": 3.0}), ("random-weights", "std=0.1", {"std": 0.1})):
+    for defense, option, own in (
+        ("vaccine", "rho=3", {"rho": 3.0, "share": 1.0}),
+        ("random-weights", "std=0.1", {"std": 0.1}),
+    ):
         more = ("--pairs", tmp_path / "few.jsonl", "--batch-size", "4", "--defense", defense, "--set", option)
         answer = call(case, tmp_path / defense, *more)
         assert answer.exit_code == 0, answer.output

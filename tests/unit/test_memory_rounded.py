@@ -52,8 +52,8 @@ def test_it_computes_what_the_rounded_model_computes(make, x, dtype):
 
 def test_weights_decoded_ahead_are_the_same():
     torch.manual_seed(4)
-    dense, model, _ = pair(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))))
-    x = torch.randn(3, 64).bfloat16()
+    dense, model, _ = pair(lambda: nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))))
+    x = torch.randn(3, 128).bfloat16()
     with torch.no_grad(), netweight.decode_ahead() as ahead:
         for _ in range(3):
             assert torch.equal(dense(x), model(x))

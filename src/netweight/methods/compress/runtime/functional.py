@@ -344,6 +344,12 @@ def _lately(decode: Callable[..., torch.Tensor], payload: torch.Tensor, shape: A
     return recent(payload.device).of(payload, lambda: decode(payload, shape, dtype), nbytes)
 
 
+def make_room(payload: torch.Tensor, nbytes: int) -> None:
+    """Let weights go that the backward pass at work has kept, before another is decoded that it will not keep."""
+    if _is_going_back(payload):
+        recent(payload.device).make_room(nbytes, payload.device)
+
+
 def borrow(payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
     """Borrow a weight that was decoded ahead of time on a device, in memory that layers share."""
     # For kernels only, which keep neither the weight nor a view of it. Autograd, compilers and tracers may keep it, and

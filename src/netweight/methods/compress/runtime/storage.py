@@ -274,14 +274,18 @@ class Recent:
             self._drop()
             self._pass = number
             torch.autograd.Variable._execution_engine.queue_callback(self._drop)
-        found, most = self.take(payload), _RECENT_BYTES.get(payload.device.type, 0)
-        while self._weights and self._nbytes + nbytes > most:
-            self._nbytes -= self._weights.popitem(last=False)[1][2].nbytes
+        found = self.take(payload)
+        self.make_room(nbytes, payload.device)
         if found is None:
             found = decode()
         self._weights[id(payload)] = payload, device.version_of(payload), found
         self._nbytes += found.nbytes
         return found
+
+    def make_room(self, nbytes: int, place: torch.device) -> None:
+        """Let the oldest weights go, so that another of so many bytes may be decoded."""
+        while self._weights and self._nbytes + nbytes > _RECENT_BYTES.get(place.type, 0):
+            self._nbytes -= self._weights.popitem(last=False)[1][2].nbytes
 
     def take(self, payload: torch.Tensor) -> torch.Tensor | None:
         """The weight, if it is here and the payload was not written since, for the caller to change."""

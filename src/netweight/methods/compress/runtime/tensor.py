@@ -8,6 +8,7 @@ it is read; a write through it reaches the weight.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn, final
@@ -262,6 +263,7 @@ def _whole(stored: CompressedStorage) -> torch.Tensor:
     if _traced() is not None:  # torch.jit.trace cannot record our operators: weights are constants
         weight = stored.dense()
     else:
+        functional.make_room(stored.payload, math.prod(stored.shape) * stored.dtype.itemsize)
         weight = (decode_fixed if stored.fixed else decode)(stored.payload, stored.shape, stored.dtype)
     return weight if stored.stride is None else torch.empty_like(_meta(stored), device=weight.device).copy_(weight)
 
