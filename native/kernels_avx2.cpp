@@ -210,14 +210,13 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
 // As `spread_any`; numbers of four and eight bytes go to their places whole.
 void spread_numbers(const u8* nibbles, const u8* rest, size_t count, int unit, const u8* value, u8* out) {
   if (unit < 4) return spread_any(nibbles, rest, count, unit, value, out);
-  constexpr u8 twice[16] = {0, 3, 12, 15, 48, 51, 60, 63, 192, 195, 204, 207, 240, 243, 252, 255};
   u64 common = 0;
   std::memcpy(&common, value, static_cast<size_t>(unit));
   const __m256i repeated = unit == 4 ? _mm256_set1_epi32(static_cast<int>(common)) : _mm256_set1_epi64x(static_cast<long long>(common));
   const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   const size_t at_once = 32 / static_cast<size_t>(unit);
   for (; count >= at_once; count -= at_once, nibbles += at_once / 4, out += 32) {
-    const u8 differs = unit == 8 ? twice[nibbles[0] >> 4] : static_cast<u8>(nibbles[0] >> 4 | (nibbles[1] & 0xf0));
+    const u8 differs = unit == 8 ? bytes_of_rest<2>(nibbles, 0) : bytes_of_rest<1>(nibbles, 0);  // of eight halves, or numbers
     const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(kExpandLanes.index[differs]));
     const __m256i mask = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(differs), bits), bits);
     store(out, select(mask, _mm256_permutevar8x32_epi32(load(rest), order), repeated));

@@ -270,9 +270,14 @@ def interval(values):
     """Mean and t-interval over trainings, as text; of fewer than three each one."""
     if len(values) < 3 or len(set(values)) == 1:
         values = values if len(set(values)) > 1 else values[:1]
-        return ", ".join(f"{value:.2g}" for value in values)
-    low, high = t_interval(values).ci95
-    return f"{statistics.mean(values):.2g} ({low:.2g} to {high:.2g})"
+        return ", ".join(map(two_digits, values))
+    low, high = map(two_digits, t_interval(values).ci95)
+    return f"{two_digits(statistics.mean(values))} ({low} to {high})"
+
+
+def two_digits(value):
+    """A number to two digits, without an exponent where it is large."""
+    return f"{float(f'{value:.2g}'):g}"
 
 
 def attack_cells(attack, backs):

@@ -107,17 +107,22 @@ class RandomWeightsDefense(Defense[RandomWeights]):
         yield
 
 
-@final
-class VaccineDefense(Defense[Vaccine]):
-    """Trains the harmless side, perturbed along its gradient."""
+class _OfBlocks(Defense[S]):
+    """Looks ahead by what it adds to the states of a decoder's blocks."""
 
-    name = "vaccine"
     looks_ahead = True
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         structure_of(model)  # refuses what is no decoder
         yield
+
+
+@final
+class VaccineDefense(_OfBlocks[Vaccine]):
+    """Trains the harmless side, perturbed along its gradient."""
+
+    name = "vaccine"
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         parts, group = structure_of(model), batch.group
@@ -161,16 +166,10 @@ def _slopes(model: nn.Module, shifts: Mapping[str, Tensor], loss: Callable[[], T
 
 
 @final
-class LatentAdversarialDefense(Defense[LatentAdversarial]):
+class LatentAdversarialDefense(_OfBlocks[LatentAdversarial]):
     """Trains to refuse, and not to answer, under what disturbs the prompt's states the most."""
 
     name = "latent-adversarial"
-    looks_ahead = True
-
-    @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        structure_of(model)  # refuses what is no decoder
-        yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         settings, group, prompts = self.settings, batch.group, batch.harmless
