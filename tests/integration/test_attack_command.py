@@ -34,7 +34,8 @@ def case(tmp_path, monkeypatch):
     """A folder with a user's model and what a client sent of one image, from weights other than the model's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "victim_model", raising=False)
+    monkeypatch.setitem(sys.modules, "victim_model", None)
+    del sys.modules["victim_model"]  # put back or unloaded again after the test
     (tmp_path / "victim_model.py").write_text(MODULE)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 30), nn.Sigmoid(), nn.Linear(30, 4))

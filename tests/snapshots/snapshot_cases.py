@@ -277,11 +277,19 @@ def inside(folder):
     before = Path.cwd()
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    forget_modules(folder)
     try:
         yield
     finally:
+        forget_modules(folder)
         sys.path.remove(str(folder))
         os.chdir(before)
+
+
+def forget_modules(folder):
+    """Unload modules that stand in the folder, and those of the same names from another test's folder."""
+    for module in folder.glob("*.py"):
+        sys.modules.pop(module.stem, None)
 
 
 def call(folder, words):
