@@ -117,6 +117,23 @@ def test_weights_and_norms_are_bounded_by_the_rounds_medians() -> None:
         Federation(server_noise=0.5)
 
 
+def test_nobody_is_named_where_noise_hides_all_directions() -> None:
+    generator = torch.Generator().manual_seed(3)
+    state = {"a": torch.zeros(100, 60), "b": torch.zeros(40)}
+    noisy = [
+        Update(client, 10, {n: torch.randn(v.shape, generator=generator) for n, v in state.items()})
+        for client in range(20)
+    ]
+    agreeing = [
+        dataclasses.replace(each, tensors={n: v + 0.5 for n, v in each.tensors.items()})
+        for each in noisy  # type: ignore[operator]
+    ]
+    agreeing[7] = dataclasses.replace(agreeing[7], tensors={n: v - 0.5 for n, v in noisy[7].tensors.items()})  # type: ignore[operator]
+    sent = dict.fromkeys(range(20), state)
+    assert not screen(sent, state, noisy, Federation(), round=1).suspects
+    assert set(screen(sent, state, agreeing, Federation(), round=1).suspects) == {7}
+
+
 def test_rules_that_compare_clients_need_one_message_for_all() -> None:
     method = PFedHN(steps=2, hidden=(6,), training=TRAINING)
     with pytest.raises(UsageError, match="median has nothing to compare"):
