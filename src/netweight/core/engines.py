@@ -31,7 +31,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar, cast, final
 
 from netweight.core.environment import usable_cores
@@ -106,10 +107,25 @@ def tell(value: Any) -> None:
         _pipe.send(_Told(value))
 
 
-def _work(pipe: Connection, threads: int) -> None:
+# What takes seconds to import, and starts no threads.
+_LARGE = ("torch", "transformers.models.llama.modeling_llama", "peft")
+
+
+def _context(imports: Sequence[str]) -> BaseContext:
+    """Workers are forks of a process that has imported large libraries once and done nothing else."""
+    if sys.platform != "linux":  # where libraries that are imported may not survive a fork, or there is none
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*(name for name in _LARGE if name in sys.modules), *imports])
+    return context
+
+
+def _work(pipe: Connection, threads: int, environment: dict[str, str]) -> None:
     """Serve runs in a worker process: receive a pickled `(fn, item)`, answer with an `Outcome`, until stopped."""
     global _pipe
     _pipe = pipe
+    os.environ.clear()
+    os.environ.update(environment)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its workers
     limit_threads(threads)
@@ -139,11 +155,11 @@ def attempt(task: bytes) -> Outcome:
 class _Worker:
     """One worker process and this side of its pipe."""
 
-    def __init__(self, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, threads: int, imports: Sequence[str]) -> None:
+        context = _context(imports)
         self.pipe, theirs = context.Pipe()
         # Not a daemon, because a run may need processes of its own (data loaders); hence the care at exit.
-        self.process: SpawnProcess = context.Process(target=_work, args=(theirs, threads))
+        self.process: BaseProcess = context.Process(target=_work, args=(theirs, threads, dict(os.environ)))  # type: ignore[attr-defined]
         self.process.start()
         atexit.register(self.stop)
         theirs.close()
@@ -176,11 +192,13 @@ class _Worker:
         return Outcome(None, f"The worker process {how} during this run.", time.perf_counter() - self.started)
 
     def stop(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process: at once if it is at work, else as a process ends that has nothing to do."""
         atexit.unregister(self.stop)
+        self.pipe.close()
+        if self.index is None:
+            self.process.join(5)
         self.process.terminate()
         self.process.join()
-        self.pipe.close()
 
 
 def local_processes(
@@ -190,18 +208,20 @@ def local_processes(
     *,
     workers: int | None = None,
     told: Callable[[int, Any], object] = lambda index, value: None,
+    imports: Sequence[str] = (),
 ) -> Iterator[tuple[int, Outcome]]:
     """Run items in worker processes on this machine: the default engine."""
     # A worker lives for many runs; one that dies (out of memory, a crash in native code) fails its run only and is
     # replaced. The machine's cores are shared out among the workers. To choose their number, pass
-    # `functools.partial(local_processes, workers=4)` as the engine. `told` takes what runs `tell`, as they do.
+    # `functools.partial(local_processes, workers=4)` as the engine. `told` takes what runs `tell`, as they do. Of
+    # `imports`, modules that runs need, those that are installed are imported once for all workers.
     if workers is not None and workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}.")
     cores = usable_cores()
     count = min(workers or cores, len(items))
     threads = max(1, cores // max(1, count))
     waiting = list(enumerate(sendable(fn, items)))[::-1]
-    pool = {worker.pipe: worker for worker in (_Worker(threads) for _ in range(count))}
+    pool = {worker.pipe: worker for worker in (_Worker(threads, imports) for _ in range(count))}
     try:
         for worker in pool.values():
             worker.give(*waiting.pop())
@@ -215,7 +235,7 @@ def local_processes(
                 worker.index = None
                 if outcome is None:
                     outcome = pool.pop(pipe).obituary()
-                    worker = _Worker(threads)
+                    worker = _Worker(threads, imports)
                     pool[worker.pipe] = worker
                 if waiting:
                     worker.give(*waiting.pop())

@@ -90,6 +90,13 @@ def run(
     return [entry for _, entries in ended for entry in entries]
 
 
+# What chapters import one after the other, and would each of those that run at once.
+_IMPORTED = (
+    "transformers.models.llama.modeling_llama", "transformers.models.clip.modeling_clip", "peft",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "sklearn.linear_model",
+)  # fmt: skip
+
+
 def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress: Progress) -> None:
     """Run chapters in processes that share the cores, begun in the recipe's order."""
     under_way: dict[int, str] = {}
@@ -105,7 +112,7 @@ def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress:
                 progress.note(f"{plan.parts[number].recipe.name}: {value}")
 
         work = partial(_tell_all, every=2.0 if progress.mode == "bar" else 30.0)
-        for number, outcome in local_processes(work, plan.parts, workers=jobs, told=told):
+        for number, outcome in local_processes(work, plan.parts, workers=jobs, told=told, imports=_IMPORTED):
             if isinstance(outcome.value, NetweightError):
                 raise outcome.value
             if outcome.error is not None:

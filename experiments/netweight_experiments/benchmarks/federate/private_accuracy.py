@@ -6,8 +6,8 @@
 20 clients of 600 + 600 images; the paper's network, or with `--network small` two layers on images of 14 pixels, which
 noise hurts less. Each client gives DP-SGD answers whose ε (opacus's RDP, Poisson sampling, an example of a
 client) holds for all rounds together; what it trains at home afterwards without noise never leaves it and costs no ε.
-Beside it training at home alone, for as many epochs, and FedAvg without noise. The search is made on another split and
-seed than the report. The file is written after every arm and keeps the arms that it has.
+Beside it training at home alone, for as many epochs in all, and FedAvg without noise, then at home, too. The search is
+made on another split and seed than the report. The file is written after every arm and keeps the arms that it has.
 """
 
 from functools import cache, partial
@@ -80,15 +80,17 @@ def private(epsilon, rounds, epochs, batch_size, lr, clip, *, seed, split, netwo
     return {"promise": str(promise), "federation": shared, "at home": at_home(task, run, seed + 1)}
 
 
-def alone(*, seed, split, network):
+def alone(epochs, *, seed, split, network):
     """Training at home from the first weights."""
     task = task_of(seed, split, network)
-    return curve(task, local_only(LocalTraining(epochs=1)), 2 * HOME, seed)[1]
+    return curve(task, local_only(LocalTraining(epochs=1)), epochs, seed)[1]
 
 
-def plain(rounds, *, seed, split, network):
-    """FedAvg without noise, two local epochs, for as many rounds."""
-    return curve(task_of(seed, split, network), fedavg(LocalTraining(epochs=2)), rounds, seed)[1]
+def plain(rounds, epochs, *, seed, split, network):
+    """FedAvg without noise, for as many rounds and epochs, then training at home."""
+    task = task_of(seed, split, network)
+    run, shared = curve(task, fedavg(LocalTraining(epochs=epochs)), rounds, seed)
+    return {"federation": shared, "at home": at_home(task, run, seed + 1)}
 
 
 def main(
@@ -110,7 +112,11 @@ def main(
             name += f", batch {size:g}, lr {lr:g}, clip {clip:g}"
             numbers = (epsilon, int(rounds), int(epochs), int(size), lr, clip)
             arms.append((f"{name}, {where}", partial(private, *numbers, **about)))
-        arms.append((f"local, {where}", partial(alone, **about)))
+        rounds, epochs = map(int, settings[0][:2])
+        arms.append(
+            (f"local, {rounds * epochs + HOME} epochs, {where}", partial(alone, rounds * epochs + HOME, **about))
+        )
         if not search:
-            arms.append((f"fedavg, {where}", partial(plain, int(settings[0][0]), **about)))
+            name = f"fedavg, {rounds} rounds of {epochs} epochs, {where}"
+            arms.append((name, partial(plain, rounds, epochs, **about)))
     yield from fill(output, "arms", arms)
