@@ -60,8 +60,13 @@ def _refuse(*arguments, **named):
     raise OSError("this process may reach no network")
 
 
+def _connect(self, address, *, connect=socket.socket.connect):
+    """Connect to another process of this machine, through its file, and to nothing else."""
+    return connect(self, address) if self.family == socket.AF_UNIX else _refuse()
+
+
 if __name__ == "__main__":
-    socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = _refuse
+    socket.socket.connect, socket.socket.connect_ex, socket.getaddrinfo = _connect, _refuse, _refuse
     shrink()
     from netweight.cli import main
 
