@@ -248,7 +248,7 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     made = {arm: named_defense(how)[0] if isinstance(how, str) else how for arm, how in ARMS.items()}
     about: dict[str, Any] = {"defense": {**DEFENSE_SETTINGS.to_json(), "rows": rows}, "attack": HOW}
-    about["arms"] = {arm: {**made[arm].to_json(), **TRAINED.get(arm, {})} for arm in arms}
+    about["arms"] = {arm: {**made[arm].to_json(), **TRAINED.get(arm, {})} for arm in ARMS}
     worlds, places = Worlds(options), folders or (None,)
     planned: list[Any] = [(one, "undefended", None, 0 if n else rounds) for n, one in enumerate(places)]
     models = [(folder, seed) for seed in SEEDS[:defense_seeds] for folder in places]

@@ -253,7 +253,7 @@ def _plan(
             goal,
             most=settings.max_steps or _SEARCH_STEPS,
             bounded=settings.max_steps is not None,
-            held=frozenset(settings.fixed) | {"batch_size", "check_every"},
+            held=frozenset(settings.fixed) | {"check_every"},
             folder=folder,
             engine=engine,
             progress=progress,

@@ -34,6 +34,7 @@ _RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # of Adam on all weights
 # How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
 _SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0}
 _PART_SCALE = 5.0
+_BATCHES = (16, 32, 64)  # rows per step; the rate goes with the square root
 
 
 @final
@@ -91,6 +92,7 @@ def neighbors(
 def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, Any]]:
     lr = settings.lr
     yield from ({"lr": lr * factor} for factor in (0.25, 0.5, 0.7, 1.4, 2.0, 4.0))
+    yield from ({"batch_size": size, "lr": lr * (size / settings.batch_size) ** 0.5} for size in _BATCHES)
     for name, scale in _SCALE.items():
         yield {"optimizer": name, "lr": lr * scale / _SCALE[settings.optimizer]}
     part = settings.lora_rank is not None or settings.trains != "all"
