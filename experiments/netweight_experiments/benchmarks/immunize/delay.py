@@ -40,6 +40,7 @@ from netweight.core.engines import in_process, local_processes
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
 from netweight.methods.immunize.settings import (
+    RMU,
     TAR,
     DefenseSettings,
     Distillation,
@@ -57,8 +58,10 @@ from netweight_experiments.benchmarks.script import write
 NO_ARMS = ("security-vectors", "random-weights")
 ARMS: dict[str, str | DefenseSettings] = {
     **{name: name for name in ImmunizeSettings.presets if name not in NO_ARMS},
+    # What papers chose for 7 billion weights does nothing to this few, or too much.
+    "rmu": RMU(alpha=10.0, block=3),
     "tar": TAR(attack_steps=8, attack_lr=1e-3),
-    "latent-adversarial": LatentAdversarial(search_steps=4),
+    "latent-adversarial": LatentAdversarial(bound=1.0, search_steps=4),
     "ascent, then refusals": "safety-training",
     "repnoise, no noise": RepNoise(beta=0.0),
     "bounded ascent": RepNoise(beta=0.0, lens_layers=0),
@@ -67,7 +70,7 @@ ARMS: dict[str, str | DefenseSettings] = {
 # What is not as of other arms: weights that are noise in part take more steps, at a larger rate; slow steps are fewer.
 TRAINED: dict[str, dict[str, Any]] = {
     **{name: {"lr": 3e-3, "epochs": 2} for name in ARMS if name.startswith("distillation")},
-    **{name: {"rows": DEFENSE_ROWS // 2} for name in ("tar", "latent-adversarial")},
+    **{name: {"rows": DEFENSE_ROWS // 2} for name in ("tar", "latent-adversarial", "self-destruction")},
     "ascent, then refusals": {"rows": 1440, "after": "gradient-ascent"},
 }
 # What attacks of a search have in common, for a table of the soonest of each kind; one may be of several.
