@@ -43,10 +43,8 @@ from netweight.methods.immunize.settings import (
     RMU,
     TAR,
     DefenseSettings,
-    Distillation,
     ImmunizeSettings,
     LatentAdversarial,
-    RepNoise,
     named_defense,
 )
 from netweight.metrics.intervals import t_interval
@@ -54,22 +52,18 @@ from netweight.toys.language import SmallWorld, answers
 from netweight.toys.language_subjects import DEFENSE_ROWS, DEFENSE_SETTINGS, WORLDS, defend_world, world_named
 from netweight_experiments.benchmarks.script import write
 
-# Neither is a defense to release: the one protects while it is at work, the other is a control.
-NO_ARMS = ("security-vectors", "random-weights")
 ARMS: dict[str, str | DefenseSettings] = {
-    **{name: name for name in ImmunizeSettings.presets if name not in NO_ARMS},
+    # One protects while it is at work, one is a control.
+    **{name: name for name in ImmunizeSettings.presets if name not in ("security-vectors", "random-weights")},
     # What papers chose for 7 billion weights does nothing to this few, or too much.
     "rmu": RMU(alpha=10.0, block=3),
     "tar": TAR(attack_steps=8, attack_lr=1e-3),
     "latent-adversarial": LatentAdversarial(bound=1.0, search_steps=4),
     "ascent, then refusals": "safety-training",
-    "repnoise, no noise": RepNoise(beta=0.0),
-    "bounded ascent": RepNoise(beta=0.0, lens_layers=0),
-    "distillation, half noise": Distillation(noise=0.5),
 }
 # What is not as of other arms: weights that are noise in part take more steps, at a larger rate; slow steps are fewer.
 TRAINED: dict[str, dict[str, Any]] = {
-    **{name: {"lr": 3e-3, "epochs": 2} for name in ARMS if name.startswith("distillation")},
+    "distillation": {"lr": 3e-3, "epochs": 2},
     **{name: {"rows": DEFENSE_ROWS // 2} for name in ("tar", "latent-adversarial", "self-destruction")},
     "ascent, then refusals": {"rows": 1440, "after": "gradient-ascent"},
 }
@@ -234,7 +228,7 @@ def main(
     *,
     world: Annotated[str, WORLDS] = "ciphers",
     folders: tuple[Path, ...] = (),
-    arms: Annotated[tuple[str, ...], ARMS] = tuple(ARMS)[:-3],
+    arms: Annotated[tuple[str, ...], ARMS] = tuple(ARMS),
     defense_seeds: Annotated[int, range(1, len(SEEDS) + 1)] = 5,
     attack_seeds: int = 3,
     searched: Annotated[int, "models of each defense that are searched"] = 1,

@@ -462,17 +462,23 @@ def _gradients(loss: Tensor, weights: Sequence[Tensor], group: ProcessGroup, *, 
     return list(found)
 
 
-@final
-class BoosterDefense(Defense[Booster]):
-    """Trains the harmless side, and lowers what a step down the harmful loss would gain."""
+class _MovesWeights(Defense[S]):
+    """Looks ahead by gradients at other weights."""
 
-    name = "booster"
     looks_ahead = True
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        structure_of(model)  # refuses what is no decoder
         _whole_alone(self, model)
         yield
+
+
+@final
+class BoosterDefense(_MovesWeights[Booster]):
+    """Trains the harmless side, and lowers what a step down the harmful loss would gain."""
+
+    name = "booster"
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         yield self.kept(model, batch.harmless, batch.group, "retain")
@@ -537,19 +543,13 @@ class TARDefense(_WithOriginal[TAR]):
 
 
 @final
-class SelfDestructionDefense(Defense[SelfDestruction]):
+class SelfDestructionDefense(_MovesWeights[SelfDestruction]):
     """Trains the harmless side, ascends on the harmful one, and turns its gradient against that of what is kept."""
 
     ascent = RepNoise(beta=0.0)  # at every depth, through the unembedding
 
     name = "self-destruction"
-    looks_ahead = needs_kept = True
-
-    @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        structure_of(model)  # refuses what is no decoder
-        _whole_alone(self, model)
-        yield
+    needs_kept = True
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         self._harmful = batch.harmful
