@@ -109,8 +109,8 @@ class RandomWeightsDefense(Defense[RandomWeights]):
         yield
 
 
-class _OfBlocks(Defense[S]):
-    """Looks ahead by what it adds to the states of a decoder's blocks."""
+class _LooksAhead(Defense[S]):
+    """Takes gradients of a decoder as it computes the loss."""
 
     looks_ahead = True
 
@@ -121,7 +121,7 @@ class _OfBlocks(Defense[S]):
 
 
 @final
-class VaccineDefense(_OfBlocks[Vaccine]):
+class VaccineDefense(_LooksAhead[Vaccine]):
     """Trains the harmless side, perturbed along its gradient."""
 
     name = "vaccine"
@@ -168,7 +168,7 @@ def _slopes(model: nn.Module, shifts: Mapping[str, Tensor], loss: Callable[[], T
 
 
 @final
-class LatentAdversarialDefense(_OfBlocks[LatentAdversarial]):
+class LatentAdversarialDefense(_LooksAhead[LatentAdversarial]):
     """Trains to refuse, and not to answer, under what disturbs the prompt's states the most."""
 
     name = "latent-adversarial"
@@ -462,16 +462,14 @@ def _gradients(loss: Tensor, weights: Sequence[Tensor], group: ProcessGroup, *, 
     return list(found)
 
 
-class _MovesWeights(Defense[S]):
+class _MovesWeights(_LooksAhead[S]):
     """Looks ahead by gradients at other weights."""
-
-    looks_ahead = True
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        structure_of(model)  # refuses what is no decoder
         _whole_alone(self, model)
-        yield
+        with super().prepared(model, seed=seed):
+            yield
 
 
 @final
