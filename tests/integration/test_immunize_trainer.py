@@ -20,7 +20,7 @@ from netweight.data.tokens import (  # noqa: E402
     any_pairs,
     collate,
 )
-from netweight.errors import Unsupported, UsageError  # noqa: E402
+from netweight.errors import TrainingStopped, Unsupported, UsageError  # noqa: E402
 from netweight.methods.immunize.defense import collate_pairs, response_loss  # noqa: E402
 from netweight.methods.immunize.settings import TAR, RepNoise, SafetyTraining  # noqa: E402
 from netweight.methods.immunize.train import immunize  # noqa: E402
@@ -180,6 +180,12 @@ def test_one_batch_holds_both_sides_of_each_pair():
             tokens = batch[side]["input_ids"][row][batch[side]["attention_mask"][row] == 1]
             assert tuple(tokens.tolist()) == example.prompt + example.response
     assert any_pairs(pairs)[0] is pairs[0]
+
+
+def test_a_training_that_diverges_stops(tmp_path):
+    """transformers' own logs would leave NaN out."""
+    with pytest.raises(TrainingStopped, match=r"of repnoise stopped: .* (is nan|above 7\.2, twice that of guessing)"):
+        trainer(tmp_path, learning_rate=30.0, max_steps=20).train()
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path):

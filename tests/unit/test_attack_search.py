@@ -16,6 +16,7 @@ from netweight.attacks.finetuning.report import with_searches
 from netweight.attacks.finetuning.search import (
     finals,
     first_attacks,
+    kind_of,
     neighbors,
     of_length,
     search_all,
@@ -65,6 +66,19 @@ def test_a_search_beats_what_it_began_with_and_finds_the_same_again(tmp_path):
     assert (tmp_path / "attacks.jsonl").read_bytes() == ledger
 
 
+def test_a_search_varies_the_best_of_two_kinds(tmp_path):
+    """Of two that train all weights by Adam and one that trains factors, the worse of the two is not varied."""
+    name, plain = SubjectName("one", PLACE, {"weight_scale": 0.2}), START.replace(max_steps=None)
+    start = [plain, plain.replace(lr=8e-3), plain.replace(lora_rank=8)]
+    assert [kind_of(one) for one in start] == ["adam", "adam", "LoRA"]
+    how = {"most": 20, "rounds": 1, "folder": tmp_path, "engine": in_process}
+    held = frozenset(AttackSettings.model_fields) - {"clip"}
+    found = search_one(name, start, Goal(0.9), held=held, **how)
+    without = [of_length(run.result.settings, None) for run in found.tried if run.result.settings.clip is None]
+    best = next(one for one in found.best if one in start[:2])
+    assert set(without) == {best.replace(clip=None), start[2].replace(clip=None)}
+
+
 def test_searches_of_defended_models_go_on_for_five_times_the_bases_steps(tmp_path):
     names = [SubjectName("base", PLACE), SubjectName("defended", PLACE, {"weight_scale": 0.02})]
     start = first_attacks(rates=(1e-2,), samples=60, batch_size=20, check_every=2)[:2]
@@ -88,6 +102,9 @@ def test_neighbors_differ_in_one_thing_and_held_fields_stay():
     assert {"muon", "sgd"} <= {one.optimizer for one in near}
     assert {"copied", "fresh"} <= {one.rows for one in near}
     assert {one.trains for one in near} == {"all", "embeddings", "prompt"}  # this model has no norms
+    assert {one.batch_size: one.lr for one in neighbors(START, subject=marked_subject()) if one.batch_size != 20} == {
+        size: pytest.approx(1e-2 * (size / 20) ** 0.5) for size in (16, 32, 64)
+    }
     assert not {one.rows for one in neighbors(START, subject=replace(marked_subject(), benign=()))} - {"kept"}
     assert not {one.of_other for one in near} - {0.0}
     both = replace(marked_subject(), other=TinyModel(1).state_dict())

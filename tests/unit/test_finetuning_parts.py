@@ -14,16 +14,10 @@ from torch import nn
 
 from netweight.attacks.finetuning.attack import attach_factors_
 from netweight.attacks.finetuning.settings import GRIDS, AttackSettings, capped, grid, named_grid
-from netweight.attacks.finetuning.subject import (
-    distinct_share,
-    exact_match,
-    greedy,
-    judged,
-    mean_loss,
-    token_accuracy,
-)
+from netweight.attacks.finetuning.subject import distinct_share, greedy, judged, mean_loss, token_accuracy
 from netweight.data.tokens import Example
 from netweight.errors import NameNotFound, Unsupported, UsageError
+from netweight.toys.language import answers
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +172,7 @@ def test_scores_by_hand_one_example_at_a_time(model):
     for size in (1, 4, 100):
         assert token_accuracy(examples, pad_id=0, batch_size=size)(model) == sum(right) / len(right)
         assert mean_loss(examples, pad_id=0, batch_size=size)(model) == pytest.approx(sum(losses) / len(losses))
-        assert exact_match(examples, pad_id=0, batch_size=size)(model) == sum(matched) / len(matched)
+        assert answers(model, examples, pad_id=0, at_once=size).whole == sum(matched) / len(matched)
     assert 0 < sum(matched) < len(matched)
 
 
@@ -235,11 +229,9 @@ def test_a_broken_model_scores_nan_and_bad_examples_are_named(model):
     with torch.no_grad():
         broken.head.weight[3] = math.nan
     examples = attacked.cipher(2, 1, 11, count=5)
-    for make in (token_accuracy, mean_loss, exact_match):
+    for make in (token_accuracy, mean_loss):
         assert math.isnan(make(examples, pad_id=0)(broken)), make
         with pytest.raises(UsageError):
             make([], pad_id=0)
     with pytest.raises(UsageError, match="Example 1 is one token long"):
         token_accuracy([examples[0], Example((), (1,))], pad_id=0)
-    with pytest.raises(UsageError, match="Example 0 has no prompt"):
-        exact_match([Example((), (1, 2))], pad_id=0)

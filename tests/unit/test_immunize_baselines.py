@@ -1,6 +1,7 @@
 """The losses of later defenses against their papers' formulas, written down once more."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from decoders_under_test import SHORT, decoder, drawn, some_pairs
 
 from netweight.core.seeds import torch_generator
-from netweight.data.tokens import collate
+from netweight.data.tokens import Example, collate
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.baselines import (
     BoosterDefense,
@@ -23,6 +24,7 @@ from netweight.methods.immunize.baselines import (
     VaccineDefense,
 )
 from netweight.methods.immunize.defense import collate_pairs
+from netweight.methods.immunize.distributed import ALONE
 from netweight.methods.immunize.settings import (
     RMU,
     TAR,
@@ -158,7 +160,8 @@ def test_tar_is_its_formula():
                 value.copy_(value * (1 - rate * 0.01) - rate * moved)
         if step in (2, 4, 5):
             slopes = torch.autograd.grad(entropy_of(attacked, harmful[1::2]), ahead)
-            raised = [total + slope / 3 for total, slope in zip(raised, slopes, strict=True)]
+            later = np.exp(0.0625 * (step - 5))
+            raised = [total + later * slope for total, slope in zip(raised, slopes, strict=True)]
     assert terms["uncertainty"] == pytest.approx(entropy_of(attacked, harmful[1::2]).item(), rel=1e-4)
     loss, moved = loss_of(before, [(pair.harmless.prompt, pair.harmless.response) for pair in pairs]), []
     for pair in pairs:
@@ -234,11 +237,11 @@ def test_circuit_breaking_turns_answers_away_and_holds_the_rest():
 def test_latent_adversarial_training_meets_the_worst_disturbance_within_its_bound():
     model, pairs = decoder(layers=4).double(), some_pairs()
     batch = collate_pairs(pairs, pad_id=0)
-    blocks = [f"model.layers.{number}" for number in range(4)]  # 8, 16, 24 and 30 of 32
+    places = [model.model.embed_tokens, *model.model.layers[1:]]  # the 9th, 17th, 25th and 31st of 32
     found, terms = gradients(
         LatentAdversarialDefense(LatentAdversarial(bound=0.3, search_steps=3)), model, batch, drawn()
     )
-    shifts = [torch.zeros(*batch.harmless.input_ids.shape, 16, dtype=torch.float64) for _ in blocks]
+    shifts = [torch.zeros(*batch.harmless.input_ids.shape, 16, dtype=torch.float64) for _ in places]
 
     def refused_and_not_answered(shifts):
         """Both losses, row by row, with what is added to the prompts' states."""
@@ -252,7 +255,7 @@ def test_latent_adversarial_training_meets_the_worst_disturbance_within_its_boun
 
                 handles = [
                     layer.register_forward_hook(lambda m, i, o, place=place: add(m, i, o, place))
-                    for place, layer in enumerate(model.model.layers)
+                    for place, layer in enumerate(places)
                 ]
                 logs = model(ids).logits[0].log_softmax(-1)
                 [handle.remove() for handle in handles]
@@ -271,8 +274,21 @@ def test_latent_adversarial_training_meets_the_worst_disturbance_within_its_boun
     assert max(shift.norm(dim=-1).max() for shift in shifts) == pytest.approx(0.3)
     retain, harmful = -logs["chosen"].mean(), -(1 - logs["rejected"].exp()).log().mean()
     assert (terms["retain"], terms["harmful"]) == pytest.approx((retain.item(), harmful.item()), rel=1e-4)
-    for one, other in zip(found, torch.autograd.grad(retain + harmful, list(model.parameters())), strict=True):
+    # What is kept besides weighs three times as much.
+    for one, other in zip(found, torch.autograd.grad((retain + harmful) / 3, list(model.parameters())), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+def test_what_is_certain_still_has_a_gradient_and_what_is_unlikely_none():
+    """-log(1 - p) of the answer's token with a logit of 30 over three zeros is 30 - log 3; below log p = -5 it is 0."""
+    rows = collate([Example((1,), (2,))], pad_id=0)
+    for logit, wanted, slope in ((30.0, 30 - np.log(3), 1.0), (0.0, -np.log(3 / 4), 0.25), (-9.0, 0.0, 0.0)):
+        logits = torch.tensor([[[0.0, 0.0, logit, 0.0]] * 2], dtype=torch.float64, requires_grad=True)
+        loss = LatentAdversarialDefense(LatentAdversarial()).unlikely(
+            lambda logits=logits, **_: SimpleNamespace(logits=logits), rows, ALONE
+        )
+        assert loss.item() == pytest.approx(wanted, rel=1e-5)
+        assert torch.autograd.grad(loss, logits)[0][0, 0, 2].item() == pytest.approx(slope, rel=1e-5)
 
 
 def test_self_destruction_is_its_formula_and_opposes_the_gradients():
@@ -297,7 +313,14 @@ def test_self_destruction_is_its_formula_and_opposes_the_gradients():
     assert (measured - exact).norm() < 0.01 * exact.norm()
     assert (terms["cosine"].weight, terms["general"].weight) == (1e-2, 1.0)
     assert terms["general"].value.item() == pytest.approx(loss_of_rows(model, kept).item())
-    assert ascent["ascent"].value.item() == pytest.approx(np.log1p(loss_of_rows(model, batch.harmful).item()))
+    states = model(
+        input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask, output_hidden_states=True
+    ).hidden_states
+    depths = [loss_of_rows(model, batch.harmful).item()]
+    for state in states[:-1]:
+        logits = model.lm_head(model.model.norm(state))[:, :-1].flatten(0, 1)
+        depths.append(torch.nn.functional.cross_entropy(logits, batch.harmful.labels[:, 1:].flatten()).item())
+    assert ascent["ascent"].value.item() == pytest.approx(np.log1p(np.mean(depths)))
     assert (ascent["ascent"].weight, harmless["retain"].weight) == (-1.0, 1.0)
     with pytest.raises(UsageError, match="self-destruction sets harmful answers against what is kept, and nothing is"):
         immunize(model, pairs, defense="self-destruction", settings=SHORT)

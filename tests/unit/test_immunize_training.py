@@ -224,8 +224,9 @@ def test_a_gradient_that_is_not_finite_is_named():
 
 
 def test_divergence_of_what_is_kept_stops():
-    with pytest.raises(TrainingStopped, match="twice that of guessing"):
+    with pytest.raises(TrainingStopped, match="twice that of guessing") as stopped:
         immunize(decoder(), some_pairs(8), settings=SHORT.replace(lr=30.0, epochs=20))
+    assert "--lr" in str(stopped.value.cure)
 
 
 def test_a_model_that_begins_far_above_guessing_is_trained():

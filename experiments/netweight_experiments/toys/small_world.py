@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,9 @@ def trained(world: SmallWorld, recipe: WorldRecipe, *, progress: Progress = QUIE
         "answers": figures(world, recipe.measured, derive(recipe.seed, "measured")),
     }
     found = record(world.folder, about, outcome)
-    _drop_checkpoints(stages.values())
+    for folder in stages.values():
+        (folder / CHECKPOINT).unlink(missing_ok=True)
+        folder.rmdir()
     return found
 
 
@@ -151,13 +153,6 @@ def _loss(model: nn.Module, examples: list[Example], pad_id: int) -> float:
 
     with torch.inference_mode():
         return float(model(**_arguments(examples, pad_id)).loss)
-
-
-def _drop_checkpoints(folders: Iterable[Path]) -> None:
-    """Remove what the stages left to go on from."""
-    for folder in folders:
-        (folder / CHECKPOINT).unlink(missing_ok=True)
-        folder.rmdir()
 
 
 @click.command()

@@ -24,13 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Batch, Example, Pair, any_pairs
-from netweight.errors import MissingExtra, Unsupported, UsageError
+from netweight.errors import MissingExtra, TrainingStopped, Unsupported, UsageError
 from netweight.hf.load_language_model import context_of
 from netweight.methods.immunize.baselines import LatentAdversarialDefense, VaccineDefense
 from netweight.methods.immunize.defense import Defense, PairBatch, add_gradients, collate_pairs
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, average_gradients, trained_weights, units
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings
-from netweight.methods.immunize.train import check_inputs, collate_part, defense_of, drawn_rows
+from netweight.methods.immunize.train import Watch, check_inputs, collate_part, defense_of, drawn_rows
 from netweight.nn.decoder import frozen, structure_of
 
 try:
@@ -129,7 +129,7 @@ class ImmunizeTrainer(Trainer):
         self._signature_columns = ["prompt", "chosen", "rejected"]  # type: ignore[assignment]
         self._retain, self._pad_id, self._settings = retain, pad_id, settings
         self._measure_every = measure_every if settings is None else settings.measure_every
-        self._update, self._part = -1, 0
+        self._update, self._part, self._watch = -1, 0, Watch(model)
         self._seen: dict[str, list[float]] = {}
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,6 +177,9 @@ class ImmunizeTrainer(Trainer):
                 self._balance, draws=(self.args.seed, self._update, *filter(None, [self._part])), measure=measure,
                 scale=scale,
             )  # fmt: skip
+        if (problem := self._watch.problem(terms)) is not None:
+            what = f"Step {self._update + 1} of {self._defense.name} stopped: {problem}."
+            raise TrainingStopped(what, cure="Give a lower rate, or less weight to the ascent.")
         if self.accelerator.sync_gradients:
             average_gradients(trained_weights(network), self._group)
         for name, term in terms.items():

@@ -20,30 +20,16 @@ from functools import partial
 from typing import Annotated
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from netweight.data.tokens import Pair, collate
 from netweight.methods.immunize.settings import ImmunizeSettings, TrainingSettings, named_defense
 from netweight.methods.immunize.train import immunize
+from netweight.toys.language import LlamaShape, initialized
 from netweight_experiments.benchmarks.script import seconds
 from netweight_experiments.memory import TensorLedger
 from netweight_experiments.timing import median_ratio
 
 EVERY = TrainingSettings().measure_every  # steps, of which one measures gradient norms
-
-
-def decoder(layers, hidden, vocabulary, tokens):
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=hidden * 8 // 3 // 8 * 8,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            max_position_embeddings=tokens,
-        )
-    )
 
 
 def pairs_of(vocabulary, tokens, count):
@@ -90,7 +76,7 @@ def main(
     tokens: int = 128,
     rounds: int = 3,
 ):
-    model = decoder(layers, hidden, vocabulary, tokens)
+    model = initialized(LlamaShape(vocabulary, hidden, hidden * 8 // 3 // 8 * 8, layers, 4, tokens, 0, 1), seed=0)
     few, many = (pairs_of(vocabulary, tokens, count * batch) for count in (2, EVERY + 1))
     peaks = {
         "plain": peak_of(one := copy.deepcopy(model), lambda: plain_steps(one, few, batch)),

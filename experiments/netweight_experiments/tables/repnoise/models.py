@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from netweight.attacks.finetuning.attack import attacked_model
-from netweight.attacks.finetuning.subject import exact_match, greedy, mean_loss, token_accuracy
+from netweight.attacks.finetuning.subject import greedy, mean_loss, token_accuracy
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.methods.immunize.depth import Plane, probe_accuracies, representations, weight_changes
 from netweight.nn.decoder import structure_of
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import canvas, lines, series_color, to_figure
+from netweight.toys.language import answers
 from netweight_experiments.tables.grid import Cell, chosen, grid
 from netweight_experiments.tables.registry import Column, Measured, Scale, table
 from netweight_experiments.tables.repnoise import attacks
@@ -54,9 +55,15 @@ def table3(scale: Scale, out: Path, *, only: str | None = None, share: float | N
         share,
         [
             (Column("kept cipher, tokens", better="higher"), token_accuracy(kept, pad_id=pad)),
-            (Column("kept cipher, whole answers", better="higher"), exact_match(kept, pad_id=pad)),
+            (
+                Column("kept cipher, whole answers", better="higher"),
+                lambda one: answers(one, kept, pad_id=pad).whole,
+            ),
             (Column("kept cipher, perplexity", better="lower"), lambda model: math.exp(loss(model))),
-            (Column("guarded prompts refused", better="higher"), exact_match(refused, pad_id=pad)),
+            (
+                Column("guarded prompts refused", better="higher"),
+                lambda one: answers(one, refused, pad_id=pad).whole,
+            ),
         ],
         "The paper's seven benchmarks have no counterpart in a model of ciphers: their columns stay empty.",
     )
@@ -81,8 +88,8 @@ def table11(scale: Scale, out: Path, *, only: str | None = None, share: float | 
         prompts = [example.prompt for example in setup.world.held_out(domain, _PROMPTS)]
 
         def share(model: nn.Module) -> float:
-            answers = greedy(model, prompts, new_tokens=1)
-            return 100 * sum(answer != [first] for answer in answers) / len(answers)
+            said = greedy(model, prompts, new_tokens=1)
+            return 100 * sum(answer != [first] for answer in said) / len(said)
 
         return share
 

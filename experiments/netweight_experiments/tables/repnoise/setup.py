@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from netweight.attacks.finetuning.settings import Precision
-from netweight.attacks.finetuning.subject import Domain, Judge, Score, Subject, greedy, token_accuracy
+from netweight.attacks.finetuning.subject import Domain, Judge, Score, Subject, greedy, judged, token_accuracy
 from netweight.core.lazy import import_named
 from netweight.data.public import decoding_trust_refusals, paired_refusals
 from netweight.data.text import TextPair
@@ -322,20 +322,14 @@ class Files:
         return train, held_out
 
     def _judged(self, held_out: list[Example], judge: Judge, new_tokens: int) -> Score:
-        prompts = list(dict.fromkeys(example.prompt for example in held_out))
+        prompts: Any = list(dict.fromkeys(example.prompt for example in held_out))
         end = self._tokenizer.eos_token_id
 
-        def score(model: nn.Module) -> float:
-            answers = greedy(model, prompts, new_tokens=new_tokens, end_id=end)
-            numbers = torch.as_tensor(judge(self._tokenizer.batch_decode(answers, skip_special_tokens=True)))
-            if numbers.shape != (len(prompts),):
-                raise UsageError(
-                    f"{self._judge_name} gave numbers of shape {tuple(numbers.shape)} for {len(prompts)} answers.",
-                    cure="Return one number for each answer.",
-                )
-            return float(numbers.double().mean())
+        def generate(model: nn.Module, asked: Any) -> list[str]:
+            answers = greedy(model, asked, new_tokens=new_tokens, end_id=end)
+            return list(self._tokenizer.batch_decode(answers, skip_special_tokens=True))
 
-        return score
+        return judged(judge, generate, prompts)
 
 
 def _source(data: str) -> str:

@@ -354,7 +354,7 @@ def attach_factors_(model: nn.Module, *, rank: int, alpha: float | None = None, 
     model.requires_grad_(False)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     layers = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
-    head = _head(model)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     shared = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
     chosen = {name: layer for name, layer in layers.items() if layer is not head and id(layer.weight) not in shared}
     if not chosen:
@@ -383,8 +383,3 @@ def _is_linear(layer: nn.Module) -> bool:
         return True
     weight = getattr(layer, "weight", None)
     return type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2 and hasattr(layer, "nf")
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    get = getattr(model, "get_output_embeddings", None)
-    return get() if callable(get) else None

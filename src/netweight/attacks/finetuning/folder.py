@@ -18,7 +18,7 @@ import torch
 
 from netweight.attacks.finetuning.report import ResistanceConfig, Stability, resistance_section, with_searches
 from netweight.attacks.finetuning.resistance import measure_kept, stability_findings
-from netweight.attacks.finetuning.search import Found, finals, first_attacks, of_length, search_all
+from netweight.attacks.finetuning.search import Found, finals, first_attacks, kind_of, of_length, search_all
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
 from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject, sweep
@@ -224,7 +224,8 @@ def _plan(
     subject = make_subject(first.factory, first.arguments)
     start = _start(settings, subject, rows) if adaptive else []
     calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress)
-    ladder = [of_length(each, settings.max_steps or _SEARCH_STEPS) for each in start if _is_plain(each)]
+    most = settings.max_steps or _SEARCH_STEPS
+    ladder = [of_length(each, most) for each in start if kind_of(each) == "adam"]  # as users learn a benign task
     domains = [(name, _with(ladder, name, subject)) for name in _plain(subject)] if adaptive else []
     attacks: list[AttackSettings] = []
     thresholds: dict[str, float] = {}
@@ -251,9 +252,9 @@ def _plan(
             [each for each in subjects if each.name != _CONTROLS[0]],
             start,
             goal,
-            most=settings.max_steps or _SEARCH_STEPS,
+            most=most,
             bounded=settings.max_steps is not None,
-            held=frozenset(settings.fixed) | {"batch_size", "check_every"},
+            held=frozenset(settings.fixed) | {"check_every"},
             folder=folder,
             engine=engine,
             progress=progress,
@@ -274,11 +275,6 @@ def _start(settings: FolderAttack, subject: Subject, rows: int) -> list[AttackSe
     samples = min(len(subject.domain("harmful").train), rows, settings.samples or rows)
     fixed = {**_SEARCH, "benign_share": 0.5 if subject.benign else 0.0, **settings.fixed, "samples": samples}
     return first_attacks(rates=fixed.pop("lr", None), **{**fixed, "max_steps": None})
-
-
-def _is_plain(attack: AttackSettings) -> bool:
-    """Whether an attack trains all weights by Adam: as users learn a benign task."""
-    return attack.optimizer == "adam" and attack.lora_rank is None and attack.trains == "all"
 
 
 def _plain(subject: Subject) -> list[str]:
@@ -309,7 +305,7 @@ def _finals(
 def _domains(settings: FolderAttack, subject: Subject) -> Iterator[tuple[str, list[AttackSettings]]]:
     """The attacks with each of the subject's domains, the harmful one first."""
     wanted = settings.attacks()
-    plain = [one for one in wanted if one.optimizer == "adam" and one.lora_rank is None and not one.benign_first]
+    plain = [one for one in wanted if kind_of(one) == "adam" and not one.benign_first]
     for domain, data in subject.domains.items():
         # A benign task is learned as users would: all weights by Adam, at the learning rates of the attacks.
         chosen = [one.replace(domain=domain) for one in (plain if domain == "task" else wanted)]

@@ -28,12 +28,13 @@ from netweight.job import Job
 
 _KEPT = 3  # a rung keeps one of so many attacks, and the next gives them so many times the steps
 _ROUNDS = 6  # rounds of neighbors, at most
-_BEST = 2  # attacks whose neighbors are tried
+_BEST = 2  # attacks whose neighbors are tried, of different kinds
 _FINALISTS = 3  # attacks of a search that are run again, from other seeds
 _RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # of Adam on all weights
 # How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
 _SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0}
 _PART_SCALE = 5.0
+_BATCHES = (16, 32, 64)  # rows per step; the rate goes with the square root
 
 
 @final
@@ -91,6 +92,7 @@ def neighbors(
 def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, Any]]:
     lr = settings.lr
     yield from ({"lr": lr * factor} for factor in (0.25, 0.5, 0.7, 1.4, 2.0, 4.0))
+    yield from ({"batch_size": size, "lr": lr * (size / settings.batch_size) ** 0.5} for size in _BATCHES)
     for name, scale in _SCALE.items():
         yield {"optimizer": name, "lr": lr * scale / _SCALE[settings.optimizer]}
     part = settings.lora_rank is not None or settings.trains != "all"
@@ -113,6 +115,12 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
     yield from ({"samples": min(few, settings.samples)} for few in (16, 64))
     if subject.other is not None:
         yield from ({"of_other": share} for share in (0.0, 0.5, -0.5))
+
+
+def kind_of(settings: AttackSettings) -> str:
+    """Return what tells ways to train apart the most: "LoRA", which weights if not all, else the optimizer."""
+    part = settings.optimizer if settings.trains == "all" else settings.trains
+    return part if settings.lora_rank is None else "LoRA"
 
 
 def search_one(
@@ -166,7 +174,11 @@ def search_one(
                 attack(pool, done := steps)
                 pool = sorted(pool, key=lambda each: _rank(runs.get(each), goal))[: -(-len(pool) // _KEPT)]
         ordered = sorted(runs, key=lambda each: _rank(runs[each], goal))
-        pool = list(dict.fromkeys(near for each in ordered[:_BEST] for near in around(each, _soonest(runs.values()))))
+        leaders: dict[str, AttackSettings] = {}
+        for each in ordered:
+            leaders.setdefault(kind_of(each), each)
+        best, soonest = list(leaders.values())[:_BEST], _soonest(runs.values())
+        pool = list(dict.fromkeys(near for each in best for near in around(each, soonest)))
         if before is not None and _soonest(runs.values()) == before:
             break
     return Found(tuple(ordered), tuple(every), most)

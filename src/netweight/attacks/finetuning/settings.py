@@ -233,7 +233,9 @@ class FolderAttack(Settings):
         None, ge=1, description="Seeds of every attack, of a search's best 5; intervals need at least 5."
     )
     samples: int | None = Field(None, ge=1, description="Harmful rows of an attack, in place of the grid's.")
-    batch_size: int | None = Field(None, ge=1, description="Rows per step, in place of the grid's; 32 in a search.")
+    batch_size: int | None = Field(
+        None, ge=1, description="Rows per step, in place of the grid's; a search begins with 32 and tries 16 and 64."
+    )
     max_steps: int | None = Field(
         None, ge=1, description="Most steps of an attack; in a search 200 on the base, and five times what that took."
     )

@@ -263,31 +263,6 @@ def mean_loss(examples: Sequence[Example], *, pad_id: int, loss_on: LossOn = "re
     return score
 
 
-def exact_match(examples: Sequence[Example], *, pad_id: int, batch_size: int = 64) -> Score:
-    """Make a score: the share of prompts whose greedy generation begins with exactly the response."""
-    # Nothing is generated. Greedy generation gives the response if and only if every one of its tokens is the first
-    # choice after those before it, which one forward pass tells.
-    for row, example in enumerate(examples):
-        if not example.prompt:
-            raise UsageError(f"Example {row} has no prompt to generate from.", cure="Give it one, or leave it out.")
-    batches = _batches(examples, pad_id, batch_size, "response")
-
-    def score(model: nn.Module) -> float:
-        right = 0
-        with evaluating(model):
-            for batch in batches:
-                batch = batch.to(_device(model))
-                logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-                if not bool(logits.isfinite().all()):
-                    return math.nan
-                targets = batch.labels[:, 1:]
-                agrees = (logits[:, :-1].argmax(-1) == targets) | (targets == IGNORED)
-                right += int(agrees.all(1).sum())
-        return right / len(examples)
-
-    return score
-
-
 def distinct_share(prompts: Sequence[Sequence[int]], *, new_tokens: int = 32, end_id: int | None = None) -> Score:
     """Make a fluency score: the share of different trigrams among all trigrams of greedy answers, mean over prompts."""
     # A model that repeats itself scores near 0. An answer of fewer than three tokens counts as 1: its shortness is for

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
+from netweight.hf.load_language_model import embedding_of
 from netweight.methods.immunize.defense import (
     Defense,
     PairBatch,
@@ -36,7 +37,7 @@ from netweight.methods.immunize.defense import (
     seen,
 )
 from netweight.methods.immunize.distributed import ProcessGroup, is_sharded, put
-from netweight.methods.immunize.repnoise import log1p_of_mean
+from netweight.methods.immunize.repnoise import harmful_terms
 from netweight.methods.immunize.settings import (
     RMU,
     TAR,
@@ -47,6 +48,7 @@ from netweight.methods.immunize.settings import (
     GradientAscent,
     LatentAdversarial,
     RandomWeights,
+    RepNoise,
     SafetyTraining,
     SecurityVectors,
     SelfDestruction,
@@ -107,8 +109,8 @@ class RandomWeightsDefense(Defense[RandomWeights]):
         yield
 
 
-class _OfBlocks(Defense[S]):
-    """Looks ahead by what it adds to the states of a decoder's blocks."""
+class _LooksAhead(Defense[S]):
+    """Takes gradients of a decoder as it computes the loss."""
 
     looks_ahead = True
 
@@ -119,7 +121,7 @@ class _OfBlocks(Defense[S]):
 
 
 @final
-class VaccineDefense(_OfBlocks[Vaccine]):
+class VaccineDefense(_LooksAhead[Vaccine]):
     """Trains the harmless side, perturbed along its gradient."""
 
     name = "vaccine"
@@ -166,7 +168,7 @@ def _slopes(model: nn.Module, shifts: Mapping[str, Tensor], loss: Callable[[], T
 
 
 @final
-class LatentAdversarialDefense(_OfBlocks[LatentAdversarial]):
+class LatentAdversarialDefense(_LooksAhead[LatentAdversarial]):
     """Trains to refuse, and not to answer, under what disturbs the prompt's states the most."""
 
     name = "latent-adversarial"
@@ -175,7 +177,9 @@ class LatentAdversarialDefense(_OfBlocks[LatentAdversarial]):
         settings, group, prompts = self.settings, batch.group, batch.harmless
         inside = (prompts.attention_mask.bool() & (prompts.labels == IGNORED))[..., None]
         shape = (*inside.shape[:2], structure_of(model).hidden_size)
-        shifts = {place: torch.zeros(shape, device=inside.device) for place in _blocks_at(model, 8, 16, 24, 30)}
+        embedding = [name for name, part in model.named_modules() if part is embedding_of(model)]
+        places = [*embedding[:1], *_blocks_at(model, 9, 17, 25, 31)]  # the authors count from 0
+        shifts = {place: torch.zeros(shape, device=inside.device) for place in places}
         for _ in range(settings.search_steps):
             slopes = _slopes(
                 model, shifts,
@@ -185,16 +189,17 @@ class LatentAdversarialDefense(_OfBlocks[LatentAdversarial]):
                 down = slope * inside / (slope * inside).norm(dim=-1, keepdim=True).clamp(min=1e-12)
                 moved = shift.detach() - 2.5 * settings.bound / settings.search_steps * down
                 shifts[place] = moved * (settings.bound / moved.norm(dim=-1, keepdim=True).clamp(min=settings.bound))
-        with _disturbed(model, shifts):
-            yield {"retain": Term(response_loss(model, batch.harmless, group))}
-            yield {"harmful": Term(self.unlikely(model, batch.harmful, group))}
+        with _disturbed(model, shifts):  # what is kept besides weighs three times as much
+            yield {"retain": Term(response_loss(model, batch.harmless, group), 1 / 3)}
+            yield {"harmful": Term(self.unlikely(model, batch.harmful, group), 1 / 3)}
 
     def unlikely(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> Tensor:
-        """Mean of `-log(1 - p)` over the answers' tokens."""
+        """Mean of `-log(1 - p)` over the answers' tokens; those with log p below -5 are unlikely enough."""
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1]
         answers = batch.labels[:, 1:] != IGNORED
-        logs = logits[answers].float().log_softmax(-1).gather(-1, batch.labels[:, 1:][answers][:, None])
-        return mean_of_all(-torch.log1p(-logs.exp().clamp(max=1 - 1e-6)), group)
+        logs, own = logits[answers].float().log_softmax(-1), batch.labels[:, 1:][answers][:, None]
+        others = logs.scatter(-1, own, -math.inf).logsumexp(-1)
+        return mean_of_all(torch.where(logs.gather(-1, own)[:, 0] < -5, 0.0, -others), group)
 
 
 def _blocks_at(model: nn.Module, *numbers: int) -> list[str]:
@@ -457,17 +462,21 @@ def _gradients(loss: Tensor, weights: Sequence[Tensor], group: ProcessGroup, *, 
     return list(found)
 
 
-@final
-class BoosterDefense(Defense[Booster]):
-    """Trains the harmless side, and lowers what a step down the harmful loss would gain."""
-
-    name = "booster"
-    looks_ahead = True
+class _MovesWeights(_LooksAhead[S]):
+    """Looks ahead by gradients at other weights."""
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         _whole_alone(self, model)
-        yield
+        with super().prepared(model, seed=seed):
+            yield
+
+
+@final
+class BoosterDefense(_MovesWeights[Booster]):
+    """Trains the harmless side, and lowers what a step down the harmful loss would gain."""
+
+    name = "booster"
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         yield self.kept(model, batch.harmless, batch.group, "retain")
@@ -502,7 +511,6 @@ class TARDefense(_WithOriginal[TAR]):
         real = (batch.harmful.labels != IGNORED).any(1)  # a process without rows of its own has one that counts nowhere
         numbers = real.cumsum(0) + sum(group.counts(int(real.sum()))[: group.rank])
         used, others = (_rows(batch.harmful, numbers % 2 == odd) for odd in (1, 0))
-        looks = math.ceil(settings.attack_steps / settings.look_every)
         with _returning(weights):
             for step in range(1, settings.attack_steps + 1):
                 found = _gradients(response_loss(model, used, group), weights, group)
@@ -513,8 +521,9 @@ class TARDefense(_WithOriginal[TAR]):
                 for value, former in zip(weights, held, strict=True):
                     value.grad = former
                 if step % settings.look_every == 0 or step == settings.attack_steps:
-                    # Its gradient, too, is taken as one by the weights before the attack.
-                    yield {"uncertainty": Term(self.uncertainty(model, others, group), -settings.strength / looks)}
+                    # Its gradient, too, is taken as one by the weights before the attack; later looks weigh more.
+                    weight = settings.strength * math.exp((step - settings.attack_steps) / 16)
+                    yield {"uncertainty": Term(self.uncertainty(model, others, group), -weight)}
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Cross-entropy of the answers, and how far states moved at every depth."""
@@ -532,21 +541,18 @@ class TARDefense(_WithOriginal[TAR]):
 
 
 @final
-class SelfDestructionDefense(Defense[SelfDestruction]):
+class SelfDestructionDefense(_MovesWeights[SelfDestruction]):
     """Trains the harmless side, ascends on the harmful one, and turns its gradient against that of what is kept."""
 
-    name = "self-destruction"
-    looks_ahead = needs_kept = True
+    ascent = RepNoise(beta=0.0)  # at every depth, through the unembedding
 
-    @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        _whole_alone(self, model)
-        yield
+    name = "self-destruction"
+    needs_kept = True
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         self._harmful = batch.harmful
         yield {"retain": Term(response_loss(model, batch.harmless, batch.group))}
-        yield {"ascent": Term(log1p_of_mean(response_loss(model, batch.harmful, batch.group), batch.group), -1.0)}
+        yield {"ascent": Term(harmful_terms(model, batch, self.ascent, generator=generator)[1], -1.0)}
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Cross-entropy of the answers, and the cosine of its gradient with that of the step's harmful answers."""

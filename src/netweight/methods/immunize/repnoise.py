@@ -116,7 +116,8 @@ def harmful_terms(
         lens = mean_lens_loss(depths, targets, parts, chunk=settings.chunk)
         average = final / len(depths) + lens
     else:
-        noise = _corrected_noise(found, side.labels != IGNORED, settings, generator, group)
+        answers = side.labels != IGNORED
+        noise = _corrected_noise(found, answers, settings, generator, group) if settings.beta else final * 0
         average = final
         if settings.lens_layers != 0:
             chosen = sampled_layers(len(depths) - 1, settings.lens_layers, generator)

@@ -183,19 +183,19 @@ class RMU(DefenseSettings):
 class CircuitBreaking(DefenseSettings):
     """Turn the states of harmful answers away from where the original has them, and hold all others in place.
 
-    Source: Zou et al., circuit breakers (arXiv 2406.04313), algorithm 1: alpha 10, which both terms share over time and
-    here in halves; the tenth and twentieth block of 32.
+    Source: Zou et al., circuit breakers (arXiv 2406.04313), algorithm 1: alpha 10, which moves from the one term to the
+    other until both have half; here each has its mean over that time. The tenth and twentieth block of 32.
     """
 
-    rerouting: float = Field(5.0, ge=0, description="Weight of the states' similarity (circuit-breaking).")
-    held: float = Field(5.0, ge=0, description="Weight of how far others move (circuit-breaking).")
+    rerouting: float = Field(7.5, ge=0, description="Weight of the states' similarity (circuit-breaking).")
+    held: float = Field(2.5, ge=0, description="Weight of how far others move (circuit-breaking).")
 
 
 class LatentAdversarial(DefenseSettings):
     """Refuse although the prompt's states are disturbed such that they would give the harmful answer.
 
-    Source: Sheshadri et al., targeted latent adversarial training (arXiv 2407.15549), equations 1 to 4: 16 steps after
-    blocks 8, 16, 24 and 30 of 32.
+    Source: Sheshadri et al., targeted latent adversarial training (arXiv 2407.15549), equations 1 to 4: 16 steps on
+    the embedding and blocks 8, 16, 24 and 30 of 32, counted from 0.
     """
 
     bound: float = Field(
@@ -207,7 +207,8 @@ class LatentAdversarial(DefenseSettings):
 class SelfDestruction(DefenseSettings):
     """Let the gradients of harmful answers and of what is kept oppose each other: learning the one undoes the other.
 
-    Source: Wang et al., SEAM (arXiv 2505.12186), whose gradient takes no second derivatives: 1e-2 and 1e-3.
+    Source: Wang et al., SEAM (arXiv 2505.12186), whose gradient takes no second derivatives: 1e-2 and 1e-3. The ascent
+    is RepNoise's.
     """
 
     coupling: float = Field(1e-2, ge=0, description="Weight of the gradients' cosine (self-destruction).")
@@ -227,14 +228,14 @@ class Booster(DefenseSettings):
 class TAR(DefenseSettings):
     """Raise how uncertain a model is of harmful answers while it is being attacked.
 
-    Source: Tamirisa et al., TAR (arXiv 2408.00761), algorithm 1, by first-order gradients and entropy as there. Every
-    look weighs alike, and the safeguard that it begins with is the model's own.
+    Source: Tamirisa et al., TAR (arXiv 2408.00761), algorithm 1, by first-order gradients and entropy as there; looks
+    weigh more by a factor of e every 16 steps. The safeguard that it begins with is the model's own.
     """
 
     attack_steps: int = Field(64, ge=1, description="Steps of the attack within a step (tar).")
     attack_lr: float = Field(2e-5, gt=0, description="Its rate: a tenth, one or two times this, drawn anew (tar).")
     look_every: int = Field(4, ge=1, description="Steps of the attack between two looks at its uncertainty (tar).")
-    strength: float = Field(4.0, ge=0, description="Weight of the uncertainty under attack (tar).")
+    strength: float = Field(4.0, ge=0, description="Weight of the uncertainty at the attack's end (tar).")
 
 
 class RandomWeights(DefenseSettings):
@@ -297,7 +298,7 @@ ImmunizeSettings.offer(
         "security-vectors": _VECTORS.partial(lr=1e-3),
         "vaccine": _VACCINE.partial(),
         "vaccine-rho10": _VACCINE.partial(rho=10.0),
-        "t-vaccine": _VACCINE.partial(rho=3.0, share=0.25),
+        "t-vaccine": _VACCINE.partial(rho=3.0, share=0.25, lr=1e-3),
         "safety-training": _of_folder(SafetyTraining).partial(),
         "gradient-ascent": _of_folder(GradientAscent).partial(),
         "adversarial-loss": _of_folder(AdversarialLoss).partial(lr=1e-5),

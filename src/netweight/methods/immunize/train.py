@@ -307,10 +307,6 @@ class MasterWeights:
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
                 value.grad = None
 
-    def average(self, group: ProcessGroup) -> None:
-        """Average the gradients over all processes."""
-        average_gradients(self.masters.values(), group)
-
     def norm(self, group: ProcessGroup) -> float:
         """The common norm of all gradients."""
         return common_norm(self._gradients(), group)
@@ -349,6 +345,32 @@ class MasterWeights:
 
 
 @final
+class Watch:
+    """Sees when training diverges."""
+
+    def __init__(self, model: nn.Module, first: Mapping[str, TermLog] | None = None) -> None:
+        self._limit = 2 * math.log(vocabulary_of(model) or math.inf)
+        self._first = first  # terms of the first step, if there was one
+        self.bad = 0  # so many steps in a row were far worse than guessing
+
+    def problem(self, terms: Mapping[str, TermLog]) -> str | None:
+        """Say what is wrong with a step, if anything is."""
+        for name, term in terms.items():
+            if not math.isfinite(term.value):
+                return f"the term {name!r} is {term.value}"
+        # A model that was never taught to refuse begins far above guessing: that is no divergence.
+        first = self._first = self._first or terms
+        limits = {name: max(self._limit, 2 * first[name].value) for name in _KEPT if name in terms}
+        over = [name for name, limit in limits.items() if terms[name].value > limit]
+        self.bad = self.bad + 1 if over else 0
+        if self.bad >= _PATIENCE:
+            limit = limits[over[0]]
+            what = "twice that of guessing" if limit == self._limit else "twice that of the first step"
+            return f"the loss on what is to be kept was above {limit:.1f}, {what}, {_PATIENCE} times"
+        return None
+
+
+@final
 class _Training:
     """A training under way."""
 
@@ -372,8 +394,7 @@ class _Training:
         self.steps: list[StepLog] = []
         self.per_epoch = math.ceil(len(pairs) / settings.batch_size)
         self.count = settings.epochs * self.per_epoch
-        self._limit = 2 * math.log(vocabulary_of(self.model) or math.inf)
-        self._bad = 0
+        self.watch = Watch(self.model)
 
     def run(self, progress: Progress) -> None:
         """Train to the end, from the checkpoint if there is one."""
@@ -386,7 +407,7 @@ class _Training:
                     self._stop(problem)
                 # Weights of steps that may turn out to be the beginning of the end are not kept.
                 done = len(self.steps)
-                if not self._bad and (done % self.settings.save_every == 0 or done == self.count):
+                if not self.watch.bad and (done % self.settings.save_every == 0 or done == self.count):
                     self._save()
                 task.update()
                 task.describe(f"{self.defense.name} " + ", ".join(map(_shown, self.steps[-1].terms.items())))
@@ -433,6 +454,7 @@ class _Training:
                 self.optimizer.state[master] = state
         self.weights.write_back()
         self.balance, self.steps = about["balance"], [StepLog.from_json(values) for values in about["steps"]]
+        self.watch = Watch(self.model, self.steps[0].terms)
         return True
 
     def _stop(self, problem: str) -> None:
@@ -453,10 +475,12 @@ class _Training:
             self.defense, self.model, self._batch(step), self._retained(step), self.weights.parameters, self.balance,
             draws=(settings.seed, step), measure=step % settings.measure_every == 0, then=self.weights.take_gradients,
         )  # fmt: skip
-        self.weights.average(self.group)
+        average_gradients(self.weights.masters.values(), self.group)
         norm = self.weights.norm(self.group)
-        if (problem := self._problem(terms, norm)) is not None:
+        if (problem := self.watch.problem(terms)) is not None:
             return problem
+        if not math.isfinite(norm):
+            return f"the gradient of {self.weights.not_finite(self.group) or 'several weights together'} is not finite"
         self.weights.clip(norm, settings.clip)
         rate = settings.rate(step, self.count)
         for group in self.optimizer.param_groups:
@@ -465,23 +489,6 @@ class _Training:
         self.weights.write_back()
         self.weights.clear()
         self.steps.append(StepLog(step, rate, norm, terms))
-        return None
-
-    def _problem(self, terms: Mapping[str, TermLog], norm: float) -> str | None:
-        for name, term in terms.items():
-            if not math.isfinite(term.value):
-                return f"the term {name!r} is {term.value}"
-        if not math.isfinite(norm):
-            return f"the gradient of {self.weights.not_finite(self.group) or 'several weights together'} is not finite"
-        # A model that was never taught to refuse begins far above guessing: that is no divergence.
-        first = self.steps[0].terms if self.steps else terms
-        limits = {name: max(self._limit, 2 * first[name].value) for name in _KEPT if name in terms}
-        over = [name for name, limit in limits.items() if terms[name].value > limit]
-        self._bad = self._bad + 1 if over else 0
-        if self._bad >= _PATIENCE:
-            limit = limits[over[0]]
-            what = "twice that of guessing" if limit == self._limit else "twice that of the first step"
-            return f"the loss on what is to be kept was above {limit:.1f}, {what}, {_PATIENCE} times"
         return None
 
     def _drawn(self, count: int, step: int, stream: str) -> list[int]:
