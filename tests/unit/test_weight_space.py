@@ -13,7 +13,7 @@ from netweight.methods.space.fitting.gram import StackBank, inner_products
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter, AdapterStack, LowRank, combined
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.bank.write import BankWriter
+from netweight.store.bank.shards import BankWriter
 from netweight.store.lora_formats.files import plan_adapter, read_adapter, write_adapter
 
 

@@ -44,7 +44,7 @@ def ledger(work, sizes):
 
 
 def bank(work, sizes):
-    from netweight.store.bank.shard import BankRecord, ShardRecord, read_bank_record
+    from netweight.store.bank.shards import BankRecord, ShardRecord, read_bank_record
 
     rows = []
     for count in sizes:

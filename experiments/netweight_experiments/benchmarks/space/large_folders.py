@@ -32,8 +32,7 @@ from netweight.methods.space.fitting.basis import CombinationBasis
 from netweight.methods.space.folder import find_duplicates
 from netweight.nn.lora import Adapter, LowRank, combined
 from netweight.store.bank.published import stable_diffusion_dimensions
-from netweight.store.bank.shard import Rows, read_bank_record
-from netweight.store.bank.write import BankWriter
+from netweight.store.bank.shards import BankWriter, Rows, read_bank_record
 from netweight.store.lora_formats.files import export_adapter, read_adapter
 from netweight_experiments.benchmarks.script import load, peak_bytes
 from netweight_experiments.memory import in_fresh_process

@@ -47,9 +47,8 @@ from netweight.methods.space.settings import (
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter, AdapterStack, LowRank, side_by_side
 from netweight.report.finding import Finding
-from netweight.store.bank.bank import AdapterBank
-from netweight.store.bank.ingest import find_adapters
-from netweight.store.bank.shard import stacked
+from netweight.store.bank.bank import AdapterBank, find_adapters
+from netweight.store.bank.shards import stacked
 from netweight.store.lora_formats.files import (
     Exported,
     export_adapter,

@@ -25,7 +25,7 @@ from netweight.methods.space.fitting.gram import Bank, read_blocks
 from netweight.methods.space.labels import Labels
 from netweight.nn.lora import Adapter
 from netweight.report.finding import Finding
-from netweight.store.bank.shard import stacked
+from netweight.store.bank.shards import stacked
 
 READERS = ("gauge-free network", "linear probe")
 _SIDE, _WIDTH, _HIDDEN = 16, 4, 64

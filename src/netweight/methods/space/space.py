@@ -33,7 +33,7 @@ from netweight.methods.space.sampling import GaussianSampler
 from netweight.methods.space.serialization import read_space, write_space
 from netweight.methods.space.settings import FitSettings, Representation
 from netweight.nn.lora import Adapter, AdapterStack
-from netweight.store.bank.shard import stacked
+from netweight.store.bank.shards import stacked
 from netweight.store.lora_formats.files import Exported, export_adapter
 from netweight.store.lora_formats.parts import Layout
 
