@@ -36,7 +36,7 @@ from netweight.methods.space.settings import (
 )
 
 if TYPE_CHECKING:
-    from netweight.methods.space.fitting.fit import Accuracy
+    from netweight.methods.space.fit import Accuracy
     from netweight.methods.space.space import WeightSpace
     from netweight.methods.space.view.content import View
     from netweight.store.bank.bank import AdapterBank
@@ -592,7 +592,7 @@ def _show_provenance(bank: AdapterBank, output: Output) -> None:
 
 def _show_space(folder: Path, output: Output) -> None:
     """Say what a fitted space is and how good its fit is; its bank is not needed."""
-    from netweight.methods.space.fitting.fit import Accuracy
+    from netweight.methods.space.fit import Accuracy
     from netweight.methods.space.serialization import read_about
 
     about = read_about(folder)

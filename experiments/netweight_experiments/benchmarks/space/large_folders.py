@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from netweight import AdapterBank, write_adapter
 from netweight.core.progress import QUIET
-from netweight.methods.space.fitting.basis import CombinationBasis
+from netweight.methods.space.basis import Basis, Combinations
 from netweight.methods.space.folder import find_duplicates
 from netweight.nn.lora import Adapter, LowRank, combined
 from netweight.store.bank.published import stable_diffusion_dimensions
@@ -175,7 +175,7 @@ def exported(given):
     folder, count = given
     bank = AdapterBank.open(Path(folder) / "large")
     weights = torch.randn(count, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) / count**0.5
-    basis = CombinationBasis(bank, weights, torch.zeros(8), 1.0, None)
+    basis = Basis(Combinations(bank, weights, torch.zeros(8), 1.0))
     before = peak_bytes() / 1e9
     row = measured(
         lambda: export_adapter(basis.factors(torch.ones(8)), Path(folder) / "point", rank=16, overwrite=True), count

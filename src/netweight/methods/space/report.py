@@ -17,7 +17,7 @@ from torch import Tensor
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator
 from netweight.errors import UsageError
-from netweight.methods.space.fitting.fit import Accuracy
+from netweight.methods.space.fit import Accuracy
 from netweight.methods.space.points import Direction, distances, nearest_distances
 from netweight.nn.lora import Adapter, combined
 from netweight.report.audit import Audit

@@ -18,9 +18,9 @@ from torch import Tensor
 from netweight.core.environment import describe
 from netweight.core.files import digest_config, digest_file, read_record, write_record
 from netweight.errors import CorruptBlob, UsageError
-from netweight.methods.space.fitting.basis import CombinationBasis, RowBasis, RowLayout, Sketch, SpaceBasis
-from netweight.methods.space.fitting.fit import Accuracy
-from netweight.methods.space.fitting.gram import (
+from netweight.methods.space.basis import Basis, Combinations, RowLayout, Sketch
+from netweight.methods.space.fit import Accuracy
+from netweight.methods.space.gram import (
     Bank,
     NormalizedBank,
     StackBank,
@@ -30,7 +30,7 @@ from netweight.methods.space.fitting.gram import (
 )
 from netweight.methods.space.settings import FitSettings
 from netweight.nn.lora import AdapterStack
-from netweight.nn.pca import Basis, orthonormality
+from netweight.nn.pca import RowBasis, orthonormality
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.published import Published, model_names, published_layout, published_tensor
 
@@ -39,6 +39,7 @@ _NUMBERS, _ADAPTERS = "space.safetensors", "adapters.safetensors"
 _VERSION = 1
 _Tensors: TypeAlias = Mapping[str, Tensor]
 _PARTS = ("down", "up", "scale", "ranks")
+_ROWS = ("mean", "deviation", "components", "variances")
 
 
 def write_space(fields: Mapping[str, Any], part: Path, folder: Path, *, standalone: bool, bank: Path | None) -> None:
@@ -46,8 +47,8 @@ def write_space(fields: Mapping[str, Any], part: Path, folder: Path, *, standalo
     numbers, basis = _of_basis(fields["basis"])
     numbers |= {name: fields[name] for name in ("scores", "deviations", "fingerprints")}
     digests = {_NUMBERS: _write(part / _NUMBERS, numbers)}
-    if standalone and isinstance(fields["basis"], CombinationBasis):
-        digests[_ADAPTERS] = _write(part / _ADAPTERS, _adapters(fields["basis"]))
+    if standalone and fields["basis"].combinations is not None:
+        digests[_ADAPTERS] = _write(part / _ADAPTERS, _adapters(fields["basis"].combinations))
     record = {
         "config": fields["config"].to_json(),
         "accuracy": fields["accuracy"].to_json(),
@@ -70,13 +71,18 @@ def read_space(folder: Path, bank: Bank | None) -> dict[str, Any]:
     values = read_about(folder)
     numbers = _read(folder / _NUMBERS, values["digests"][_NUMBERS])
     shapes = {name: (rows, columns) for name, (rows, columns) in values["shapes"].items()}
-    basis: SpaceBasis
-    if "layout" in values["basis"]:
-        about = values["basis"]["layout"]
-        layout = RowLayout({name: shapes[name] for name in sorted(shapes)}, about["ranks"], about["scales"])
-        basis = RowBasis(layout, _components(numbers, values["basis"]))
-    else:
-        basis = _combinations(folder, values, numbers, bank)
+    about = values["basis"]
+    combinations = _combinations(folder, values, numbers, bank) if "weights" in numbers else None
+    rows: RowBasis | None = None
+    writer: RowLayout | Sketch | None = None
+    if "components" in numbers:
+        found = (numbers.get(name) for name in _ROWS)
+        rows = RowBasis(**dict(zip(_ROWS, found, strict=True)), total=about["total"])  # type: ignore[arg-type]
+    if "layout" in about:
+        writer = RowLayout(dict(sorted(shapes.items())), about["layout"]["ranks"], about["layout"]["scales"])
+    elif "side" in about:
+        writer = Sketch(shapes, about["side"], about["seed"])
+    basis = Basis(combinations, rows, writer)
     return {
         **{name: numbers[name] for name in ("scores", "deviations", "fingerprints")},
         "names": tuple(values["names"]), "fitted": values["fitted"], "shapes": shapes, "basis": basis,
@@ -93,36 +99,28 @@ def read_about(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _of_basis(basis: SpaceBasis) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _of_basis(basis: Basis) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A basis as tensors and JSON values."""
-    if isinstance(basis, CombinationBasis):
-        numbers = {"weights": basis.weights, "offsets": basis.offsets}
-        if isinstance(basis.bank, NormalizedBank):
-            numbers["strengths"] = basis.bank.strengths
-        products = {"mean_square": basis.mean_square}
-        if basis.sketch is None:
-            return numbers, products
-        rows, sketch = basis.sketch
-        return {**numbers, **_of_rows(rows)}, {
-            **products, "total": rows.total, "side": sketch.side, "seed": sketch.seed,
-        }  # fmt: skip
-    layout = basis.layout
-    about = {"ranks": dict(layout.ranks), "scales": dict(layout.scales)}
-    return _of_rows(basis.basis), {"total": basis.basis.total, "layout": about}
+    numbers: dict[str, Tensor | None] = {}
+    about: dict[str, Any] = {}
+    if (made := basis.combinations) is not None:
+        numbers |= {
+            "weights": made.weights,
+            "offsets": made.offsets,
+            "strengths": getattr(made.bank, "strengths", None),
+        }
+        about["mean_square"] = made.mean_square
+    if (rows := basis.rows) is not None:
+        numbers |= {name: getattr(rows, name) for name in _ROWS}
+        about["total"] = rows.total
+    if isinstance(basis.writer, Sketch):
+        about |= {"side": basis.writer.side, "seed": basis.writer.seed}
+    elif basis.writer is not None:
+        about["layout"] = {"ranks": dict(basis.writer.ranks), "scales": dict(basis.writer.scales)}
+    return {name: value for name, value in numbers.items() if value is not None}, about
 
 
-def _of_rows(basis: Basis) -> dict[str, Tensor]:
-    found = {"mean": basis.mean, "components": basis.components, "variances": basis.variances}
-    return found if basis.deviation is None else {**found, "deviation": basis.deviation}
-
-
-def _components(numbers: _Tensors, about: Mapping[str, Any]) -> Basis:
-    return Basis(
-        numbers["mean"], numbers.get("deviation"), numbers["components"], numbers["variances"], about["total"]
-    )  # fmt: skip
-
-
-def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Tensors, bank: Bank | None) -> CombinationBasis:
+def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Tensors, bank: Bank | None) -> Combinations:
     fitted = values["names"][: values["fitted"]]
     standalone = False
     if bank is not None:
@@ -134,11 +132,7 @@ def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Tensors, ba
         _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
     if "strengths" in numbers and not standalone and not isinstance(bank, NormalizedBank):
         bank = NormalizedBank(bank, numbers["strengths"])
-    sketch = None
-    if "side" in values["basis"]:
-        maps = Sketch(dict(bank.shapes), values["basis"]["side"], values["basis"]["seed"])
-        sketch = _components(numbers, values["basis"]), maps
-    return CombinationBasis(bank, numbers["weights"], numbers["offsets"], values["basis"]["mean_square"], sketch)
+    return Combinations(bank, numbers["weights"], numbers["offsets"], values["basis"]["mean_square"])
 
 
 def _bank_at(folder: Path, place: str | None) -> AdapterBank:
@@ -166,7 +160,7 @@ def _check_bank(bank: Bank, digest: str, fitted: Sequence[str], known: Tensor) -
     )
 
 
-def _adapters(basis: CombinationBasis) -> dict[str, Tensor]:
+def _adapters(basis: Combinations) -> dict[str, Tensor]:
     """The factors of all adapters, by part and module."""
     whole = stack_of(basis.bank, 0, len(basis.weights))
     parts = zip(_PARTS, (whole.down, whole.up, whole.scale, whole.ranks), strict=True)
@@ -247,10 +241,10 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
         )
     variances = scores.double().var(0)
     total = float(length)  # every number was divided by its deviation
-    basis = Basis(mean, std, found, variances, total)
     return {
         "names": tuple(model_names(len(scores))), "fitted": len(scores), "scores": scores,
-        "deviations": variances.sqrt().float(), "shapes": dict(rows.shapes), "basis": RowBasis(rows, basis),
+        "deviations": variances.sqrt().float(), "shapes": dict(rows.shapes),
+        "basis": Basis(None, RowBasis(mean, std, found, variances, total), rows),
         "fingerprints": torch.zeros(len(scores), dtype=torch.float64),  # no adapter is there to be known again
         "config": FitSettings(components=count, representation="factors"),
         "accuracy": Accuracy("published", min(1.0, float(variances.sum()) / total), error),

@@ -14,9 +14,9 @@ from netweight.core.engines import Engine
 from netweight.core.files import whole_folder
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
-from netweight.methods.space.fitting.basis import SpaceBasis
-from netweight.methods.space.fitting.fit import Accuracy, Work, fit_bank
-from netweight.methods.space.fitting.gram import (
+from netweight.methods.space.basis import Basis
+from netweight.methods.space.fit import Accuracy, Work, fit_bank
+from netweight.methods.space.gram import (
     Bank,
     NormalizedBank,
     check_modules,
@@ -65,7 +65,7 @@ class WeightSpace:
     deviations: Tensor
     fingerprints: Tensor
     shapes: Mapping[str, tuple[int, int]]
-    basis: SpaceBasis
+    basis: Basis
     config: FitSettings
     accuracy: Accuracy
     bank_digest: str
