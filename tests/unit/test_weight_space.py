@@ -160,7 +160,7 @@ def test_rows_of_a_bank_in_which_one_lacks_a_module_are_refused_by_name():
     shapes = {name: change.shape for name, change in whole[0].factors.items()}
     for order in ((lacking, *whole), (*whole, lacking)):
         stack = joined(sorted(shapes), [rows_of_adapter(one, dict(sorted(shapes.items()))) for one in order])
-        with pytest.raises(UsageError, match='has rank 0|does not change .* Use representation="delta"'):
+        with pytest.raises(UsageError, match=r'has rank 0|does not change .* Use representation="delta"'):
             WeightSpace.fit(StackBank([str(number) for number in range(5)], stack), representation="factors")
 
 

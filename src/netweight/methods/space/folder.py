@@ -24,14 +24,18 @@ from netweight.methods.space.edits import Move, edit
 from netweight.methods.space.gram import inner_products, norms_of, read_blocks
 from netweight.methods.space.inversion import InversionTarget, InversionTask, invert_targets
 from netweight.methods.space.labels import Labels, read_labels
-from netweight.methods.space.points import Direction, NamedPoints, read_direction, read_points, scores_digest
-from netweight.methods.space.predict import Predicted, predict
-from netweight.methods.space.sampling import (
+from netweight.methods.space.points import (
     ConditionalSampler,
+    Direction,
     GaussianSampler,
     KernelSampler,
+    NamedPoints,
     PairSampler,
+    read_direction,
+    read_points,
+    scores_digest,
 )
+from netweight.methods.space.predict import Predicted, predict
 from netweight.methods.space.settings import (
     ConvertSettings,
     DirectionSettings,
@@ -62,7 +66,7 @@ from netweight.store.lora_formats.parts import AdapterPlan, Conversion
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.methods.space.view.content import View
+    from netweight.methods.space.view.page import View
 
 _POINT = "a model of the space, a file of points (FILE.json, or FILE.json:NAME), an adapter's file or folder, or mean"
 EXPORTED = "netweight-space.json"  # beside an exported adapter: of which space and point it is

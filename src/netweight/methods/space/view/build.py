@@ -22,11 +22,10 @@ from netweight.errors import UsageError
 from netweight.methods.space.gram import stack_of
 from netweight.methods.space.inversion import generate_images, of_denoiser
 from netweight.methods.space.labels import Labels
-from netweight.methods.space.points import Direction, scores_digest
-from netweight.methods.space.sampling import PairSampler, Sampler
+from netweight.methods.space.points import Direction, PairSampler, Sampler, scores_digest
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.content import (
+from netweight.methods.space.view.page import (
     AdapterMap,
     LivePipeline,
     NearestAdapters,
