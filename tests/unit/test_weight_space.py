@@ -346,12 +346,17 @@ def test_a_point_is_exported_without_its_bank_in_memory(tmp_path, monkeypatch):
     space.save(tmp_path / "space", bank=tmp_path / "bank")
     monkeypatch.setattr(basis, "_KEPT_BYTES", 0)
     monkeypatch.setattr(basis, "_DENSE_BYTES", 1)
+    monkeypatch.setattr(gram, "_READ", 2)
+    read, stack = [], AdapterBank.stack
     space = WeightSpace.open(tmp_path / "space")
+    counted = lambda *given: read.append((given[2] - given[1], len(given[3]))) or stack(*given)  # noqa: E731
+    monkeypatch.setattr(AdapterBank, "stack", counted)
     assert close(expected, space.point("3").adapter)
+    assert set(read) == {(2, 1)}  # adapters and modules at once
     written = space.point("3").export(tmp_path / "out", rank=2)
     best = expected.truncated(2)
     assert close(best.adapter, read_adapter(written.path))
-    assert written.relative_error == pytest.approx(best.relative_error, rel=1e-4)
+    assert written.relative_error == pytest.approx(best.relative_error, rel=1e-4, abs=1e-7)
     assert plan_adapter(written.path).kernels == {"unet.conv_in": (3, 3)}
     assert plan_adapter(written.path).base == "owner/model"
     shard = sorted((tmp_path / "bank").glob("shard-*"))[0]

@@ -73,7 +73,7 @@ class LowRank:
         if rank < 1:
             raise UsageError(f"An adapter cannot have rank {rank}.", cure="Ask for 1 or more.")
         if 4 * rank <= self.rank == min(self.shape) and energy == 1 and self.up.itemsize <= 4:
-            return _leading(self.scale * (self.up.double() @ self.down.double()), rank, self.up.dtype)
+            return _leading((self.scale * (self.up.float() @ self.down.float())).double(), rank, self.up.dtype)
         left, right = torch.linalg.qr(self.up.double()), torch.linalg.qr(self.down.double().T)
         u, values, vh = torch.linalg.svd(self.scale * (left.R @ right.R.T), full_matrices=False)
         noise = values[0] * torch.finfo(torch.float64).eps * max(self.shape)

@@ -101,10 +101,11 @@ def extract_mergekit(work):
 
 def extract_lycoris(work):
     extract = importlib.import_module("lycoris.utils").extract_linear
-    found = {name: extract(change, "fixed", RANK)[0] for name, change in changes(work).items()}
-    save_file({f"{name}.{part}": value.contiguous() for name, pair in found.items()
-               for part, value in zip("AB", pair[:2], strict=True)}, work / "lycoris.safetensors")  # fmt: skip
-    return lambda: {name: pair[1] @ pair[0] for name, pair in found.items()}
+    found = {}
+    for name, change in changes(work).items():
+        down, up = extract(change, "fixed", RANK)[0][:2]
+        found |= {f"{name}.lora_down.weight": down.contiguous(), f"{name}.lora_up.weight": up.contiguous()}
+    return of_kohya(found, work / "lycoris.safetensors")
 
 
 def resize_ours(work):
@@ -123,8 +124,8 @@ def sd_scripts_module(name, scripts):
     return importlib.import_module(f"networks.{name}")
 
 
-def of_sd_scripts(found, path):
-    """Write what sd-scripts made, and read its changes; all with alpha = rank."""
+def of_kohya(found, path):
+    """Write tensors under kohya's names, and read their changes; all with alpha = rank."""
     save_file(found, path)
     ups = {name.removesuffix(".lora_up.weight"): value for name, value in found.items() if "lora_up" in name}
     return lambda: {name: up @ found[f"{name}.lora_down.weight"] for name, up in ups.items()}
@@ -140,7 +141,7 @@ def kohya(work, number):
 def resize_sd_scripts(work, scripts):
     resize = sd_scripts_module("resize_lora", scripts).resize_lora_model
     found = resize(kohya(work, 1), SMALL, SMALL, torch.float32, "cpu", None, None, False)[0]
-    return of_sd_scripts(found, work / "resized.safetensors")
+    return of_kohya(found, work / "resized.safetensors")
 
 
 def merge_sd_scripts(work, scripts):
@@ -148,7 +149,7 @@ def merge_sd_scripts(work, scripts):
     for number in (1, 2):
         save_file(kohya(work, number), work / f"kohya-{number}.safetensors")
     files = [str(work / f"kohya-{number}.safetensors") for number in (1, 2)]
-    return of_sd_scripts(merge(files, [0.7, 0.5], [], RANK, RANK, None, torch.float32)[0], work / "summed.safetensors")
+    return of_kohya(merge(files, [0.7, 0.5], [], RANK, RANK, None, torch.float32)[0], work / "summed.safetensors")
 
 
 def merge_ours(work, method="linear", rank=RANK):
