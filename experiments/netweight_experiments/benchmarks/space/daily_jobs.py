@@ -54,12 +54,10 @@ def changes(folder, number=1):
     return {name.removesuffix(".weight"): two[name] - one[name] for name in one if "proj" in name}
 
 
-def adapter(path, scale=None):
+def adapter(path):
     """Changes of a file of peft's layout, by safetensors and its settings alone."""
-    found, config = (
-        load_file(path / "adapter_model.safetensors"),
-        json.loads((path / "adapter_config.json").read_text()),
-    )
+    found = load_file(path / "adapter_model.safetensors")
+    config = json.loads((path / "adapter_config.json").read_text())
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     dense = {}
     for name in (name for name in found if "lora_A" in name):
@@ -146,9 +144,9 @@ def resize_sd_scripts(work, scripts):
 
 def merge_sd_scripts(work, scripts):
     merge = sd_scripts_module("svd_merge_lora", scripts).merge_lora_models
-    for number in (1, 2):
-        save_file(kohya(work, number), work / f"kohya-{number}.safetensors")
-    files = [str(work / f"kohya-{number}.safetensors") for number in (1, 2)]
+    files = [work / f"kohya-{number}.safetensors" for number in (1, 2)]
+    for number, file in enumerate(files, start=1):
+        save_file(kohya(work, number), file)
     return of_kohya(merge(files, [0.7, 0.5], [], RANK, RANK, None, torch.float32)[0], work / "summed.safetensors")
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from netweight import AdapterBank, write_adapter
 from netweight.core.progress import QUIET
@@ -97,8 +97,6 @@ def fill(folder, count, *, doubles):
 
 def retold(path, name):
     """Give a file metadata of its own, as trainers do."""
-    from safetensors.torch import load_file
-
     said = {"ss_output_name": name, "ss_base_model_version": "sd_1.5", "ss_tag_frequency": json.dumps({"a": {name: 3}})}
     save_file({key: value.half() for key, value in load_file(path).items()}, path, said)
 
