@@ -16,7 +16,7 @@ from runs_under_test import Config, unsendable, work
 from netweight.core.engines import in_process
 from netweight.errors import UsageError
 from netweight.job import Ledger, map_runs
-from netweight.methods.space.fitting.streaming import MatrixShard, fit_shards, fit_streaming
+from netweight.methods.space.fit import MatrixShard, fit_shards, fit_streaming
 from netweight.nn.matrix import MatrixFile
 
 pytest.importorskip("ray", reason="ray is in the ray extra")

@@ -14,7 +14,7 @@ from netweight.errors import UsageError
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter, LowRank
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.bank.write import BankWriter
+from netweight.store.bank.shards import BankWriter
 
 
 def bank_at(path, adapters):

@@ -12,7 +12,7 @@ import warm
 
 from netweight.core.engines import in_process, local_processes
 from netweight.errors import CorruptBlob, NetweightError, UsageError
-from netweight.methods.space.fitting.streaming import MatrixShard, fit_shards, fit_streaming
+from netweight.methods.space.fit import MatrixShard, fit_shards, fit_streaming
 from netweight.nn import matrix
 from netweight.nn.matrix import MatrixFile
 

@@ -12,7 +12,7 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from netweight.cli import netweight
-from netweight.methods.space.fitting.gram import StackBank
+from netweight.methods.space.gram import StackBank
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.apply_lora import linear_layers
 from netweight.nn.lora import Adapter, AdapterStack, LowRank

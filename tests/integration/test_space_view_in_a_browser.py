@@ -8,8 +8,7 @@ from browser import DARK, console, look, needs_chromium
 from views_under_test import NAMES, view
 
 from netweight.methods.space.points import read_points
-from netweight.methods.space.view.content import SliderSpace
-from netweight.methods.space.view.page import write_view
+from netweight.methods.space.view.page import SliderSpace, write_view
 
 pytestmark = needs_chromium
 

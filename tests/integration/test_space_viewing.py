@@ -9,7 +9,7 @@ from tiny_diffusion import ORDINARY, trained
 
 from netweight.errors import UsageError
 from netweight.methods.space.directions import fit_direction
-from netweight.methods.space.fitting.gram import StackBank
+from netweight.methods.space.gram import StackBank
 from netweight.methods.space.labels import LabelColumn, Labels
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from netweight import AdapterBank, read_adapter, write_adapter
 from netweight.nn.lora import AdapterStack
-from netweight.store.bank.write import BankWriter
-from netweight.store.lora_formats.names import _STRUCTURES, KohyaNames, kohya_name
+from netweight.store.bank.shards import BankWriter
+from netweight.store.lora_formats.layouts import _STRUCTURES, KohyaNames, kohya_name
 
 SHAPES = st.dictionaries(
     st.sampled_from(["unet.conv_in", "unet.conv_out", "unet.time_embedding.linear_1", "text_encoder.text_projection"]),

@@ -61,6 +61,24 @@ def test_truncation_is_the_best_and_says_its_error(rank, kept, seed):
     assert cut.relative_error**2 * whole.norm() ** 2 == pytest.approx(best, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(32, 48), (48, 32), (40, 40)])
+def test_few_components_of_a_matrix_are_those_of_its_decomposition(shape):
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * torch.arange(1, shape[1] + 1) ** -0.5
+    u, values, vh = torch.linalg.svd(drawn.double(), full_matrices=False)
+    change = LowRank.of(drawn)
+    for rank in (1, 3, 8):
+        kept, lost = change.truncated(rank)
+        best = (u[:, :rank] * values[:rank]) @ vh[:rank]
+        torch.testing.assert_close(kept.dense().double(), best, rtol=0, atol=1e-6 * float(values[0]))
+        torch.testing.assert_close(kept.up.T @ kept.up, kept.down @ kept.down.T, rtol=0, atol=1e-5)  # √σ on each side
+        assert lost == pytest.approx(float(values[rank:].square().sum()), rel=1e-9)
+    low = torch.outer(drawn[:, 0], drawn[0])
+    assert LowRank.of(low).truncated(8)[0].rank == 1
+    nothing, lost = LowRank.of(torch.zeros(shape)).truncated(2)
+    assert (nothing.rank, lost) == (1, 0.0)
+    assert not nothing.dense().any()
+
+
 @few
 @given(st.lists(st.tuples(ranks, seeds), min_size=1, max_size=5))
 def test_stack_returns_each_adapter_as_it_was(parts):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from spaces_under_test import bank_of, dense, flat, random_adapters, regauged, sharing_adapters
 
-from netweight.methods.space.fitting.gram import inner_products, norms_of
+from netweight.methods.space.gram import inner_products, norms_of
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import AdapterStack
 

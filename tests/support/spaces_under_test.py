@@ -2,7 +2,7 @@
 
 import torch
 
-from netweight.methods.space.fitting.gram import StackBank
+from netweight.methods.space.gram import StackBank
 from netweight.nn.lora import Adapter, AdapterStack, LowRank
 
 SHAPES = {"unet.mid.to_q": (7, 5), "unet.mid.to_v": (6, 9), "unet.up.to_q": (4, 4)}

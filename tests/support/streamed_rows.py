@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from netweight.methods.space.fitting.streaming import fit_streaming
+from netweight.methods.space.fit import fit_streaming
 from netweight.nn import matrix
 from netweight.nn.matrix import MatrixFile
 from netweight.nn.pca import BasisFit

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from netweight.methods.space.view.content import AdapterMap, NearestAdapters, Samples, Traversal, View
+from netweight.methods.space.view.page import AdapterMap, NearestAdapters, Samples, Traversal, View
 
 SIDE = 8
 STRENGTHS = (-2.0, -0.5, 1.0)

@@ -26,9 +26,9 @@ from netweight.errors import (
     UsageError,
 )
 from netweight.nn.lora import Adapter, AdapterStack, LowRank
-from netweight.store.bank import ingest as bank_ingest
-from netweight.store.bank import write as bank_writing
-from netweight.store.bank.write import BankWriter
+from netweight.store.bank import bank as adapter_bank
+from netweight.store.bank import shards
+from netweight.store.bank.shards import BankWriter
 from netweight.store.lora_formats import files as formats
 
 KERNELS = {PROJ_IN: (2, 2)}
@@ -455,10 +455,10 @@ def test_a_shard_that_changes_while_it_is_read_is_named(folder, tmp_path):
 def test_work_grows_with_the_number_of_files_alone(tmp_path, monkeypatch):
     """Every file is opened once to be checked and once to be read, and what was written is not written again."""
     opened, written = [], []
-    whole, shard = formats.open_store, bank_writing.write_shard
+    whole, shard = formats.open_store, shards.write_shard
     monkeypatch.setattr(formats, "open_store", lambda path: opened.append(path) or whole(path))
     monkeypatch.setattr(
-        bank_writing, "write_shard",
+        shards, "write_shard",
         lambda path, pieces, **how: written.append(sum(map(len, pieces))) or shard(path, pieces, **how),
     )  # fmt: skip
     counts = []
@@ -544,7 +544,7 @@ def killed_ingest(folder, target, moment):
     try:
         for name in ("replace", "fsync", "rename", "mkdir", "unlink"):
             setattr(os, name, counting(getattr(os, name)))
-        bank_ingest.BankWriter = functools.partial(BankWriter, shard_bytes=600)
+        adapter_bank.BankWriter = functools.partial(BankWriter, shard_bytes=600)
         AdapterBank.ingest(folder, target)
     except BaseException:
         os._exit(1)
@@ -577,8 +577,8 @@ def test_a_full_disk_is_no_bad_adapter(folder, tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise OutputFailed("The disk is full.")
 
-    monkeypatch.setattr(bank_ingest, "BankWriter", functools.partial(BankWriter, shard_bytes=600))
-    monkeypatch.setattr(bank_writing, "write_shard", full)
+    monkeypatch.setattr(adapter_bank, "BankWriter", functools.partial(BankWriter, shard_bytes=600))
+    monkeypatch.setattr(shards, "write_shard", full)
     with pytest.raises(OutputFailed):
         AdapterBank.ingest(folder, tmp_path / "bank", skip_bad=True)
     monkeypatch.undo()

@@ -185,7 +185,7 @@ def test_ranks_differ_inside_a_file_and_an_alpha_that_is_missing_is_the_rank(tmp
 
 def test_names_of_kohya_agree_with_diffusers_own_reading():
     conversion = pytest.importorskip("diffusers.loaders.lora_conversion_utils", reason="diffusers is not installed")
-    from netweight.store.lora_formats.names import _STRUCTURES, KohyaNames
+    from netweight.store.lora_formats.layouts import _STRUCTURES, KohyaNames
 
     known = KohyaNames()
     for pattern in _STRUCTURES["unet"]:

@@ -15,7 +15,7 @@ from netweight.methods.space.folder import convert_file
 from netweight.methods.space.settings import ConvertSettings
 from netweight.nn.lora import LowRank
 from netweight.store.lora_formats.files import load_converted, plan_adapter
-from netweight.store.lora_formats.names import base_key
+from netweight.store.lora_formats.layouts import base_key
 from netweight.store.lora_formats.parts import Conversion
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.methods.space.fitting.streaming import fit_matrix, fit_streaming
+from netweight.methods.space.fit import fit_matrix, fit_streaming
 from netweight.nn import matrix as matrices
 from netweight.nn.matrix import MatrixFile
 from netweight.nn.pca import orthonormality
@@ -38,20 +38,16 @@ def rows_of(count=60, length=90, *, seed=0, rank=None):
     ).float()
 
 
-@pytest.fixture(params=["array", "file", "rows alone"])
+@pytest.fixture(params=["array", "file"])
 def stored(request, tmp_path, monkeypatch):
     """Makes a matrix of each kind, in blocks of few rows."""
     monkeypatch.setattr(matrices, "_BYTES", 4 * 90 * 16)
-
-    class RowsAlone:
-        def __init__(self, values):
-            self.shape, self.rows = tuple(values.shape), MatrixArray(values).rows
 
     def make(values):
         if request.param == "file":
             numpy.save(tmp_path / "rows.npy", values.numpy())
             return MatrixFile(tmp_path / "rows.npy")
-        return MatrixArray(values) if request.param == "array" else RowsAlone(values)
+        return MatrixArray(values)
 
     return make
 

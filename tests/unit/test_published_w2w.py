@@ -16,7 +16,7 @@ from netweight.errors import CorruptBlob, UnsafeInput, UsageError
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move, edit
 from netweight.methods.space.labels import read_labels
-from netweight.methods.space.serialization import read_published
+from netweight.methods.space.space import read_published
 from netweight.nn.lora import Adapter, LowRank
 from netweight.store.bank import published as published_w2w
 from netweight.store.bank.published import (
@@ -265,7 +265,7 @@ def published_files(folder, *, components=12):
 
 
 def published_space(files, **how):
-    return WeightSpace(**read_published(files, **how))
+    return read_published(files, **how)
 
 
 def test_the_published_space_opens_and_its_points_are_the_authors_rows(tmp_path):

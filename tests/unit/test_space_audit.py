@@ -5,7 +5,7 @@ import pytest
 import torch
 from known_spaces import known_scores
 
-import netweight.methods.space.report as audits
+import netweight.methods.space.recipe as audits
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import direction_of, fit_direction
 from netweight.methods.space.edits import (

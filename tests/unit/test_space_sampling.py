@@ -9,14 +9,16 @@ from known_spaces import known_scores
 
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import fit_direction
-from netweight.methods.space.points import nearest, nearest_distances, row_of
-from netweight.methods.space.report import neighbor_findings, spread_findings
-from netweight.methods.space.sampling import (
+from netweight.methods.space.points import (
     ConditionalSampler,
     GaussianSampler,
     KernelSampler,
     PairSampler,
+    nearest,
+    nearest_distances,
+    row_of,
 )
+from netweight.methods.space.recipe import neighbor_findings, spread_findings
 from netweight.methods.space.settings import SampleSettings
 
 few = settings(max_examples=20, deadline=None)

@@ -12,8 +12,7 @@ from views_under_test import STRENGTHS, adapter_map, flat, samples, view, walk
 
 from netweight.errors import OutputExists, UsageError
 from netweight.methods.space.view import page as view_page
-from netweight.methods.space.view.content import NearestAdapters, Traversal
-from netweight.methods.space.view.page import render_view, write_view
+from netweight.methods.space.view.page import NearestAdapters, Traversal, render_view, write_view
 from netweight.metrics.images import png_bytes
 
 

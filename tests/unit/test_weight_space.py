@@ -6,14 +6,15 @@ from adapters_under_test import PROJ_IN, close, random_adapter
 from spaces_under_test import bank_of, dense, flat, random_adapters, sharing_adapters
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.methods.space.fitting import basis, gram
-from netweight.methods.space.fitting.basis import Sketch
-from netweight.methods.space.fitting.fit import sketch_error
-from netweight.methods.space.fitting.gram import StackBank, inner_products
+from netweight.methods.space import basis, gram
+from netweight.methods.space.basis import Sketch
+from netweight.methods.space.fit import sketch_error
+from netweight.methods.space.gram import StackBank, inner_products
 from netweight.methods.space.space import WeightSpace
+from netweight.nn import pca
 from netweight.nn.lora import Adapter, AdapterStack, LowRank, combined
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.bank.write import BankWriter
+from netweight.store.bank.shards import BankWriter, joined, rows_of_adapter
 from netweight.store.lora_formats.files import plan_adapter, read_adapter, write_adapter
 
 
@@ -116,13 +117,13 @@ def test_the_reference_s_mode_is_the_reference_s_arithmetic():
     matrix = torch.stack(rows)
     mean, std = matrix.mean(dim=0), matrix.std(dim=0)
     left, values, right = torch.linalg.svd((matrix - mean) / std, full_matrices=False)
-    signs = (space.basis.basis.components * right[:5]).sum(dim=1).sign()
-    torch.testing.assert_close(space.basis.basis.mean, mean, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(space.basis.basis.deviation, std, rtol=1e-5, atol=0)
-    torch.testing.assert_close(space.basis.basis.components * signs[:, None], right[:5], rtol=0, atol=1e-5)
+    signs = (space.basis.rows.components * right[:5]).sum(dim=1).sign()
+    torch.testing.assert_close(space.basis.rows.mean, mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(space.basis.rows.deviation, std, rtol=1e-5, atol=0)
+    torch.testing.assert_close(space.basis.rows.components * signs[:, None], right[:5], rtol=0, atol=1e-5)
     torch.testing.assert_close(space.scores * signs, (left * values)[:, :5], rtol=1e-5, atol=1e-4)
     point = space.scores[4] * 0.7
-    row = mean + std * (point @ space.basis.basis.components)
+    row = mean + std * (point @ space.basis.rows.components)
     name = sorted(adapters[0].factors)[0]
     (rows_of, columns), rank = adapters[0].factors[name].shape, 2
     down = row[: rank * columns].view(rank, columns)
@@ -131,14 +132,46 @@ def test_the_reference_s_mode_is_the_reference_s_arithmetic():
     assert torch.autograd.gradcheck(lambda scores: flat(space.changes(scores)), point.double().requires_grad_())
 
 
+def test_adapters_as_rows_are_read_by_columns_too(monkeypatch):
+    adapters = sharing_adapters(20)
+    bank = bank_of(adapters)
+    layout = basis.RowLayout.of(bank)
+    rows = basis.BankRows(bank, layout, 3, 19)
+    whole = rows.rows(0, 16)
+    for start, stop in (
+        (0, layout.length),
+        (0, 1),
+        (5, 17),
+        (7, layout.length - 2),
+        (layout.length - 1, layout.length),
+    ):
+        out = torch.empty(16, stop - start)
+        rows.columns(start, stop, out)
+        assert torch.equal(out, whole[:, start:stop])
+    once = WeightSpace.fit(bank, components=5, representation="factors")
+    monkeypatch.setattr(pca, "_BYTES", 1)  # 64 columns at a time, which end within modules
+    again = WeightSpace.fit(bank, components=5, representation="factors")
+    torch.testing.assert_close(again.scores, once.scores, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_a_bank_in_which_one_lacks_a_module_are_refused_by_name():
+    whole = sharing_adapters(4)
+    lacking = Adapter(dict(list(whole[0].factors.items())[:1]))
+    shapes = {name: change.shape for name, change in whole[0].factors.items()}
+    for order in ((lacking, *whole), (*whole, lacking)):
+        stack = joined(sorted(shapes), [rows_of_adapter(one, dict(sorted(shapes.items()))) for one in order])
+        with pytest.raises(UsageError, match=r'has rank 0|does not change .* Use representation="delta"'):
+            WeightSpace.fit(StackBank([str(number) for number in range(5)], stack), representation="factors")
+
+
 def test_changes_through_matrices_and_through_factors_are_the_same():
     """Few components of many adapters are kept as matrices, many as the adapters' factors."""
     adapters = random_adapters(40, ranks=(1,))
     points = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     few = WeightSpace.fit(bank_of(adapters), components=4)
     many = WeightSpace.fit(bank_of(adapters), components=30)
-    assert few.basis.dense
-    assert not many.basis.dense
+    assert few.basis.combinations.dense
+    assert not many.basis.combinations.dense
     padded = torch.cat([points, points.new_zeros(3, 26)], dim=1)
     torch.testing.assert_close(flat(few.changes(points)), flat(many.changes(padded)), rtol=1e-8, atol=1e-8)
     assert flat(few.changes(points[0].float())).dtype == torch.float32
@@ -313,12 +346,17 @@ def test_a_point_is_exported_without_its_bank_in_memory(tmp_path, monkeypatch):
     space.save(tmp_path / "space", bank=tmp_path / "bank")
     monkeypatch.setattr(basis, "_KEPT_BYTES", 0)
     monkeypatch.setattr(basis, "_DENSE_BYTES", 1)
+    monkeypatch.setattr(gram, "_READ", 2)
+    read, stack = [], AdapterBank.stack
     space = WeightSpace.open(tmp_path / "space")
+    counted = lambda *given: read.append((given[2] - given[1], len(given[3]))) or stack(*given)  # noqa: E731
+    monkeypatch.setattr(AdapterBank, "stack", counted)
     assert close(expected, space.point("3").adapter)
+    assert set(read) == {(2, 1)}  # adapters and modules at once
     written = space.point("3").export(tmp_path / "out", rank=2)
     best = expected.truncated(2)
     assert close(best.adapter, read_adapter(written.path))
-    assert written.relative_error == pytest.approx(best.relative_error, rel=1e-4)
+    assert written.relative_error == pytest.approx(best.relative_error, rel=1e-4, abs=1e-7)
     assert plan_adapter(written.path).kernels == {"unet.conv_in": (3, 3)}
     assert plan_adapter(written.path).base == "owner/model"
     shard = sorted((tmp_path / "bank").glob("shard-*"))[0]

@@ -36,9 +36,9 @@ from netweight.methods.space.settings import (
 )
 
 if TYPE_CHECKING:
-    from netweight.methods.space.fitting.fit import Accuracy
+    from netweight.methods.space.fit import Accuracy
     from netweight.methods.space.space import WeightSpace
-    from netweight.methods.space.view.content import View
+    from netweight.methods.space.view.page import View
     from netweight.store.bank.bank import AdapterBank
     from netweight.store.lora_formats.files import Exported
 
@@ -175,7 +175,7 @@ def sample(
     from netweight.core.files import refuse_existing
     from netweight.methods.space.folder import draw
     from netweight.methods.space.points import write_points
-    from netweight.methods.space.report import LEAST_AUDITED, neighbor_findings
+    from netweight.methods.space.recipe import LEAST_AUDITED, neighbor_findings
 
     refuse_existing(out, overwrite=overwrite)
     space = _opened(folder, bank)
@@ -465,11 +465,10 @@ def import_(source: Path, space: Path, components: int | None, stable_diffusion:
     SRC holds V.pt, mean.pt, std.pt, proj_1000pc.pt and adapter_config.json; nothing in them is executed.
     """
     from netweight.core.files import refuse_existing
-    from netweight.methods.space.serialization import read_published
-    from netweight.methods.space.space import WeightSpace
+    from netweight.methods.space.space import read_published
 
     refuse_existing(space, overwrite=None)
-    WeightSpace(**read_published(source, components=components, stable_diffusion=stable_diffusion)).save(space)
+    read_published(source, components=components, stable_diffusion=stable_diffusion).save(space)
     _show_space(space, output)
 
 
@@ -592,8 +591,8 @@ def _show_provenance(bank: AdapterBank, output: Output) -> None:
 
 def _show_space(folder: Path, output: Output) -> None:
     """Say what a fitted space is and how good its fit is; its bank is not needed."""
-    from netweight.methods.space.fitting.fit import Accuracy
-    from netweight.methods.space.serialization import read_about
+    from netweight.methods.space.fit import Accuracy
+    from netweight.methods.space.space import read_about
 
     about = read_about(folder)
     accuracy = Accuracy.from_json(about["accuracy"])

@@ -72,6 +72,8 @@ class LowRank:
         # Returns: Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
         if rank < 1:
             raise UsageError(f"An adapter cannot have rank {rank}.", cure="Ask for 1 or more.")
+        if 4 * rank <= self.rank == min(self.shape) and energy == 1 and self.up.itemsize <= 4:
+            return _leading((self.scale * (self.up.float() @ self.down.float())).double(), rank, self.up.dtype)
         left, right = torch.linalg.qr(self.up.double()), torch.linalg.qr(self.down.double().T)
         u, values, vh = torch.linalg.svd(self.scale * (left.R @ right.R.T), full_matrices=False)
         noise = values[0] * torch.finfo(torch.float64).eps * max(self.shape)
@@ -83,6 +85,21 @@ class LowRank:
         up = (left.Q @ (u[:, :kept] * root)).to(self.up.dtype)
         down = ((vh[:kept] * root[:, None]) @ right.Q.T).to(self.down.dtype)
         return LowRank(down, up), float((values[kept:] ** 2).sum())
+
+
+def _leading(change: Tensor, rank: int, dtype: torch.dtype) -> tuple[LowRank, float]:
+    """The leading components of a matrix by its smaller Gram matrix, and the square of what is left out."""
+    # `change`: fp64; values below some 1e-7 of the largest are lost in rounding, which fp32 does not hold either
+    tall = len(change) > change.shape[1]
+    wide = change.T if tall else change
+    values, vectors = torch.linalg.eigh(wide @ wide.T)
+    values, vectors = values.flip(0)[:rank].clamp_min(0), vectors.flip(1)[:, :rank]
+    kept = max(1, int((values > values[0] * torch.finfo(torch.float64).eps * max(change.shape)).sum()))
+    left, root = vectors[:, :kept], values[:kept].sqrt().sqrt().clamp_min(1e-150)
+    left, right = left * root, (left.T @ wide) / root[:, None]
+    up, down = (right.T, left.T) if tall else (left, right)
+    found = LowRank(down.to(dtype).contiguous(), up.to(dtype).contiguous())
+    return found, max(0.0, float(wide.square().sum() - values[:kept].sum()))
 
 
 @final

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final, runtime_checkable
+from typing import Protocol, final
 
 import numpy
 import torch
@@ -33,7 +33,6 @@ class MatrixRows(Protocol):
         ...
 
 
-@runtime_checkable
 class Columns(MatrixRows, Protocol):
     """A matrix that is read by columns, too."""
 

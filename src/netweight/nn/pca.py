@@ -19,7 +19,7 @@ from torch import Tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.nn.matrix import Columns, MatrixRows, Moments, blocks, check_finite
+from netweight.nn.matrix import Columns, Moments, check_finite
 
 _BYTES = 1 << 24  # of a block of columns
 _PANEL = 512  # rows of the Gram matrix that are made at a time
@@ -147,8 +147,8 @@ Solver = Literal["auto", "dual", "streaming"]
 
 @final
 @dataclass(frozen=True, eq=False)
-class Basis:
-    """Mean and components."""
+class RowBasis:
+    """Mean and components of rows."""
 
     mean: Tensor  # shape `(d,)`, fp32
     # Shape `(d,)`, fp32: what each number is divided by; None for nothing. 1 where it does not vary.
@@ -176,7 +176,7 @@ class Basis:
 class BasisFit:
     """A basis, and what is known of its fit."""
 
-    basis: Basis
+    basis: RowBasis
     scores: Tensor  # shape `(n, k)`, fp32, of the rows that this worker read
     solver: Literal["dual", "streaming"]  # "dual", which is exact, or "streaming"
     # Streaming: the variance that the components had captured after each pass over the rows, a share of all.
@@ -203,23 +203,15 @@ def orthonormality(components: Tensor) -> float:
 
 
 def fit_exactly(
-    matrix: MatrixRows,
+    matrix: Columns,
     components: int | None = None,
     *,
     standardize: bool = False,
     halves: bool = False,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Find the principal components of a matrix's rows, by columns if it can be read so."""
-    if isinstance(matrix, Columns):
-        return _fit_by_columns(matrix, components, standardize, halves, progress)
-    return _fit_by_rows(matrix, components, standardize, halves, progress)
-
-
-def _fit_by_columns(
-    matrix: Columns, components: int | None, standardize: bool, halves: bool, progress: Progress
-) -> BasisFit:
-    """Fit in two passes over the columns; memory holds an n × n matrix in fp64 twice at most, and the components."""
+    """Find the principal components of a matrix's rows in two passes over its columns."""
+    # Memory holds an n × n matrix in fp64 twice at most, and the components.
     count, length = matrix.shape
     mean, deviation = torch.empty(length), torch.ones(length)
     gram = torch.zeros(count, count, dtype=torch.float64)
@@ -251,45 +243,8 @@ def _fit_by_columns(
             torch.mm(weights, block, out=made[:, start:stop])
             task.update(stop - start)
     return BasisFit(
-        Basis(mean, deviation if standardize else None, made, variances, total), scores, "dual", halves=compared
+        RowBasis(mean, deviation if standardize else None, made, variances, total), scores, "dual", halves=compared
     )
-
-
-def _fit_by_rows(
-    matrix: MatrixRows, components: int | None, standardize: bool, halves: bool, progress: Progress
-) -> BasisFit:
-    """Fit a matrix that can be read by rows only, such as adapters; each block of rows meets every earlier one."""
-    count, length = matrix.shape
-    moments = Moments.begin(matrix.rows(0, 1)[0])
-    for start, stop in blocks(matrix):
-        block = matrix.rows(start, stop)
-        check_finite(block, start)
-        moments.take(block)
-    mean, deviation = moments.mean(count).float(), torch.ones(length)
-    if standardize:
-        deviation = moments.deviation(count)
-
-    def prepared(start: int, stop: int) -> Tensor:
-        return matrix.rows(start, stop).sub_(mean).div_(deviation)
-
-    gram = torch.zeros(count, count, dtype=torch.float64)
-    with progress.task("Gram matrix", count * count, unit="pairs") as task:
-        for start, stop in blocks(matrix):
-            later = prepared(start, stop)
-            for first, last in blocks(matrix):
-                if first <= start:
-                    earlier = later if first == start else prepared(first, last)
-                    gram[start:stop, first:last] = later @ earlier.T
-                    if first < start:
-                        gram[first:last, start:stop] = gram[start:stop, first:last].T
-                    task.update((stop - start) * (last - first) * (1 if first == start else 2))
-    compared = halves_of(gram, components, precision=_EPS) if halves else None
-    found = fit_gram(gram, components, precision=_EPS)
-    made = torch.zeros(found.weights.shape[1], length)
-    for start, stop in blocks(matrix):
-        made.addmm_(found.weights[start:stop].float().T, prepared(start, stop))
-    basis = Basis(mean, deviation if standardize else None, made, found.variances, found.total)
-    return BasisFit(basis, found.scores.float(), "dual", halves=compared)
 
 
 def _columns(matrix: Columns) -> Iterator[tuple[int, int, Tensor]]:

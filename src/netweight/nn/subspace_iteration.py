@@ -20,7 +20,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.nn.matrix import MatrixRows, Moments, blocks, check_finite
-from netweight.nn.pca import Basis, BasisFit
+from netweight.nn.pca import BasisFit, RowBasis
 
 # What a pass adds up, by name.
 Sums = dict[str, Tensor]
@@ -161,7 +161,7 @@ def result(plan: IterationPlan, iteration: Iteration, sums: Sums) -> BasisFit:
     fixed = iteration.fixed
     components = vectors.T @ fixed["basis"]
     signs = components.gather(1, components.abs().argmax(dim=1, keepdim=True)).sign()
-    basis = Basis(
+    basis = RowBasis(
         fixed["mean"], fixed.get("deviation"), components.mul_(signs), values / (plan.count - 1), float(fixed["total"])
     )
     scores = sums["own"] @ vectors * signs[:, 0]

@@ -28,7 +28,7 @@ from netweight.methods.space.labels import read_labels
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.methods.space.view.build import Reader, build_view
-from netweight.methods.space.view.content import View
+from netweight.methods.space.view.page import View
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys import checkpoint

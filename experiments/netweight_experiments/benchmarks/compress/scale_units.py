@@ -44,7 +44,7 @@ def ledger(work, sizes):
 
 
 def bank(work, sizes):
-    from netweight.store.bank.shard import BankRecord, ShardRecord, read_bank_record
+    from netweight.store.bank.shards import BankRecord, ShardRecord, read_bank_record
 
     rows = []
     for count in sizes:
@@ -108,7 +108,7 @@ def statistics(work, sizes):
 def sketch(work, sizes):
     import torch
 
-    from netweight.methods.space.fitting.basis import Sketch
+    from netweight.methods.space.basis import Sketch
     from netweight.nn import Adapter, AdapterStack, LowRank
 
     modules = [f"block.{number}.to_q" for number in range(64)]

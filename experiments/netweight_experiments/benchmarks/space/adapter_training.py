@@ -17,7 +17,7 @@ import torch
 from netweight.core.progress import Progress
 from netweight.hf.adapters import ATTENTION, Subject, train_pictures
 from netweight.hf.load_pipeline import text_to_image
-from netweight.nn import AdapterStack
+from netweight.nn import combined
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.toys.faces_pipeline import FaceBank, faces_pipeline
 from netweight_experiments.timing import ratios
@@ -83,10 +83,8 @@ def same_adapters():
     away = []
     for number, person in enumerate(people):
         one = train_pictures(model, [person], recipe).stack
-        apart = AdapterStack.of([whole.adapter(number), one.adapter(0)])
-        difference = sum(float((apart.up[m][0] @ apart.down[m][0] - apart.up[m][1] @ apart.down[m][1]).square().sum())
-                         for m in apart.modules)  # fmt: skip
-        away.append(difference**0.5 / one.adapter(0).norm())
+        apart = combined([whole.adapter(number), one.adapter(0)], [1.0, -1.0])
+        away.append(apart.norm() / one.adapter(0).norm())
     return max(away)
 
 

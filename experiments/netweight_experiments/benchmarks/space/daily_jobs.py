@@ -11,13 +11,14 @@ where they are not installed.
 import importlib
 import json
 import logging
+import re
 import shutil
 import statistics
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from click.testing import CliRunner
@@ -53,12 +54,10 @@ def changes(folder, number=1):
     return {name.removesuffix(".weight"): two[name] - one[name] for name in one if "proj" in name}
 
 
-def adapter(path, scale=None):
+def adapter(path):
     """Changes of a file of peft's layout, by safetensors and its settings alone."""
-    found, config = (
-        load_file(path / "adapter_model.safetensors"),
-        json.loads((path / "adapter_config.json").read_text()),
-    )
+    found = load_file(path / "adapter_model.safetensors")
+    config = json.loads((path / "adapter_config.json").read_text())
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     dense = {}
     for name in (name for name in found if "lora_A" in name):
@@ -100,10 +99,11 @@ def extract_mergekit(work):
 
 def extract_lycoris(work):
     extract = importlib.import_module("lycoris.utils").extract_linear
-    found = {name: extract(change, "fixed", RANK)[0] for name, change in changes(work).items()}
-    save_file({f"{name}.{part}": value.contiguous() for name, pair in found.items()
-               for part, value in zip("AB", pair[:2], strict=True)}, work / "lycoris.safetensors")  # fmt: skip
-    return lambda: {name: pair[1] @ pair[0] for name, pair in found.items()}
+    found = {}
+    for name, change in changes(work).items():
+        down, up = extract(change, "fixed", RANK)[0][:2]
+        found |= {f"{name}.lora_down.weight": down.contiguous(), f"{name}.lora_up.weight": up.contiguous()}
+    return of_kohya(found, work / "lycoris.safetensors")
 
 
 def resize_ours(work):
@@ -111,22 +111,43 @@ def resize_ours(work):
     return lambda: adapter(work / "ours-small")
 
 
-def resize_sd_scripts(work, scripts):
-    """sd-scripts' own function, from its checkout; of its library of models, which no tensor needs, only names."""
+def sd_scripts_module(name, scripts):
+    """A module of sd-scripts' checkout; of its library of models, which no tensor needs, only names."""
     if scripts is None:
         raise ImportError("no checkout of sd-scripts was named")
-    stub = types.SimpleNamespace(train_util=None, model_util=None, setup_logging=lambda: None)
-    sys.modules |= {"library": stub, "library.utils": stub}
+    stub = mock.MagicMock(is_safetensors=lambda path: True)
+    stub.train_util, stub.model_util = stub, stub
+    sys.modules |= {"library": stub, "library.model_util": stub, "library.utils": stub, "lora": stub}
     sys.path.insert(0, str(scripts))
-    resize = importlib.import_module("networks.resize_lora").resize_lora_model
-    found = resize(load_file(work / "ours-1" / "adapter_model.safetensors"), SMALL, SMALL, torch.float32, "cpu", None,
-                   None, False)[0]  # fmt: skip
-    save_file(found, work / "resized.safetensors")
-    modules = {name.removesuffix(".lora_A.weight") for name in found if "lora_A" in name}
-    return lambda: {
-        name.removeprefix("base_model.model."): found[f"{name}.lora_B.weight"] @ found[f"{name}.lora_A.weight"]
-        for name in modules
-    }
+    return importlib.import_module(f"networks.{name}")
+
+
+def of_kohya(found, path):
+    """Write tensors under kohya's names, and read their changes; all with alpha = rank."""
+    save_file(found, path)
+    ups = {name.removesuffix(".lora_up.weight"): value for name, value in found.items() if "lora_up" in name}
+    return lambda: {name: up @ found[f"{name}.lora_down.weight"] for name, up in ups.items()}
+
+
+def kohya(work, number):
+    """One of our adapters under sd-scripts' names of tensors."""
+    found, sides = load_file(work / f"ours-{number}" / "adapter_model.safetensors"), {"A": "down", "B": "up"}
+    named = {name.removeprefix("base_model.model."): value for name, value in found.items()}
+    return {re.sub(r"lora_([AB])", lambda side: f"lora_{sides[side[1]]}", name): one for name, one in named.items()}
+
+
+def resize_sd_scripts(work, scripts):
+    resize = sd_scripts_module("resize_lora", scripts).resize_lora_model
+    found = resize(kohya(work, 1), SMALL, SMALL, torch.float32, "cpu", None, None, False)[0]
+    return of_kohya(found, work / "resized.safetensors")
+
+
+def merge_sd_scripts(work, scripts):
+    merge = sd_scripts_module("svd_merge_lora", scripts).merge_lora_models
+    files = [work / f"kohya-{number}.safetensors" for number in (1, 2)]
+    for number, file in enumerate(files, start=1):
+        save_file(kohya(work, number), file)
+    return of_kohya(merge(files, [0.7, 0.5], [], RANK, RANK, None, torch.float32)[0], work / "summed.safetensors")
 
 
 def merge_ours(work, method="linear", rank=RANK):
@@ -169,7 +190,8 @@ def main(*, work: Path, rounds: int = 5, sd_scripts: Path | None = None):
                                                   "LyCORIS": extract_lycoris}),
         f"resize, rank {RANK} to {SMALL}": (one, {"netweight": resize_ours,
                                                   "sd-scripts": lambda at: resize_sd_scripts(at, sd_scripts)}),
-        f"weighted sum, rank {RANK}": (both, {"netweight": merge_ours, "peft, svd": merge_peft}),
+        f"weighted sum, rank {RANK}": (both, {"netweight": merge_ours, "peft, svd": merge_peft,
+                                              "sd-scripts": lambda at: merge_sd_scripts(at, sd_scripts)}),
         f"TIES, rank {RANK}": (ties(work), {"netweight": lambda at: merge_ours(at, "ties"),
                                             "peft, ties_svd": lambda at: merge_peft(at, "ties_svd")}),
     }  # fmt: skip

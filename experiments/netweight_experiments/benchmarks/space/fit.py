@@ -32,7 +32,7 @@ import torch
 from netweight.core.files import publish
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator
-from netweight.methods.space.fitting.streaming import fit_matrix, fit_streaming
+from netweight.methods.space.fit import fit_matrix, fit_streaming
 from netweight.nn.matrix import MatrixFile
 from netweight.nn.pca import orthonormality
 from netweight_experiments.benchmarks.script import peak_bytes

@@ -19,7 +19,7 @@ from typing import Annotated
 import torch
 
 from netweight.methods.space.directions import Design, ridge
-from netweight.methods.space.fitting.gram import inner_products
+from netweight.methods.space.gram import inner_products
 from netweight.methods.space.labels import read_labels
 from netweight.nn import Adapter, AdapterStack, LowRank
 from netweight.store.bank.bank import AdapterBank

@@ -24,16 +24,15 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from netweight import AdapterBank, write_adapter
 from netweight.core.progress import QUIET
-from netweight.methods.space.fitting.basis import CombinationBasis
+from netweight.methods.space.basis import Basis, Combinations
 from netweight.methods.space.folder import find_duplicates
 from netweight.nn.lora import Adapter, LowRank, combined
 from netweight.store.bank.published import stable_diffusion_dimensions
-from netweight.store.bank.shard import Rows, read_bank_record
-from netweight.store.bank.write import BankWriter
+from netweight.store.bank.shards import BankWriter, Rows, read_bank_record
 from netweight.store.lora_formats.files import export_adapter, read_adapter
 from netweight_experiments.benchmarks.script import load, peak_bytes
 from netweight_experiments.memory import in_fresh_process
@@ -98,8 +97,6 @@ def fill(folder, count, *, doubles):
 
 def retold(path, name):
     """Give a file metadata of its own, as trainers do."""
-    from safetensors.torch import load_file
-
     said = {"ss_output_name": name, "ss_base_model_version": "sd_1.5", "ss_tag_frequency": json.dumps({"a": {name: 3}})}
     save_file({key: value.half() for key, value in load_file(path).items()}, path, said)
 
@@ -176,7 +173,7 @@ def exported(given):
     folder, count = given
     bank = AdapterBank.open(Path(folder) / "large")
     weights = torch.randn(count, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) / count**0.5
-    basis = CombinationBasis(bank, weights, torch.zeros(8), 1.0, None)
+    basis = Basis(Combinations(bank, weights, torch.zeros(8), 1.0))
     before = peak_bytes() / 1e9
     row = measured(
         lambda: export_adapter(basis.factors(torch.ones(8)), Path(folder) / "point", rank=16, overwrite=True), count

@@ -23,7 +23,7 @@ from netweight.core.progress import Progress
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.labels import read_labels
-from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, PairSampler
+from netweight.methods.space.points import ConditionalSampler, GaussianSampler, PairSampler
 from netweight.metrics.intervals import t_interval
 from netweight.toys.faces import FACES, GROUNDS, caption
 from netweight.toys.faces_pipeline import FACES_BANK, faces_pipeline

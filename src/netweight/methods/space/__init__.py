@@ -1,8 +1,8 @@
 """weights2weights: a collection of low-rank adapters as one space, after arXiv 2406.09413.
 
-Read `settings`, `fitting` (inner products, streaming, bases, fits), `space` and `serialization`; then `points`,
-`labels`, `directions`, `edits`, `sampling` and `inversion`, which work on scores; `view` is the page; `folder`,
-`recipe` and `report` are what commands and recipes call.
+Read `settings`, then how a bank becomes a space: `gram` (inner products), `basis`, `fit` and `space`; then `points`,
+`labels`, `directions`, `edits` and `inversion`, which work on scores; `view` is the page; `folder`, `recipe` and
+`images` are what commands and recipes call.
 """
 
 from netweight.core.lazy import lazy_names

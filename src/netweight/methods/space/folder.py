@@ -18,20 +18,24 @@ from netweight.core.names import Select, nearest_names
 from netweight.core.progress import Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, NetweightError, UsageError
+from netweight.methods.space.basis import Sketch
 from netweight.methods.space.directions import bootstrap_cosine, direction_of, fit_direction
 from netweight.methods.space.edits import Move, edit
-from netweight.methods.space.fitting.basis import CombinationBasis, Sketch
-from netweight.methods.space.fitting.gram import inner_products, norms_of, read_blocks
+from netweight.methods.space.gram import inner_products, norms_of, read_blocks
 from netweight.methods.space.inversion import InversionTarget, InversionTask, invert_targets
 from netweight.methods.space.labels import Labels, read_labels
-from netweight.methods.space.points import Direction, NamedPoints, read_direction, read_points, scores_digest
-from netweight.methods.space.predict import Predicted, predict
-from netweight.methods.space.sampling import (
+from netweight.methods.space.points import (
     ConditionalSampler,
+    Direction,
     GaussianSampler,
     KernelSampler,
+    NamedPoints,
     PairSampler,
+    read_direction,
+    read_points,
+    scores_digest,
 )
+from netweight.methods.space.predict import Predicted, predict
 from netweight.methods.space.settings import (
     ConvertSettings,
     DirectionSettings,
@@ -47,9 +51,8 @@ from netweight.methods.space.settings import (
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter, AdapterStack, LowRank, side_by_side
 from netweight.report.finding import Finding
-from netweight.store.bank.bank import AdapterBank
-from netweight.store.bank.ingest import find_adapters
-from netweight.store.bank.shard import stacked
+from netweight.store.bank.bank import AdapterBank, find_adapters
+from netweight.store.bank.shards import stacked
 from netweight.store.lora_formats.files import (
     Exported,
     export_adapter,
@@ -63,7 +66,7 @@ from netweight.store.lora_formats.parts import AdapterPlan, Conversion
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.methods.space.view.content import View
+    from netweight.methods.space.view.page import View
 
 _POINT = "a model of the space, a file of points (FILE.json, or FILE.json:NAME), an adapter's file or folder, or mean"
 EXPORTED = "netweight-space.json"  # beside an exported adapter: of which space and point it is
@@ -132,9 +135,10 @@ def points_of(space: WeightSpace, text: str) -> NamedPoints:
     identity = scores_digest(space.scores)
     if text in space.names:
         row = list(space.names).index(text)
-        if isinstance(space.basis, CombinationBasis) and row < len(space.basis.bank):
+        made = space.basis.combinations
+        if made is not None and row < len(made.bank):
             # Of some modules only the shard's own digest tells, so that a damaged one stops it here, by name.
-            space.basis.bank.stack(row, row + 1, sorted(space.shapes)[:1])
+            made.bank.stack(row, row + 1, sorted(space.shapes)[:1])
         return NamedPoints((text,), space.scores[row : row + 1].float().cpu(), identity)
     if text == "mean":
         return NamedPoints((text,), space.scores.new_zeros(1, space.components).float().cpu(), identity)

@@ -24,8 +24,7 @@ from netweight.methods.space.edits import EditCurve, curve_findings, edit_curve
 from netweight.methods.space.folder import invert_files
 from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.points import Direction, NamedPoints, nearest
-from netweight.methods.space.recipe import directions_in, points_in
-from netweight.methods.space.report import LEAST_AUDITED, spread_findings
+from netweight.methods.space.recipe import LEAST_AUDITED, directions_in, points_in, spread_findings
 from netweight.methods.space.settings import FolderInversion
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.text_to_image import TextToImage

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 from netweight.errors import UsageError
+from netweight.methods.space.basis import Sketch
 from netweight.methods.space.directions import Design, folds_of, held_out_score, logistic, ridge
-from netweight.methods.space.fitting.basis import Sketch
-from netweight.methods.space.fitting.gram import Bank, read_blocks
+from netweight.methods.space.gram import Bank, read_blocks
 from netweight.methods.space.labels import Labels
 from netweight.nn.lora import Adapter
 from netweight.report.finding import Finding
-from netweight.store.bank.shard import stacked
+from netweight.store.bank.shards import stacked
 
 READERS = ("gauge-free network", "linear probe")
 _SIDE, _WIDTH, _HIDDEN = 16, 4, 64

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
-from netweight.store.bank.ingest import MATRIX, find_published
-from netweight.store.bank.shard import Rows
-from netweight.store.bank.write import BankWriter
+from netweight.store.bank.shards import MATRIX, BankWriter, Rows, find_published
 from netweight.store.lora_formats import layouts
-from netweight.store.lora_formats.names import in_component
+from netweight.store.lora_formats.layouts import in_component
 
 DIMENSIONS = "weight_dimensions.pt"
 _BLOCK_BYTES = 1 << 26

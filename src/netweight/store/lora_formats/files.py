@@ -16,7 +16,7 @@ from netweight.core.files import parse_json, refuse_existing, whole_file
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
 from netweight.nn.lora import Adapter, LowRank, Truncation, truncate
 from netweight.store.lora_formats import layouts
-from netweight.store.lora_formats.names import (
+from netweight.store.lora_formats.layouts import (
     AUTHORS,
     COMPONENTS,
     DENOISER,

@@ -1,4 +1,4 @@
-"""The layouts of peft and diffusers, whose scales peft's settings tell.
+"""The layouts of peft, diffusers and kohya: names of modules and tensors, and what scales them.
 
 peft: `adapter_model.safetensors` of one model, and `adapter_config.json`, which says what it is scaled by.
 
@@ -11,6 +11,14 @@ diffusers: one file for all components of a pipeline, as `pipeline.load_lora_wei
 
 Older files say `….attn1.processor.to_q_lora.down.weight`, or leave the component out. What factors are scaled by stands
 in the metadata (peft's settings by component, `lora_adapter_metadata`), or in `.alpha` tensors, or it is 1.
+
+kohya: dots of modules' names have become underscores.
+
+    lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_out_0.lora_down.weight
+
+Names have underscores of their own, so the way back needs knowledge: the names of a model's modules if they are given,
+else the structure of the U-Nets, transformers and text encoders of diffusers, below. SDXL is trained on a U-Net whose
+blocks are counted through (`input_blocks_4_1_…`); these are told by their numbers.
 """
 
 from __future__ import annotations
@@ -18,16 +26,354 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 from netweight.core.files import parse_json, read_object
-from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.store.lora_formats.names import dotted, in_component, split_component
+from netweight.core.names import nearest_names
+from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 from netweight.store.lora_formats.parts import CONVERT, CONVERT_DORA, TENSOR, Role, alpha_of, by_module
 from netweight.store.safetensors import MAX_HEADER
+
+# What a name begins with → the component of the pipeline.
+PREFIXES = {
+    "lora_unet_": "unet",
+    "lora_transformer_": "transformer",
+    "lora_te_": "text_encoder",
+    "lora_te1_": "text_encoder",
+    "lora_te2_": "text_encoder_2",
+    "lora_te3_": "text_encoder_3",
+}
+
+DENOISER = "lycoris_"  # what names begin with where nothing says which denoiser it is
+
+# The denoiser with its authors' names of modules, as ComfyUI calls it; loaders of diffusers translate these.
+AUTHORS = "diffusion_model"
+_LAYERS_PER_BLOCK = 2  # of Stable Diffusion 1 and 2 and SDXL: resnets between two changes of resolution
+_ATTENTION = [f"{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")]
+_FEED_FORWARD = ["ff.net.0.proj", "ff.net.2"]
+_BLOCK = [
+    *[f"attentions.#.transformer_blocks.#.{last}" for last in (*_ATTENTION, *_FEED_FORWARD)],
+    *[f"attentions.#.{last}" for last in ("proj_in", "proj_out")],
+    *[f"resnets.#.{last}" for last in ("conv1", "conv2", "conv_shortcut", "time_emb_proj")],
+]
+_JOINT = [f"attn.{last}" for last in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")]
+_CLIP = [f"self_attn.{last}" for last in ("q_proj", "k_proj", "v_proj", "out_proj")] + ["mlp.fc1", "mlp.fc2"]
+_STRUCTURES = {
+    "unet": [
+        *[f"{block}.{rest}" for block in ("down_blocks.#", "mid_block", "up_blocks.#") for rest in _BLOCK],
+        "down_blocks.#.downsamplers.0.conv",
+        "up_blocks.#.upsamplers.0.conv",
+        *[f"{which}_embedding.linear_{number}" for which in ("time", "add") for number in (1, 2)],
+        "conv_in",
+        "conv_out",
+    ],
+    "transformer": [
+        *[
+            f"transformer_blocks.#.{rest}"
+            for rest in (
+                *_ATTENTION, *_FEED_FORWARD, *_JOINT, "attn.to_add_out", "norm1.linear", "norm1_context.linear",
+                "img_mod.1", "txt_mod.1", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
+                "ff_context.net.0.proj", "ff_context.net.2",
+            )
+        ],
+        *[f"single_transformer_blocks.#.{rest}" for rest in (*_JOINT[:3], "proj_mlp", "proj_out", "norm.linear")],
+        *[f"blocks.#.{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")],
+        *[f"blocks.#.{last}" for last in ("attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")],
+        *["x_embedder", "context_embedder", "proj_out", "norm_out.linear", "img_in", "txt_in", "pos_embed.proj"],
+        *["adaln_single.linear", "adaln_single.emb.timestep_embedder.linear_#", "caption_projection.linear_#"],
+        *[f"time_text_embed.{which}_embedder.linear_#" for which in ("timestep", "guidance", "text")],
+    ],
+    # Flux, Chroma, Hunyuan's, PixArt, Stable Diffusion 3, Wan, Lumina and Z-Image as their authors name them, most
+    # with queries, keys and values in one.
+    "diffusion_model": [
+        *[
+            f"double_blocks.#.{stream}_{rest}"
+            for stream in ("img", "txt")
+            for rest in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mlp.fc1", "mlp.fc2",
+                         "mod.lin", "mod.linear")
+        ],
+        *[
+            f"joint_blocks.#.{stream}_block.{rest}"
+            for stream in ("x", "context")
+            for rest in (*[f"{attn}.{last}" for attn in ("attn", "attn2") for last in ("qkv", "proj")],
+                         "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
+        ],
+        *[f"single_blocks.#.{rest}" for rest in ("linear1", "linear2", "modulation.lin", "modulation.linear")],
+        *[f"blocks.#.{attn}_attn.{last}" for attn in ("self", "cross") for last in ("q", "k", "v", "o")],
+        *[
+            f"blocks.#.{rest}"
+            for rest in ("cross_attn.k_img", "cross_attn.v_img", "ffn.0", "ffn.2", "attn1.Wqkv", "attn1.out_proj",
+                         "attn2.q_proj", "attn2.kv_proj", "attn2.out_proj", "default_modulation.1", "skip_linear",
+                         "attn.qkv", "attn.proj", "cross_attn.q_linear", "cross_attn.kv_linear", "cross_attn.proj",
+                         "mlp.fc1", "mlp.fc2")
+        ],
+        *[
+            f"{stack}.#.{rest}"
+            for stack in ("layers", "context_refiner", "noise_refiner")
+            for rest in (*[f"attention.{last}" for last in ("qkv", "out", "to_q", "to_k", "to_v", "to_out.0")],
+                         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.#")
+        ],
+        *[
+            f"txt_in.individual_token_refiner.blocks.#.{rest}"
+            for rest in ("self_attn.qkv", "self_attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
+        ],
+        *["img_in", "img_in.proj", "txt_in", "txt_in.input_embedder", "x_embedder", "x_embedder.proj"],
+        *["context_embedder", "cap_embedder.1", "t_embedder.mlp.#", "y_embedder.mlp.#"],
+        *["final_layer.linear", "head.head"],
+        *["final_layer.adaLN_modulation.1", "time_embedding.#", "text_embedding.#", "time_projection.1"],
+        *["img_emb.proj.#", "distilled_guidance_layer.in_proj", "distilled_guidance_layer.out_proj"],
+        *[f"distilled_guidance_layer.layers.#.{layer}_layer" for layer in ("in", "out")],
+        *[f"{which}_in.{layer}_layer" for which in ("time", "vector", "guidance") for layer in ("in", "out")],
+    ],
+    "text_encoder": [
+        *[f"{head}encoder.layers.#.{rest}" for head in ("text_model.", "") for rest in _CLIP],
+        *[f"encoder.block.#.layer.0.SelfAttention.{last}" for last in "qkvo"],
+        *[f"encoder.block.#.layer.1.DenseReluDense.{last}" for last in ("wi", "wi_0", "wi_1", "wo")],
+        "text_projection",
+    ],
+}  # fmt: skip
+_RESNET = {
+    "in_layers_2": "conv1", "out_layers_3": "conv2", "emb_layers_1": "time_emb_proj",
+    "skip_connection": "conv_shortcut",
+}  # fmt: skip
+_OUTSIDE_BLOCKS = {
+    "input_blocks_0_0": "conv_in", "out_2": "conv_out",
+    "time_embed_0": "time_embedding_linear_1", "time_embed_2": "time_embedding_linear_2",
+    "label_emb_0_0": "add_embedding_linear_1", "label_emb_0_2": "add_embedding_linear_2",
+}  # fmt: skip
+
+
+@final
+class KohyaNames:
+    """The way back from kohya's names."""
+
+    def __init__(self, modules: Iterable[str] | None = None) -> None:
+        self._known: dict[str, list[str]] | None = None
+        self._found: dict[str, str] = {}  # names that were told already: files of one kind repeat them
+        if modules is not None:
+            self._known = {}
+            for component, _, rest in (module.partition(".") for module in modules):
+                self._known.setdefault(f"{component} {_flat(rest)}", []).append(rest)
+
+    def module(self, name: str) -> str:
+        """Return the model's own name of a module."""
+        if name not in self._found:  # some trainers leave its dots behind the prefix
+            self._found[name] = self._told(_flat(name))
+        return self._found[name]
+
+    def modules(self, names: Iterable[str]) -> dict[str, str]:
+        """The models' own names for those of one file, in which a denoiser is one component."""
+        found = {name: self.module(name) for name in names}
+        if any(module.startswith(f"{AUTHORS}.") for module in found.values()):
+            for name, module in found.items():
+                component, _, rest = module.partition(".")
+                if component == "transformer" and (own := self._spelled(AUTHORS, _flat(rest))):
+                    found[name] = f"{AUTHORS}.{own[0]}"
+        return found
+
+    def _told(self, name: str) -> str:
+        prefix = next((start for start in PREFIXES if name.startswith(start)), None)
+        if name.startswith(DENOISER):
+            prefix = DENOISER
+        if prefix is None:
+            raise Unsupported(
+                f"The name {name!r} belongs to no known component.", cure=f"Known are {', '.join(PREFIXES)}."
+            )
+        component, flat = PREFIXES.get(prefix, "unet"), name.removeprefix(prefix)
+        ways = [(component, flat), (component, _by_resolution(flat))]
+        if component == "unet":  # which kohya and musubi call the denoiser of every model
+            ways += [("transformer", flat), (AUTHORS, flat)]
+        if prefix == DENOISER:
+            ways += [("text_encoder", flat)]
+        for component, spelling in dict.fromkeys(ways):
+            found = self._spelled(component, spelling)
+            if len(found) > 1:
+                raise UsageError(
+                    f"The name {name!r} may mean {' or '.join(sorted(found))}.",
+                    cure="Give the names of the model's modules, or save the adapter in diffusers' layout.",
+                )
+            if found:
+                return f"{component}.{found[0]}"
+        raise self._unknown(name, PREFIXES.get(prefix, "unet"), flat)
+
+    def _spelled(self, component: str, flat: str) -> list[str]:
+        if self._known is not None:
+            text_model = [] if not component.startswith("text_encoder") else [flat.removeprefix("text_model_")]
+            return next((self._known[k] for f in (flat, *text_model) if (k := f"{component} {f}") in self._known), [])
+        kind = "text_encoder" if component.startswith("text_encoder") else component
+        found = []
+        for expression, pattern in _expressions(kind):
+            if match := expression.fullmatch(flat):
+                pieces = pattern.split("#")
+                numbers = [*match.groups(), ""]
+                found.append("".join(piece + number for piece, number in zip(pieces, numbers, strict=True)))
+        return found
+
+    def counted(self, module: str) -> list[str]:
+        """Names in diffusers of a module of Stable Diffusion's U-Net, whose authors count its blocks through."""
+        flat = _flat(module.removeprefix(f"{AUTHORS}."))
+        renamed = _by_resolution(flat)
+        return self._spelled("unet", renamed) if module.startswith(f"{AUTHORS}.") and renamed != flat else []
+
+    def _unknown(self, name: str, component: str, flat: str) -> Unsupported | NameNotFound:
+        if self._known is None:
+            return Unsupported(
+                f"The name {name!r} is of no known structure, so where its dots were cannot be told.",
+                cure="Give the names of the model's modules, or save the adapter in diffusers' layout.",
+            )
+        near = ", ".join(key.partition(" ")[2] for key in nearest_names(f"{component} {flat}", self._known))
+        return NameNotFound(f"No module of the model is called {name!r} by kohya.", cure=f"The nearest are {near}.")
+
+
+def kohya_name(component: str, rest: str, *, several_encoders: bool) -> str:
+    """Return kohya's name of a module."""
+    component = "unet" if component == AUTHORS else component
+    prefixes = [start for start, known in PREFIXES.items() if known == component]
+    if not prefixes:
+        raise UsageError(
+            f"Module {rest!r} of component {component!r} has no name in kohya's layout.",
+            cure=f"Names begin with {', '.join(dict.fromkeys(PREFIXES.values()))}; or choose layout='peft'.",
+        )
+    if component.startswith("text_encoder") and rest.startswith("encoder.layers."):
+        rest = f"text_model.{rest}"  # as programs that know CLIP by its older structure expect
+    return prefixes[-1 if several_encoders else 0] + _flat(rest)
+
+
+_COMFY_ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"}
+
+
+def dotted(module: str) -> str:
+    """The name in diffusers of a module that ComfyUI calls as Stable Diffusion's authors do; other names stay."""
+    if match := re.fullmatch(r"(?:text_encoders\.)?(clip_l|clip_g|t5xxl)\.(?:transformer\.)?(.+)", module):
+        return f"{_COMFY_ENCODERS[match[1]]}.{match[2]}"
+    module = module.removeprefix("model.") if module.startswith(f"model.{AUTHORS}.") else module
+    # Names that Stable Diffusion's do not know, of other models, are their authors' own.
+    return f"unet.{own[0]}" if (own := _STRUCTURED.counted(module)) else module
+
+
+@cache
+def _expressions(kind: str) -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(_flat(pattern).replace("#", r"(\d+)")), pattern) for pattern in _STRUCTURES[kind]]
+
+
+def _flat(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _by_resolution(flat: str) -> str:
+    """Rename a block that is counted through to the name it has in diffusers; other names stay."""
+    if flat in _OUTSIDE_BLOCKS:
+        return _OUTSIDE_BLOCKS[flat]
+    if match := re.fullmatch(r"middle_block_([012])_(.+)", flat):
+        number, rest = int(match[1]), match[2]
+        return f"mid_block_{'attentions' if number == 1 else 'resnets'}_{number // 2}_{_RESNET.get(rest, rest)}"
+    match = re.fullmatch(r"(input|output)_blocks_(\d+)_([012])_(.+)", flat)
+    if match is None:
+        return flat
+    down, number, part, rest = match[1] == "input", int(match[2]), int(match[3]), match[4]
+    block, layer = divmod(number - 1 if down else number, _LAYERS_PER_BLOCK + 1)
+    side = "down" if down else "up"
+    if rest == ("op" if down else "conv"):
+        return f"{side}_blocks_{block}_{side}samplers_0_conv"
+    return f"{side}_blocks_{block}_{('resnets', 'attentions', '')[part]}_{layer}_{_RESNET.get(rest, rest)}"
+
+
+_TEXT_MODEL = ".text_model."  # a level of CLIP's text encoder that older files have, and newer models may lack
+T = TypeVar("T")
+
+
+@final
+class ModelNames:
+    """The names of a model's modules."""
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self._names = set(modules)
+        self._older = {name.replace(_TEXT_MODEL, ".", 1): name for name in self._names}
+        self.kohya = KohyaNames(self._names)  # the way back from kohya's names
+
+    def own(self, parts: Mapping[str, T], where: Path) -> dict[str, T]:
+        """Rename modules as the model calls them."""
+        return {self._own(name, where): part for name, part in parts.items()}
+
+    def _own(self, name: str, where: Path) -> str:
+        if name in self._names:
+            return name
+        plain = name.replace(_TEXT_MODEL, ".", 1)
+        if plain in self._older:
+            return self._older[plain]
+        near = ", ".join(nearest_names(name, self._names))
+        raise NameNotFound(
+            f"{where}: the model has no module {name!r}.", cure=f"It is of another model; the nearest names are {near}."
+        )
+
+
+_STRUCTURED = KohyaNames()
+
+# Other names of the same weights: the last part of a path or mirror, kohya's kinds of models, short names.
+_ALIASES = (
+    (r"(stable-diffusion|sd)-?v?1(-[x5])?(-pruned.*)?|v1-5-pruned.*|sd15", "stable-diffusion-v1-5"),
+    (r"(stable-diffusion|sd)-?v?2-1(-base|-768-v)?|v2-1.*pruned.*", "stable-diffusion-2-1"),
+    (r"(stable-diffusion-xl|sd-?xl)(-v1)?(-base)?(-v?1-0)?(-0-9vae)?", "stable-diffusion-xl-base-1-0"),
+    (r"flux-?1?-?dev|flux-?1|flux", "flux-1-dev"),
+)
+
+
+def base_key(base: str) -> str:
+    """What a base model is compared by: mirrors, local paths, files and short names of the same weights have one."""
+    parts = [part for part in re.split(r"[/\\]", base.strip()) if part]
+    cached = next((part for part in parts if part.startswith("models--")), None)  # a path in the hub's cache
+    last = cached.rpartition("--")[2] if cached else parts[-1] if parts else ""
+    plain = re.sub(r"[-_. ]+", "-", re.sub(r"\.(safetensors|ckpt|bin|gguf)$", "", last.lower())).removesuffix(
+        "-diffusers"
+    )
+    return next((name for pattern, name in _ALIASES if re.fullmatch(pattern, plain)), plain)
+
+
+def is_hub_name(base: str) -> bool:
+    """Whether a model's name is that of a repository of a hub, `owner/name`."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) is not None
+
+
+COMPONENTS = ("unet", AUTHORS, "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3")
+
+_UNET = re.compile(r"(down_blocks|up_blocks)\.\d+\..+|(mid_block|conv_in|conv_out|time_embedding|add_embedding)(\..+)?")
+_TRANSFORMER = re.compile(
+    r"(transformer_blocks|single_transformer_blocks)\.\d+\..+|blocks\.\d+\.attn[12]\..+"
+    r"|x_embedder|context_embedder|(norm_out|time_text_embed)\..+"
+)
+_BY_AUTHORS = re.compile(r"(double|single|joint)_blocks\.\d+\..+|blocks\.\d+\.(self|cross)_attn\..+")
+_OWN_PREFIX = "transformer."  # which language models have, too: GPT-2 calls its own body so
+
+
+def split_component(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Tell components from names of modules, for all names of one adapter."""
+    names = list(names)
+    diffuses = any(_TRANSFORMER.fullmatch(name.removeprefix(_OWN_PREFIX)) for name in names)
+    parts = {}
+    for name in names:
+        first, _, rest = name.partition(".")
+        known = first in COMPONENTS and rest and (first != _OWN_PREFIX[:-1] or diffuses)
+        parts[name] = (first, rest) if known else ("", name)
+    return parts
+
+
+def in_component(names: Iterable[str], component: str | None = None) -> dict[str, str]:
+    """Give names of modules the component that they lack."""
+    parts = split_component(names)
+    if component is None and any(not found and _BY_AUTHORS.fullmatch(rest) for found, rest in parts.values()):
+        component = AUTHORS
+    return {name: name if found else _joined(component, rest) for name, (found, rest) in parts.items()}
+
+
+def _joined(component: str | None, name: str) -> str:
+    if component is None:
+        component = "unet" if _UNET.fullmatch(name) else "transformer" if _TRANSFORMER.fullmatch(name) else ""
+    return f"{component}.{name}" if component else name
+
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -19,15 +19,13 @@ from torch import Tensor, nn
 
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
-from netweight.methods.space.fitting.basis import CombinationBasis
-from netweight.methods.space.fitting.gram import stack_of
+from netweight.methods.space.gram import stack_of
 from netweight.methods.space.inversion import generate_images, of_denoiser
 from netweight.methods.space.labels import Labels
-from netweight.methods.space.points import Direction, scores_digest
-from netweight.methods.space.sampling import PairSampler, Sampler
+from netweight.methods.space.points import Direction, PairSampler, Sampler, scores_digest
 from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.content import (
+from netweight.methods.space.view.page import (
     AdapterMap,
     LivePipeline,
     NearestAdapters,
@@ -276,8 +274,8 @@ def live_pipeline(
     pipeline: Any = getattr(model, "pipeline", None)
     if why := _unfit(pipeline, space):
         return why
-    unet, basis = pipeline.unet, space.basis
-    assert isinstance(basis, CombinationBasis)  # see `_unfit`
+    unet, basis = pipeline.unet, space.basis.combinations
+    assert basis is not None  # see `_unfit`
     course = _course(model, pipeline, settings)
     if course is None:
         return "its scheduler or its autoencoder does more than the page can"
@@ -307,9 +305,9 @@ def _unfit(pipeline: Any, space: WeightSpace) -> str:
     unet = getattr(pipeline, "unet", None)
     if unet is None or type(unet).__name__ != "UNet2DConditionModel":
         return "its denoiser is no UNet2DConditionModel"
-    if not isinstance(space.basis, CombinationBasis):
+    if (basis := space.basis.combinations) is None:
         return "components of its space are no combinations of adapters"
-    if 2 * sum(each.numel() for each in unet.parameters()) > _MOST or space.basis.bank.nbytes > 4 * _MOST:
+    if 2 * sum(each.numel() for each in unet.parameters()) > _MOST or basis.bank.nbytes > 4 * _MOST:
         return "its U-Net or the bank is too large"
     usual = {name: each.default for name, each in inspect.signature(type(unet)).parameters.items()}
     other = {name for name, value in unet.config.items() if name in usual.keys() - _FREE and value != usual[name]}

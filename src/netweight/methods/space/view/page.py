@@ -1,14 +1,23 @@
-"""The page of a view: one self-contained HTML file, its images as sprite sheets, its script from this folder."""
+"""The page of a space: what it shows, as plain arrays; one self-contained HTML file, its images as sprite sheets.
+
+    page = View("Faces", traversals=[Traversal("beard", "direction", (-1, 0, 1), images)], points=points)
+    write_view(page, Path("faces.html"))
+
+Whoever generates the images hands them over here, or a `LivePipeline`, with which the page generates those of its
+sliders itself. Everything is checked when it is made. Scripts and style are files of this folder.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import numpy as np
 from markupsafe import Markup
@@ -16,21 +25,248 @@ from markupsafe import Markup
 from netweight.core.files import whole_file
 from netweight.errors import UsageError
 from netweight.methods.space.points import POINTS_VERSION
-from netweight.methods.space.view.content import (
-    AdapterMap,
-    LivePipeline,
-    NearestAdapters,
-    Samples,
-    SliderSpace,
-    Traversal,
-    View,
-)
 from netweight.metrics.images import png_bytes
 from netweight.report.page import page_template
 from netweight.report.report import MAX_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    Images: TypeAlias = NDArray[np.uint8]
+
+_NUMBER = (int, float, np.number, np.bool_)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Traversal:
+    """A walk along one direction or component through a start point."""
+
+    name: str  # what the slider is called
+    # "direction" if it was found from labels, "component" if it is a principal one.
+    kind: Literal["direction", "component"]
+    strengths: Sequence[float]  # standard deviations of the training models along it, ascending, at least two
+    # Shape `(strengths, noises, height, width, 3)`, uint8: the same noises at every strength. None on a live page.
+    images: Images | None
+    note: str = ""  # a line below the name, such as the held-out score or the share of variance
+
+    def __post_init__(self) -> None:
+        _check_strengths(self.name, self.strengths)
+        if self.images is not None:
+            _check_images(f"The images of {self.name!r}", self.images, (len(self.strengths), None))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class NearestAdapters:
+    """The adapters nearest to each of n points."""
+
+    numbers: NDArray[np.int64]  # shape `(n, m)`: numbers of adapters on the map, the nearest first
+    similarities: NDArray[np.float64]  # shape `(n, m)`, finite: how near, larger is nearer
+    measure: str = "cosine of scores"  # what the similarity is, in a few words
+
+    def __post_init__(self) -> None:
+        if self.numbers.ndim != 2 or self.numbers.shape != self.similarities.shape or self.numbers.dtype.kind != "i":
+            raise UsageError(
+                f"NearestAdapters {self.numbers.shape} of type {self.numbers.dtype} do not fit similarities "
+                f"{self.similarities.shape}.",
+                cure="Give whole numbers and similarities of one shape (n, m).",
+            )
+        _check_finite("A similarity", self.similarities)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AdapterMap:
+    """Where the adapters lie, and what is known of each."""
+
+    names: Sequence[str]  # one per adapter, no two alike
+    # Shape `(n, d)`, d at least 2: what can be put on the axes, such as scores in standard deviations.
+    coordinates: NDArray[np.float64]
+    axes: Sequence[str]  # d names
+    thumbnails: Images  # shape `(n, height, width, 3)`, uint8: an image by each adapter
+    # Name → n values, all numbers or all texts (or truth values); None where one is not known.
+    labels: Mapping[str, Sequence[float | str | None]] = field(default_factory=dict)
+    neighbors: NearestAdapters | None = None
+    note: str = ""  # a line above the map, such as which adapters of how many are on it
+
+    def __post_init__(self) -> None:
+        n, repeated = len(self.names), _repeated(self.names)
+        if not n:
+            raise UsageError("A map needs at least one adapter.")
+        if repeated is not None:
+            raise UsageError(f"Two adapters on the map are called {repeated!r}.", cure="Give each a name of its own.")
+        _check_coordinates("the map", self.coordinates, (n, len(self.axes)))
+        if len(self.axes) < 2:
+            raise UsageError("A map needs two axes.", cure="Fit at least two components.")
+        _check_images("The thumbnails of the map", self.thumbnails, (n,))
+        for name, values in self.labels.items():
+            _check_label(name, values, n)
+        if self.neighbors is not None:
+            _check_neighbors("the map", self.neighbors, n, n)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Models drawn from the space, which nobody trained."""
+
+    images: Images  # shape `(n, noises, height, width, 3)`, uint8
+    neighbors: NearestAdapters | None = None
+    coordinates: NDArray[np.float64] | None = None  # shape `(n, d)` as on the map, to show them there; None for not
+    note: str = ""  # a line above them, such as how they were drawn
+
+    def __post_init__(self) -> None:
+        _check_images("The images of samples", self.images, (None, None))
+
+
+@final
+@dataclass(frozen=True)
+class SliderSpace:
+    """The sliders' own space: what makes a point of their positions."""
+
+    digest: str  # of the space's scores, as points have it
+    start: Sequence[float]  # scores where all sliders are at 0, shape `(k,)`
+    vectors: Mapping[str, Sequence[float]]  # slider → scores of one standard deviation along it
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LivePipeline:
+    """A pipeline and the adapters of a space, with which a page generates images of any point itself."""
+
+    tensors: Mapping[str, NDArray[Any]]  # little-endian f2, f4 or i1; "scores" are those of the map's
+    config: Mapping[str, Any]  # what the page's engine must know of them
+    reads: Sequence[str]  # what its reader measures
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(each.nbytes for each in self.tensors.values())
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class View:
+    """A page about a space."""
+
+    title: str  # heading
+    traversals: Sequence[Traversal]  # at least one; all images of one size
+    points: AdapterMap | None = None  # the map
+    samples: Samples | None = None  # drawn models; their neighbors need a map
+    summary: str = ""  # a sentence or two below the heading
+    reader: str = ""  # what took the readings, in a few words
+    # Name → what was shown and how: model, collection, prompt, seeds, versions.
+    facts: Mapping[str, str] = field(default_factory=dict)
+    command: str | None = None  # the command line that made the page
+    sliders: SliderSpace | None = None  # for points of all sliders together, which the page then hands over
+    painted: str = ""  # why images of its sliders were painted ahead
+    live: LivePipeline | None = None  # generates images of these points in the page; None if they are added up there
+    first: Images | None = None  # what a page shows until it generates: `(noises, height, width, 3)`
+
+    def __post_init__(self) -> None:
+        if not self.traversals:
+            raise UsageError("There is no traversal to show.", cure="Name a direction, or ask for components.")
+        repeated = _repeated([each.name for each in self.traversals])
+        if repeated is not None:
+            raise UsageError(f"Two traversals are called {repeated!r}.", cure="Give each a name of its own.")
+        if (self.live is None or self.sliders is None) and any(each.images is None for each in self.traversals):
+            raise UsageError("A traversal has no images.", cure="Give them, or a live pipeline and the sliders' space.")
+        self._check_sizes()
+        if self.samples is not None:
+            self._check_samples(self.samples)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of its images."""
+        images = self.traversals[0].images if self.live is None else self.live.tensors["noise"]
+        assert images is not None  # refused above
+        return images.shape[-3], images.shape[-2]
+
+    @property
+    def large(self) -> tuple[int, int]:
+        """Height and width of the image of all sliders."""
+        height, width = self.size
+        larger = self.live.config.get("larger", 1) if self.live else 1
+        return height * larger, width * larger
+
+    def _check_sizes(self) -> None:
+        sizes = {each.name: each.images.shape[-3:-1] for each in self.traversals if each.images is not None}
+        sizes |= {"the live pipeline": self.size} if self.live is not None else {}
+        sizes |= {"the samples": self.samples.images.shape[-3:-1]} if self.samples is not None else {}
+        sizes |= {"the map": self.points.thumbnails.shape[-3:-1]} if self.points is not None else {}
+        first, size = next(iter(sizes.items()))
+        for name, other in sizes.items():
+            if other != size:
+                raise UsageError(
+                    f"Images of {name} have {other[1]} × {other[0]} pixels, those of {first} {size[1]} × {size[0]}.",
+                    cure="Generate all with one model, in one size.",
+                )
+
+    def _check_samples(self, samples: Samples) -> None:
+        if self.points is None and (samples.neighbors is not None or samples.coordinates is not None):
+            raise UsageError("Samples have neighbors or places on a map, and there is no map.", cure="Give points.")
+        if self.points is not None and samples.neighbors is not None:
+            _check_neighbors("the samples", samples.neighbors, len(samples.images), len(self.points.names))
+        if self.points is not None and samples.coordinates is not None:
+            _check_coordinates("the samples", samples.coordinates, (len(samples.images), len(self.points.axes)))
+
+
+def _check_strengths(name: str, strengths: Sequence[float]) -> None:
+    if not all(math.isfinite(each) for each in strengths):
+        raise UsageError(f"A strength of {name!r} is NaN or infinite.", cure="Give finite standard deviations.")
+    if len(strengths) < 2 or any(a >= b for a, b in itertools.pairwise(strengths)):
+        raise UsageError(f"The strengths of {name!r} do not ascend.", cure="Give two or more, from low to high.")
+
+
+def _check_images(what: str, images: Any, lead: tuple[int | None, ...]) -> None:
+    """Lead is what stands before height, width, 3; None for any number above 0."""
+    shape: tuple[int, ...] = images.shape if isinstance(images, np.ndarray) else ()
+    fits = len(shape) == len(lead) + 3 and shape[-1] == 3 and 0 not in shape
+    fits = fits and all(want in (None, found) for want, found in zip(lead, shape, strict=False))
+    if not fits or images.dtype != np.uint8:
+        wanted = ", ".join(["any" if each is None else str(each) for each in lead] + ["height", "width", "3"])
+        raise UsageError(
+            f"{what} have shape {shape} and type {getattr(images, 'dtype', type(images).__name__)}.",
+            cure=f"Give a numpy array, uint8, of shape ({wanted}), all of one size.",
+        )
+
+
+def _check_coordinates(what: str, coordinates: NDArray[np.float64], shape: tuple[int, int]) -> None:
+    if coordinates.shape != shape:
+        raise UsageError(f"The coordinates of {what} have shape {coordinates.shape}, not {shape}.")
+    _check_finite(f"A coordinate of {what}", coordinates)
+
+
+def _check_label(name: str, values: Sequence[Any], n: int) -> None:
+    known = [each for each in values if each is not None]
+    if len(values) != n:
+        raise UsageError(f"The label {name!r} has {len(values)} values for {n} adapters.")
+    if not (all(isinstance(each, str) for each in known) or all(isinstance(each, _NUMBER) for each in known)):
+        raise UsageError(f"The label {name!r} mixes texts and numbers.", cure="Give one kind, and None for unknown.")
+    if not all(isinstance(each, str) or math.isfinite(each) for each in known):
+        raise UsageError(f"A value of the label {name!r} is NaN or infinite.", cure="Give None for unknown.")
+
+
+def _check_neighbors(what: str, neighbors: NearestAdapters, n: int, adapters: int) -> None:
+    if len(neighbors.numbers) != n or (neighbors.numbers < 0).any() or (neighbors.numbers >= adapters).any():
+        raise UsageError(
+            f"NearestAdapters of {what} are {neighbors.numbers.shape} numbers, some outside 0 to {adapters - 1}."
+            if len(neighbors.numbers) == n
+            else f"There are neighbors of {len(neighbors.numbers)} points, and {what} has {n}.",
+            cure=f"Give {n} rows of numbers of adapters.",
+        )
+
+
+def _check_finite(what: str, values: NDArray[np.float64]) -> None:
+    if not np.isfinite(values).all():
+        raise UsageError(f"{what} is NaN or infinite.", cure="Leave the model out that it belongs to.")
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    seen: set[str] = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
+
 
 _HERE = "netweight.methods.space.view"
 _SMALL = 96  # pixels: images below are enlarged without smoothing, so that their pixels can be seen

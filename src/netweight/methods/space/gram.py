@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ from netweight.core.files import digest_config, digest_tensor
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
-from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space.fitting.streaming import read_tensors
+from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.nn.lora import AdapterStack
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.writer import write_checkpoint
+from netweight.store.writer import open_checkpoint, write_checkpoint
 
 _READ, _READ_BYTES = 256, 1 << 25  # adapters that are read at a time at most, and bytes of them where they are large
 _ROWS = 2048  # of the products that are held at a time, n × rank of them
@@ -270,3 +269,14 @@ def _block(bank: Bank) -> int:
     one = bank.stack(0, 1)
     size = sum(factor.nbytes for part in (one.down, one.up) for factor in part.values())
     return max(16, min(2048, _BYTES // size))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a part of a fit: its account, and its tensors."""
+    try:
+        with open_checkpoint(path) as (about, store, names):
+            return about, {name: store.get(name, check=True) for name in names}
+    except CorruptBlob as error:
+        raise CorruptBlob(
+            f"{error.reason} It is a part of a fit.", cure=f"Delete {path.parent} to begin anew."
+        ) from error

@@ -1,27 +1,30 @@
-"""What a fitted space is made of: adapters as rows of numbers, and bases that turn scores into changes and back.
+"""What a fitted space is made of: adapters as rows of numbers, and a basis that turns scores into changes and back.
 
-`RowBasis` has components of rows, the numbers of factors. `CombinationBasis` has components
-that are combinations of the bank's adapters, so that ΔW itself is their coordinate system and ranks may differ.
+Components are rows, the numbers of factors, or combinations of a bank's adapters, so that ΔW itself is their coordinate
+system and ranks may differ.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.methods.space.fitting.gram import Bank, inner_products, norms_of, read_blocks, stack_of
+from netweight.methods.space.gram import Bank, inner_products, norms_of, read_blocks, stack_of
 from netweight.nn.lora import Adapter, AdapterStack, LowRank
-from netweight.nn.pca import Basis
+from netweight.nn.pca import RowBasis
 
 _DENSE_BYTES = 1 << 28  # of components that may be kept as matrices, and of changes that are summed at a time
 _KEPT_BYTES = 1 << 25  # of a bank that may be kept in memory to make points
+_ANY_RANKS = 'Use representation="delta", which takes any ranks.'
 _Place = tuple[torch.dtype, torch.device]
 
 
@@ -80,32 +83,37 @@ class RowLayout:
     @classmethod
     def of(cls, bank: Bank) -> RowLayout:
         """The layout of a bank, from its first adapter."""
-        first = stack_of(bank, 0, 1).adapter(0)
-        shapes = {name: bank.shapes[name] for name in sorted(bank.shapes)}
-        factors = {name: first.factors[name] for name in shapes}
-        return cls(
-            shapes,
-            {name: one.rank for name, one in factors.items()},
-            {name: one.scale for name, one in factors.items()},
-        )
+        first = stack_of(bank, 0, 1)
+        ranks = {name: int(first.ranks[name]) for name in first.modules}
+        if lacking := [name for name, rank in ranks.items() if not rank]:
+            raise UsageError(
+                f"The adapter {bank.names[0]!r} does not change {lacking[0]}, which others do.", cure=_ANY_RANKS
+            )
+        return cls(first.shapes, ranks, {name: float(first.scale[name]) for name in first.modules})
 
     @property
     def length(self) -> int:
         """Numbers in a row."""
         return sum(self.ranks[name] * sum(shape) for name, shape in self.shapes.items())
 
+    def within(self, start: int, stop: int) -> tuple[list[str], int]:
+        """The modules whose numbers are some of these columns, and the first one's first column."""
+        ends = list(itertools.accumulate(self.ranks[name] * sum(shape) for name, shape in self.shapes.items()))
+        first, last = bisect.bisect_right(ends, start), bisect.bisect_left(ends, stop)
+        return list(self.shapes)[first : last + 1], [0, *ends][first]
+
     def rows(self, stack: AdapterStack, names: Sequence[str] = ()) -> Tensor:
-        """Adapters as rows, shape `(n, length)`, fp32; `names` are for messages."""
+        """Adapters as rows of the numbers of a stack's modules, fp32; `names` are for messages."""
         parts = []
         names = names or [f"number {number}" for number in range(len(stack))]
-        for name in self.shapes:
+        for name in stack.modules:
             other = (stack.ranks[name] != self.ranks[name]).nonzero()
             if len(other):
                 number = int(other[0])
                 raise UsageError(
                     f"The adapter {names[number]!r} has rank {int(stack.ranks[name][number])} in {name}, others "
                     f"{self.ranks[name]}: as rows of numbers they cannot be compared.",
-                    cure='Use representation="delta", which takes any ranks.',
+                    cure=_ANY_RANKS,
                 )
             down, up = stack.down[name][:, : self.ranks[name]], stack.up[name][:, :, : self.ranks[name]]
             scale = stack.scale[name] / self.scales[name]
@@ -155,26 +163,14 @@ class BankRows:
         first, last = self.start + start, self.start + stop
         return self.writer.rows(stack_of(self.bank, first, last), self.bank.names[first:last])
 
-
-@final
-@dataclass(frozen=True, eq=False)
-class RowBasis:
-    """Principal components of rows."""
-
-    layout: RowLayout  # what the numbers of a row are
-    basis: Basis  # mean, deviations and components of rows
-
-    def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
-        """Scores of m adapters, shape `(m, k)`, and squared distances from the mean, shape `(m,)`; both fp32."""
-        return self.basis.project(self.layout.rows(stack))
-
-    def changes(self, scores: Tensor) -> dict[str, Tensor]:
-        """Changes at points; see `WeightSpace.changes`."""
-        return self.layout.changes(self.basis.point(scores.to(torch.promote_types(scores.dtype, torch.float32))))
-
-    def factors(self, scores: Tensor) -> Iterator[tuple[str, LowRank]]:
-        """What a point, shape `(k,)`, changes, module by module."""
-        yield from self.layout.adapter(self.basis.point(scores.float())).factors.items()
+    def columns(self, start: int, stop: int, out: Tensor) -> None:
+        """Write the numbers from `start` up to `stop` of all adapters; other modules than theirs are not read."""
+        assert isinstance(self.writer, RowLayout)
+        modules, first = self.writer.within(start, stop)
+        how: Any = {"description": "Reading adapters", "first": self.start, "modules": modules}
+        for number, stack in read_blocks(self.bank, self.stop, **how):
+            rows = self.writer.rows(stack, self.bank.names[number : number + len(stack)])
+            out[number - self.start : number - self.start + len(stack)] = rows[:, start - first : stop - first]
 
 
 @final
@@ -189,24 +185,18 @@ class _Module:
 
 @final
 @dataclass(frozen=True, eq=False)
-class CombinationBasis:
+class Combinations:
     """Principal components of the changes ΔW, as combinations of adapters."""
 
     bank: Bank  # the adapters, or more than those: the first n count
     weights: Tensor  # shape `(n, k)`, fp64; component j is Σ_i weights[i, j] ΔW_i
     offsets: Tensor  # shape `(k,)`, fp64: ⟨mean, component j⟩; unused with a sketch
     mean_square: float  # ⟨mean, mean⟩; unused with a sketch
-    # Where the fit was made through one: components of sketches, and the sketch. Adapters are then measured by it, else
-    # by their inner products with all adapters of the bank.
-    sketch: tuple[Basis, Sketch] | None = None
     _factors: dict[_Place, dict[str, _Module]] = field(default_factory=dict, init=False, repr=False)
     _matrices: dict[_Place, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False, repr=False)
 
     def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
-        """Scores of m adapters, shape `(m, k)`, and squared distances from the mean, shape `(m,)`; both fp32."""
-        if self.sketch is not None:
-            basis, sketch = self.sketch
-            return basis.project(sketch.rows(stack))
+        """See `Basis.project`; by inner products with all adapters of the bank."""
         found = torch.zeros(len(stack), self.weights.shape[1], dtype=torch.float64)
         with_mean = torch.zeros(len(stack), dtype=torch.float64)
         for start, some in read_blocks(self.bank, len(self.weights), description="Projecting"):
@@ -230,7 +220,7 @@ class CombinationBasis:
         return {name: (one.ups * found[..., None, one.owner]) @ one.downs for name, one in modules.items()}
 
     def factors(self, scores: Tensor) -> Iterator[tuple[str, LowRank]]:
-        """What a point, shape `(k,)`, changes, exactly, module by module."""
+        """See `Basis.factors`."""
         found = self.weights @ scores.double() + 1 / len(self.weights)
         if self.bank.nbytes > _KEPT_BYTES:
             yield from self._summed(found)
@@ -303,4 +293,39 @@ class CombinationBasis:
         return self._matrices[dtype, device]
 
 
-SpaceBasis: TypeAlias = RowBasis | CombinationBasis
+@final
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Mean and components of a space: how adapters get scores, and what points change."""
+
+    # Adapters are measured by rows where there are some, and points are made of combinations where there are some: a
+    # fit through a sketch has both.
+    combinations: Combinations | None = None
+    rows: RowBasis | None = None  # mean, deviations and components of adapters as rows
+    writer: RowLayout | Sketch | None = None  # how adapters are written as rows
+
+    def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
+        """Scores of m adapters, shape `(m, k)`, and squared distances from the mean, shape `(m,)`; both fp32."""
+        if self.rows is not None and self.writer is not None:
+            return self.rows.project(self.writer.rows(stack))
+        assert self.combinations is not None
+        return self.combinations.project(stack)
+
+    def changes(self, scores: Tensor) -> dict[str, Tensor]:
+        """Changes at points; see `WeightSpace.changes`."""
+        if self.combinations is not None:
+            return self.combinations.changes(scores)
+        layout, row = self._row(scores.to(torch.promote_types(scores.dtype, torch.float32)))
+        return layout.changes(row)
+
+    def factors(self, scores: Tensor) -> Iterator[tuple[str, LowRank]]:
+        """What a point, shape `(k,)`, changes, exactly, module by module."""
+        if self.combinations is not None:
+            return self.combinations.factors(scores)
+        layout, row = self._row(scores.float())
+        return iter(layout.adapter(row).factors.items())
+
+    def _row(self, scores: Tensor) -> tuple[RowLayout, Tensor]:
+        assert self.rows is not None
+        assert isinstance(self.writer, RowLayout)
+        return self.writer, self.rows.point(scores)
