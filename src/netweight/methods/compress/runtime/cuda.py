@@ -40,6 +40,11 @@ def handles(payload: torch.Tensor) -> bool:
     return payload.is_cuda and (torch.compiler.is_compiling() or _kernels_run())
 
 
+def is_here(payload: torch.Tensor) -> bool:
+    """Whether a payload is decoded by the CPU, and lies there."""
+    return payload.is_cpu and not handles(payload)
+
+
 def chunk_log2_of(numbers: int) -> int:
     """Of the numbers per chunk, for a weight of so many that is encoded on a device."""
     # A warp decodes 16,384 numbers, or 8,192 of small weights, which keeps a GPU busy with single matrices at 0.25 and
@@ -438,28 +443,20 @@ def about_to_write(payload: torch.Tensor) -> None:
 
 
 def encode_into(
-    weight: torch.Tensor, payload: torch.Tensor, level: str, chunk_log2: int | None
+    weight: torch.Tensor, payload: torch.Tensor, level: str, chunk_log2: int | None, *, fixed: bool
 ) -> Callable[[], bool] | None:
     """Begin to encode a weight on its device into a payload; what is returned waits and says whether it fits."""
-    if not handles(weight):
+    if not (fixed_products.runs_on(weight.device) if fixed else handles(weight)):
         return None
     about_to_write(payload)
     status = torch.zeros(1, dtype=torch.int32, device=weight.device)
     try:
-        cuda.encode_into(weight.detach(), payload, level=level, chunk_log2=chunk_log2, status=status)
+        if fixed:
+            fixed_products.overwrite(weight.detach(), payload, status)
+        else:
+            cuda.encode_into(weight.detach(), payload, level=level, chunk_log2=chunk_log2, status=status)
     except (Unsupported, UsageError):
         return None
-    told = Answer(status)
-    return lambda: not told()
-
-
-def encode_fixed_into(weight: torch.Tensor, payload: torch.Tensor) -> Callable[[], bool] | None:
-    """The same for the fixed-length form."""
-    if not fixed_products.runs_on(weight.device):
-        return None
-    about_to_write(payload)
-    status = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    fixed_products.overwrite(weight.detach(), payload, status)
     told = Answer(status)
     return lambda: not told()
 
