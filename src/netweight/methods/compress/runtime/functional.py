@@ -40,16 +40,17 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     small = stored.small()
     if small is not None:
         return F.linear(x, small, bias)
-    payload, form = stored.payload, stored.form
+    payload, shape, dtype = stored.payload, stored.shape, stored.dtype
     if stored.fixed:
-        return _linear_fixed(x, payload, stored.shape, bias)
-    if not device.is_here(payload):
-        return _on_dense(payload, form, stored.dtype, lambda dense: F.linear(x, dense, bias))
-    if stored.dtype == torch.bfloat16 and payload.numel() >= _LARGE and not prefetch.open_blocks:
-        found = _product_by_tiles(x, payload, stored.shape, bias, fixed=False)
+        return _linear_fixed(x, payload, shape, bias)
+    if prefetch.open_blocks or not device.is_here(payload):
+        product: torch.Tensor = _on_dense(payload, stored.form, dtype, lambda dense: F.linear(x, dense, bias))
+        return product
+    if dtype == torch.bfloat16 and payload.numel() >= _LARGE:
+        found = _product_by_tiles(x, payload, shape, bias, fixed=False)
         if found is not None:
             return found
-    return F.linear(x, _decode_forward(payload, *form), bias)
+    return F.linear(x, decode_here(payload, shape, dtype), bias)
 
 
 def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any, **options: Any) -> torch.Tensor | None:
@@ -97,7 +98,9 @@ def embedding(
     if max_norm is not None or sparse or not -1 <= padding < rows:
         return None
     if not torch.is_grad_enabled():
-        return _direct(gather_rows, _gathered_rows, stored.payload, *stored.form, ids)
+        gather: Any = _gathered_rows if type(ids) is torch.Tensor and not _is_watched() else gather_rows
+        rows_asked: torch.Tensor = gather(stored.payload, *stored.form, ids)
+        return rows_asked
     result: torch.Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
         ids, weight, stored.payload, stored.form, padding, scale_grad_by_freq
     )
@@ -372,7 +375,8 @@ def _gathered_rows(
     """Rows of the weight, decoding only the chunks that hold them, or for many of them the whole weight."""
     there = device.decoder_of(payload.device) if device.handles(payload) else None
     if fixed:
-        return fixed_products.gather_rows(payload, *shape, ids, None if there is None else there.status.kernels)
+        status = None if there is None else there.status.kernels
+        return fixed_products.gather_rows(payload, shape[0], shape[1], ids, status)
     if there is not None:
         some = there.gather(payload, ids)
         if some is not None:

@@ -419,7 +419,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _share_memory(tensor: CompressedTensor) -> CompressedTensor:
     tensor.stored.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
-    tensor.payload.share_memory_()
+    tensor.payload.share_memory_()  # type: ignore[no-untyped-call]
     tensor.stored.decoded = None  # what others write is not counted here
     return tensor
 
