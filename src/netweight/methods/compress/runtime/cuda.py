@@ -269,23 +269,6 @@ class Decoder:
             out = memory[: layout.nbytes].view(layout.dtype).view(layout.shape)
         return self._decoded(payload[LENGTH : LENGTH + layout.size], layout, known, out)
 
-    def rows(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Decode rows `start` to `stop` (exclusive) of dimension 0, and no more than the chunks that they touch."""
-        known = self._look_up(payload)
-        layout = known.layout
-        if not isinstance(layout, BlobLayout) or not layout.chunks or layout.new_modes:
-            return self.weight(payload)[start:stop]
-        if start == stop or not known.checked:
-            return self.weight(payload)[start:stop]
-        per_row = layout.numbers // layout.shape[0]
-        first, last = start * per_row >> layout.chunk_log2, -(-stop * per_row >> layout.chunk_log2)
-        some = _chunks(layout, first, last)
-        numbers = self._decoded(payload[LENGTH : LENGTH + layout.size], some, known, None)
-        skipped = start * per_row - (first << layout.chunk_log2)
-        element = some.nbytes // max(1, some.numbers)
-        content = numbers.view(torch.uint8)[skipped * element : (skipped + (stop - start) * per_row) * element]
-        return content.view(layout.dtype).view(stop - start, *layout.shape[1:])
-
     def gather(self, payload: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
         """Rows of a weight, from the chunks that hold them; None where the whole weight must be, or may as well be."""
         known = self._look_up(payload)
@@ -346,20 +329,6 @@ class Decoder:
         elif bool(damaged):
             raise CorruptBlob("Cannot decode a blob: a code word or an offset in it is out of range.", cure=_DAMAGED)
         return weight if out is None else out.copy_(weight)
-
-
-def _chunks(layout: BlobLayout, first: int, last: int) -> BlobLayout:
-    """The layout of chunks `first` to `last` (exclusive) of the same blob, as a tensor of one dimension."""
-    numbers = min(last << layout.chunk_log2, layout.numbers) - (first << layout.chunk_log2)
-    nbytes = numbers * (layout.nbytes // layout.numbers)
-    return replace(
-        layout,
-        shape=(nbytes // layout.dtype.itemsize,),
-        nbytes=nbytes,
-        numbers=numbers,
-        chunks=last - first,
-        starts=layout.starts[first : last + 1],
-    )
 
 
 def _layout_of(payload: torch.Tensor) -> Layout:

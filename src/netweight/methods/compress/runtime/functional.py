@@ -25,7 +25,7 @@ from netweight.errors import Unsupported
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import prefetch
 from netweight.methods.compress.runtime.prefetch import BorrowedBuffer
-from netweight.methods.compress.runtime.storage import Form, blob_of, decode_here, decode_payload, recent
+from netweight.methods.compress.runtime.storage import Form, blob_of, decode_here, decode_payload, recent, threads_for
 
 # ---- what stands in for torch's functions ----------------------------------------------------------------------------
 
@@ -383,7 +383,8 @@ def _gathered_rows(
             return some
         borrowed = borrow(payload, "forward")
         try:
-            return F.embedding(ids, there.weight(payload) if borrowed is None else borrowed.weight)
+            weight = there.weight(payload) if borrowed is None else borrowed.weight
+            return weight.index_select(0, ids.reshape(-1)).view(*ids.shape, *shape[1:])
         finally:
             if borrowed is not None:
                 borrowed.give_back()
@@ -391,7 +392,8 @@ def _gathered_rows(
     blob, result = blob_of(local), (*ids.shape, *shape[1:])
     if count == 1:
         first = _checked(int(ids), shape) * width
-        row = codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width)
+        threads = threads_for(local.numel() // shape[0])  # a row may be one expert of many
+        row = codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width, threads=threads)
         return row if payload.is_cpu else row.to(payload.device)
     wanted = ids.cpu()
     rows, places = torch.unique(wanted, return_inverse=True)

@@ -16,12 +16,10 @@ from typing import Any, NoReturn, final
 import torch
 import torch.nn.functional as F
 
-from netweight import codec
 from netweight.errors import DenseOnly
-from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import fsdp, functional
-from netweight.methods.compress.runtime.functional import decode
-from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, layout_of, moved, threads_for
+from netweight.methods.compress.runtime.functional import decode, gather_rows
+from netweight.methods.compress.runtime.storage import CompressedStorage, layout_of, moved
 from netweight.store.writer import Level
 
 aten = torch.ops.aten
@@ -270,18 +268,11 @@ def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
 
 def _read(stored: CompressedStorage, views: tuple[_View, ...]) -> torch.Tensor:
     """Decode a view; of one row, such as one expert of many, no more than the chunks that it touches."""
-    payload = stored.payload
     one_row = views and views[0][0] is aten.select.int and views[0][1][0] == 0 and stored.stride is None
-    if not one_row or stored.fixed or torch.compiler.is_compiling():
+    if not one_row or torch.compiler.is_compiling() or _traced() is not None:
         return _cut(_whole(stored), views)
-    row = views[0][1][1] % stored.shape[0]
-    if device.handles(payload):
-        rows = device.decoder_of(payload.device).rows(payload, row, row + 1)
-    else:
-        local = payload.cpu()
-        threads = threads_for(local.numel() // stored.shape[0])
-        rows = codec.decode_rows(blob_of(local), row, row + 1, threads=threads).to(payload.device)
-    return _cut(rows[0], views[1:])
+    row = torch.full((), views[0][1][1] % stored.shape[0], device=stored.payload.device)
+    return _cut(gather_rows(stored.payload, *stored.form, row), views[1:])
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
