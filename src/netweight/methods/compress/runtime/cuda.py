@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any, final
 from weakref import WeakSet
@@ -30,8 +30,6 @@ _LOOK_EVERY = 16  # decodings between two looks at the status
 _DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
 
 Layout = BlobLayout | LossyLayout
-# (blob, its layout, where to put the weight or None, a status to add to or None to wait and raise) -> the weight
-Run = Callable[[torch.Tensor, BlobLayout, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 
 
 def handles(payload: torch.Tensor) -> bool:
@@ -256,8 +254,7 @@ def _answers() -> tuple[torch.Tensor, Iterator[int]]:
 class Decoder:
     """Decodes the payloads of one device."""
 
-    def __init__(self, run: Run, status: Status) -> None:
-        self._run = run
+    def __init__(self, status: Status) -> None:
         self.status = status  # decodings of bytes that are known to be sound add to it
 
     def weight(self, payload: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
@@ -306,7 +303,7 @@ class Decoder:
         status = self.status.kernels if known.checked else None
         try:
             if isinstance(layout, BlobLayout):
-                weight = self._run(blob, layout, out, status)
+                weight = cuda.decode(blob, layout, out=out, status=status)
             else:
                 weight = self._rounded(blob, layout, out, status)
         except torch.OutOfMemoryError as error:
@@ -323,7 +320,7 @@ class Decoder:
     def _rounded(
         self, blob: torch.Tensor, layout: LossyLayout, out: torch.Tensor | None, status: torch.Tensor | None
     ) -> torch.Tensor:
-        weight, damaged = cuda.decode_lossy(blob, layout, lambda part, its: self._run(part, its, None, status))
+        weight, damaged = cuda.decode_lossy(blob, layout, partial(cuda.decode, status=status))
         if status is not None:
             self.status.count(damaged)
         elif bool(damaged):
@@ -358,12 +355,6 @@ def _refuse_capture(payload: torch.Tensor) -> None:
         )
 
 
-def _by_kernels(
-    blob: torch.Tensor, layout: BlobLayout, out: torch.Tensor | None, status: torch.Tensor | None
-) -> torch.Tensor:
-    return cuda.decode(blob, layout, out=out, status=status)
-
-
 _decoders: dict[torch.device, Decoder] = {}
 
 
@@ -372,7 +363,7 @@ def decoder_of(device: torch.device) -> Decoder:
     decoder = _decoders.get(device)
     if decoder is None:
         status = Status(device, lambda: torch.cuda.current_stream(device).record_event())
-        decoder = _decoders.setdefault(device, Decoder(_by_kernels, status))
+        decoder = _decoders.setdefault(device, Decoder(status))
     return decoder
 
 

@@ -154,7 +154,7 @@ class CompressedStorage:
         same = weight.device == self.payload.device
         there = device.encode(weight, self.level, self.chunk_log2) if same and precision.lossless else None
         if there is None:
-            self._put_blob(_encode(weight, self.level, self.chunk_log2, precision), lasting=lasting)
+            self._put_blob(_encoded(weight, self.level, self.chunk_log2, precision), lasting=lasting)
             return
         used = LENGTH + there.numel()
         payload = self._room(used, lasting=lasting)
@@ -232,7 +232,7 @@ class CompressedStorage:
     def blob(self) -> memoryview:
         """A copy of the codec's bytes, without length and padding; made anew of the fixed-length form."""
         if self.fixed:
-            return memoryview(_encode(self.dense(), self.level, self.chunk_log2, Precision()))
+            return memoryview(_encoded(self.dense(), self.level, self.chunk_log2, Precision()))
         there = device.handles(self.payload)
         local = _with_digest(self.payload.to("cpu", copy=True)) if there else self.payload.cpu()
         return memoryview(blob_of(local).tobytes())
@@ -418,7 +418,7 @@ def _fixed_form(weight: torch.Tensor) -> torch.Tensor | None:
     return payload if _capacity(payload.numel()) < weight.nbytes else None
 
 
-def _encode(weight: torch.Tensor, level: Level, chunk_log2: int | None, precision: Precision) -> bytes:
+def _encoded(weight: torch.Tensor, level: Level, chunk_log2: int | None, precision: Precision) -> bytes:
     return codec.encode_lossy(
         weight.detach(),
         mantissa_bits=precision.mantissa_bits,
