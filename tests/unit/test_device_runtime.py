@@ -592,10 +592,10 @@ def test_a_graph_cannot_be_captured_before_weights_were_looked_at(counts, monkey
 def test_without_memory_the_error_says_what_it_was_for(counts, monkeypatch):
     _, model = pair(stack)
 
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(device.decoder_of(CPU), "_run", full)
+    monkeypatch.setattr(cuda, "decode", full)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         model(ROWS)
     assert "weight of shape (64, 64)" in caught.value.__notes__[0]
