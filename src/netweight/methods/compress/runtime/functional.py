@@ -99,8 +99,8 @@ def embedding(
         return None
     if not torch.is_grad_enabled():
         gather: Any = _gathered_rows if type(ids) is torch.Tensor and not _is_watched() else gather_rows
-        rows_asked: torch.Tensor = gather(stored.payload, *stored.form, ids)
-        return rows_asked
+        asked: torch.Tensor = gather(stored.payload, stored.shape, stored.dtype, stored.fixed, ids)
+        return asked
     result: torch.Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
         ids, weight, stored.payload, stored.form, padding, scale_grad_by_freq
     )
@@ -162,7 +162,7 @@ def _on_dense(
     payload: Any, form: Form, compute: torch.dtype, kernel: Callable[[torch.Tensor], Any], direction: str = "forward"
 ) -> Any:
     """Run a kernel, which keeps neither the decoded weight nor a view of it."""
-    borrowed = None if form[2] else borrow(payload, direction)
+    borrowed = None if form.fixed else borrow(payload, direction)
     try:
         dense = _lately(payload, form, direction) if borrowed is None else borrowed.weight
         return kernel(dense.to(compute))
@@ -251,7 +251,7 @@ class _Linear(Function):
             to_x = to_x.view(*gradient.shape[:-1], to_x.shape[1])
         if needs_weight:
             rows = x.flatten(0, -2)
-            to_weight = (rows.t().mm(flat) if ctx.turned else flat.t().mm(rows)).to(ctx.form[1])
+            to_weight = (rows.t().mm(flat) if ctx.turned else flat.t().mm(rows)).to(ctx.form.dtype)
         return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None, None
 
 
@@ -276,11 +276,11 @@ class _Conv(Function):
         x, payload = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-        rest = ([ctx.form[0][0]], stride, padding, dilation, False, [0] * len(stride), groups, wanted)
+        rest = ([ctx.form.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, wanted)
         to_x, to_weight, to_bias = _on_dense_again(
             ctx, payload, gradient, lambda dense: torch.ops.aten.convolution_backward(gradient, x, dense, *rest)
         )
-        return to_x, to_weight.to(ctx.form[1]) if wanted[1] else None, None, to_bias, None, None, None
+        return to_x, to_weight.to(ctx.form.dtype) if wanted[1] else None, None, to_bias, None, None, None
 
 
 class _Embedding(Function):
@@ -289,7 +289,7 @@ class _Embedding(Function):
         ctx: Any, ids: Any, weight: Any, payload: Any, form: Form, padding: int, by_frequency: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.rest = form[0][0], padding, by_frequency
+        ctx.rest = form.shape[0], padding, by_frequency
         return _owned(_direct(gather_rows, _gathered_rows, payload, *form, ids))
 
     @staticmethod
@@ -330,7 +330,7 @@ def _lately(payload: torch.Tensor, form: Form, direction: str) -> torch.Tensor:
     """The weight by an operator, unless the backward pass at work has it yet."""
     if not _is_going_back(payload):
         return read(payload, form, direction)
-    nbytes = math.prod(form[0]) * form[1].itemsize
+    nbytes = math.prod(form.shape) * form.dtype.itemsize
     return recent(payload.device).of(payload, lambda: read(payload, form, direction), nbytes)
 
 

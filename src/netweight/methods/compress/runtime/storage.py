@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -27,10 +27,17 @@ from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.cuda import LENGTH
 from netweight.store.writer import Level
 
-Form = tuple[tuple[int, ...], torch.dtype, bool]  # a weight's shape and dtype, and whether its payload is fixed
 _MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 _SMALL, _MOST_SMALL = 1 << 14, 256  # bytes of a small weight; of these so many stay decoded, 4 MB at most
 _small: deque[weakref.ref[CompressedStorage]] = deque()
+
+
+class Form(NamedTuple):
+    """What must be known of a payload to decode it; operators take the three one by one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fixed: bool  # whether the payload is in the fixed-length form
 
 
 @final
@@ -80,7 +87,7 @@ class CompressedStorage:
     @property
     def form(self) -> Form:
         """What must be known of a payload to decode it."""
-        return self.shape, self.dtype, self.fixed
+        return Form(self.shape, self.dtype, self.fixed)
 
     def like(self, payload: torch.Tensor) -> CompressedStorage:
         """The same description with another payload."""
