@@ -214,6 +214,13 @@ def merged(model):
     return peft.get_peft_model(model, config).merge_and_unload()
 
 
+def decomposed(model):
+    peft = pytest.importorskip("peft", reason="peft is in the llm extra")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
 def prepared(model):
     peft = pytest.importorskip("peft", reason="peft is in the llm extra")
     model.is_loaded_in_8bit = True
@@ -228,7 +235,7 @@ def resized(model):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("change", [merged, prepared, resized])
+@pytest.mark.parametrize("change", [merged, decomposed, prepared, resized])
 def test_libraries_change_a_compressed_model_as_they_change_a_dense_one(change, tied):
     ids = torch.arange(14).view(2, 7)
     dense, compressed = (change(model)(ids).logits for model in language_models(tied))

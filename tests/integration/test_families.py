@@ -43,7 +43,7 @@ def test_every_family_is_the_same_or_refused(name, tmp_path):
 
 
 @pytest.mark.study
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "ResNet"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Qwen3", "BERT", "T5", "Mamba", "ViT", "CLIP", "ResNet"])
 def test_inductor_gives_the_dense_bits_where_it_rounds_as_eager_code_does(name, monkeypatch, tmp_path):
     import torch._inductor.config
 

@@ -68,6 +68,12 @@ def test_what_is_no_checkpoint_of_this_model(tmp_path):
         netweight.load_checkpoint(path, model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match=r"0\.weight is .* of shape \(64, 64\)"):
         netweight.load_checkpoint(path, stack().bfloat16())
+    other = stack()
+    other[-1] = torch.nn.Linear(64, 65)
+    first = other[0].weight.detach().clone()
+    with pytest.raises(UsageError, match=r"of shape \(65, 64\) in the model\. Nothing was loaded"):
+        netweight.load_checkpoint(path, other)
+    assert torch.equal(other[0].weight, first)
     with netweight.StoreWriter(tmp_path / "d.safetensors") as writer:
         writer.add("weight", torch.zeros(3))
     with pytest.raises(UsageError, match="not a checkpoint"):

@@ -84,17 +84,18 @@ def pretend(monkeypatch):
     monkeypatch.setattr(device, "handles", lambda payload: True)
     counts = Counts()
 
-    def run(blob, layout, out, status):
+    def run(blob, layout, *, out=None, status=None, decode=cuda.decode):
         counts.waited += status is None
         counts.chunks.append(layout.chunks)
-        return device._by_kernels(blob, layout, out, status)
+        return decode(blob, layout, out=out, status=status)
 
     def look(*given, layout_of=cuda.layout_of):
         counts.looked += 1
         return layout_of(*given)
 
     monkeypatch.setattr(cuda, "layout_of", look)
-    decoder = device.Decoder(run, device.Status(CPU, Event))
+    monkeypatch.setattr(cuda, "decode", run)
+    decoder = device.Decoder(device.Status(CPU, Event))
     monkeypatch.setattr(device, "_decoders", {CPU: decoder})
     monkeypatch.setattr(ahead, "side_stream_of", lambda of: SideStream(Machine(decoder)))
     return counts

@@ -11,6 +11,7 @@ from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.folder_format import make_plan
 from netweight.methods.compress.settings import CompressSettings
+from netweight.methods.compress.shard import threads_or_cores
 
 PLAIN = CompressSettings()
 
@@ -162,8 +163,8 @@ def test_configs_refuse_bad_values():
         CompressSettings(level="best")
     with pytest.raises(UsageError, match=r"threads: .*not 0"):
         CompressSettings(threads=0)
-    assert CompressSettings(threads=3).workers == 3
-    assert CompressSettings().workers >= 1
+    assert threads_or_cores(CompressSettings(threads=3).threads) == 3
+    assert threads_or_cores(CompressSettings().threads) >= 1
 
 
 def test_paths_are_relative_to_the_folder(tmp_path, monkeypatch):

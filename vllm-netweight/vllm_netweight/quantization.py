@@ -34,13 +34,7 @@ from netweight import open_store
 from netweight.autoload import HINT, METHOD
 from netweight.codec import Precision
 from netweight.errors import UsageError
-from netweight.methods.compress.runtime.functional import (
-    decode,
-    decode_fixed,
-    gather_fixed_rows,
-    gather_rows,
-    linear_fixed,
-)
+from netweight.methods.compress.runtime.functional import decode, gather_rows, linear_fixed
 from netweight.methods.compress.runtime.model import check_prefer
 from netweight.methods.compress.runtime.storage import CompressedStorage
 
@@ -166,8 +160,7 @@ class CompressedEmbedding(UnquantizedEmbeddingMethod):
         stored = layer.netweight
         if stored is None:
             return F.embedding(input_, layer.weight)
-        gather = gather_fixed_rows if stored.fixed else gather_rows
-        rows: torch.Tensor = gather(layer.weight, list(stored.shape), stored.dtype, input_)
+        rows: torch.Tensor = gather_rows(layer.weight, *stored.form, input_)
         return rows
 
 
@@ -191,5 +184,5 @@ def _product(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> to
     if stored.fixed and x.dtype == stored.dtype:
         product: torch.Tensor = linear_fixed(x, layer.weight, list(stored.shape), bias)
         return product
-    weight = (decode_fixed if stored.fixed else decode)(layer.weight, list(stored.shape), stored.dtype)
+    weight = decode(layer.weight, *stored.form)
     return F.linear(x, weight.to(x.dtype), bias)

@@ -25,9 +25,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -256,30 +254,6 @@ def sendable(
             f"{getattr(fn, '__qualname__', fn)!r} cannot be sent to worker processes: {error}.",
             cure="Define it and its configuration's type at the top level of a module, or use engine=in_process.",
         ) from error
-
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-def in_order(work: Callable[[T], R], tasks: Iterable[T], threads: int) -> Iterator[R]:
-    """Do each task on one of some threads; at most two for each thread are under way or wait to be taken."""
-    if threads <= 1:
-        yield from map(work, tasks)
-        return
-    pool = ThreadPoolExecutor(threads)
-    waiting: deque[Future[R]] = deque()
-    try:
-        for task in tasks:
-            waiting.append(pool.submit(work, task))
-            if len(waiting) > 2 * threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        # Without waiting: a generator that was left in the middle is collected in whatever thread allocates next, and
-        # one that is just starting holds the lock that joining another needs.
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # ---- Ray -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 Ours are written aside, synced, renamed. The temporary name is derived from the target's name, so that the next run
 finds what a killed run left behind, and it is locked while in use, so that two runs cannot mix. `publish` is the one
-place that syncs and renames. Of a stranger's JSON, bytes, depth and the number of values are checked before parsing.
+place that syncs and renames. Parts of a file are worked on by several threads, `in_order`. Of a stranger's JSON, bytes,
+depth and the number of values are checked before parsing.
 
 A digest is the text `"xxh3-128:"` and 32 hexadecimal digits. It detects damage and change; it is no defense against
 someone who forges content on purpose.
@@ -18,7 +19,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import IO, Any, TypeVar
@@ -29,6 +32,8 @@ import xxhash
 from netweight.errors import CorruptBlob, OutputExists, OutputFailed, UsageError
 
 ALGORITHM = "xxh3-128"
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def digest_bytes(data: bytes | bytearray | memoryview) -> str:
@@ -282,6 +287,26 @@ def whole_folder(target: Path) -> Iterator[Path]:
             raise
 
 
+def in_order(work: Callable[[T], R], tasks: Iterable[T], threads: int) -> Iterator[R]:
+    """Do each task on one of some threads; at most two for each thread are under way or wait to be taken."""
+    if threads <= 1:
+        yield from map(work, tasks)
+        return
+    pool = ThreadPoolExecutor(threads)
+    waiting: deque[Future[R]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(work, task))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # Without waiting: a generator that was left in the middle is collected in whatever thread allocates next, and
+        # one that is just starting holds the lock that joining another needs.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 _DEPTH = 100
 _BLOCK = 1 << 20  # bytes looked at at a time
 _FREE = 400_000  # values that any text may hold; a parsed value takes up to 64 bytes
@@ -362,7 +387,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-T = TypeVar("T")
 _MOST = 1 << 28  # bytes of a record
 
 

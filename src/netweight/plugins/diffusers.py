@@ -24,7 +24,7 @@ from netweight.autoload import HINT, METHOD
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.runtime.model import decompress_, place
 from netweight.methods.compress.runtime.tensor import CompressedTensor
-from netweight.plugins.loading import NetweightConfig, Weights, refuse_disk, save_folder, untied
+from netweight.plugins.loading import NetweightConfig, Weights, computing, refuse_disk, save_folder, untied
 from netweight.store.reader import StoredFile
 from netweight.store.safetensors import SUFFIX
 
@@ -70,7 +70,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
         """The dtype that diffusers gives a model by default; it would cast stored bytes to it."""
-        return torch_dtype if torch_dtype is not None else torch.get_default_dtype()
+        return computing(torch_dtype if torch_dtype is not None else torch.get_default_dtype())
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[Any]) -> list[str]:
         """Check the files before anything is read from them, and give the original names."""

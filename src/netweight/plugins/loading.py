@@ -263,6 +263,15 @@ def refuse_disk(device_map: Any) -> None:
         raise Unsupported("Compressed weights cannot be offloaded to disk.", cure='Leave "disk" out of the device map.')
 
 
+def computing(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a model is to be loaded as; those that no layer computes in are refused."""
+    if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise Unsupported(
+            f"No layer computes in {dtype}, so that no model can be loaded as it.", cure="Pass dtype=torch.bfloat16."
+        )
+    return dtype
+
+
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 

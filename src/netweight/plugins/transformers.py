@@ -23,9 +23,9 @@ import torch
 from netweight import autoload, codec
 from netweight.autoload import HINT, METHOD
 from netweight.codec.header import torch_dtype
-from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
+from netweight.errors import CorruptBlob, MissingExtra, UsageError
 from netweight.methods.compress.runtime.model import decompress_
-from netweight.plugins.loading import NetweightConfig, Weights, refuse_disk, save_folder, untied
+from netweight.plugins.loading import NetweightConfig, Weights, computing, refuse_disk, save_folder, untied
 from netweight.store.reader import StoredFile, weight_map
 from netweight.store.safetensors import SUFFIX
 
@@ -82,12 +82,7 @@ class NetweightQuantizer(HfQuantizer):
             raise UsageError(
                 "The folder's config.json names no dtype.", cure="Pass it to from_pretrained: dtype=torch.bfloat16."
             )
-        if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            raise Unsupported(
-                f"No layer computes in {dtype}, so that no model can be loaded as it.",
-                cure="Pass dtype=torch.bfloat16.",
-            )
-        return dtype
+        return computing(dtype)
 
     def _process_model_before_weight_loading(
         self, model: Any, dtype: torch.dtype | None = None, checkpoint_files: Any = None, **kwargs: Any

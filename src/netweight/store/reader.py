@@ -18,8 +18,7 @@ import xxhash
 from netweight import codec
 from netweight.codec.backend import best
 from netweight.codec.header import Bytes, tensor_of, torch_dtype
-from netweight.core.engines import in_order
-from netweight.core.files import read_object
+from netweight.core.files import in_order, read_object
 from netweight.core.names import nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, UnsafeInput, UsageError
 from netweight.store.safetensors import (

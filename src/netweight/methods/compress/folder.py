@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from netweight.codec import Precision
+from netweight.codec.lossy import LOSSLESS_BITS
 from netweight.core.files import digest_bytes, digest_file, mode_of, part_of, whole_file
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
@@ -27,7 +29,14 @@ from netweight.methods.compress.folder_format import (
     rewrite_index,
 )
 from netweight.methods.compress.settings import CompressSettings
-from netweight.methods.compress.shard import ShardResult, check_digest, compress_shard, plain_size, restore_shard
+from netweight.methods.compress.shard import (
+    ShardResult,
+    check_digest,
+    compress_shard,
+    plain_size,
+    restore_shard,
+    threads_or_cores,
+)
 from netweight.store.reader import Base, StoredFile, weight_map
 from netweight.store.writer import LEAST, Seen
 
@@ -105,9 +114,9 @@ def compress_folder(
                 source,
                 target,
                 level=settings.level,
-                threads=settings.workers,
+                threads=threads_or_cores(settings.threads),
                 overwrite=overwrite,
-                precision=settings.precision,
+                precision=_precision(settings),
                 blobs=blobs,
                 base=None if settings.base is None else Base(settings.base),
                 advance=task.update,
@@ -119,7 +128,7 @@ def compress_folder(
         compression = _Compression(source, plan, settings, blobs, work, task)
         resumed = compression.run()
         entries = tuple(compression.done[item.path] for item in plan.items)
-        manifest = Manifest(settings.level, entries, plan.folders, plan.left_out, settings.precision)
+        manifest = Manifest(settings.level, entries, plan.folders, plan.left_out, _precision(settings))
         _write(work.tree / MANIFEST, manifest.to_json().encode())
         _finish(work, [MANIFEST, *(entry.stored for entry in entries)], plan.folders)
         work.publish(target, overwrite=overwrite)
@@ -157,7 +166,7 @@ def decompress_folder(
         CorruptBlob: A file is damaged; the tensor is named.
         UnsafeInput: The manifest points outside the folder.
     """
-    workers = CompressSettings(threads=threads).workers
+    workers = threads_or_cores(threads)
     source, target, started = Path(source), Path(target), time.monotonic()
     base = None if base is None else Path(base)
     _check_ends(source, target, overwrite)
@@ -212,6 +221,12 @@ def _check_base(base: Path | None, source: Path, target: Path) -> None:
         raise UsageError(f"{base} cannot be its own base.", cure="Give another one.")
 
 
+def _precision(settings: CompressSettings) -> Precision | None:
+    """How much of weights to keep; None for all."""
+    exact = settings.mantissa_bits == LOSSLESS_BITS
+    return None if exact else Precision(settings.mantissa_bits, settings.block_size, settings.fidelity)
+
+
 def _summary(
     source: Path,
     target: Path,
@@ -255,7 +270,7 @@ class _Compression:
     def run(self) -> int:
         """Do every file; return how many an earlier run had done."""
         resumed = 0
-        precision = self.settings.precision
+        precision = _precision(self.settings)
         how = {"level": self.settings.level} | ({} if precision is None else dataclasses.asdict(precision))
         if self.settings.base is not None:
             how["base"] = _state_of(self.settings.base)
@@ -282,9 +297,9 @@ class _Compression:
             self.source / item.path,
             self.work.file(item.stored),
             level=self.settings.level,
-            threads=self.settings.workers,
+            threads=threads_or_cores(self.settings.threads),
             overwrite=True,
-            precision=self.settings.precision,
+            precision=_precision(self.settings),
             blobs=self.blobs,
             base=self._base(item),
             seen=self.seen.setdefault(Path(item.stored).parent, {}),

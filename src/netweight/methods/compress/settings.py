@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import Annotated, Literal, final
 
 from pydantic import BeforeValidator, Field
 
 from netweight.settings import Cli, Settings
-
-if TYPE_CHECKING:
-    from netweight.codec import Precision
 
 
 @final
@@ -42,15 +38,3 @@ class CompressSettings(Settings):
         default=512, ge=0, description="Weights that share a normalizer when rounded; 0 for no normalizers."
     )
     fidelity: Literal["corrected", "reference"] = Field(default="corrected", description="The arithmetic of rounding.")
-
-    @property
-    def precision(self) -> Precision | None:
-        """How much of weights to keep; None for all."""
-        from netweight.codec import Precision
-
-        return None if self.mantissa_bits == 7 else Precision(self.mantissa_bits, self.block_size, self.fidelity)
-
-    @property
-    def workers(self) -> int:
-        """The number of threads to use."""
-        return self.threads if self.threads is not None else len(os.sched_getaffinity(0))

@@ -14,8 +14,7 @@ import xxhash
 
 from netweight import codec
 from netweight.codec import ROUNDABLE, BlobInfo, Precision
-from netweight.core.engines import in_order
-from netweight.core.files import ALGORITHM, mode_of, whole_file
+from netweight.core.files import ALGORITHM, in_order, mode_of, whole_file
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.reader import BATCH, Base, StoredFile
 from netweight.store.safetensors import ONLY_COMPRESSED, Span, build_header
@@ -215,6 +214,11 @@ class _Tally:
     def result(self, *, plain: int, stored: int) -> ShardResult:
         digest = f"{ALGORITHM}:{self._whole.hexdigest()}"
         return ShardResult(self._tensors, plain, digest, stored, self._payload, self._rounded, self._bound, self._worst)
+
+
+def threads_or_cores(threads: int | None) -> int:
+    """So many threads, or as many as this process may use cores."""
+    return threads if threads is not None else len(os.sched_getaffinity(0))
 
 
 def plain_size(source: Path) -> int:

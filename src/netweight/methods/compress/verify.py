@@ -24,7 +24,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.folder_format import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.settings import CompressSettings
-from netweight.methods.compress.shard import plain_head, plain_size
+from netweight.methods.compress.shard import plain_head, plain_size, threads_or_cores
 from netweight.report.finding import Finding, Section
 from netweight.report.text import by_targets
 from netweight.store.reader import StoredFile
@@ -76,7 +76,7 @@ def verify(
         CorruptBlob: A file is so damaged that it cannot be opened, or missing.
         UnsafeInput: A manifest points outside its folder.
     """
-    workers = CompressSettings(threads=threads).workers
+    workers = threads_or_cores(threads)
     subject = _Side.open(Path(path))
     other = None if against is None else _Side.open(Path(against))
     if other is not None and subject.root.is_file() != other.root.is_file():

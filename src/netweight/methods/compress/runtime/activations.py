@@ -125,7 +125,7 @@ def _worth_trying(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and tensor.nbytes >= _SMALL
         and not isinstance(tensor._base, torch.nn.Parameter)
-        and _fills_its_memory(tensor)
+        and torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
         and (tensor.itemsize == 2 or (tensor.dtype == torch.float32 and _is_widened(tensor)))
     )
 
@@ -134,16 +134,6 @@ def _is_widened(tensor: torch.Tensor) -> bool:
     """Whether fp32 numbers look like bf16 made wider; others save less than a fifth."""
     sample = tensor.detach().as_strided((min(tensor.numel(), _SAMPLE),), (1,))
     return torch.equal(sample, sample.bfloat16().float())
-
-
-def _fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are neighbors in memory, in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

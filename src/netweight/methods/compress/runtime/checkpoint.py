@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from netweight import codec
+from netweight.codec.header import torch_dtype
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.compress.runtime.fsdp import local_part
 from netweight.methods.compress.runtime.tensor import CompressedTensor
@@ -119,21 +120,22 @@ def load_checkpoint(
                 f"The checkpoint {path} is of another model: it lacks {missing[:5]} and has {surplus[:5]} besides.",
                 cure="Make the model as it was made when the checkpoint was saved.",
             )
+        places = {name: prefix + about["tied"].get(name, name) for name in own}
+        for name, target in own.items():  # all of them before the first weight changes
+            saved = store.info(places[name])
+            if saved.shape != tuple(target.shape) or torch_dtype(saved.dtype) != target.dtype:
+                raise UsageError(
+                    f"{name} is {torch_dtype(saved.dtype)} of shape {saved.shape} in {path}, and {target.dtype} of "
+                    f"shape {tuple(target.shape)} in the model. Nothing was loaded.",
+                    cure="Make the model as it was made when the checkpoint was saved.",
+                )
         with torch.no_grad():
             for name, target in own.items():  # one at a time: the memory of one dense weight
-                place = prefix + about["tied"].get(name, name)
-                saved = store.get(place, check=True)
-                if saved.shape != target.shape or saved.dtype != target.dtype:
-                    raise UsageError(
-                        f"{name} is {saved.dtype} of shape {tuple(saved.shape)} in {path}, and {target.dtype} of shape "
-                        f"{tuple(target.shape)} in the model."
-                    )
-                if isinstance(target, CompressedTensor) and codec.is_lossy(store.raw(place)):
-                    target.stored.adopt(
-                        store.raw(place)
-                    )  # its bytes as they are: they cannot be made of rounded values
+                dense, raw = store.get(places[name], check=True), store.raw(places[name])
+                if isinstance(target, CompressedTensor) and codec.is_lossy(raw):
+                    target.stored.adopt(raw)  # its bytes as they are: they cannot be made of rounded values
                 else:
-                    target.copy_(saved)
+                    target.copy_(dense)
 
         def tensors(value: Any) -> Any:
             ((kind, content),) = value.items()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any, final
 from weakref import WeakSet
@@ -30,14 +30,17 @@ _LOOK_EVERY = 16  # decodings between two looks at the status
 _DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
 
 Layout = BlobLayout | LossyLayout
-# (blob, its layout, where to put the weight or None, a status to add to or None to wait and raise) -> the weight
-Run = Callable[[torch.Tensor, BlobLayout, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 
 
 def handles(payload: torch.Tensor) -> bool:
     """Whether a payload is decoded here: by kernels on CUDA devices. Else bytes go to the CPU and the weight back."""
     # What a compiler traces is decided when it runs.
     return payload.is_cuda and (torch.compiler.is_compiling() or _kernels_run())
+
+
+def is_here(payload: torch.Tensor) -> bool:
+    """Whether a payload is decoded by the CPU, and lies there."""
+    return payload.is_cpu and not handles(payload)
 
 
 def chunk_log2_of(numbers: int) -> int:
@@ -251,8 +254,7 @@ def _answers() -> tuple[torch.Tensor, Iterator[int]]:
 class Decoder:
     """Decodes the payloads of one device."""
 
-    def __init__(self, run: Run, status: Status) -> None:
-        self._run = run
+    def __init__(self, status: Status) -> None:
         self.status = status  # decodings of bytes that are known to be sound add to it
 
     def weight(self, payload: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
@@ -263,23 +265,6 @@ class Decoder:
         if memory is not None:
             out = memory[: layout.nbytes].view(layout.dtype).view(layout.shape)
         return self._decoded(payload[LENGTH : LENGTH + layout.size], layout, known, out)
-
-    def rows(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Decode rows `start` to `stop` (exclusive) of dimension 0, and no more than the chunks that they touch."""
-        known = self._look_up(payload)
-        layout = known.layout
-        if not isinstance(layout, BlobLayout) or not layout.chunks or layout.new_modes:
-            return self.weight(payload)[start:stop]
-        if start == stop or not known.checked:
-            return self.weight(payload)[start:stop]
-        per_row = layout.numbers // layout.shape[0]
-        first, last = start * per_row >> layout.chunk_log2, -(-stop * per_row >> layout.chunk_log2)
-        some = _chunks(layout, first, last)
-        numbers = self._decoded(payload[LENGTH : LENGTH + layout.size], some, known, None)
-        skipped = start * per_row - (first << layout.chunk_log2)
-        element = some.nbytes // max(1, some.numbers)
-        content = numbers.view(torch.uint8)[skipped * element : (skipped + (stop - start) * per_row) * element]
-        return content.view(layout.dtype).view(stop - start, *layout.shape[1:])
 
     def gather(self, payload: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
         """Rows of a weight, from the chunks that hold them; None where the whole weight must be, or may as well be."""
@@ -318,7 +303,7 @@ class Decoder:
         status = self.status.kernels if known.checked else None
         try:
             if isinstance(layout, BlobLayout):
-                weight = self._run(blob, layout, out, status)
+                weight = cuda.decode(blob, layout, out=out, status=status)
             else:
                 weight = self._rounded(blob, layout, out, status)
         except torch.OutOfMemoryError as error:
@@ -335,26 +320,12 @@ class Decoder:
     def _rounded(
         self, blob: torch.Tensor, layout: LossyLayout, out: torch.Tensor | None, status: torch.Tensor | None
     ) -> torch.Tensor:
-        weight, damaged = cuda.decode_lossy(blob, layout, lambda part, its: self._run(part, its, None, status))
+        weight, damaged = cuda.decode_lossy(blob, layout, partial(cuda.decode, status=status))
         if status is not None:
             self.status.count(damaged)
         elif bool(damaged):
             raise CorruptBlob("Cannot decode a blob: a code word or an offset in it is out of range.", cure=_DAMAGED)
         return weight if out is None else out.copy_(weight)
-
-
-def _chunks(layout: BlobLayout, first: int, last: int) -> BlobLayout:
-    """The layout of chunks `first` to `last` (exclusive) of the same blob, as a tensor of one dimension."""
-    numbers = min(last << layout.chunk_log2, layout.numbers) - (first << layout.chunk_log2)
-    nbytes = numbers * (layout.nbytes // layout.numbers)
-    return replace(
-        layout,
-        shape=(nbytes // layout.dtype.itemsize,),
-        nbytes=nbytes,
-        numbers=numbers,
-        chunks=last - first,
-        starts=layout.starts[first : last + 1],
-    )
 
 
 def _layout_of(payload: torch.Tensor) -> Layout:
@@ -384,12 +355,6 @@ def _refuse_capture(payload: torch.Tensor) -> None:
         )
 
 
-def _by_kernels(
-    blob: torch.Tensor, layout: BlobLayout, out: torch.Tensor | None, status: torch.Tensor | None
-) -> torch.Tensor:
-    return cuda.decode(blob, layout, out=out, status=status)
-
-
 _decoders: dict[torch.device, Decoder] = {}
 
 
@@ -398,7 +363,7 @@ def decoder_of(device: torch.device) -> Decoder:
     decoder = _decoders.get(device)
     if decoder is None:
         status = Status(device, lambda: torch.cuda.current_stream(device).record_event())
-        decoder = _decoders.setdefault(device, Decoder(_by_kernels, status))
+        decoder = _decoders.setdefault(device, Decoder(status))
     return decoder
 
 
@@ -438,28 +403,20 @@ def about_to_write(payload: torch.Tensor) -> None:
 
 
 def encode_into(
-    weight: torch.Tensor, payload: torch.Tensor, level: str, chunk_log2: int | None
+    weight: torch.Tensor, payload: torch.Tensor, level: str, chunk_log2: int | None, *, fixed: bool
 ) -> Callable[[], bool] | None:
     """Begin to encode a weight on its device into a payload; what is returned waits and says whether it fits."""
-    if not handles(weight):
+    if not (fixed_products.runs_on(weight.device) if fixed else handles(weight)):
         return None
     about_to_write(payload)
     status = torch.zeros(1, dtype=torch.int32, device=weight.device)
     try:
-        cuda.encode_into(weight.detach(), payload, level=level, chunk_log2=chunk_log2, status=status)
+        if fixed:
+            fixed_products.overwrite(weight.detach(), payload, status)
+        else:
+            cuda.encode_into(weight.detach(), payload, level=level, chunk_log2=chunk_log2, status=status)
     except (Unsupported, UsageError):
         return None
-    told = Answer(status)
-    return lambda: not told()
-
-
-def encode_fixed_into(weight: torch.Tensor, payload: torch.Tensor) -> Callable[[], bool] | None:
-    """The same for the fixed-length form."""
-    if not fixed_products.runs_on(weight.device):
-        return None
-    about_to_write(payload)
-    status = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    fixed_products.overwrite(weight.detach(), payload, status)
     told = Answer(status)
     return lambda: not told()
 

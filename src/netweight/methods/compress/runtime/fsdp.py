@@ -14,7 +14,6 @@ bytes per process and gather. Not yet run on several GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -139,7 +138,7 @@ def _as_sent(stored: CompressedStorage, wire: _Wire) -> CompressedStorage:
     """The shard in the dtype that it is sent in: casting before the gather is what FSDP2 does with dense weights."""
     if wire.dtype is None or wire.dtype == stored.dtype:
         return stored
-    dense = decode(stored.payload, stored.shape, stored.dtype)
+    dense = decode(stored.payload, *stored.form)
     return CompressedStorage.of(dense.to(wire.dtype), level=stored.level, chunk_log2=stored.chunk_log2, lasting=False)
 
 
@@ -204,7 +203,7 @@ def _decode_all(
         if count == padded and payload.is_cpu and part.dtype == dtype:
             codec.decode_into(blob_of(payload), part, threads=threads_for(part.nbytes))
         elif count:
-            part.copy_(decode(payload, (padded, *part.shape[1:]), dtype)[:count])
+            part.copy_(decode(payload, (padded, *part.shape[1:]), dtype, False)[:count])
         start += count
 
 
@@ -278,7 +277,7 @@ def _refuse_resharding(wire: _Wire) -> None:
             )
 
 
-def _refuse_columns(tensor: Any, dim: int, start: int, length: int) -> None:
+def refuse_columns(tensor: Any, dim: int, start: int, length: int) -> Any:
     """Refuse shards by columns: of zeros made for a shard only FSDP2 takes all columns, and fills them."""
     if dim and tensor.stored.wire is not None and length == tensor.shape[dim]:
         raise Unsupported(
@@ -286,17 +285,12 @@ def _refuse_columns(tensor: Any, dim: int, start: int, length: int) -> None:
             cure="Leave it out of shard_placement_fn, or call netweight.decompress_(model) before fully_shard; "
             "a model that is sharded in part must be made anew.",
         )
+    return NotImplemented
 
 
-def _refuse_pinning(tensor: Any, *_: Any, **__: Any) -> NoReturn:
+def refuse_pinning(tensor: Any, *_: Any, **__: Any) -> NoReturn:
     """Refuse pinned memory, which would hold decoded shards."""
     raise Unsupported(
         "Compressed weights cannot be pinned in host memory.",
         cure="Pass CPUOffloadPolicy(pin_memory=False), or leave offload_policy out.",
     )
-
-
-REFUSING: dict[Any, Callable[..., None]] = {
-    torch.Tensor.narrow: _refuse_columns,
-    torch.Tensor.pin_memory: _refuse_pinning,
-}

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from netweight import codec
-from netweight.codec import fixed as form
 from netweight.codec.cuda import fixed_products
+from netweight.codec.fixed import MOST_INPUTS, multiply, sums_of
 from netweight.errors import Unsupported
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import prefetch
 from netweight.methods.compress.runtime.prefetch import BorrowedBuffer
-from netweight.methods.compress.runtime.storage import blob_of, decode_here, decode_payload, recent
+from netweight.methods.compress.runtime.storage import Form, blob_of, decode_here, decode_payload, recent, threads_for
 
 # ---- what stands in for torch's functions ----------------------------------------------------------------------------
 
@@ -34,19 +34,18 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     """`torch.nn.functional.linear`, or None where torch's own must run."""
     if not _as_dense_would(x):
         return None
-    stored = weight.stored
-    payload, shape, dtype = stored.payload, stored.shape, stored.dtype
     if torch.is_grad_enabled() or _is_watched() or _casts(x):
         return _product(x, weight, bias)
+    stored = weight.stored
     small = stored.small()
     if small is not None:
         return F.linear(x, small, bias)
+    payload, shape, dtype = stored.payload, stored.shape, stored.dtype
     if stored.fixed:
         return _linear_fixed(x, payload, shape, bias)
-    if not payload.is_cpu or device.handles(payload):
-        return _on_dense(payload, shape, dtype, dtype, lambda dense: F.linear(x, dense, bias))
-    if prefetch.open_blocks:
-        return F.linear(x, _decoded_forward(payload, shape, dtype), bias)
+    if prefetch.open_blocks or not device.is_here(payload):
+        product: torch.Tensor = _on_dense(payload, stored.form, dtype, lambda dense: F.linear(x, dense, bias))
+        return product
     if dtype == torch.bfloat16 and payload.numel() >= _LARGE:
         found = _product_by_tiles(x, payload, shape, bias, fixed=False)
         if found is not None:
@@ -79,9 +78,7 @@ def conv(
     ]
     stored = weight.stored
     x, bias, compute = _cast(x, stored.dtype, bias)
-    result: torch.Tensor = _call(
-        _Conv, x, weight, stored.payload, bias, stored.shape, stored.dtype, compute, (*geometry, groups)
-    )
+    result: torch.Tensor = _call(_Conv, x, weight, stored.payload, bias, stored.form, compute, (*geometry, groups))
     return result
 
 
@@ -101,11 +98,11 @@ def embedding(
     if max_norm is not None or sparse or not -1 <= padding < rows:
         return None
     if not torch.is_grad_enabled():
-        if type(ids) is torch.Tensor and not stored.fixed and not _is_watched():
-            return _gathered_rows(stored.payload, stored.shape, stored.dtype, ids)
-        return _rows(stored.payload, stored.shape, stored.dtype, ids, stored.fixed)
+        gather: Any = _gathered_rows if type(ids) is torch.Tensor and not _is_watched() else gather_rows
+        asked: torch.Tensor = gather(stored.payload, stored.shape, stored.dtype, stored.fixed, ids)
+        return asked
     result: torch.Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
-        ids, weight, stored.payload, stored.shape, stored.dtype, stored.fixed, padding, scale_grad_by_freq
+        ids, weight, stored.payload, stored.form, padding, scale_grad_by_freq
     )
     return result
 
@@ -121,9 +118,7 @@ def _product(x: Any, weight: Any, bias: Any, *, turned: bool = False) -> torch.T
     payload, keeper = stored.payload, []  # type: ignore[var-annotated]
     if not torch.compiler.is_compiling() and x.requires_grad and torch.is_grad_enabled() and _saving_is_hooked():
         x = _Keep.apply(x, payload, weight.requires_grad, keeper)  # type: ignore[no-untyped-call]
-    result: torch.Tensor = _call(
-        _Linear, x, weight, payload, bias, stored.shape, stored.dtype, compute, (turned, keeper)
-    )
+    result: torch.Tensor = _call(_Linear, x, weight, payload, bias, stored.form, compute, (turned, keeper))
     return result
 
 
@@ -164,14 +159,13 @@ def _owned(result: torch.Tensor) -> torch.Tensor:
 
 
 def _on_dense(
-    payload: Any, shape: Any, dtype: torch.dtype, compute: torch.dtype, kernel: Callable[[torch.Tensor], Any]
-) -> torch.Tensor:
+    payload: Any, form: Form, compute: torch.dtype, kernel: Callable[[torch.Tensor], Any], direction: str = "forward"
+) -> Any:
     """Run a kernel, which keeps neither the decoded weight nor a view of it."""
-    borrowed = borrow(payload, "forward")
+    borrowed = None if form.fixed else borrow(payload, direction)
     try:
-        dense = _lately(read, payload, shape, dtype) if borrowed is None else borrowed.weight
-        result: torch.Tensor = kernel(dense.to(compute))
-        return result
+        dense = _lately(payload, form, direction) if borrowed is None else borrowed.weight
+        return kernel(dense.to(compute))
     finally:
         if borrowed is not None:
             borrowed.give_back()
@@ -179,19 +173,15 @@ def _on_dense(
 
 def _on_dense_again(ctx: Any, payload: Any, gradient: torch.Tensor, kernel: Callable[[torch.Tensor], Any]) -> Any:
     """Run a kernel of the backward pass on the weight, decoded again."""
-    borrowed = None if ctx.fixed else borrow(payload, "backward")
-    try:
-        again = decode_fixed_backward if ctx.fixed else decode_backward
-        dense = _lately(again, payload, ctx.shape, ctx.dtype) if borrowed is None else borrowed.weight
-        dense = dense.to(gradient.dtype)
+
+    def constant(dense: torch.Tensor) -> Any:
         # Only a graph of the gradients themselves (create_graph) is recorded here, and the decoded weight is no part of
         # it. Transforms of torch.func do not come here: they see the weight itself.
         if torch.is_grad_enabled() and ctx.trains and not torch.compiler.is_compiling():
             dense = _Constant.apply(dense, _ANCHOR)  # type: ignore[no-untyped-call]
         return kernel(dense)
-    finally:
-        if borrowed is not None:
-            borrowed.give_back()
+
+    return _on_dense(payload, ctx.form, gradient.dtype, constant, "backward")
 
 
 class _Constant(Function):
@@ -236,23 +226,20 @@ class _Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, rest: Any
+        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, form: Form, compute: torch.dtype, rest: Any
     ) -> torch.Tensor:
-        (turned, keeper), fixed = rest, weight.stored.fixed
+        (turned, keeper), (shape, dtype, fixed) = rest, form
         if ctx is not None:  # what the needed gradients ask for, and nothing else, unless `_Keep` has it
             needs_x, needs_weight = ctx.needs_input_grad[:2]
             if not keeper:
                 ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
-            ctx.keeper, ctx.turned, ctx.shape, ctx.dtype = keeper, turned, shape, dtype
-            ctx.fixed, ctx.trains = fixed, needs_weight
+            ctx.keeper, ctx.turned, ctx.form, ctx.trains = keeper, turned, form, needs_weight
         if turned:
-            return _on_dense(payload, shape, dtype, compute, lambda dense: torch.addmm(bias, x, dense))
-        decodes = _is_going_back(payload) and x.numel() > form.MOST_INPUTS * shape[1]
+            return _on_dense(payload, form, compute, lambda dense: torch.addmm(bias, x, dense))  # type: ignore[no-any-return]
+        decodes = _is_going_back(payload) and x.numel() > MOST_INPUTS * shape[1]
         if fixed and compute == dtype and not decodes:  # nothing is decoded where a kernel can multiply with it
             return _owned(_direct(linear_fixed, _linear_fixed, x, payload, shape, bias))
-        if fixed:
-            return _owned(F.linear(x, _lately(decode_fixed, payload, shape, dtype).to(compute), bias))
-        return _owned(_on_dense(payload, shape, dtype, compute, lambda dense: F.linear(x, dense, bias)))
+        return _owned(_on_dense(payload, form, compute, lambda dense: F.linear(x, dense, bias)))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -264,55 +251,56 @@ class _Linear(Function):
             to_x = to_x.view(*gradient.shape[:-1], to_x.shape[1])
         if needs_weight:
             rows = x.flatten(0, -2)
-            to_weight = (rows.t().mm(flat) if ctx.turned else flat.t().mm(rows)).to(ctx.dtype)
-        return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None, None, None
+            to_weight = (rows.t().mm(flat) if ctx.turned else flat.t().mm(rows)).to(ctx.form.dtype)
+        return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None, None
 
 
 class _Conv(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, shape: Any, dtype: Any, compute: Any, geometry: Any
+        ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, form: Form, compute: torch.dtype, geometry: Any
     ) -> torch.Tensor:
         if ctx is not None:
             # The backward operator wants the input's shape even where its values do not matter: it is always kept.
             ctx.save_for_backward(x, payload)
-            ctx.shape, ctx.dtype, ctx.fixed, ctx.geometry = shape, dtype, False, geometry
-            ctx.trains = ctx.needs_input_grad[1]
+            ctx.form, ctx.geometry, ctx.trains = form, geometry, ctx.needs_input_grad[1]
         stride, padding, dilation, groups = geometry
         rest = (stride, padding, dilation, False, [0] * len(stride), groups)
-        return _on_dense(payload, shape, dtype, compute, lambda dense: torch.convolution(x, dense, bias, *rest))
+        convolved: torch.Tensor = _on_dense(
+            payload, form, compute, lambda dense: torch.convolution(x, dense, bias, *rest)
+        )
+        return convolved
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, payload = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-        rest = ([ctx.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, wanted)
+        rest = ([ctx.form.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, wanted)
         to_x, to_weight, to_bias = _on_dense_again(
             ctx, payload, gradient, lambda dense: torch.ops.aten.convolution_backward(gradient, x, dense, *rest)
         )
-        return to_x, to_weight.to(ctx.dtype) if wanted[1] else None, None, to_bias, None, None, None, None
+        return to_x, to_weight.to(ctx.form.dtype) if wanted[1] else None, None, to_bias, None, None, None
 
 
 class _Embedding(Function):
     @staticmethod
     def forward(
-        ctx: Any, ids: Any, weight: Any, payload: Any, shape: Any, dtype: Any, fixed: bool, padding: int, by_freq: bool
+        ctx: Any, ids: Any, weight: Any, payload: Any, form: Form, padding: int, by_frequency: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.rows, ctx.padding, ctx.by_frequency = shape[0], padding, by_freq
-        return _owned(_rows(payload, shape, dtype, ids, fixed))
+        ctx.rest = form.shape[0], padding, by_frequency
+        return _owned(_direct(gather_rows, _gathered_rows, payload, *form, ids))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        table = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.rows, ctx.padding, ctx.by_frequency)
-        return None, table, None, None, None, None, None, None
+        return None, torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.rest), None, None, None, None
 
 
 # ---- decoding, without the dispatcher where nothing observes it: its microseconds count at one token at a time -------
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, tuple, list, type(None)})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, tuple, list, bool, type(None)})
 
 
 def _direct(operator: Any, implementation: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
@@ -322,9 +310,11 @@ def _direct(operator: Any, implementation: Callable[..., torch.Tensor], *argumen
     return result
 
 
-def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The operator `decode`."""
-    return _direct(decode, _decoded_forward, payload, shape, dtype)
+def read(payload: torch.Tensor, form: Form, direction: str = "forward") -> torch.Tensor:
+    """The operator `decode`, or `decode_backward`."""
+    if direction == "forward":
+        return _direct(decode, _decode_forward, payload, *form)
+    return _direct(decode_backward, _decode_backward, payload, *form)
 
 
 def _is_going_back(payload: torch.Tensor) -> bool:
@@ -336,12 +326,12 @@ def _is_going_back(payload: torch.Tensor) -> bool:
     return device.handles(payload) or (payload.is_cpu and not prefetch.open_blocks)
 
 
-def _lately(decode: Callable[..., torch.Tensor], payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+def _lately(payload: torch.Tensor, form: Form, direction: str) -> torch.Tensor:
     """The weight by an operator, unless the backward pass at work has it yet."""
     if not _is_going_back(payload):
-        return decode(payload, shape, dtype)
-    nbytes = math.prod(shape) * dtype.itemsize
-    return recent(payload.device).of(payload, lambda: decode(payload, shape, dtype), nbytes)
+        return read(payload, form, direction)
+    nbytes = math.prod(form.shape) * form.dtype.itemsize
+    return recent(payload.device).of(payload, lambda: read(payload, form, direction), nbytes)
 
 
 def make_room(payload: torch.Tensor, nbytes: int) -> None:
@@ -370,30 +360,31 @@ def _is_watched() -> bool:
     )
 
 
-def _decoded(payload: torch.Tensor, shape: Any, dtype: torch.dtype, direction: str) -> torch.Tensor:
-    if not prefetch.open_blocks or not payload.is_cpu or device.handles(payload):
-        return decode_payload(payload, shape, dtype)
+def _decoded(payload: torch.Tensor, shape: Any, dtype: torch.dtype, fixed: bool, *, direction: str) -> torch.Tensor:
+    if fixed or not prefetch.open_blocks or not device.is_here(payload):
+        return decode_payload(payload, shape, dtype, fixed)
     return prefetch.open_blocks[-1].take(payload, shape, dtype, direction)
 
 
-_decoded_forward = partial(_decoded, direction="forward")
+_decode_forward, _decode_backward = partial(_decoded, direction="forward"), partial(_decoded, direction="backward")
 
 
-def _rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor, fixed: bool) -> torch.Tensor:
-    if fixed:
-        return _direct(gather_fixed_rows, _gathered_fixed_rows, payload, shape, dtype, ids)
-    return _direct(gather_rows, _gathered_rows, payload, shape, dtype, ids)
-
-
-def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+def _gathered_rows(
+    payload: torch.Tensor, shape: Any, dtype: torch.dtype, fixed: bool, ids: torch.Tensor
+) -> torch.Tensor:
     """Rows of the weight, decoding only the chunks that hold them, or for many of them the whole weight."""
-    if device.handles(payload):
-        some = device.decoder_of(payload.device).gather(payload, ids)
+    there = device.decoder_of(payload.device) if device.handles(payload) else None
+    if fixed:
+        status = None if there is None else there.status.kernels
+        return fixed_products.gather_rows(payload, shape[0], shape[1], ids, status)
+    if there is not None:
+        some = there.gather(payload, ids)
         if some is not None:
             return some
         borrowed = borrow(payload, "forward")
         try:
-            return F.embedding(ids, decode_payload(payload, shape, dtype) if borrowed is None else borrowed.weight)
+            weight = there.weight(payload) if borrowed is None else borrowed.weight
+            return weight.index_select(0, ids.reshape(-1)).view(*ids.shape, *shape[1:])
         finally:
             if borrowed is not None:
                 borrowed.give_back()
@@ -401,7 +392,8 @@ def _gathered_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: t
     blob, result = blob_of(local), (*ids.shape, *shape[1:])
     if count == 1:
         first = _checked(int(ids), shape) * width
-        row = codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width)
+        threads = threads_for(local.numel() // shape[0])  # a row may be one expert of many
+        row = codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width, threads=threads)
         return row if payload.is_cpu else row.to(payload.device)
     wanted = ids.cpu()
     rows, places = torch.unique(wanted, return_inverse=True)
@@ -452,18 +444,18 @@ def _product_by_tiles(
     """The product with a bf16 weight, or None where torch's order of adding is unknown, or the weight small."""
     (rows, columns), threads = shape, torch.get_num_threads()
     inputs, plain = x.numel() // columns, bias is None or bias.is_contiguous()
-    if not 0 < inputs <= form.MOST_INPUTS or not plain:
+    if not 0 < inputs <= MOST_INPUTS or not plain:
         return None
     if not fixed_products.fit(x, bias, rows, columns, payload.device):
         return None
-    sums = form.sums_of(rows, columns, inputs, threads, bias is not None)
+    sums = sums_of(rows, columns, inputs, threads, bias is not None)
     if not sums:
         return None
     flat, result, row = x.reshape(inputs, columns).contiguous(), torch.empty(inputs, rows, dtype=torch.bfloat16), 0
     for tile in (payload,) if fixed else _tiles(blob_of(payload), shape):
         end = rows if fixed else row + len(tile)
         part = None if bias is None else bias[row:end]
-        form.multiply(tile, end - row, flat, part, sums, result[:, row:end], threads, fixed=fixed)
+        multiply(tile, end - row, flat, part, sums, result[:, row:end], threads, fixed=fixed)
         row = end
     return result.view(*x.shape[:-1], rows)
 
@@ -484,15 +476,6 @@ def _tiles(blob: memoryview, shape: Any) -> Iterator[torch.Tensor]:
         held -= used
 
 
-def _gathered_fixed_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
-    status = device.decoder_of(payload.device).status.kernels if device.handles(payload) else None
-    return fixed_products.gather_rows(payload, shape[0], shape[1], ids, status)
-
-
-def _decoded_fixed(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    return fixed_products.decode(payload, shape[0], shape[1])
-
-
 def _linear_fixed(x: torch.Tensor, payload: torch.Tensor, shape: Any, bias: torch.Tensor | None) -> torch.Tensor:
     by_tiles = payload.is_cpu and payload.numel() >= _LARGE
     found = _product_by_tiles(x, payload, shape, bias, fixed=True) if by_tiles else None
@@ -502,11 +485,11 @@ def _linear_fixed(x: torch.Tensor, payload: torch.Tensor, shape: Any, bias: torc
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-def _like_weight(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+def _like_weight(payload: torch.Tensor, shape: list[int], dtype: torch.dtype, fixed: bool) -> torch.Tensor:
     return payload.new_empty(shape, dtype=dtype)
 
 
-def _like_rows(payload: torch.Tensor, shape: list[int], dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+def _like_rows(payload: torch.Tensor, shape: Any, dtype: torch.dtype, fixed: bool, ids: torch.Tensor) -> torch.Tensor:
     return payload.new_empty((*ids.shape, *shape[1:]), dtype=dtype)
 
 
@@ -515,29 +498,23 @@ def _like_product(x: torch.Tensor, payload: torch.Tensor, shape: list[int], bias
 
 
 _library = torch.library.Library("netweight", "DEF")  # type: ignore[no-untyped-call]
-_WEIGHT = "(Tensor payload, SymInt[] shape, ScalarType dtype)"
+_WEIGHT = "Tensor payload, SymInt[] shape, ScalarType dtype, bool fixed"
 for _name, _arguments, _run, _fake in (
-    ("decode", _WEIGHT, _decoded_forward, _like_weight),
-    ("decode_backward", _WEIGHT, partial(_decoded, direction="backward"), _like_weight),
-    ("gather_rows", _WEIGHT.replace(")", ", Tensor ids)"), _gathered_rows, _like_rows),
-    ("gather_fixed_rows", _WEIGHT.replace(")", ", Tensor ids)"), _gathered_fixed_rows, _like_rows),
-    ("decode_fixed", _WEIGHT, _decoded_fixed, _like_weight),
-    ("decode_fixed_backward", _WEIGHT, _decoded_fixed, _like_weight),
-    ("linear_fixed", "(Tensor x, Tensor payload, SymInt[] shape, Tensor? bias)", _linear_fixed, _like_product),
+    ("decode", _WEIGHT, _decode_forward, _like_weight),
+    ("decode_backward", _WEIGHT, _decode_backward, _like_weight),
+    ("gather_rows", f"{_WEIGHT}, Tensor ids", _gathered_rows, _like_rows),
+    ("linear_fixed", "Tensor x, Tensor payload, SymInt[] shape, Tensor? bias", _linear_fixed, _like_product),
 ):
-    _library.define(f"{_name}{_arguments} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.define(f"{_name}({_arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"netweight::{_name}", _fake, lib=_library)
 
-# (payload: U8 of shape (capacity,), shape, dtype) -> dense weight of that shape and dtype. The operators for the
-# backward pass do the same under another name: a compiler that sees one operator twice with the same input keeps the
-# first result, and every dense weight would live until the backward pass.
+# (payload: U8 of shape (capacity,), *form) -> dense weight of its shape and dtype. The operator for the backward pass
+# does the same under another name: a compiler that sees one operator twice with the same input keeps the first result,
+# and every dense weight would live until the backward pass.
 decode = torch.ops.netweight.decode.default
 decode_backward = torch.ops.netweight.decode_backward.default
-decode_fixed = torch.ops.netweight.decode_fixed.default
-decode_fixed_backward = torch.ops.netweight.decode_fixed_backward.default
-# (payload, shape, dtype, ids: integers of any shape) -> rows of the weight, of shape (*ids.shape, *shape[1:])
+# (payload, *form, ids: integers of any shape) -> rows of the weight, of shape (*ids.shape, *shape[1:])
 gather_rows = torch.ops.netweight.gather_rows.default
-gather_fixed_rows = torch.ops.netweight.gather_fixed_rows.default
 # (x: (..., columns), payload, shape (rows, columns), bias: (rows,) or None) -> (..., rows)
 linear_fixed = torch.ops.netweight.linear_fixed.default

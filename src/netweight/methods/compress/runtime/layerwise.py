@@ -49,7 +49,6 @@ class _Trained:
     name: str
     group: int
     position: int
-    rank: int  # its place in the model
 
 
 @dataclass(eq=False)
@@ -59,11 +58,6 @@ class _Waiting:
     trained: _Trained
     gradient: torch.Tensor
     finite: Callable[[], bool]
-
-
-def _in_order(trained: Iterable[_Trained]) -> list[_Trained]:
-    """In the model's order, in which `clip_grad_norm_` sums up norms, whatever the groups are."""
-    return sorted(trained, key=lambda each: each.rank)
 
 
 def _empty(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -161,8 +155,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             for position, member in enumerate(members):
                 if member not in names:
                     raise UsageError("A parameter in `groups` is not one of the model's, or is there twice.")
-                self._trained.append(_Trained(member, names.pop(member), index, position, ranks[member]))
+                self._trained.append(_Trained(member, names.pop(member), index, position))
             group["params"] = [_Shell(_empty(member, self._dtype_of(member))) for member in members]
+        # In the model's order, in which `clip_grad_norm_` sums up norms, whatever the groups are.
+        self._trained.sort(key=lambda each: ranks[each.parameter])
         self.inner = optimizer_class(chosen, **options)
         self._micro = 0  # backward passes since the last update
         self._pass: weakref.ref[_Pass] | None = None  # the backward pass at work
@@ -268,7 +264,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             try:
                 with torch.random.fork_rng():
                     loss = closure()
-                self._take_norm([self._norms[each] for each in _in_order(self._norms)])
+                self._take_norm([self._norms[each] for each in self._trained if each in self._norms])
                 self._mode = "scaled"
                 closure()
             finally:
@@ -384,7 +380,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if not last:
             return
         # Gradients that wait for clipping, or that only earlier passes of this update gave.
-        waiting = _in_order(each for each in self._trained if each.parameter.grad is not None)
+        waiting = [each for each in self._trained if each.parameter.grad is not None]
         try:
             if self._clip is not None and not self.two_passes:
                 self._take_norm([torch.linalg.vector_norm(self._checked(each)) for each in waiting])

@@ -233,12 +233,8 @@ def _refuse_live_optimizers(names: dict[int, str], cure: str) -> None:
 
 def _held_by_optimizers(names: dict[int, str]) -> dict[str, list[str]]:
     """By class of optimizer which of the named parameters it steps."""
-    kinds, waiting = {torch.optim.Optimizer}, [torch.optim.Optimizer]
-    while waiting:
-        waiting = [kind for parent in waiting for kind in parent.__subclasses__() if kind not in kinds]
-        kinds |= set(waiting)
     held: dict[str, list[str]] = {}
-    for optimizer in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+    for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]:
         stepped = getattr(optimizer, "parameters_stepped", None)
         groups = getattr(optimizer, "param_groups", ()) if stepped is None else [{"params": stepped}]
         found = [names[id(each)] for group in groups for each in group["params"] if id(each) in names]

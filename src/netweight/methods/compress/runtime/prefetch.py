@@ -99,7 +99,7 @@ class Prefetcher:
             weight = self._collect(payload)
             self._order.learn(payload, direction)
             self._look_ahead(payload, direction)
-            return decode_payload(payload, shape, dtype) if weight is None else weight
+            return decode_payload(payload, shape, dtype, False) if weight is None else weight
 
     def close(self) -> None:
         """Drop what is pending and end the thread; streams of their own let go of their memory."""

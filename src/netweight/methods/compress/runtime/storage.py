@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -30,6 +30,14 @@ from netweight.store.writer import Level
 _MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 _SMALL, _MOST_SMALL = 1 << 14, 256  # bytes of a small weight; of these so many stay decoded, 4 MB at most
 _small: deque[weakref.ref[CompressedStorage]] = deque()
+
+
+class Form(NamedTuple):
+    """What must be known of a payload to decode it; operators take the three one by one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fixed: bool  # whether the payload is in the fixed-length form
 
 
 @final
@@ -64,21 +72,22 @@ class CompressedStorage:
     ) -> CompressedStorage:
         """Encode a dense weight; `lasting` takes time, and keeps no scratch memory from the driver of a GPU."""
         precision, stride = precision or Precision(), layout_of(weight)
+        empty = torch.empty(0, dtype=torch.uint8, device=weight.device)
+        stored = cls(empty, tuple(weight.shape), weight.dtype, level, chunk_log2, stride)
         payload = _fixed_form(weight) if fixed and precision.lossless and stride is None else None
         if payload is not None:
-            payload = _memory_on(weight.device, payload.numel(), lasting=lasting).copy_(payload)
-            return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, fixed=True)
+            stored.fixed = True
+            stored._put(payload, lasting=lasting)
+            return stored
         if chunk_log2 is None and device.handles(weight):
-            chunk_log2 = device.chunk_log2_of(weight.numel())
-        there = device.encode(weight, level, chunk_log2) if precision.lossless else None
-        if there is None:
-            payload = pack(_encode(weight, level, chunk_log2, precision)).to(weight.device)
-        else:
-            payload = _memory_on(weight.device, _capacity(LENGTH + there.numel()), lasting=lasting)
-        stored = cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, stride)
-        if there is not None:
-            stored._adopt_there(there)
+            stored.chunk_log2 = device.chunk_log2_of(weight.numel())
+        stored._encode(weight, precision, lasting=lasting)
         return stored
+
+    @property
+    def form(self) -> Form:
+        """What must be known of a payload to decode it."""
+        return Form(self.shape, self.dtype, self.fixed)
 
     def like(self, payload: torch.Tensor) -> CompressedStorage:
         """The same description with another payload."""
@@ -86,9 +95,7 @@ class CompressedStorage:
 
     def dense(self) -> torch.Tensor:
         """The decoded weight, contiguous, on the payload's device."""
-        if self.fixed:
-            return fixed_products.decode(self.payload, *self.shape)
-        return decode_payload(self.payload, self.shape, self.dtype)
+        return decode_payload(self.payload, *self.form)
 
     def taken(self) -> torch.Tensor:
         """The decoded weight, for the caller to change; a backward pass has mostly just decoded it."""
@@ -100,7 +107,7 @@ class CompressedStorage:
         found, payload = self.decoded, self.payload
         if found is not None and found[0] is payload and found[1] == payload._version:
             return found[2]
-        if payload.numel() > _SMALL or self.fixed or not payload.is_cpu or device.handles(payload):
+        if payload.numel() > _SMALL or self.fixed or not device.is_here(payload):
             return None
         if math.prod(self.shape) * self.dtype.itemsize > _SMALL:
             return None
@@ -128,35 +135,40 @@ class CompressedStorage:
                 cure="decompress_ the layer first; or train what is added to it, such as adapters.",
             )
         same = weight.device == self.payload.device
-        if self.fixed:
-            begun = device.encode_fixed_into(weight, self.payload) if same else None
-            if begun is None:
-                self._write_fixed(weight)
-                return _nothing
-            torch.autograd.graph.increment_version(self.payload)
-            return lambda: None if begun() else self._write_fixed(weight)
-        fits = device.encode_into(weight, self.payload, self.level, self.chunk_log2) if same else None
+        fits = device.encode_into(weight, self.payload, self.level, self.chunk_log2, fixed=self.fixed) if same else None
         if fits is None:
-            self._write_elsewhere(weight, same=same)
+            self._write_elsewhere(weight)
             return _nothing
-        self._wrote_there(self.payload.numel() - LENGTH)  # the blob and zeros
-        return lambda: None if fits() else self._write_elsewhere(weight, same=True)
+        if self.fixed:
+            torch.autograd.graph.increment_version(self.payload)
+        else:
+            self._wrote_there(self.payload.numel() - LENGTH)  # the blob and zeros
+        return lambda: None if fits() else self._write_elsewhere(weight)
 
-    def _write_fixed(self, weight: torch.Tensor) -> None:
-        payload = _fixed_form(weight)
+    def _write_elsewhere(self, weight: torch.Tensor) -> None:
+        """`write` into other memory first, since the payload may be too small."""
+        payload = _fixed_form(weight) if self.fixed else None
         if payload is not None:
             self._put(payload)
-            return
-        self.fixed = False
-        self.write(weight)
-
-    def _write_elsewhere(self, weight: torch.Tensor, *, same: bool) -> None:
-        """`write` into other memory first, since the payload may be too small."""
-        there = device.encode(weight, self.level, self.chunk_log2) if same else None
-        if there is not None:
-            self._adopt_there(there)
+        elif self.fixed:
+            self.fixed = False
+            self.write(weight)
         else:
-            self.adopt(_encode(weight, self.level, self.chunk_log2, Precision()))
+            self._encode(weight, Precision())
+
+    def _encode(self, weight: torch.Tensor, precision: Precision, *, lasting: bool = False) -> None:
+        """Put the codec's blob of a weight in place of what was here, encoded on the weight's device if that can."""
+        same = weight.device == self.payload.device
+        there = device.encode(weight, self.level, self.chunk_log2) if same and precision.lossless else None
+        if there is None:
+            self._put_blob(_encoded(weight, self.level, self.chunk_log2, precision), lasting=lasting)
+            return
+        used = LENGTH + there.numel()
+        payload = self._room(used, lasting=lasting)
+        payload[:LENGTH].view(torch.int64).fill_(there.numel())
+        payload[LENGTH:used].copy_(there)
+        payload[used:].zero_()
+        self._wrote_there(there.numel())
 
     def adopt(self, blob: bytes | memoryview) -> None:
         """Put another blob of the same shape and dtype in place of what was here; see `write`."""
@@ -164,42 +176,37 @@ class CompressedStorage:
             self.write(codec.decode(blob, threads=threads_for(len(blob))).to(self.payload.device))
             return
         self.fixed = False
-        fits = LENGTH + len(blob) <= self.payload.numel()
-        if not fits or not self.payload.is_cpu:
-            self._put(pack(blob, self.payload.numel() if fits else None))
-            return
-        _fill(self.payload, blob)
-        # Inside an operator torch counts no writes; a payload saved for a backward pass must be known to have changed.
-        torch.autograd.graph.increment_version(self.payload)
+        self._put_blob(blob)
 
-    def _adopt_there(self, blob: torch.Tensor) -> None:
-        """`adopt` a blob that was encoded on the payload's device."""
-        used = LENGTH + blob.numel()
+    def _put_blob(self, blob: bytes | memoryview, *, lasting: bool = False) -> None:
+        payload = self._room(LENGTH + len(blob), lasting=lasting)
+        if payload.is_cpu:
+            _fill(payload, blob)
+        else:
+            payload.copy_(pack(blob, payload.numel()))
+        # Inside an operator torch counts no writes; a payload saved for a backward pass must be known to have changed.
+        torch.autograd.graph.increment_version(payload)
+
+    def _put(self, fixed: torch.Tensor, *, lasting: bool = False) -> None:
+        """Put a payload in the fixed-length form in place of what was here."""
+        used = fixed.numel()
+        payload = self._room(used, lasting=lasting)
+        payload[:used].copy_(fixed)
+        payload[used:].zero_()
+        torch.autograd.graph.increment_version(payload)
+
+    def _room(self, used: int, *, lasting: bool) -> torch.Tensor:
+        """The payload, which will be written, or a larger one in its place."""
         if used > self.payload.numel():
-            self.payload = torch.empty(_capacity(used), dtype=torch.uint8, device=blob.device)
+            self._refuse_to_move()
+            self.payload = _memory_on(self.payload.device, _capacity(used), lasting=lasting)
         device.about_to_write(self.payload)
-        self.payload[:LENGTH].view(torch.int64).fill_(blob.numel())
-        self.payload[LENGTH:used].copy_(blob)
-        self.payload[used:].zero_()
-        self._wrote_there(blob.numel())
+        return self.payload
 
     def _wrote_there(self, size: int) -> None:
         torch.autograd.graph.increment_version(self.payload)
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
         device.wrote(self.payload, size, like, self.chunk_log2, self.level)
-
-    def _put(self, payload: torch.Tensor) -> None:
-        """Put another payload in place of what was here, in its memory if that suffices."""
-        used = payload.numel()
-        if used > self.payload.numel():
-            self._refuse_to_move()
-            self.payload = payload.to(self.payload.device)
-            return
-        device.about_to_write(self.payload)
-        with torch.no_grad():
-            self.payload[:used].copy_(payload)
-            self.payload[used:].zero_()
-        torch.autograd.graph.increment_version(self.payload)
 
     def transcode(self, *, fixed: bool) -> None:
         """Put the weight into the fixed-length form, if it has one and gets smaller by it, or into the codec's."""
@@ -232,7 +239,7 @@ class CompressedStorage:
     def blob(self) -> memoryview:
         """A copy of the codec's bytes, without length and padding; made anew of the fixed-length form."""
         if self.fixed:
-            return memoryview(_encode(self.dense(), self.level, self.chunk_log2, Precision()))
+            return memoryview(_encoded(self.dense(), self.level, self.chunk_log2, Precision()))
         there = device.handles(self.payload)
         local = _with_digest(self.payload.to("cpu", copy=True)) if there else self.payload.cpu()
         return memoryview(blob_of(local).tobytes())
@@ -311,10 +318,14 @@ def _recent(place: torch.device, thread: int) -> Recent:
 # ---- payloads --------------------------------------------------------------------------------------------------------
 
 
-def decode_payload(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weight of a payload in the codec's form, contiguous, on the payload's device."""
+def decode_payload(payload: torch.Tensor, shape: Any, dtype: torch.dtype, fixed: bool) -> torch.Tensor:
+    """The weight of a payload, contiguous, on the payload's device."""
+    if fixed:
+        return fixed_products.decode(payload, *shape)
     if device.handles(payload):
         return device.decoder_of(payload.device).weight(payload)
+    if payload.is_cpu:
+        return decode_here(payload, shape, dtype)
     return decode_here(payload.cpu(), shape, dtype).to(payload.device)
 
 
@@ -406,16 +417,15 @@ def _with_digest(payload: torch.Tensor) -> torch.Tensor:
 
 
 def _fixed_form(weight: torch.Tensor) -> torch.Tensor | None:
-    """A payload in the fixed-length form with room for changes; None if there is none, or it would not be smaller."""
+    """A payload in the fixed-length form; None if there is none, or it would not be smaller with room for changes."""
     try:
         payload = encode_fixed(weight)
     except Unsupported:
         return None
-    room = _capacity(payload.numel())
-    return torch.nn.functional.pad(payload, (0, room - payload.numel())) if room < weight.nbytes else None
+    return payload if _capacity(payload.numel()) < weight.nbytes else None
 
 
-def _encode(weight: torch.Tensor, level: Level, chunk_log2: int | None, precision: Precision) -> bytes:
+def _encoded(weight: torch.Tensor, level: Level, chunk_log2: int | None, precision: Precision) -> bytes:
     return codec.encode_lossy(
         weight.detach(),
         mantissa_bits=precision.mantissa_bits,

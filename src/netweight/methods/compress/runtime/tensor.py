@@ -16,12 +16,10 @@ from typing import Any, NoReturn, final
 import torch
 import torch.nn.functional as F
 
-from netweight import codec
 from netweight.errors import DenseOnly
-from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import fsdp, functional
-from netweight.methods.compress.runtime.functional import decode, decode_fixed
-from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, layout_of, moved, threads_for
+from netweight.methods.compress.runtime.functional import decode, gather_rows
+from netweight.methods.compress.runtime.storage import CompressedStorage, layout_of, moved
 from netweight.store.writer import Level
 
 aten = torch.ops.aten
@@ -37,7 +35,6 @@ _LAYERS: dict[Any, tuple[Callable[..., torch.Tensor | None], int, bool]] = {
     F.conv2d: (partial(functional.conv, 2), 1, False),
     torch.addmm: (functional.addmm, 2, False),
 }
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ALIASES = (aten.detach.default, aten.alias.default)
 _LIKE = frozenset(
     getattr(aten, name).default
@@ -47,15 +44,6 @@ _LIKE = frozenset(
     )
 )  # fmt: skip
 _RESHAPING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
-_NO_MEMORY = {
-    torch.Tensor.numpy: "numpy()",
-    torch.Tensor.__array__: "numpy.asarray",
-    torch.Tensor.storage: "storage(), which safetensors asks for, too",
-    torch.Tensor.__dlpack__: "__dlpack__()",
-}
-# Libraries recognize tied weights by their addresses. A compressed weight has one of its own, at which no processor and
-# no device has memory: whoever reads there anyway is stopped, and does not take compressed bytes for numbers.
-_NOWHERE = 1 << 62
 # In inference mode these come as they are, elsewhere as the operators they are made of.
 _TO = (aten.to.dtype_layout, aten.to.device, aten.to.dtype, aten.to.other)
 
@@ -200,22 +188,10 @@ class CompressedTensor(torch.Tensor):
                 result = layer(*args, **kwargs)
                 if result is not None:
                     return result
-        elif not torch.compiler.is_compiling():
-            if func == _SET_DATA:
-                return _set_data(*args)
-            if func in fsdp.REFUSING:
-                fsdp.REFUSING[func](*args, **kwargs)
-            if func is torch.Tensor.share_memory_:
-                args[0].stored.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
-                args[0].payload.share_memory_()
-                args[0].stored.decoded = None  # what others write is not counted here
-                return args[0]
-            if func is torch.Tensor.is_shared:
-                return args[0].payload.is_shared()
-            if func in _NO_MEMORY and isinstance(args[0], cls):
-                _no_memory(_NO_MEMORY[func])
-            if func is torch.Tensor.data_ptr and isinstance(args[0], cls):
-                return _NOWHERE | args[0].payload.data_ptr()
+        elif func in _WITHOUT_OPERATOR and not torch.compiler.is_compiling():
+            result = _WITHOUT_OPERATOR[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -264,7 +240,7 @@ def _whole(stored: CompressedStorage) -> torch.Tensor:
         weight = stored.dense()
     else:
         functional.make_room(stored.payload, math.prod(stored.shape) * stored.dtype.itemsize)
-        weight = (decode_fixed if stored.fixed else decode)(stored.payload, stored.shape, stored.dtype)
+        weight = decode(stored.payload, *stored.form)
     return weight if stored.stride is None else torch.empty_like(_meta(stored), device=weight.device).copy_(weight)
 
 
@@ -292,18 +268,11 @@ def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
 
 def _read(stored: CompressedStorage, views: tuple[_View, ...]) -> torch.Tensor:
     """Decode a view; of one row, such as one expert of many, no more than the chunks that it touches."""
-    payload = stored.payload
     one_row = views and views[0][0] is aten.select.int and views[0][1][0] == 0 and stored.stride is None
-    if not one_row or stored.fixed or torch.compiler.is_compiling():
+    if not one_row or torch.compiler.is_compiling() or _traced() is not None:
         return _cut(_whole(stored), views)
-    row = views[0][1][1] % stored.shape[0]
-    if device.handles(payload):
-        rows = device.decoder_of(payload.device).rows(payload, row, row + 1)
-    else:
-        local = payload.cpu()
-        threads = threads_for(local.numel() // stored.shape[0])
-        rows = codec.decode_rows(blob_of(local), row, row + 1, threads=threads).to(payload.device)
-    return _cut(rows[0], views[1:])
+    row = torch.full((), views[0][1][1] % stored.shape[0], device=stored.payload.device)
+    return _cut(gather_rows(stored.payload, *stored.form, row), views[1:])
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -439,12 +408,41 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.stored = new.stored
 
 
-def _no_memory(what: str) -> NoReturn:
+def _share_memory(tensor: CompressedTensor) -> CompressedTensor:
+    tensor.stored.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
+    tensor.payload.share_memory_()  # type: ignore[no-untyped-call]
+    tensor.stored.decoded = None  # what others write is not counted here
+    return tensor
+
+
+def _address(tensor: CompressedTensor) -> int:
+    # Libraries recognize tied weights by their addresses. A compressed weight has one of its own, at which no processor
+    # and no device has memory: whoever reads there anyway is stopped, and does not take compressed bytes for numbers.
+    return 1 << 62 | tensor.payload.data_ptr()
+
+
+def _no_memory(what: str, *_: Any, **__: Any) -> NoReturn:
     raise DenseOnly(
         f"A compressed weight has no dense memory for {what}.",
         cure="Use `weight.dense()` for a decoded copy; to save, netweight.save_checkpoint, or safetensors with "
         "netweight.dense_state_dict(model); or netweight.decompress_(model) for good.",
     )
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# function of torch -> what is done in its place; torch's own runs where that gives NotImplemented
+_WITHOUT_OPERATOR: dict[Any, Callable[..., Any]] = {
+    _SET_DATA: _set_data,
+    torch.Tensor.data_ptr: _address,
+    torch.Tensor.share_memory_: _share_memory,
+    torch.Tensor.is_shared: lambda tensor: tensor.payload.is_shared(),
+    torch.Tensor.numpy: partial(_no_memory, "numpy()"),
+    torch.Tensor.__array__: partial(_no_memory, "numpy.asarray"),
+    torch.Tensor.storage: partial(_no_memory, "storage(), which safetensors asks for, too"),
+    torch.Tensor.__dlpack__: partial(_no_memory, "__dlpack__()"),
+    torch.Tensor.narrow: fsdp.refuse_columns,
+    torch.Tensor.pin_memory: fsdp.refuse_pinning,
+}
 
 
 def _rows_of_shard(tensor: CompressedTensor) -> int | None:
