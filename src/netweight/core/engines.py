@@ -21,6 +21,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -111,7 +112,8 @@ _LARGE = ("torch", "transformers.models.llama.modeling_llama", "peft")
 
 def _context(imports: Sequence[str]) -> BaseContext:
     """Workers are forks of a process that has imported large libraries once and done nothing else."""
-    if sys.platform != "linux":  # where libraries that are imported may not survive a fork, or there is none
+    # Elsewhere libraries that are imported may not survive a fork, or there is none; a socket's path has 107 bytes.
+    if sys.platform != "linux" or len(os.fsencode(tempfile.gettempdir())) > 70:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*(name for name in _LARGE if name in sys.modules), *imports])
