@@ -1,5 +1,6 @@
 """What a server reads from one client's change of a hypernetwork, and from a sum over clients."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from netweight.attacks.gradient_inversion.analytic import (
     read_thresholds,
     recover_gradient,
     separate_clients,
+    singular_gradient,
     threshold_trunk,
 )
 from netweight.attacks.gradient_inversion.peeling import Block, Peel, read_chain, undone
@@ -178,6 +180,28 @@ def test_clients_are_separated_from_their_average_by_their_codes():
         assert cosine(one, sent.first_gradient) > 0.99
     with pytest.raises(UsageError, match="separate"):
         separate_clients(HypernetworkChange(sents[0].before, average, **RULE), torch.randn(30, 24))
+
+
+def test_under_noise_the_singular_vector_reads_more_and_who_knows_the_code_most():
+    _, _, sent = client()
+    network = hypernetwork_for(small_body(), hidden=(24,))
+    network.load_state_dict({name.removeprefix("hypernetwork."): value for name, value in sent.before.items()})
+    code = network.hidden_code(sent.embedding[None]).detach()
+    heads = "hypernetwork.heads.weight"
+    scale = (sent.after[heads] - sent.before[heads]).std()
+    quality = {"inputs": [], "singular vector": [], "matched filter": []}
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        noisy = {k: v + 3 * scale * torch.randn(v.shape, generator=generator) for k, v in sent.after.items()}
+        change = HypernetworkChange(sent.before, noisy, **RULE)
+        found = singular_gradient(change)
+        expected = torch.from_numpy(np.linalg.svd(change.heads.numpy(), full_matrices=False)[0][:, 0])
+        assert abs(cosine(found, expected)) == pytest.approx(1)
+        guesses = (change.recovered().first, found, separate_clients(change, code)[0])
+        for name, guess in zip(quality, guesses, strict=True):
+            quality[name].append(cosine(guess, sent.first_gradient))
+    plain, singular, matched = (sum(each) / len(each) for each in quality.values())
+    assert plain + 0.05 < singular < matched
 
 
 def test_a_trunk_of_thresholds_separates_clients_whose_embeddings_nobody_knows():
