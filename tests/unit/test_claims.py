@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "claims.py"
 pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="outside a source tree")
-RATIO = "`families-2026-11-23.json|rows|#`"
+RATIO = "`families-2026-11-27.json|rows|#`"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_pages_are_clean():
         ("34.0 pairs.", f"34.0 = {RATIO} / 2", None),
         ("67 of them.", f"67 = {RATIO}", "67 is 68 in the results"),
         ("All of them.", f"68 = {RATIO}", "not in its block"),
-        ("68 of them.", "68 = `families-2026-11-23.json|lines|#`", "KeyError"),
+        ("68 of them.", "68 = `families-2026-11-27.json|lines|#`", "KeyError"),
         ("68 of them.", "68 = __import__('os')", "no sum of results"),
         ("0.56 beside 0.79 and 7.1234.", "all = training-memory-2026-11-23.json", "7.1234 is in none of"),
         ("0.56 of it.", "all = codec-2026-11-21-5.json", "name keys"),
