@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from netweight import AdapterBank, read_adapter, write_adapter
 from netweight.nn.lora import AdapterStack
 from netweight.store.bank.shards import BankWriter
-from netweight.store.lora_formats.layouts import _STRUCTURES, KohyaNames, kohya_name
+from netweight.store.lora_formats.layouts import KohyaNames, kohya_name, structure
 
 SHAPES = st.dictionaries(
     st.sampled_from(["unet.conv_in", "unet.conv_out", "unet.time_embedding.linear_1", "text_encoder.text_projection"]),
@@ -73,7 +73,7 @@ def test_every_layout_keeps_the_change(tmp_path_factory, shapes, ranks, scales, 
 
 
 @given(
-    st.sampled_from([(component, pattern) for component, kind in COMPONENTS.items() for pattern in _STRUCTURES[kind]]),
+    st.sampled_from([(component, pattern) for component, kind in COMPONENTS.items() for pattern in structure(kind)]),
     st.lists(st.integers(0, 99), min_size=4, max_size=4),
 )
 def test_the_way_back_from_kohyas_names(which, numbers):

@@ -185,10 +185,10 @@ def test_ranks_differ_inside_a_file_and_an_alpha_that_is_missing_is_the_rank(tmp
 
 def test_names_of_kohya_agree_with_diffusers_own_reading():
     conversion = pytest.importorskip("diffusers.loaders.lora_conversion_utils", reason="diffusers is not installed")
-    from netweight.store.lora_formats.layouts import _STRUCTURES, KohyaNames
+    from netweight.store.lora_formats.layouts import KohyaNames, structure
 
     known = KohyaNames()
-    for pattern in _STRUCTURES["unet"]:
+    for pattern in structure("unet"):
         if pattern.startswith("add_embedding"):  # which diffusers knows by its name in SDXL's own U-Net alone
             continue
         module = pattern.replace("#", "1")

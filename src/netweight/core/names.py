@@ -39,7 +39,7 @@ def nearest_names(wanted: str, names: Iterable[str], count: int = 3) -> list[str
     return sorted(unique, key=score, reverse=True)[:count]
 
 
-def _expand(pattern: str) -> list[str]:
+def expand(pattern: str) -> list[str]:
     """Expand the braces of a pattern into all its alternatives."""
     waiting = [pattern]
     done: list[str] = []
@@ -80,7 +80,7 @@ def _expression(plain: str, pattern: str) -> str:
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{_expression(plain, pattern)})" for plain in _expand(pattern)))
+    return re.compile("|".join(f"(?:{_expression(plain, pattern)})" for plain in expand(pattern)))
 
 
 @final

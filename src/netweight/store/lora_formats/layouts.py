@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, final
 
 from netweight.core.files import parse_json, read_object
-from netweight.core.names import nearest_names
+from netweight.core.names import expand, nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 from netweight.store.lora_formats.parts import CONVERT, CONVERT_DORA, TENSOR, Role, alpha_of, by_module
 from netweight.store.safetensors import MAX_HEADER
@@ -53,89 +53,47 @@ DENOISER = "lycoris_"  # what names begin with where nothing says which denoiser
 # The denoiser with its authors' names of modules, as ComfyUI calls it; loaders of diffusers translate these.
 AUTHORS = "diffusion_model"
 _LAYERS_PER_BLOCK = 2  # of Stable Diffusion 1 and 2 and SDXL: resnets between two changes of resolution
-_ATTENTION = [f"{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")]
-_FEED_FORWARD = ["ff.net.0.proj", "ff.net.2"]
-_BLOCK = [
-    *[f"attentions.#.transformer_blocks.#.{last}" for last in (*_ATTENTION, *_FEED_FORWARD)],
-    *[f"attentions.#.{last}" for last in ("proj_in", "proj_out")],
-    *[f"resnets.#.{last}" for last in ("conv1", "conv2", "conv_shortcut", "time_emb_proj")],
-]
-_JOINT = [f"attn.{last}" for last in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")]
-_CLIP = [f"self_attn.{last}" for last in ("q_proj", "k_proj", "v_proj", "out_proj")] + ["mlp.fc1", "mlp.fc2"]
+# The modules of models by component, in the grammar of `Select`; `#` is any number. Under the authors' names are Flux,
+# Chroma, Hunyuan's, PixArt, Stable Diffusion 3, Wan, Lumina and Z-Image, most with queries, keys and values in one.
 _STRUCTURES = {
-    "unet": [
-        *[f"{block}.{rest}" for block in ("down_blocks.#", "mid_block", "up_blocks.#") for rest in _BLOCK],
-        "down_blocks.#.downsamplers.0.conv",
-        "up_blocks.#.upsamplers.0.conv",
-        *[f"{which}_embedding.linear_{number}" for which in ("time", "add") for number in (1, 2)],
-        "conv_in",
-        "conv_out",
-    ],
-    "transformer": [
-        *[
-            f"transformer_blocks.#.{rest}"
-            for rest in (
-                *_ATTENTION, *_FEED_FORWARD, *_JOINT, "attn.to_add_out", "norm1.linear", "norm1_context.linear",
-                "img_mod.1", "txt_mod.1", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
-                "ff_context.net.0.proj", "ff_context.net.2",
-            )
-        ],
-        *[f"single_transformer_blocks.#.{rest}" for rest in (*_JOINT[:3], "proj_mlp", "proj_out", "norm.linear")],
-        *[f"blocks.#.{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")],
-        *[f"blocks.#.{last}" for last in ("attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")],
-        *["x_embedder", "context_embedder", "proj_out", "norm_out.linear", "img_in", "txt_in", "pos_embed.proj"],
-        *["adaln_single.linear", "adaln_single.emb.timestep_embedder.linear_#", "caption_projection.linear_#"],
-        *[f"time_text_embed.{which}_embedder.linear_#" for which in ("timestep", "guidance", "text")],
-    ],
-    # Flux, Chroma, Hunyuan's, PixArt, Stable Diffusion 3, Wan, Lumina and Z-Image as their authors name them, most
-    # with queries, keys and values in one.
-    "diffusion_model": [
-        *[
-            f"double_blocks.#.{stream}_{rest}"
-            for stream in ("img", "txt")
-            for rest in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mlp.fc1", "mlp.fc2",
-                         "mod.lin", "mod.linear")
-        ],
-        *[
-            f"joint_blocks.#.{stream}_block.{rest}"
-            for stream in ("x", "context")
-            for rest in (*[f"{attn}.{last}" for attn in ("attn", "attn2") for last in ("qkv", "proj")],
-                         "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
-        ],
-        *[f"single_blocks.#.{rest}" for rest in ("linear1", "linear2", "modulation.lin", "modulation.linear")],
-        *[f"blocks.#.{attn}_attn.{last}" for attn in ("self", "cross") for last in ("q", "k", "v", "o")],
-        *[
-            f"blocks.#.{rest}"
-            for rest in ("cross_attn.k_img", "cross_attn.v_img", "ffn.0", "ffn.2", "attn1.Wqkv", "attn1.out_proj",
-                         "attn2.q_proj", "attn2.kv_proj", "attn2.out_proj", "default_modulation.1", "skip_linear",
-                         "attn.qkv", "attn.proj", "cross_attn.q_linear", "cross_attn.kv_linear", "cross_attn.proj",
-                         "mlp.fc1", "mlp.fc2")
-        ],
-        *[
-            f"{stack}.#.{rest}"
-            for stack in ("layers", "context_refiner", "noise_refiner")
-            for rest in (*[f"attention.{last}" for last in ("qkv", "out", "to_q", "to_k", "to_v", "to_out.0")],
-                         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.#")
-        ],
-        *[
-            f"txt_in.individual_token_refiner.blocks.#.{rest}"
-            for rest in ("self_attn.qkv", "self_attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
-        ],
-        *["img_in", "img_in.proj", "txt_in", "txt_in.input_embedder", "x_embedder", "x_embedder.proj"],
-        *["context_embedder", "cap_embedder.1", "t_embedder.mlp.#", "y_embedder.mlp.#"],
-        *["final_layer.linear", "head.head"],
-        *["final_layer.adaLN_modulation.1", "time_embedding.#", "text_embedding.#", "time_projection.1"],
-        *["img_emb.proj.#", "distilled_guidance_layer.in_proj", "distilled_guidance_layer.out_proj"],
-        *[f"distilled_guidance_layer.layers.#.{layer}_layer" for layer in ("in", "out")],
-        *[f"{which}_in.{layer}_layer" for which in ("time", "vector", "guidance") for layer in ("in", "out")],
-    ],
-    "text_encoder": [
-        *[f"{head}encoder.layers.#.{rest}" for head in ("text_model.", "") for rest in _CLIP],
-        *[f"encoder.block.#.layer.0.SelfAttention.{last}" for last in "qkvo"],
-        *[f"encoder.block.#.layer.1.DenseReluDense.{last}" for last in ("wi", "wi_0", "wi_1", "wo")],
-        "text_projection",
-    ],
-}  # fmt: skip
+    "unet": """
+        {down_blocks.#,mid_block,up_blocks.#}.attentions.#.transformer_blocks.#.{attn1,attn2}.{to_q,to_k,to_v,to_out.0}
+        {down_blocks.#,mid_block,up_blocks.#}.attentions.#.{transformer_blocks.#.ff.net.{0.proj,2},proj_in,proj_out}
+        {down_blocks.#,mid_block,up_blocks.#}.resnets.#.{conv1,conv2,conv_shortcut,time_emb_proj}
+        down_blocks.#.downsamplers.0.conv up_blocks.#.upsamplers.0.conv
+        {time,add}_embedding.linear_{1,2} conv_in conv_out
+    """,
+    "transformer": """
+        transformer_blocks.#.{attn1,attn2}.{to_q,to_k,to_v,to_out.0}
+        transformer_blocks.#.attn.{to_q,to_k,to_v,to_out.0,add_q_proj,add_k_proj,add_v_proj,to_add_out}
+        transformer_blocks.#.{ff,ff_context,img_mlp,txt_mlp}.net.{0.proj,2}
+        transformer_blocks.#.{norm1.linear,norm1_context.linear,img_mod.1,txt_mod.1}
+        single_transformer_blocks.#.{attn.{to_q,to_k,to_v},proj_mlp,proj_out,norm.linear}
+        blocks.#.{{attn1,attn2}.{to_q,to_k,to_v,to_out.0},attn2.{add_k_proj,add_v_proj},ffn.net.{0.proj,2}}
+        x_embedder context_embedder proj_out norm_out.linear img_in txt_in pos_embed.proj
+        adaln_single.{linear,emb.timestep_embedder.linear_#} caption_projection.linear_#
+        time_text_embed.{timestep,guidance,text}_embedder.linear_#
+    """,
+    "diffusion_model": """
+        double_blocks.#.{img,txt}_{attn.{qkv,proj},mlp.{0,2,fc1,fc2},mod.{lin,linear}}
+        joint_blocks.#.{x,context}_block.{{attn,attn2}.{qkv,proj},mlp.{fc1,fc2},adaLN_modulation.1}
+        single_blocks.#.{linear1,linear2,modulation.{lin,linear}}
+        blocks.#.{{self,cross}_attn.{q,k,v,o},cross_attn.{k_img,v_img},ffn.{0,2},default_modulation.1,skip_linear}
+        blocks.#.{attn1.{Wqkv,out_proj},attn2.{q_proj,kv_proj,out_proj},mlp.{fc1,fc2}}
+        blocks.#.{attn.{qkv,proj},cross_attn.{q_linear,kv_linear,proj}}
+        {layers,context_refiner,noise_refiner}.#.attention.{qkv,out,to_q,to_k,to_v,to_out.0}
+        {layers,context_refiner,noise_refiner}.#.{feed_forward.{w1,w2,w3},adaLN_modulation.#}
+        txt_in.individual_token_refiner.blocks.#.{self_attn.{qkv,proj},mlp.{fc1,fc2},adaLN_modulation.1}
+        img_in img_in.proj txt_in txt_in.input_embedder x_embedder x_embedder.proj context_embedder
+        cap_embedder.1 {t,y}_embedder.mlp.# final_layer.{linear,adaLN_modulation.1} head.head
+        {time,text}_embedding.# time_projection.1 img_emb.proj.# {time,vector,guidance}_in.{in,out}_layer
+        distilled_guidance_layer.{in_proj,out_proj,layers.#.{in,out}_layer}
+    """,
+    "text_encoder": """
+        {text_model.encoder,encoder}.layers.#.{self_attn.{q_proj,k_proj,v_proj,out_proj},mlp.{fc1,fc2}}
+        encoder.block.#.layer.{0.SelfAttention.{q,k,v,o},1.DenseReluDense.{wi,wi_0,wi_1,wo}} text_projection
+    """,
+}
 _RESNET = {
     "in_layers_2": "conv1", "out_layers_3": "conv2", "emb_layers_1": "time_emb_proj",
     "skip_connection": "conv_shortcut",
@@ -255,9 +213,14 @@ def dotted(module: str) -> str:
     return f"unet.{own[0]}" if (own := _STRUCTURED.counted(module)) else module
 
 
+def structure(kind: str) -> list[str]:
+    """Names of the modules of a kind of component, `#` for any number."""
+    return list(dict.fromkeys(each for line in _STRUCTURES[kind].split() for each in expand(line)))
+
+
 @cache
 def _expressions(kind: str) -> list[tuple[re.Pattern[str], str]]:
-    return [(re.compile(_flat(pattern).replace("#", r"(\d+)")), pattern) for pattern in _STRUCTURES[kind]]
+    return [(re.compile(_flat(pattern).replace("#", r"(\d+)")), pattern) for pattern in structure(kind)]
 
 
 def _flat(name: str) -> str:
