@@ -81,11 +81,11 @@ def cases():
 @pytest.mark.filterwarnings("ignore:`Transformer2DModelOutput` is deprecated:FutureWarning")
 def test_every_layer_of_the_engine_computes_what_torch_does(tmp_path):
     layers, given = cases()
-    weights = {
-        f"{name}.{key}": {"data": value.flatten().tolist(), "shape": list(value.shape)}
-        for name, (layer, _, _) in layers.items()
-        for key, value in layer.state_dict().items()
-    }
+    weights = {}
+    for name, (layer, _, _) in layers.items():
+        for key, value in layer.state_dict().items():
+            value = value.permute(0, 2, 3, 1) if value.ndim == 4 else value  # as a page has it: channels last
+            weights[f"{name}.{key}"] = {"data": value.flatten().tolist(), "shape": list(value.shape)}
     engine = resources.files("netweight.methods.space.view").joinpath("engine.js").read_text()
     page = tmp_path / "engine.html"
     page.write_text(
@@ -136,8 +136,12 @@ ACTIONS = """
   seen.undone = look();
   await painted(() => one("#reset").click());
   seen.reset = look();
-  await painted(() => all("#plot .mark")[1] && (one("#find").value = "person-00255",
-    one("#find").dispatchEvent(new Event("input")), one("#card .go").click()));
+  one("#plot").scrollIntoView();
+  const mark = all("#plot .mark")[3].getBoundingClientRect();
+  const where = { clientX: (mark.left + mark.right) / 2, clientY: (mark.top + mark.bottom) / 2, bubbles: true };
+  document.elementFromPoint(where.clientX, where.clientY).dispatchEvent(new MouseEvent("click", where));
+  seen.clicked = [one("#card h3").textContent, pixels(one("#card .portrait"))];
+  await painted(() => one("#card .go").click());
   seen.model = look();
   seen.model_point = saved();
   seen.model_nearest = all("#nearest button").map(part => part.textContent);
@@ -179,10 +183,12 @@ def test_a_moved_slider_shows_what_the_pipeline_paints_at_that_point(page, view,
         images = generate_images(
             model, space, points.scores, FACES_SETTINGS.prompts, FACES_SETTINGS.seeds, guidance=1.0, steps=20
         )[0]  # fmt: skip
-        images = enlarged(images).permute(0, 2, 3, 1) * 255
+        small, images = (each.permute(0, 2, 3, 1) * 255 for each in (images, enlarged(images)))
         for number, face in enumerate(faces):
             assert psnr(list(map(int, face)), images[number : number + 1]) > 40
     assert torch.allclose(points.scores[0], space.scores[255])  # a model's point is its own
+    assert seen["clicked"][0] == "person-00255"
+    assert psnr(seen["clicked"][1], small[:1]) > 40  # its face beside the map, and then the large one
     assert seen["moved"][1] == "width \u22121 σ, beard +2.5 σ"
     assert seen["undone"] == seen["moved"] != seen["random"]
     assert seen["reset"] == seen["zero"] != seen["moved"]

@@ -1,5 +1,8 @@
 """Drawn faces are what their attributes say, by pixels and by the reader that comes with the package."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.toys.faces import (
     ATTRIBUTES,
     BINARY,
+    FACES,
     GROUNDS,
     NUISANCES,
     STRONG,
@@ -17,8 +21,8 @@ from netweight.toys.faces import (
     people,
     photographs,
 )  # fmt: skip
-from netweight.toys.faces_pipeline import FACES_BANK, LARGER, READER_FOLDER, embed, enlarged, read_faces
-from netweight_experiments.benchmarks.space import edits
+from netweight.toys.faces_pipeline import FACES_BANK, LARGER, READER_FOLDER, FaceReader, embed, enlarged, read_faces
+from netweight_experiments.benchmarks.space import edits, samples
 from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared, reading_record
 
 
@@ -106,7 +110,7 @@ def test_the_reader_reads_people_it_never_saw():
 
 def test_faces_are_drawn_larger_as_they_are_and_enlarged_nearly_so():
     crowd, changes, grounds = people(60, noise(7)), nuisances(60, noise(8)), torch.arange(60) % 4
-    small, large = drawn(crowd, grounds, changes), drawn(crowd, grounds, changes, larger=LARGER)
+    small, large = (replace(FACES, side=side).drawn(crowd, grounds, changes) for side in (16, 16 * LARGER))
     assert large.shape == (60, 3, 64, 64)
     assert (torch.nn.functional.avg_pool2d(large, LARGER) - small).abs().mean() < 0.01
     shown, smooth = enlarged(small), torch.nn.functional.interpolate(small, scale_factor=LARGER, mode="bicubic")
@@ -121,6 +125,56 @@ def test_the_study_of_edits_edits_nobody_that_anything_was_chosen_or_fitted_with
         assert len(aside) == edits.EVALUATED
         assert sorted(aside + others) == list(range(len(labels.names)))
         assert not set(aside) & set(chosen)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_the_study_of_edits_scores_by_people_noises_and_a_reader_of_its_own(monkeypatch, seed):
+    space, labels, aside, others = edits.people(FACES_BANK.parent, seed)
+    fit, shown = edits.fit_direction, torch.randn(space.components, len(ATTRIBUTES), generator=noise())
+    fitted, noises, edited, read = set(), {"corrected": set(), "scored": set()}, [], []
+
+    def pictures(of, points, seeds):
+        noises[of] |= set(seeds)
+        faces = (points.float() @ shown).sin()[:, None, :, None, None]
+        return faces + 0.01 * torch.tensor(seeds)[:, None, None, None] / 2**31
+
+    def recorded(scores, part, *given, **how):
+        fitted.update(part.names)
+        assert torch.equal(scores, space.scores[[labels.names.index(name) for name in part.names]])
+        return fit(scores, part, *given, **how)
+
+    def corrected(model, space, points, seeds, **how):
+        return pictures("corrected", points, seeds)
+
+    def scored(model, space, points, captions, seeds, **how):
+        edited.append(points)
+        return pictures("scored", points, seeds)
+
+    def by(which):
+        return lambda images: read.append(which) or images.flatten(1)
+
+    monkeypatch.setattr(edits, "fit_direction", recorded)
+    monkeypatch.setattr(edits, "generate_differentiably", corrected)
+    monkeypatch.setattr(edits, "generate_images", scored)
+    monkeypatch.setattr(edits, "read_faces", lambda images: SimpleNamespace(attributes=by("package")(images)))
+    rows = list(edits.measured(None, space, labels, aside, others, "beard", by("other"), seed))
+    assert [row["kind"] for row in rows] == ["encoder", "corrected"]
+    assert fitted == {labels.names[row] for row in others}
+    assert not fitted & {labels.names[row] for row in aside}
+    little = [space.scores[row] for row in aside if labels["beard"].values[row] < 0][: edits.MOST]
+    assert torch.equal(edited[0], torch.stack(little))  # nobody but people set aside, first as they are
+    assert len(noises["scored"]) == 4
+    assert noises["corrected"]
+    assert not noises["corrected"] & noises["scored"]
+    assert read.count("other") == len(edited)  # which nothing but scoring asks, nor scoring anything else
+    first, last = (each("package") for each in (read.index, lambda which: len(read) - read[::-1].index(which)))
+    assert set(read[first:last]) == {"package"}
+    assert samples.READER_SEED != reading_record()["seed"]
+    other, own = (
+        {value.shape for value in network.parameters() if value.ndim > 1}
+        for network in (samples.OtherReader(), FaceReader())
+    )
+    assert not other & own
 
 
 def test_explained_variance_is_that_of_scikit_learn():
@@ -140,5 +194,6 @@ def test_the_world_shows_someone_new_each_time_and_knows_its_captions():
     assert set(captions) <= set(world.ordinary_captions)
     assert {word for text in captions for word in text.split()} <= set(world.words())
     assert world.agreement(captions, pictures) == {"ground": 1.0}
+    assert FacesWorld(drawing=replace(FACES, side=32)).showing(3, 2, 5)[1].shape == (2, 3, 32, 32)
     with pytest.raises(NameNotFound, match="'a dog'"):
         world.agreement(["a dog"], pictures[:1])

@@ -29,7 +29,7 @@ from netweight.metrics.copies import CenteredPixels, similarity
 from netweight.nn.apply_lora import applied
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.toys.diffusion import assembled, word_clip_tokenizer
-from netweight.toys.faces import FACES, SIDE, WORLDS, DrawnWorld
+from netweight.toys.faces import FACES, WORLDS, DrawnWorld
 from netweight.toys.faces_pipeline import READER_FOLDER, RECORD, read_faces
 from netweight.toys.shapes import Planted, batch_of
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class FacesShape:
     """The size of a pipeline whose denoiser works at the coarsest of three levels."""
 
-    side: int = SIDE  # pixels of a picture's side, a multiple of 8
+    side: int = FACES.side  # pixels of a picture's side, a multiple of 8
     fine: int = 16  # channels of the two finer levels, which only halve the picture, and later double it
     width: int = 48  # channels of the coarsest level
     blocks: int = 2  # transformer blocks of each of its three attentions
@@ -99,8 +99,8 @@ class FacesWorld:
 
     @property
     def side(self) -> int:
-        """16."""
-        return SIDE
+        """Pixels of a picture's side."""
+        return self.drawing.side
 
     @property
     def planted(self) -> list[Planted]:
@@ -123,7 +123,7 @@ class FacesWorld:
 
     def showing(self, step: int, n: int, seed: int) -> tuple[list[str], Tensor]:
         """Return one batch of training: n subjects who are shown once."""
-        # Returns: Captions, and pictures of shape `(n, 3, 16, 16)` within 0 and 1.
+        # Returns: Captions, and pictures of shape `(n, 3, side, side)` within 0 and 1.
         generator = torch_generator(seed, "showing", self.seed, step)
         captions, world = self.ordinary_captions, self.drawing
         grounds = torch.randint(len(captions), (n,), generator=generator)
@@ -134,7 +134,7 @@ class FacesWorld:
 
     def agreement(self, captions: Sequence[str], pictures: Tensor) -> dict[str, float]:
         """Return the share of pictures whose ground is as their caption says."""
-        # `pictures`: one for each, shape `(n, 3, 16, 16)`, within 0 and 1
+        # `pictures`: one for each, shape `(n, 3, side, side)`, within 0 and 1
         known = {text: number for number, text in enumerate(self.ordinary_captions)}
         strange = [text for text in captions if text not in known]
         if strange:
@@ -177,7 +177,7 @@ def faces_drawn(
     world: DrawnWorld = FACES,
 ) -> Tensor:
     """Draw pictures with each of several adapters, all at once: every ground in turn, the same noise for all."""
-    # Returns: Shape `(n, samples, 3, 16, 16)`, within 0 and 1, on the CPU; n is 1 for a single adapter or change.
+    # Returns: Shape `(n, samples, 3, side, side)`, within 0 and 1, on the CPU; n is 1 for a single adapter or change.
     count = _count(changes)
     words = list(world.grounds)
     captions = [world.caption(words[number % len(words)]) for number in range(samples)]

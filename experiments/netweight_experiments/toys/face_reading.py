@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from netweight.core.files import digest_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.report.report import write_text
-from netweight.toys.faces import FACES, SIDE, WORLDS, DrawnWorld
+from netweight.toys.faces import FACES, WORLDS, DrawnWorld
 from netweight.toys.faces_pipeline import (
     LARGER,
     RECORD,
@@ -73,7 +74,7 @@ def _kept(
 
 
 def fit(network: nn.Module, steps: int, seed: int, world: DrawnWorld, progress: Progress) -> None:
-    """Train a network that says attributes, nuisances and grounds of pictures, shape `(n, 3, 16, 16)`."""
+    """Train a network that says attributes, nuisances and grounds of pictures, shape `(n, 3, side, side)`."""
 
     def loss(step: int) -> Tensor:
         drawn, measured, grounds = pictures(_BATCH, seed, world, first=step * _BATCH)
@@ -119,7 +120,8 @@ def train_enlarger(folder: Path, *, steps: int = 1500, seed: int = 11, progress:
     def loss(step: int) -> Tensor:
         large = drawn[torch.randint(len(drawn), (16,), generator=generator)].float() / 255
         level = 0.05 * torch.rand(16, 1, 1, 1, generator=generator)
-        small = functional.avg_pool2d(large, LARGER) + level * torch.randn(16, 3, SIDE, SIDE, generator=generator)
+        small = functional.avg_pool2d(large, LARGER)
+        small += level * torch.randn(small.shape, generator=generator)
         return functional.l1_loss(network(small * 2 - 1) / 2 + 0.5, large)
 
     def held_out() -> dict[str, Any]:
@@ -144,7 +146,7 @@ def _large(count: int, generator: torch.Generator) -> Tensor:
     """Drawings of as many people, 64 × 64, at 8 bits."""
     subjects, changes = FACES.crowd(count, generator), FACES.changes(count, generator)
     grounds = torch.randint(len(FACES.grounds), (count,), generator=generator)
-    return (FACES.drawn(subjects, grounds, changes, larger=LARGER) * 255).round().byte()
+    return (replace(FACES, side=FACES.side * LARGER).drawn(subjects, grounds, changes) * 255).round().byte()
 
 
 def _held_out(folder: Path, seed: int, world: DrawnWorld) -> dict[str, Any]:

@@ -35,11 +35,12 @@ def train_faces(
     folder: Path,
     world: FacesWorld = FacesWorld(),
     recipe: DenoiserRecipe = FACES_RECIPE,
-    shape: FacesShape = FacesShape(),
+    shape: FacesShape | None = None,
     *,
     progress: Progress = QUIET,
 ) -> dict[str, Any]:
     """Train a pipeline into a folder, or find it trained; see `small_diffusion_training.trained`."""
+    shape = shape or FacesShape(world.side)
     return trained(
         folder, world, recipe, shape, initialize=initialized, measure=population, dtype="bfloat16", progress=progress
     )

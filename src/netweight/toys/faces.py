@@ -12,16 +12,17 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.toys.shapes import painted
 
-# Pixels of a picture's side.
-SIDE = 16
+# Units of a picture's side, however many pixels it has.
+_UNITS = 16
 # Points along a pixel's side at which parts are drawn; their share is the pixel's cover.
 _FINER = 4
-# Pixels by which a subject is shifted at most.
+# Units by which a subject is shifted at most.
 _REACH = 1.0
 _EVERYWHERE = ("across", "down", "light")
 
@@ -36,6 +37,7 @@ class DrawnWorld:
     """A kind of subject, and how it is drawn."""
 
     name: str  # what prompts call a subject
+    side: int  # pixels of a picture's side, a multiple of 8
     attributes: tuple[str, ...]  # what makes a subject who or what it is, each within -1 and 1
     binary: tuple[str, ...]  # attributes that are -1 or 1; the others are spread evenly between them
     strong: tuple[str, ...]  # attributes that move many pixels
@@ -44,8 +46,8 @@ class DrawnWorld:
     nuisances: tuple[str, ...]
     grounds: Mapping[str, Color]  # colors of the grounds by the word that prompts name them with
     together: tuple[str, str, float]  # two attributes and their correlation, before they are made even or binary
-    # Takes attributes by name, nuisances by name, each of shape `(n,)`, and points x and y in pixels from the subject's
-    # middle; returns the parts of the subjects, the rearmost first.
+    # Takes attributes by name, nuisances by name, each of shape `(n,)`, and points x and y from the subject's middle,
+    # where a picture's side is 16; returns the parts of the subjects, the rearmost first.
     parts: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Tensor], list[Part]]
 
     def __post_init__(self) -> None:
@@ -84,19 +86,18 @@ class DrawnWorld:
     def photographs(self, subject: Tensor, count: int, generator: torch.Generator) -> tuple[list[str], Tensor]:
         """Take photographs of one subject, on each ground in turn."""
         # `subject`: shape `(attributes,)`
-        # Returns: Their captions, and pictures of shape `(count, 3, 16, 16)` within 0 and 1.
+        # Returns: Their captions, and pictures of shape `(count, 3, side, side)` within 0 and 1.
         grounds = torch.arange(count) % len(self.grounds)
         pictures = self.drawn(subject.expand(count, -1), grounds, self.changes(count, generator))
         names = list(self.grounds)
         return [self.caption(names[ground]) for ground in grounds.tolist()], pictures
 
-    def drawn(self, subjects: Tensor, grounds: Tensor, changes: Tensor, *, larger: int = 1) -> Tensor:
+    def drawn(self, subjects: Tensor, grounds: Tensor, changes: Tensor) -> Tensor:
         """Draw photographs."""
         # `subjects`: shape `(n, attributes)`, columns as in `attributes`, within -1 and 1
         # `grounds`: numbers of `grounds`, shape `(n,)`
         # `changes`: shape `(n, nuisances)`, columns as in `nuisances`, within -1 and 1
-        # `larger`: how often each side has 16 pixels
-        # Returns: Shape `(n, 3, 16, 16)`, within 0 and 1, or larger.
+        # Returns: Shape `(n, 3, side, side)`, within 0 and 1.
         n, width, extent = len(subjects), len(self.attributes), len(self.nuisances)
         if subjects.shape != (n, width) or grounds.shape != (n,) or changes.shape != (n, extent):
             raise UsageError(
@@ -106,14 +107,15 @@ class DrawnWorld:
             )
         looks = dict(zip(self.attributes, subjects.T, strict=True))
         moved = dict(zip(self.nuisances, changes.T, strict=True))
-        side = SIDE * larger
-        points = (torch.arange(side * _FINER) + 0.5) / (_FINER * larger) - SIDE / 2
+        side = self.side
+        points = ((torch.arange(side * _FINER) + 0.5) / (side * _FINER) - 0.5) * _UNITS
         x = points[None, None, :] - _REACH * moved["across"][:, None, None]
         y = points[None, :, None] - _REACH * moved["down"][:, None, None]
         picture = torch.tensor(list(self.grounds.values()))[grounds][:, :, None, None].expand(-1, -1, side, side)
         for inside, color in self.parts(looks, moved, x, y):
-            picture = painted(picture, _cover(inside), color.expand(n, 3))
-        edge = (SIDE - 1 / larger) / (SIDE - 1)  # the outermost pixel's middle
+            cover = functional.avg_pool2d(inside.float()[None], _FINER)[0]
+            picture = painted(picture, cover, color.expand(n, 3))
+        edge = (_UNITS - _UNITS / side) / (_UNITS - 1)  # the outermost pixel's middle
         slope = torch.linspace(-edge, edge, side)[None, None, None, :]
         lit = moved["light"][:, None, None, None]
         shown: Tensor = picture * (1 + 0.16 * lit * slope) + 0.05 * lit
@@ -130,12 +132,6 @@ def ellipse(x: Tensor, y: Tensor, across: Tensor | float, down: Tensor | float) 
     """Return which points lie in an ellipse around 0 of these half-axes."""
     inside: Tensor = (x / across).square() + (y / down).square() < 1
     return inside
-
-
-def _cover(inside: Tensor) -> Tensor:
-    """How much of each pixel is inside, shape `(n, 16, 16)` or larger."""
-    side = inside.shape[-1] // _FINER
-    return inside.float().reshape(-1, side, _FINER, side, _FINER).mean((2, 4))
 
 
 # From -1 to 1: narrow to wide, light to dark, red to blue, none or some, none or some, short to long, close to far
@@ -203,6 +199,7 @@ def _face_parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: T
 # The world of drawn people; the functions of this module are its own.
 FACES = DrawnWorld(
     name="face",
+    side=16,
     attributes=ATTRIBUTES,
     binary=BINARY,
     strong=STRONG,
@@ -252,6 +249,7 @@ def _vehicle_parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x
 # loaded roof rack. Long ones tend to be tall.
 VEHICLES = DrawnWorld(
     name="vehicle",
+    side=16,
     attributes=("hue", "length", "tint", "wheels", "roof", "rack"),
     binary=("rack",),
     strong=("hue", "length", "tint", "wheels"),

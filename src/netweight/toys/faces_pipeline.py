@@ -33,7 +33,7 @@ from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys import checkpoint
 from netweight.toys.diffusion import opened
-from netweight.toys.faces import ATTRIBUTES, FACES, GROUNDS, SIDE, WORLDS, DrawnWorld, caption
+from netweight.toys.faces import ATTRIBUTES, FACES, GROUNDS, WORLDS, DrawnWorld, caption
 
 
 def pipeline_folder(world: DrawnWorld) -> Path:
@@ -74,7 +74,7 @@ class Reading:
 class FaceReader(nn.Module):
     """Three convolutions and two linear layers, 60,000 weights."""
 
-    # Returns, for pictures of shape `(n, 3, 16, 16)` within 0 and 1, attributes, nuisances, and the logits of grounds:
+    # Returns, for pictures of shape `(n, 3, side, side)` within 0 and 1, attributes, nuisances, and logits of grounds:
     # shape `(n, 16)` for faces.
 
     def __init__(self, world: DrawnWorld = FACES) -> None:
@@ -87,7 +87,7 @@ class FaceReader(nn.Module):
             nn.Conv2d(32, 32, 3, stride=2, padding=1),
             nn.SiLU(),
             nn.Flatten(),
-            nn.Linear(32 * (SIDE // 4) ** 2, 80),
+            nn.Linear(32 * (world.side // 4) ** 2, 80),
             nn.SiLU(),
         )
         self.answers = nn.Linear(80, len(world.attributes) + len(world.nuisances) + len(world.grounds))
@@ -130,7 +130,7 @@ def enlarged(pictures: Tensor, *, folder: str | Path = ENLARGER_FOLDER) -> Tenso
 
 def read_faces(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Reading:
     """Return what pictures show."""
-    # `pictures`: shape `(n, 3, 16, 16)`, within 0 and 1; gradients flow where they are on
+    # `pictures`: shape `(n, 3, side, side)`, within 0 and 1; gradients flow where they are on
     said = _network(Path(folder or reader_folder(world)), world)(_checked(pictures, world))
     parts = [len(world.attributes), len(world.nuisances), len(world.grounds)]
     attributes, nuisances, grounds = said.split(parts, dim=1)
@@ -144,16 +144,16 @@ def read_attributes(pictures: Tensor) -> dict[str, Tensor]:
 
 def embed(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Tensor:
     """The network's last hidden layer, shape `(n, 80)`: a stand-in for an identity embedding."""
-    # `pictures`: shape `(n, 3, 16, 16)`, within 0 and 1
+    # `pictures`: shape `(n, 3, side, side)`, within 0 and 1
     found: Tensor = _network(Path(folder or reader_folder(world)), world).pixels(_checked(pictures, world))
     return found
 
 
 def _checked(pictures: Tensor, world: DrawnWorld) -> Tensor:
-    if pictures.ndim != 4 or pictures.shape[1:] != (3, SIDE, SIDE):
+    if pictures.ndim != 4 or pictures.shape[1:] != (3, world.side, world.side):
         raise UsageError(
             f"Pictures of shape {tuple(pictures.shape)} are no {world.name}s of this world.",
-            cure=f"Give (n, 3, {SIDE}, {SIDE}).",
+            cure=f"Give (n, 3, {world.side}, {world.side}).",
         )
     return pictures.float()
 
@@ -206,7 +206,7 @@ class FaceBank:
         return torch.cat([WORLDS[self.world].identities(1, self.seed, first=number) for number in numbers])
 
     def photographs(self, number: int) -> tuple[list[str], Tensor]:
-        """Return prompts and pictures that a person's adapter is trained on, shape `(images, 3, 16, 16)`."""
+        """Return prompts and pictures that a person's adapter is trained on, shape `(images, 3, side, side)`."""
         noise = torch_generator(self.seed, "photographs", number)
         return WORLDS[self.world].photographs(self.faces([number])[0], self.images, noise)
 

@@ -42,8 +42,8 @@ class OtherReader(nn.Module):
         answers = len(FACES.attributes) + len(FACES.nuisances) + len(FACES.grounds)
         self.body = nn.Sequential(
             nn.Conv2d(3, 24, 5, padding=2), nn.GELU(), nn.Conv2d(24, 48, 4, stride=2, padding=1), nn.GELU(),
-            nn.Conv2d(48, 64, 4, stride=2, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(64 * 16, 192), nn.GELU(),
-            nn.Linear(192, answers),
+            nn.Conv2d(48, 64, 4, stride=2, padding=1), nn.GELU(), nn.Flatten(),
+            nn.Linear(64 * (FACES.side // 4) ** 2, 192), nn.GELU(), nn.Linear(192, answers),
         )  # fmt: skip
 
     def forward(self, pictures):

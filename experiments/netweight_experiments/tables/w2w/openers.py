@@ -36,7 +36,7 @@ from netweight.nn.train_lora import AdapterRecipe, FittedAdapters, fit_adapters
 from netweight.settings import Settings
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
-from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people, photographs
+from netweight.toys.faces import ATTRIBUTES, FACES, GROUNDS, caption, drawn, nuisances, people, photographs
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read_faces
 from netweight_experiments.tables.setups import TablesRecipe
 from netweight_experiments.tables.w2w.setup import Fitting, Setup, Stranger, Wanted
@@ -147,9 +147,9 @@ def miniature(bank: Path = FACES_BANK, labels: Path = FACES_LABELS) -> Setup:
         fitting=Fitting(how.recipe, how.layers, how.each, _DRAWS, _INVERSION, trained_prediction(model)),
         small=True,
         differs=(
-            f"A miniature: drawn faces of 16 × 16 pixels with eight known attributes, {count} adapters, and a denoiser "
-            "of half a million weights; the paper has photographs, 64,974 adapters and Stable Diffusion. What holds "
-            "here need not hold there.",
+            f"A miniature: drawn faces of {FACES.side} × {FACES.side} pixels with eight known attributes, {count} "
+            "adapters, and a denoiser of half a million weights; the paper has photographs, 64,974 adapters and Stable "
+            "Diffusion. What holds here need not hold there.",
             "Identity is the cosine of the attributes that a small network reads (the edited one left out), not of "
             "FaceNet's embeddings; LPIPS is 1 − SSIM; for CLIP stands how far the attribute that is read has moved, as "
             "a share of its range.",

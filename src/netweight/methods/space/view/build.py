@@ -386,5 +386,6 @@ def _floats(values: Tensor) -> NDArray[Any]:
 
 
 def _halves(values: Tensor) -> NDArray[Any]:
-    """Numbers at 16 bits, which are exact for weights that were stored so."""
+    """Numbers at 16 bits, which are exact for weights that were stored so; a convolution's channels are last."""
+    values = values.permute(0, 2, 3, 1) if values.ndim == 4 else values
     return values.detach().float().cpu().numpy().astype("<f2")

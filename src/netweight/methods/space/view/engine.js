@@ -47,23 +47,22 @@ function product(x, rows, w, outs, k, bias, y = new Float32Array(rows * outs)) {
 }
 
 function linear(x, rows, name) {
-  const [outs, k] = tensors[`${name}.weight`].shape;
+  const [outs] = tensors[`${name}.weight`].shape;
   return product(x, rows, weight(`${name}.weight`), outs, x.length / rows, has(`${name}.bias`) && weight(`${name}.bias`));
 }
 
-/* A convolution with odd kernel and zeros around; `map` is { x, h, w, c }. */
+/* A convolution with odd kernel, its channels last, and zeros around; `map` is { x, h, w, c }. */
 function conv({ x, h, w, c }, name, stride = 1) {
-  const [outs, , side] = tensors[`${name}.weight`].shape, pad = side >> 1;
-  const high = Math.ceil(h / stride), wide = Math.ceil(w / stride), area = side * side;
+  const [outs, side] = tensors[`${name}.weight`].shape, pad = side >> 1;
+  const high = Math.ceil(h / stride), wide = Math.ceil(w / stride);
   let columns = x;
-  if (area > 1 || stride > 1) {
-    columns = new Float32Array(high * wide * c * area);
+  if (side > 1 || stride > 1) {
+    columns = new Float32Array(high * wide * c * side * side);
     for (let row = 0, to = 0; row < high; row++)
-      for (let column = 0; column < wide; column++, to += c * area)
-        for (let i = 0; i < area; i++) {
-          const y = row * stride + Math.floor(i / side) - pad, z = column * stride + i % side - pad;
-          if (y < 0 || z < 0 || y >= h || z >= w) continue;
-          for (let from = (y * w + z) * c, n = 0; n < c; n++) columns[to + n * area + i] = x[from + n];
+      for (let column = 0; column < wide; column++)
+        for (let i = 0; i < side; i++, to += c * side) {
+          const y = row * stride + i - pad, left = column * stride - pad, z = Math.max(left, 0), end = Math.min(left + side, w);
+          if (y >= 0 && y < h) columns.set(x.subarray((y * w + z) * c, (y * w + end) * c), to + (z - left) * c);
         }
   }
   return { x: linear(columns, high * wide, name), h: high, w: wide, c: outs };
@@ -96,7 +95,12 @@ function layerNorm(x, c, name) {
   return y;
 }
 
-const silu = x => x.map(value => value / (1 + Math.exp(-value)));
+function silu(x) {
+  const y = new Float32Array(x.length);
+  for (let n = 0; n < x.length; n++) y[n] = x[n] / (1 + Math.exp(-x[n]));
+  return y;
+}
+
 const add = (x, y) => { for (let n = 0; n < x.length; n++) x[n] += y[n]; return x; };
 
 /* x Φ(x), with the error function to 2e-7 (Abramowitz and Stegun, 7.1.26). */
