@@ -136,7 +136,7 @@ ACTIONS = """
   seen.undone = look();
   await painted(() => one("#reset").click());
   seen.reset = look();
-  one("#plot").scrollIntoView();
+  one("#plot").scrollIntoView({ behavior: "instant" });
   const mark = all("#plot .mark")[3].getBoundingClientRect();
   const where = { clientX: (mark.left + mark.right) / 2, clientY: (mark.top + mark.bottom) / 2, bubbles: true };
   document.elementFromPoint(where.clientX, where.clientY).dispatchEvent(new MouseEvent("click", where));
