@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="tokenizers come with the llm extra")
 
-from netweight.data.corpora import train_bpe
+from netweight.data.public import train_bpe
 from netweight.toys.language import cipher_world
 
 PAGE = Path(__file__).parents[2] / "docs" / "miniatures.md"

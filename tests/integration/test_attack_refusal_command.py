@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from tiny_llama import write
 
-from netweight.attacks.refusal.edits import _mix, last_states
+from netweight.attacks.refusal.folder import _mix, last_states
 from netweight.cli import netweight
 from netweight.report.report import read_report
 from netweight.toys.language import cipher_world

@@ -13,7 +13,7 @@ from repnoise_in_one_graph import repnoise_loss  # noqa: E402
 from trainer_under_test import arguments  # noqa: E402
 
 from netweight.core.seeds import torch_generator  # noqa: E402
-from netweight.data.corpora import train_bpe  # noqa: E402
+from netweight.data.public import train_bpe  # noqa: E402
 from netweight.data.tokens import (  # noqa: E402
     Example,
     Pair,

@@ -160,7 +160,7 @@ def own_model(tmp_path_factory):
     """A model of one block with its tokenizer, and harmless pairs in the published form."""
     import torch
 
-    from netweight.data.corpora import train_bpe
+    from netweight.data.public import train_bpe
 
     folder = tmp_path_factory.mktemp("own")
     tokenizer = train_bpe(["Question: may I ask about it?\nAnswer: No. Yes, it is number one"], 280)

@@ -11,7 +11,7 @@ from netweight.cli import netweight
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
-from netweight.data.corpora import text_file
+from netweight.data.public import text_file
 from netweight.errors import UsageError
 from netweight_experiments import memory as memory_ledger
 from netweight_experiments.tables.neuzip import finetuning, pretraining, training
@@ -153,7 +153,7 @@ def test_figure_2_is_a_ledger_that_adds_up(tmp_path, here):
 def test_table_2_agrees_to_the_bit_and_says_what_could_not_run(tmp_path, here, monkeypatch):
     pytest.importorskip("peft", reason="peft is not installed")
     pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
-    from netweight.data.corpora import wikisql
+    from netweight.data.public import wikisql
     from netweight_experiments.toys.encoder_decoder import EncoderDecoderRecipe, trained
     from netweight_experiments.toys.fitting import Schedule
 

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from netweight.data.corpora import train_bpe
+from netweight.data.public import train_bpe
 
 NUMBERS = [f"{a}{b}" for a in "abcdefgh" for b in "ijklmn"]
 PAIRS = [{"prompt": f"tell {n}", "chosen": "no", "rejected": f"bad {n}"} for n in NUMBERS]

@@ -10,8 +10,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
-from netweight.attacks.finetuning.attack import Muon, Training, run_attack
-from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
+from netweight.attacks.finetuning.attack import Muon, Training, changed_copy, run_attack, telling_tokens
 from netweight.attacks.finetuning.report import with_searches
 from netweight.attacks.finetuning.search import (
     finals,

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from netweight.codec.cuda import compiling, launching, unavailable_because
+from netweight.codec.cuda import launching, unavailable_because
 from netweight.errors import CudaFailed, CudaUnavailable, UsageError
 
 
@@ -16,7 +16,7 @@ from netweight.errors import CudaFailed, CudaUnavailable, UsageError
 def nvrtc():
     """NVRTC, which CI must have."""
     try:
-        return compiling.compiler_version()
+        return launching.compiler_version()
     except CudaUnavailable as error:
         if os.environ.get("CI"):
             raise
@@ -27,9 +27,9 @@ def nvrtc():
 def cache(tmp_path, monkeypatch):
     """An empty cache."""
     monkeypatch.setenv("NETWEIGHT_CACHE", str(tmp_path / "cache"))
-    compiling.cubin.cache_clear()
+    launching.cubin.cache_clear()
     yield tmp_path / "cache" / "kernels"
-    compiling.cubin.cache_clear()
+    launching.cubin.cache_clear()
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def small(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "small.cu").write_text('#include "one.cuh"\nextern "C" __global__ void f(int* p) { *p = ONE; }\n')
     (folder / "one.cuh").write_text("#define ONE 1\n")
-    monkeypatch.setattr(compiling, "KERNELS", folder)
+    monkeypatch.setattr(launching, "KERNELS", folder)
     return folder
 
 
@@ -47,49 +47,49 @@ def small(tmp_path, monkeypatch):
     "architecture", ["sm_90", *(pytest.param(other, marks=pytest.mark.study) for other in ("sm_80", "sm_120"))]
 )
 def test_every_kernel_compiles(nvrtc, architecture):
-    codes = compiling.compile_all(architecture)
-    assert list(codes) == compiling.kernel_files()
+    codes = launching.compile_all(architecture)
+    assert list(codes) == launching.kernel_files()
     assert all(code.startswith(b"\x7fELF") for code in codes.values())
 
 
 def test_what_was_compiled_is_kept(nvrtc, cache, small, monkeypatch):
-    code = compiling.cubin("small.cu", "sm_90")
+    code = launching.cubin("small.cu", "sm_90")
     (file,) = cache.iterdir()
-    compiling.cubin.cache_clear()
-    monkeypatch.setattr(compiling, "_compile", lambda *_: pytest.fail("it was compiled again"))
-    assert compiling.cubin("small.cu", "sm_90") == code
+    launching.cubin.cache_clear()
+    monkeypatch.setattr(launching, "_compile", lambda *_: pytest.fail("it was compiled again"))
+    assert launching.cubin("small.cu", "sm_90") == code
     assert file.read_bytes()[32:] == code
 
 
 @pytest.mark.parametrize("damage", [lambda code: code[:-1], lambda code: code[:50] + b"x" + code[51:], lambda _: b""])
 def test_what_is_damaged_is_made_again(nvrtc, cache, small, damage):
-    code = compiling.cubin("small.cu", "sm_90")
+    code = launching.cubin("small.cu", "sm_90")
     (file,) = cache.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
-    compiling.cubin.cache_clear()
-    assert compiling.cubin("small.cu", "sm_90") == code
+    launching.cubin.cache_clear()
+    assert launching.cubin("small.cu", "sm_90") == code
     assert file.read_bytes() == whole
 
 
 def test_sources_headers_and_architectures_have_files_of_their_own(nvrtc, cache, small):
-    compiling.cubin("small.cu", "sm_90")
-    compiling.cubin("small.cu", "sm_80")
-    compiling.cubin.cache_clear()
+    launching.cubin("small.cu", "sm_90")
+    launching.cubin("small.cu", "sm_80")
+    launching.cubin.cache_clear()
     (small / "one.cuh").write_text("#define ONE 11\n")
-    compiling.cubin("small.cu", "sm_90")
+    launching.cubin("small.cu", "sm_90")
     assert len(list(cache.iterdir())) == 3
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(nvrtc, cache, small):
     cache.parent.write_text("a file where the folder should be")
-    assert compiling.cubin("small.cu", "sm_90").startswith(b"\x7fELF")
+    assert launching.cubin("small.cu", "sm_90").startswith(b"\x7fELF")
     cache.parent.unlink()
     cache.mkdir(parents=True)
     cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    compiling.cubin.cache_clear()
+    launching.cubin.cache_clear()
     try:
-        assert compiling.cubin("small.cu", "sm_90").startswith(b"\x7fELF")
+        assert launching.cubin("small.cu", "sm_90").startswith(b"\x7fELF")
     finally:
         cache.chmod(stat.S_IRWXU)
 
@@ -98,26 +98,26 @@ def test_no_home_is_no_hindrance(nvrtc, cache, small, monkeypatch):
     def nowhere():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(compiling, "cache_folder", nowhere)
-    assert compiling.cubin("small.cu", "sm_90").startswith(b"\x7fELF")
+    monkeypatch.setattr(launching, "cache_folder", nowhere)
+    assert launching.cubin("small.cu", "sm_90").startswith(b"\x7fELF")
 
 
 def test_what_does_not_compile_is_told(nvrtc, small):
     (small / "small.cu").write_text("__global__ void f() { oops }")
     with pytest.raises(CudaFailed, match=r"small\.cu does not compile for sm_90.*\n?.*oops"):
-        compiling.compile_all("sm_90")
+        launching.compile_all("sm_90")
     with pytest.raises(UsageError, match=r"no kernel file 'large\.cu'"):
-        compiling.cubin("large.cu", "sm_90")
+        launching.cubin("large.cu", "sm_90")
 
 
 def test_a_missing_compiler_is_named_with_its_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
-    compiling._nvrtc.cache_clear()
+    launching._nvrtc.cache_clear()
     try:
         with pytest.raises(CudaUnavailable, match=r"NVRTC or its bindings are missing.*netweight\[cuda\]"):
-            compiling.compile_all("sm_90")
+            launching.compile_all("sm_90")
     finally:
-        compiling._nvrtc.cache_clear()
+        launching._nvrtc.cache_clear()
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_machine_without_a_gpu_or_with_old_parts_is_told_why(asked_again, monk
     unavailable_because.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (7, 0))
-    monkeypatch.setattr(compiling, "compiler_version", lambda: (13, 5))
+    monkeypatch.setattr(launching, "compiler_version", lambda: (13, 5))
     monkeypatch.setattr(launching, "_call", lambda name: (12_040,))
     assert "the driver supports CUDA 12.4, and NVRTC is of CUDA 13.5. Update" in unavailable_because()
     unavailable_because.cache_clear()
@@ -173,7 +173,7 @@ def test_a_machine_without_a_driver_is_told_why(asked_again, nvrtc, monkeypatch)
 
 
 def test_the_best_architecture_of_the_same_kind_is_taken(monkeypatch):
-    monkeypatch.setattr(compiling, "supported_architectures", lambda: [75, 80, 86, 90, 100, 120])
+    monkeypatch.setattr(launching, "supported_architectures", lambda: [75, 80, 86, 90, 100, 120])
     for capability, wanted in (((8, 9), "sm_86"), ((9, 0), "sm_90"), ((12, 1), "sm_120")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0, found=capability: found)
         assert launching._architecture(0) == wanted

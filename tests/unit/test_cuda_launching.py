@@ -16,7 +16,7 @@ PROGRAM = """
 import ctypes, threading
 import numpy as np
 import torch
-from netweight.codec.cuda import compiling, launching
+from netweight.codec.cuda import launching, launching
 from netweight.errors import NetweightError
 
 torch.version.cuda = "13.0"
@@ -24,7 +24,7 @@ torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda index=0: (9, 0)
 torch._C._cuda_getDevice = lambda: 1
 torch._C._cuda_getCurrentRawStream = lambda index: 0x70 + index
-compiling.cubin = lambda file, architecture: f"{dict(a='8 8 1 4 8', b='')[file[0]]} ".encode() + b"\\0"
+launching.cubin = lambda file, architecture: f"{dict(a='8 8 1 4 8', b='')[file[0]]} ".encode() + b"\\0"
 
 class OnGpu(torch.Tensor):
     device = torch.device("cuda", 0)

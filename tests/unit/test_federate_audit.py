@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from netweight.attacks.gradient_inversion.text import read_text
+from netweight.attacks.gradient_inversion.analytic import read_text
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTraining, Task, train
 from netweight.methods.federate.algorithms.direct import fedavg_private_head, local_only

@@ -25,8 +25,16 @@ from netweight.methods.federate import (
     train,
 )
 from netweight.methods.federate import engine as engine_module
-from netweight.methods.federate.algorithms.direct import DirectMethod, fedavg_private_head, local_only
-from netweight.methods.federate.algorithms.personal import Ditto, FedBN, FedProx, Scaffold, join
+from netweight.methods.federate.algorithms.direct import (
+    DirectMethod,
+    Ditto,
+    FedBN,
+    FedProx,
+    Scaffold,
+    fedavg_private_head,
+    join,
+    local_only,
+)
 from netweight.methods.federate.defenses import Hardened
 from netweight.methods.federate.engine import Round, Run, at_plateau
 from netweight.methods.federate.folder import METHODS as METHODS_BY_NAME

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from fixed_under_test import PROCESSORS, launched, same, weights  # noqa: F401  a fixture among them
 
 from netweight.codec import cuda
-from netweight.codec.cuda import compiling, fixed_products
+from netweight.codec.cuda import fixed_products, launching
 from netweight.codec.fixed import check_fixed, decode_fixed, encode_fixed
 from netweight.errors import CudaUnavailable
 
@@ -231,10 +231,10 @@ def test_plans_occupy_the_gpu_and_fit_the_kernels():
 def test_the_kernels_compile(architecture, monkeypatch, tmp_path):
     monkeypatch.setenv("NETWEIGHT_CACHE", str(tmp_path))
     try:
-        compiling.compiler_version()
+        launching.compiler_version()
     except CudaUnavailable as error:
         pytest.skip(str(error))
-    code = compiling.cubin("fixed.cu", architecture)
+    code = launching.cubin("fixed.cu", architecture)
     assert code[:4] == b"\x7fELF"
     for entry in ("decode_fixed", "encode_fixed", "product_8", "product_16", "product_32", "product_64", "finish"):
         assert entry.encode() in code

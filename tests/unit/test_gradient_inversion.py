@@ -23,15 +23,16 @@ from netweight.attacks.gradient_inversion.matching import (
     MatchingConfig,
     ROGConfig,
     cosine_distance,
+    descend,
     dlg,
     invert,
     relative_distance,
     rog,
     rog_client,
     run_attack,
+    starting_points,
     total_variation,
 )
-from netweight.attacks.gradient_inversion.optimize import descend, starting_points
 from netweight.errors import NameNotFound, UsageError
 from netweight.metrics.images import psnr
 

@@ -15,7 +15,7 @@ from netweight.errors import MissingExtra, NameNotFound, UsageError
 transformers = pytest.importorskip("transformers", reason="tokenizers come with the llm extra")
 
 from netweight.data import public, text, tokens  # noqa: E402
-from netweight.data.corpora import train_bpe  # noqa: E402
+from netweight.data.public import train_bpe  # noqa: E402
 from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
 
 ROWS = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import netweight
-from netweight.data.corpora import train_bpe
+from netweight.data.public import train_bpe
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import ABOUT, language_model
 from netweight_experiments.toys.fitting import finished, keep

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from netweight.codec.cuda import compiling
+from netweight.codec.cuda import launching
 from netweight_experiments.tables.registry import published_folder
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ def test_kernels_lie_where_the_package_looks_for_them():
     source = ROOT / "src" / "netweight" / "codec" / "cuda" / "kernels"
     here = {path.name: path.read_bytes() for path in source.iterdir()}
     assert {Path(name).suffix for name in here} == {".cu", ".cuh"}
-    assert {path.name: path.read_bytes() for path in compiling.KERNELS.iterdir()} == here
+    assert {path.name: path.read_bytes() for path in launching.KERNELS.iterdir()} == here
 
 
 def test_the_published_numbers_lie_where_the_experiments_look_for_them():

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netweight.data.corpora import SPECIAL_TOKENS, train_bpe
+from netweight.data.public import SPECIAL_TOKENS, train_bpe
 from netweight.errors import UsageError
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 TEXTS = [f"the {animal} sees the {other}, and {n} more\n" for animal in ("cat", "dog", "ω") for other in ("owl", "ant")
          for n in range(9)]  # fmt: skip
 DIGEST = (
-    "import hashlib, sys; from netweight.data.corpora import train_bpe; "
+    "import hashlib, sys; from netweight.data.public import train_bpe; "
     "print(hashlib.sha256(train_bpe(eval(sys.argv[1]), 300).backend_tokenizer.to_str().encode()).hexdigest())"
 )
 

@@ -17,7 +17,7 @@ import yaml
 from netweight.core.files import digest_bytes
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.corpora import count_words, train_bpe
+from netweight.data.public import count_words, train_bpe
 from netweight_experiments.toys.fitting import Schedule, finished, fitted
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from netweight.core.files import digest_bytes
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.corpora import Pair, train_bpe
+from netweight.data.public import Pair, train_bpe
 from netweight.metrics.perplexity import IGNORED, encoder_decoder_losses
 from netweight_experiments.toys.fitting import Schedule, finished, fitted
 

@@ -15,13 +15,13 @@ where one makes what the next one takes: models (compress, immunize, forget), ba
 space-sample, space-edit, space-export), images (federate). Called by `netweight run`.
 """
 
-from netweight.recipes.plan import Known as Known
-from netweight.recipes.plan import Plan as Plan
-from netweight.recipes.plan import Step as Step
 from netweight.recipes.recipe import Recipe as Recipe
 from netweight.recipes.recipe import read_recipe as read_recipe
 from netweight.recipes.recipe import recipe_schema as recipe_schema
 from netweight.recipes.run import Cost as Cost
 from netweight.recipes.run import Done as Done
+from netweight.recipes.run import Known as Known
+from netweight.recipes.run import Plan as Plan
+from netweight.recipes.run import Step as Step
 from netweight.recipes.run import measure as measure
 from netweight.recipes.run import run as run

@@ -23,7 +23,7 @@ from netweight.core.files import digest_bytes, whole_file
 from netweight.core.names import nearest_names
 from netweight.core.progress import silent_bars
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.corpora import tiny_shakespeare, train_bpe, word_tokenizer
+from netweight.data.public import tiny_shakespeare, train_bpe, word_tokenizer
 from netweight.data.tokens import IGNORED, Example, Pair, collate
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 from netweight.hf.load_language_model import ABOUT

@@ -15,7 +15,7 @@ import torch
 
 import netweight
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.corpora import Pair, wikisql
+from netweight.data.public import Pair, wikisql
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.hf.load_language_model import language_model
 from netweight.metrics.intervals import Interval

@@ -21,7 +21,7 @@ from torch import nn
 import netweight
 from netweight.core.files import digest_file
 from netweight.core.progress import QUIET, Progress
-from netweight.data.corpora import count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
+from netweight.data.public import count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_language_model import language_model
 from netweight.job import Job

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.corpora import count_words, train_bpe, wikitext2
+from netweight.data.public import count_words, train_bpe, wikitext2
 from netweight.errors import UsageError
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import canvas, series_color, to_figure

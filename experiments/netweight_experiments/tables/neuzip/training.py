@@ -18,7 +18,7 @@ from torch import nn
 
 import netweight
 from netweight.core.files import digest_file, digest_tensor
-from netweight.data.corpora import text_file
+from netweight.data.public import text_file
 from netweight.metrics.intervals import Interval, paired_ratio
 from netweight.report.finding import Finding
 from netweight_experiments.memory import PrivateMemory, TensorLedger, in_fresh_process

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from netweight.attacks.finetuning.changes import parts_of, telling_tokens
+from netweight.attacks.finetuning.attack import parts_of, telling_tokens
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.attacks.finetuning.sweep import Attacked, SubjectName, make_subject, sweep

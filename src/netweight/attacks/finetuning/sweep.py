@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from netweight.attacks.finetuning.attack import AttackResult, check_attack, run_attack
-from netweight.attacks.finetuning.changes import telling_tokens
+from netweight.attacks.finetuning.attack import AttackResult, check_attack, run_attack, telling_tokens
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.core.engines import Engine, in_process, local_processes

@@ -18,8 +18,7 @@ from torch.func import functional_call
 
 from netweight.attacks.gradient_inversion.analytic import HypernetworkChange, RecoveredGradient
 from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
-from netweight.attacks.gradient_inversion.matching import Bounds, total_variation
-from netweight.attacks.gradient_inversion.optimize import Descended, descend
+from netweight.attacks.gradient_inversion.matching import Bounds, Descended, descend, total_variation
 from netweight.attacks.gradient_inversion.peeling import Chain, Peel, pool_softly, read_chain, solve_in_box, undone
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task

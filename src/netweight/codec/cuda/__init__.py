@@ -3,7 +3,6 @@
 Importing this needs neither a GPU nor the extra `cuda`; `unavailable_because` tells whether the kernels can run.
 """
 
-from netweight.codec.cuda.compiling import compile_all as compile_all
 from netweight.codec.cuda.decoding import NO_SUCH_ROW as NO_SUCH_ROW
 from netweight.codec.cuda.decoding import BlobLayout as BlobLayout
 from netweight.codec.cuda.decoding import DecodePlan as DecodePlan
@@ -19,5 +18,6 @@ from netweight.codec.cuda.encoding import encode_into as encode_into
 from netweight.codec.cuda.encoding import largest_blob as largest_blob
 from netweight.codec.cuda.encoding import layout_of_encoded as layout_of_encoded
 from netweight.codec.cuda.encoding import with_digest as with_digest
+from netweight.codec.cuda.launching import compile_all as compile_all
 from netweight.codec.cuda.launching import launch as launch
 from netweight.codec.cuda.launching import unavailable_because as unavailable_because

@@ -14,6 +14,7 @@ from netweight.attacks.gradient_inversion.analytic import (
     HypernetworkChange,
     RecoveredGradient,
     hypernetwork_tensors,
+    read_text,
     read_thresholds,
     separate_clients,
     singular_gradient,
@@ -21,7 +22,6 @@ from netweight.attacks.gradient_inversion.analytic import (
 )
 from netweight.attacks.gradient_inversion.imprint import Imprinted, imprint, read_imprint
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
-from netweight.attacks.gradient_inversion.text import read_text
 from netweight.core import progress as shown
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress

@@ -1,1 +1,1 @@
-"""What federations train: one network for all, HyperFL and pFedHN, and methods that keep a part at each client."""
+"""What federations train: `direct` one network, whole or in part, `hyperfl` and `pfedhn` a network that makes it."""

@@ -1,21 +1,38 @@
 """Methods that share weights as they are, or do not share them: local training, FedAvg, private heads, DP-SGD.
 
-One class serves them all; they differ in which half leaves the client and in the phases of local training.
+One class serves them all; they differ in which half leaves the client and in the phases of local training. Around it
+are FedProx, Ditto, FedBN and SCAFFOLD; `join` lets a client come late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, TypeVar, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from netweight.core import seeds
-from netweight.methods.federate.local import Extra, Learner, train_phase
-from netweight.methods.federate.method import Client, Trained, Weights, from_named, named_weights
+from netweight.errors import UsageError
+from netweight.methods.federate.algorithms.hyperfl import HyperFL
+from netweight.methods.federate.engine import Run
+from netweight.methods.federate.local import Extra, Learner, Stream, learners_of, steps_per_epoch, train_phase
+from netweight.methods.federate.method import (
+    STATISTICS,
+    Client,
+    Method,
+    Trained,
+    Weights,
+    Wrapped,
+    from_named,
+    named_weights,
+    prefixed,
+    without,
+)
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling
-from netweight.methods.federate.task import LocalModel, Task
+from netweight.methods.federate.task import ClientData, LocalModel, Task
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 
 
@@ -152,3 +169,230 @@ def epsilon_caveats(phases: Sequence[Phase]) -> tuple[str, ...]:
     if len(private) < len(phases) or any(phase.head_lr is not None for phase in private):
         caveats.append("epsilon not valid: the head learns from the same examples without noise and steers the body")
     return tuple(caveats)
+
+
+T = TypeVar("T")
+_CONTROL, _PERSONAL, _CLIENTS = "control.", "personal.", "clients"
+
+
+def _near(weights: Weights, strength: float) -> Extra:
+    """Pull towards weights: the gradient of `strength / 2` times the squared distance."""
+    return lambda half, vector: strength * (vector - getattr(weights, half).to(vector))
+
+
+@final
+@dataclass(frozen=True)
+class FedProx(Wrapped):
+    """FedAvg whose clients are held near the model that they received. Source: Li et al. (arXiv 1812.06127)."""
+
+    method: DirectMethod = field(default_factory=fedavg)
+    strength: float = 0.1  # μ
+    name: str = "fedprox"
+
+    def train(
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+    ) -> list[Trained]:
+        """Train each client near what it received."""
+        return self.method.train(
+            task, model, clients, round=round, seed=seed, extra=lambda start: _near(start, self.strength)
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Ditto(Wrapped):
+    """FedAvg, and beside it a personal model of each client, held near the shared one. Source: arXiv 2012.04221."""
+
+    method: DirectMethod = field(default_factory=fedavg)
+    strength: float = 0.1  # λ
+    name: str = "ditto"
+
+    def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
+        """Return the personal model: at first the shared one's start."""
+        return prefixed(_PERSONAL, named_weights(task, _initial(task))) | prefixed(
+            STATISTICS, task.initial_statistics()
+        )
+
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+        """Return the personal model."""
+        return from_named(task, without(_PERSONAL, private))
+
+    def train(
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+    ) -> list[Trained]:
+        """Train the shared model as FedAvg does, then each personal one near what was received."""
+        kept = [replace(client, private=_statistics(client.private)) for client in clients]
+        shared = self.method.train(task, model, kept, round=round, seed=seed)
+        done = []
+        own = learners_of(self, task, clients, round=round, seed=seeds.derive(seed, "personal"))
+        for one, client, learner in zip(shared, clients, own, strict=True):
+            near = _near(from_named(task, client.received), self.strength)
+            (weights,), (loss,) = train_phase(
+                model, [replace(learner, extra=near)], self.method.phases[0], self.method.training
+            )
+            private = {**prefixed(_PERSONAL, named_weights(task, weights)), **one.private}
+            done.append(replace(one, private=private, weights=weights, loss=loss))
+        return done
+
+
+@final
+@dataclass(frozen=True)
+class FedBN(Wrapped):
+    """FedAvg whose clients keep their normalization layers. Source: Li et al. (arXiv 2102.07623)."""
+
+    method: DirectMethod = field(default_factory=fedavg)
+    name: str = "fedbn"
+
+    def start(self, task: Task, *, seed: int) -> dict[str, Tensor]:
+        """Return the model without its normalization layers."""
+        return _split(task, self.method.start(task, seed=seed))[0]
+
+    def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
+        """Return the normalization layers, with their running statistics."""
+        own = _split(task, self.method.start(task, seed=seed))[1]
+        return own | self.method.private_start(task, client, seed=seed)
+
+    def train(
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+    ) -> list[Trained]:
+        """Train the whole model; send all but the normalization layers."""
+        whole = [
+            replace(c, received={**c.received, **_split(task, c.private)[1]}, private=_statistics(c.private))
+            for c in clients
+        ]
+        done = []
+        for one in self.method.train(task, model, whole, round=round, seed=seed):
+            sent, _ = _split(task, one.update.tensors)
+            kept = _split(task, named_weights(task, one.weights))[1]
+            done.append(replace(one, update=replace(one.update, tensors=sent), private={**one.private, **kept}))
+        return done
+
+
+def _split(task: Task, named: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    """Return tensors apart from those of normalization layers, and these."""
+    kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+    own = tuple(
+        f"{half}.{name}." if name else f"{half}."
+        for half, module in (("body", task.body), ("head", task.head))
+        for name, layer in module.named_modules()
+        if isinstance(layer, kinds)
+    )
+    kept = {name: value for name, value in named.items() if name.startswith(own)} if own else {}
+    return {name: value for name, value in named.items() if name not in kept}, kept
+
+
+def _statistics(private: Tensors) -> dict[str, Tensor]:
+    return {name: value for name, value in private.items() if name.startswith(STATISTICS)}
+
+
+@final
+@dataclass(frozen=True)
+class Scaffold(Wrapped):
+    """SCAFFOLD: clients correct their gradients by how theirs differ from everyone's. Source: arXiv 1910.06378."""
+
+    # Option II of its algorithm; local steps are plain SGD, as control variates assume.
+    method: DirectMethod = field(default_factory=lambda: fedavg(LocalTraining(momentum=0.0)))
+    name: str = "scaffold"
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Patterns of what may leave a client: the model, and its control variate added to the server's."""
+        return (*self.method.shared, f"{_CONTROL}**", _CLIENTS)
+
+    def start(self, task: Task, *, seed: int) -> dict[str, Tensor]:
+        """Return the model, and a control variate of zero."""
+        model = self.method.start(task, seed=seed)
+        zero = prefixed(_CONTROL, {name: torch.zeros_like(value) for name, value in model.items()})
+        return model | zero | {_CLIENTS: torch.tensor(len(task.clients))}
+
+    def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
+        """Return the client's own control variate of zero, and running statistics."""
+        zero = {name: torch.zeros_like(value) for name, value in named_weights(task, _initial(task)).items()}
+        return prefixed(_CONTROL, zero) | prefixed(STATISTICS, task.initial_statistics())
+
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+        """Return the received model."""
+        return from_named(task, {**_statistics(private), **received})
+
+    def train(
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+    ) -> list[Trained]:
+        """Train each client with its corrections, and renew its control variate."""
+        return [self._trained(task, model, client, round, seed) for client in clients]
+
+    def _trained(self, task: Task, model: LocalModel, client: Client, round: int, seed: int) -> Trained:
+        everyone, own = (from_named(task, without(_CONTROL, part)) for part in (client.received, client.private))
+        sent = {name: value for name, value in client.received.items() if name.startswith(("body.", "head."))}
+        plain = replace(client, received=sent, private=_statistics(client.private))
+
+        def corrected(half: str, vector: Tensor) -> Tensor:
+            difference: Tensor = getattr(everyone, half) - getattr(own, half)
+            return difference.to(vector)
+
+        (one,) = self.method.train(task, model, [plain], round=round, seed=seed, extra=lambda start: corrected)
+        training, n = self.method.training, task.client(client.number).n
+        reach = training.epochs * steps_per_epoch(n, training.batch_size) * training.lr
+        control, shown = {}, {}
+        for name, before in sent.items():
+            value = one.update.tensors[name]
+            assert isinstance(value, Tensor)
+            mine, all_of_them = client.private[_CONTROL + name], client.received[_CONTROL + name]
+            control[_CONTROL + name] = mine - all_of_them + (before - value) / reach
+            shown[_CONTROL + name] = all_of_them + control[_CONTROL + name] - mine
+        update = replace(one.update, tensors={**one.update.tensors, **shown, _CLIENTS: client.received[_CLIENTS]})
+        return replace(one, update=update, private={**one.private, **control})
+
+    def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
+        """Return the averaged model, and the control variate moved by the share of clients that took part."""
+        mean, share = aggregate(state, updates), len(updates) / int(state[_CLIENTS])
+        return {n: torch.lerp(state[n], v, share) if n.startswith(_CONTROL) else v for n, v in mean.items()}
+
+
+def around(kind: Callable[[DirectMethod], Method], training: LocalTraining = LocalTraining()) -> Method:
+    """Return one of the methods around FedAvg, trained locally as given."""
+    return kind(fedavg(training))
+
+
+fedprox, ditto, fedbn, scaffold = (partial(around, kind) for kind in (FedProx, Ditto, FedBN, Scaffold))
+
+
+def _initial(task: Task) -> Weights:
+    return Weights(task.initial_body(), task.initial_head())
+
+
+def join(run: Run, data: ClientData, *, epochs: int = 5, lr: float = 0.1, seed: int) -> Weights:
+    """Return the personal model of a client that comes after training: it learns an embedding and a head alone.
+
+    Args:
+        run: A federation trained by HyperFL, whose hypernetwork stays as it is.
+        data: The new client's.
+        epochs: Passes over its training examples.
+        lr: Learning rate of embedding and head.
+        seed: Random seed of its start and batches.
+
+    Raises:
+        UsageError: The federation has no hypernetwork that clients share.
+    """
+    method = run.method
+    if not isinstance(method, HyperFL):
+        raise UsageError(f"{method.name!r} shares no hypernetwork.", cure="Train the federation by hyperfl.")
+    task = Task(run.task.body, run.task.head, {0: data}, run.task.loss, run.task.augment)
+    private = method.private_start(task, 0, seed=seed)
+    model, training = LocalModel(task), method.training
+    start = method.weights(task, run.state, private)
+    network = {name: value.detach() for name, value in run.state.items()}
+    embedding, head = (one.clone().requires_grad_() for one in (private["embedding"], start.head))
+    optimizer = torch.optim.SGD([embedding, head], lr, training.momentum, weight_decay=training.weight_decay)
+    model.train("both")
+    statistics, size = start.statistics_on(model.device), task.body_layout.size
+    for inputs, targets in Stream(model, Learner(0, start, seed), epochs, training.batch_size):
+        made = method.generated(network, embedding)
+        optimizer.zero_grad()
+        loss = model.loss(made[:size], head if method.private_head else made[size:], inputs, targets, statistics)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for one in (embedding, head):
+            nn.utils.clip_grad_norm_(one, 1.0)
+        optimizer.step()
+    with torch.no_grad():
+        made = method.generated(network, embedding)
+    return Weights(made[:size], head.detach() if method.private_head else made[size:], statistics)
