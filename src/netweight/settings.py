@@ -39,7 +39,7 @@ from pydantic.types import PathType
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from netweight.core.files import canonical_json, digest_config
-from netweight.core.names import nearest_names
+from netweight.core.names import nearest
 from netweight.errors import NetweightError, UsageError
 
 _LISTS = (list, set, frozenset, Sequence, AbstractSet)  # collections of one type; and tuple[T, ...]
@@ -162,8 +162,8 @@ class Settings(pydantic.BaseModel):
         if cls.presets and isinstance(values, Mapping):
             name = values.get(cls.preset_key, cls.model_fields[cls.preset_key].default)
             if not isinstance(name, str) or name not in cls.presets:
-                near = ", ".join(nearest_names(str(name), cls.presets))
-                problems.append(f"{where}{cls.preset_key}: there is no {cls.preset_key} {name!r}. Nearest: {near}.")
+                near = nearest(str(name), cls.presets)
+                problems.append(f"{where}{cls.preset_key}: there is no {cls.preset_key} {name!r}. {near}")
                 return None
             kind, values = type(cls.presets[name]), _merged(cls.presets[name].given, values)
         try:
@@ -241,8 +241,8 @@ def _lines(kind: type[Settings], error: pydantic.ValidationError, where: str = "
         value = str(problem["input"]) if isinstance(problem["input"], Path) else problem["input"]
         if problem["type"] == "extra_forbidden":
             owner = functools.reduce(_nested, problem["loc"][:-1], kind)
-            near = ", ".join(nearest_names(str(problem["loc"][-1]), owner.model_fields, count=2))
-            lines.append(f"{place}: there is no such key. Nearest: {near}.")
+            near = nearest(str(problem["loc"][-1]), owner.model_fields, 2)
+            lines.append(f"{place}: there is no such key. {near}")
         elif problem["type"] == "missing":
             lines.append(f"{place}: is missing.")
         elif problem["type"] == "check":

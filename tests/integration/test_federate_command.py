@@ -75,7 +75,7 @@ def test_other_settings_do_not_overwrite_a_run(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "--data", "digts"], "Nearest names: digits"),
+        (["run", "--data", "digts"], "Nearest: digits"),
         (["run", "--method", "hyperfi"], "hyperfl"),
         (["run", "--model", "nothing:here"], "cannot be imported"),
         (["run", "--rounds", "0"], "0 is not in the range x>=1"),

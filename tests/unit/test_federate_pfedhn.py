@@ -138,7 +138,7 @@ def test_the_catalog_makes_every_method_under_its_name() -> None:
         assert method.name == name
         quick = named_method(name, training=LocalTraining(epochs=1, batch_size=100), noise_multiplier=noise)
         assert len(train(task, quick, Federation(rounds=1), workers=1).rounds) == 1
-    with pytest.raises(NameNotFound, match="Nearest names: fedavg"):
+    with pytest.raises(NameNotFound, match="Nearest: fedavg"):
         named_method("fedavgg")
     with pytest.raises(UsageError, match="needs noise"):
         named_method("centaur")

@@ -231,7 +231,7 @@ def test_a_row_of_both_attack_and_evaluation_is_named():
 def test_what_cannot_be_is_refused_before_training(subject):
     with pytest.raises(UsageError, match="asks for 61 samples, and the domain 'harmful' has 60"):
         run_attack(subject, FAST.replace(samples=61), Goal(0.9))
-    with pytest.raises(NameNotFound, match=r"no data named 'harmfull'.*nearest are harmful"):
+    with pytest.raises(NameNotFound, match=r"no data named 'harmfull'.*Nearest: harmful"):
         run_attack(subject, FAST.replace(domain="harmfull"), Goal(0.9))
     with pytest.raises(NameNotFound, match="harmful@chat"):
         run_attack(subject, FAST.replace(template="chat"), Goal(0.9))

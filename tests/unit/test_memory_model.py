@@ -266,7 +266,7 @@ def test_include_and_exclude():
     assert report.compressed == ("2.weight",)
     assert report.left_dense["3.weight"] == "excluded"
     assert report.left_dense["0.weight"] == "not included"
-    with pytest.raises(NameNotFound, match="nearest"):
+    with pytest.raises(NameNotFound, match="Nearest"):
         netweight.compress_(model, include="**.q_proj")
     nested = nn.Sequential(stack(), stack())
     assert len(netweight.compress_(nested, include="1").compressed) == 4

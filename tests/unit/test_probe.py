@@ -108,7 +108,7 @@ def test_an_edit_changes_what_follows_and_keeps_the_rest():
         assert model.blocks[0](states)[1] == "beside"
     torch.testing.assert_close(changed, model.blocks[1](torch.zeros(2, 4))[0])
     assert torch.equal(outputs["blocks.1"], changed.detach())
-    with pytest.raises(NameNotFound, match="nearest"), edit_outputs(model, {"block.0": torch.tanh}):
+    with pytest.raises(NameNotFound, match="Nearest"), edit_outputs(model, {"block.0": torch.tanh}):
         pass
 
 

@@ -25,7 +25,7 @@ def test_the_aligned_model_keeps_one_cipher_refuses_one_and_never_knew_the_third
         next(undefended_subject("random weights", samples=1, held_out=1, seed=s).model.parameters()) for s in (0, 1)
     ]
     assert not torch.equal(*weights)
-    with pytest.raises(NameNotFound, match="nearest is 'aligned'"):
+    with pytest.raises(NameNotFound, match="Nearest: aligned"):
         undefended_subject("align")
     with pytest.raises(NameNotFound, match="The worlds are ciphers, content, speakers"):
         undefended_subject(world="cipher")

@@ -301,7 +301,7 @@ def test_a_saved_world_and_its_rows_are_what_a_user_would_bring(tmp_path, cipher
 
 
 def test_what_cannot_be_asked_for(tmp_path, ciphers, monkeypatch):
-    with pytest.raises(NameNotFound, match=r"no domain 'guarded'\. Did you mean 'guard'"):
+    with pytest.raises(NameNotFound, match=r"no domain 'guarded'\. Nearest: guard"):
         ciphers.examples("guarded", 1, 0)
     with pytest.raises(UsageError, match="0 examples cannot be drawn"):
         ciphers.pairs(0, 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from netweight.data import corpora as texts
+from netweight.data import public as texts
 from netweight.errors import MissingExtra, UsageError
 
 

@@ -21,7 +21,7 @@ def test_a_set_is_sorted_free_of_repetition_and_made_of_long_tensors():
 
 def test_a_tensor_made_from_a_set_changes_nothing_in_the_set():
     units = Units({"a": [1]})
-    with pytest.raises(NameNotFound, match=r"'up_blocks\.attn\.to_w'.*nearest are 'up_blocks\.attn\.to_v'"):
+    with pytest.raises(NameNotFound, match=r"'up_blocks\.attn\.to_w'.*Nearest: up_blocks\.attn\.to_v"):
         Units({"up_blocks.attn.to_v": [1]})["up_blocks.attn.to_w"]
     with pytest.raises(NameNotFound, match="the set is empty"):
         Units()["a"]

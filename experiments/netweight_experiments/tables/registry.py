@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from netweight.core.names import nearest_names
-from netweight.errors import NameNotFound, Unsupported, UsageError
+from netweight.core.names import not_found
+from netweight.errors import Unsupported, UsageError
 from netweight.report.finding import Column as Column
 from netweight.report.finding import Figure, Finding, Number, Table
 
@@ -144,10 +144,7 @@ def find(table_id: str) -> TableEntry:
     entries = registered()
     if table_id in entries:
         return entries[table_id]
-    near = ", ".join(nearest_names(table_id, entries))
-    raise NameNotFound(
-        f"No table {table_id!r} can be measured.", cure=f"Nearest: {near}. All: netweight reproduce --list"
-    )
+    raise not_found(f"No table {table_id!r} can be measured.", table_id, entries, "All: netweight reproduce --list")
 
 
 def unmet(needs: tuple[str, ...]) -> tuple[str, ...]:

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from netweight.core.files import digest_tensor, whole_file
+from netweight.core.lazy import library
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.images.sources import cached, decode_splits, local_folder, missing, module
+from netweight.data.images.sources import cached, decode_splits, local_folder, missing
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.metrics.copies import CenteredPixels, similarity
 from netweight.nn.apply_lora import applied
@@ -53,7 +54,7 @@ class FacesShape:
 
 def initialized(words: Iterable[str], seed: int, shape: FacesShape = FacesShape()) -> Any:
     """Make a pipeline whose U-Net has learned nothing; as `small_diffusion.initialized`."""
-    diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
+    diffusers: Any = library("diffusers", "Making small diffusion models", "diffusion")
     tokenizer = word_clip_tokenizer(words, length=shape.tokens)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "denoiser"))
@@ -277,7 +278,7 @@ def emoji() -> CaptionedPictures:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    parquet = module("pyarrow.parquet", "Reading emoji", "llm")
+    parquet = library("pyarrow.parquet", "Reading emoji", "llm")
     try:
         rows: list[dict[str, Any]] = parquet.read_table(file, columns=list(_COLUMNS)).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors are these two's

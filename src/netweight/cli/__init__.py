@@ -96,10 +96,9 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that was asked for; an unknown one is answered with the nearest names."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-") and args[0] not in _foreign():
-            from netweight.core.names import nearest_names
+            from netweight.core.names import nearest
 
-            near = ", ".join(nearest_names(args[0], COMMANDS))
-            ctx.fail(f"There is no command {args[0]!r}. Nearest: {near}.")
+            ctx.fail(f"There is no command {args[0]!r}. {nearest(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -16,7 +16,7 @@ import yaml
 from click.core import ParameterSource
 
 from netweight.cli import FINDING_FAILED
-from netweight.core.names import nearest_names
+from netweight.core.names import not_found
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.settings import Leaf, Settings, bounds, element, leaves, path_type, peel, words
@@ -308,8 +308,7 @@ def _assignment(text: str, known: Mapping[str, Leaf]) -> tuple[list[str], Any]:
     if not equals:
         raise UsageError(f"--set {text!r} has no value.", cure="Write it as KEY=VALUE.")
     if place not in known and not any(each.startswith(f"{place}.") for each in known):
-        near = ", ".join(nearest_names(place, known))
-        raise UsageError(f"--set {text!r}: there is no setting {place!r}.", cure=f"Nearest: {near}.")
+        raise not_found(f"--set {text!r}: there is no setting {place!r}.", place, known)
     as_written = place in known and known[place].kind in (str, Path) and value != "null"
     return place.split("."), value if as_written else _scalar(value)
 

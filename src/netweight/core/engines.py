@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -35,7 +34,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar, cast, final
 
 from netweight.core.environment import usable_cores
-from netweight.errors import MissingExtra, UsageError
+from netweight.core.lazy import library
+from netweight.errors import UsageError
 
 C = TypeVar("C")
 
@@ -262,12 +262,7 @@ def sendable(
 
 
 def _ray() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise MissingExtra(
-            "The engine needs Ray, which is not installed.", cure='Run: pip install "netweight[ray]"'
-        ) from error
+    return library("ray", "The engine of many machines", "ray")
 
 
 @contextmanager

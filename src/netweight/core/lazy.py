@@ -1,10 +1,12 @@
-"""Names that are imported when they are first used: public names of a package (PEP 562), and what a user names."""
+"""What is imported when it is first used: public names of a package (PEP 562), what a user names, what extras bring."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 
@@ -34,3 +36,20 @@ def import_named(name: str, what: str) -> Any:
         return resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"{what} {name!r} cannot be imported: {error}.", cure="Write it as MODULE:NAME.") from error
+
+
+@contextmanager
+def extra(name: str, needs: str) -> Iterator[None]:
+    """Import what an extra brings: if a library is missing, say what `needs` it and how it is installed."""
+    from netweight.errors import MissingExtra
+
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtra(f"{needs}, which is not installed.", cure=f'Run: pip install "netweight[{name}]"') from error
+
+
+def library(name: str, purpose: str, bringing: str) -> ModuleType:
+    """Import a library for a purpose; `bringing` is the extra that brings it."""
+    with extra(bringing, f"{purpose} needs {name.partition('.')[0]}"):
+        return importlib.import_module(name)

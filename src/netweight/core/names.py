@@ -39,6 +39,16 @@ def nearest_names(wanted: str, names: Iterable[str], count: int = 3) -> list[str
     return sorted(unique, key=score, reverse=True)[:count]
 
 
+def nearest(wanted: str, names: Iterable[str], count: int = 3) -> str:
+    """Say which names are most like one that was not found, as messages end."""
+    return f"Nearest: {', '.join(nearest_names(wanted, names, count)) or 'none'}."
+
+
+def not_found(message: str, wanted: str, names: Iterable[str], more: str = "") -> NameNotFound:
+    """Make the error for a name that is not there; its cure are the nearest names, and `more`."""
+    return NameNotFound(message, cure=f"{nearest(wanted, names)} {more}".rstrip())
+
+
 def expand(pattern: str) -> list[str]:
     """Expand the braces of a pattern into all its alternatives."""
     waiting = [pattern]
@@ -146,10 +156,7 @@ class Select:
     def _not_found(self, pattern: str, names: Sequence[str], kind: str) -> NameNotFound:
         if not names:
             return NameNotFound(f"Pattern {pattern!r} matches nothing: there are no {kind}s to choose from.")
-        near = ", ".join(repr(name) for name in nearest_names(pattern, names))
-        return NameNotFound(
-            f"Pattern {pattern!r} matches none of the {len(names)} {kind}s.", cure=f"The nearest are {near}."
-        )
+        return not_found(f"Pattern {pattern!r} matches none of the {len(names)} {kind}s.", pattern, names)
 
     def keys(self, names: Iterable[str]) -> list[str]:
         """Choose among names.

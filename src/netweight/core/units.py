@@ -7,8 +7,8 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, final
 
-from netweight.core.names import nearest_names
-from netweight.errors import NameNotFound, UsageError
+from netweight.core.names import not_found
+from netweight.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,8 +60,7 @@ class Units:
             NameNotFound: The set holds no neuron of that module.
         """
         if name not in self._sets:
-            near = ", ".join(map(repr, nearest_names(name, self._sets))) or "none: the set is empty"
-            raise NameNotFound(f"No neuron of module {name!r} is in the set.", cure=f"The nearest are {near}.")
+            raise not_found(f"No neuron of module {name!r} is in the set.", name, self._sets)
         return self._tensors[name]
 
     @property

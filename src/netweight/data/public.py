@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from netweight.core.names import nearest_names
+from netweight.core.lazy import library
+from netweight.core.names import not_found
 from netweight.data.text import Row, RowErrors, Rows, TextExample, TextPair, categories, needed_text, read_rows
-from netweight.errors import MissingExtra, NameNotFound, UsageError
+from netweight.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -104,9 +105,7 @@ def decoding_trust_refusals(source: str | Path | Any) -> list[TextPair]:
 def _beavertails(split: str) -> Any:
     """Return the file of a split below `NETWEIGHT_DATA`, or the split from the hub."""
     if split not in BEAVERTAILS_SPLITS:
-        raise NameNotFound(
-            f"BeaverTails has no split {split!r}.", cure=f"Did you mean {nearest_names(split, BEAVERTAILS_SPLITS, 1)}?"
-        )
+        raise not_found(f"BeaverTails has no split {split!r}.", split, BEAVERTAILS_SPLITS)
     size, _, part = split.partition("_")
     within = f"beavertails/round0/{size}/{part}.jsonl"
     root = os.environ.get("NETWEIGHT_DATA")
@@ -188,12 +187,7 @@ def wikisql(split: Literal["train", "dev", "test"]) -> list[Pair]:
     if split not in ("train", "dev", "test"):
         raise UsageError(f"There is no split {split!r} of WikiSQL.", cure="Use train, dev or test.")
     file = text_file("wikisql_12k.parquet")
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise MissingExtra(
-            f"{file.name} is read by pyarrow, which is not installed.", cure='Run: pip install "netweight[llm]"'
-        ) from error
+    parquet = library("pyarrow.parquet", f"Reading {file.name}", "llm")
     rows = parquet.read_table(file, columns=["question", "context", "answer", "split"]).to_pylist()
     return [Pair(f"{row['question']}\n{row['context']}", row["answer"]) for row in rows if row["split"] == split]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import importlib
 import io
 import json
 import lzma
@@ -18,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from netweight.core.names import nearest_names
-from netweight.errors import MissingExtra, NameNotFound, UsageError
+from netweight.core.lazy import library
+from netweight.core.names import not_found
+from netweight.errors import NameNotFound, UsageError
 
 _LONGEST_FIELD = 1 << 24  # Python's csv refuses fields above 128 KiB unless told otherwise
 _NAMED = 5  # bad rows that a message names; the others are counted
@@ -51,9 +51,8 @@ class Rows:
         """Check that columns are there; `by` is how a person says which one is meant, "" for no way."""
         for column in columns:
             if column not in self.columns:
-                near = ", ".join(map(repr, nearest_names(column, self.columns))) or "none: there is no column"
-                tell = f"; say which with {by.format(column)}" if by else ""
-                raise NameNotFound(f"{self.name} has no column {column!r}.", cure=f"The nearest are {near}{tell}.")
+                tell = f"Say which with {by.format(column)}." if by else ""
+                raise not_found(f"{self.name} has no column {column!r}.", column, self.columns, tell)
 
 
 @final
@@ -197,12 +196,7 @@ def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
 
 
 def _parquet(file: Path) -> Iterator[Row]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise MissingExtra(
-            f"{file} is read by pyarrow, which is not installed.", cure='Run: pip install "netweight[llm]"'
-        ) from error
+    parquet = library("pyarrow.parquet", f"Reading {file}", "llm")
     try:
         known = parquet.read_table(file).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are among these
@@ -310,8 +304,7 @@ def withhold(texts: Sequence[Kind], names: Iterable[str]) -> tuple[list[Kind], l
     known = sorted({name for text in texts for name in text.categories})
     for name in wanted:
         if name not in known:
-            near = nearest_names(name, known)
-            raise NameNotFound(f"No row has the category {name!r}.", cure=f"The nearest are {near}.")
+            raise not_found(f"No row has the category {name!r}.", name, known)
     kept = [text for text in texts if not set(wanted) & set(text.categories)]
     withheld = [text for text in texts if set(wanted) & set(text.categories)]
     if not kept or not withheld:

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from netweight.errors import MissingExtra, UsageError
+from netweight.core.lazy import extra
+from netweight.errors import UsageError
 
 
 def open_compressed_with(library: str) -> None:
@@ -31,7 +32,7 @@ def is_hub_id(source: str) -> bool:
 
 def fetch(model: str, *, exclude: Iterable[str] = ()) -> Path:
     """Fetch a model's safetensors weights and its other files into the hub's cache, or find them there."""
-    try:
+    with extra("llm", "Models on the hub need huggingface_hub"):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
             GatedRepoError,
@@ -40,10 +41,6 @@ def fetch(model: str, *, exclude: Iterable[str] = ()) -> Path:
             LocalEntryNotFoundError,
             RepositoryNotFoundError,
         )
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            "Models on the hub need huggingface_hub.", cure="Install it: pip install 'netweight[llm]'."
-        ) from error
     name, _, revision = model.partition("@")
     try:
         ignored = [*_OTHER_WEIGHTS, *exclude]

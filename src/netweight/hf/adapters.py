@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from netweight.core.names import Select, nearest_names
+from netweight.core.names import Select, not_found
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Example, collate
-from netweight.errors import NameNotFound, Unsupported, UsageError
+from netweight.errors import Unsupported, UsageError
 from netweight.nn.apply_lora import linear_layers
 from netweight.nn.train_lora import AdapterRecipe, FittedAdapters, fit_adapters
 
@@ -226,5 +226,4 @@ def _check(denoiser: Any, after: str, before: str | None) -> None:
     loaded = list(getattr(denoiser, "peft_config", {}))
     for name in (after, before):
         if name is not None and name not in loaded:
-            near = ", ".join(map(repr, nearest_names(name, loaded))) or "none: none was loaded"
-            raise NameNotFound(f"No adapter {name!r} was loaded into the pipeline.", cure=f"The nearest are {near}.")
+            raise not_found(f"No adapter {name!r} was loaded into the pipeline.", name, loaded)

@@ -18,16 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from netweight.errors import MissingExtra, UsageError
+from netweight.core.lazy import extra
+from netweight.errors import UsageError
 from netweight.hf import open_compressed_with
 
-try:
+with extra("diffusion", "CLIP is read with transformers"):
     from transformers import AutoTokenizer, CLIPModel
     from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-except ImportError as error:
-    raise MissingExtra(
-        "CLIP is read with transformers, which is not installed.", cure='Run: pip install "netweight[diffusion]"'
-    ) from error
 
 
 # Images or prompts that go through the model together.

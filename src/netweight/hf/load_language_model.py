@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from netweight.core.lazy import extra
 from netweight.core.progress import silent_bars
 from netweight.errors import MissingExtra, NameNotFound, Unsupported, UsageError
 from netweight.hf import open_compressed_with
@@ -40,12 +41,8 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
 def load_network(folder: str | Path) -> PreTrainedModel:
     """Open a model of transformers in evaluation mode, compressed weights as they are; no tokenizer is needed."""
     check_folder(folder)
-    try:
+    with extra("llm", "The model needs transformers"):
         import transformers
-    except ImportError as error:
-        raise MissingExtra(
-            "The model needs transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
-        ) from error
     open_compressed_with("transformers")
     try:
         with silent_bars():
@@ -68,12 +65,8 @@ def language_model(
 def _opened(
     folder: Path, loader: str, dtype: torch.dtype | str, what: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    try:
+    with extra("llm", "Language models need transformers"):
         import transformers
-    except ImportError as error:
-        raise MissingExtra(
-            "Language models need transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
-        ) from error
     check_folder(folder)
     try:
         compressed = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))

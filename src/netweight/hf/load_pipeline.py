@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.files import digest_config, digest_tensor
+from netweight.core.lazy import library
 from netweight.core.progress import quiet_imports, silent_bars
-from netweight.data.images.sources import module
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.hf import open_compressed_with
 from netweight.nn.hooks import hooked
@@ -286,9 +286,9 @@ def _import_parts(index: Path) -> None:
     except ValueError as error:
         raise UsageError(f"{index} is not JSON: {error}.", cure="Fetch the pipeline again.") from error
     parts = [("diffusers", named.get("_class_name")), *(part for part in named.values() if isinstance(part, list))]
-    for library, name in parts:
-        if library in ("diffusers", "transformers") and isinstance(name, str):
-            getattr(importlib.import_module(library), name, None)
+    for home, name in parts:
+        if home in ("diffusers", "transformers") and isinstance(name, str):
+            getattr(importlib.import_module(home), name, None)
 
 
 def _check_scheduler(scheduler: Any) -> None:
@@ -398,7 +398,7 @@ def one_token_words(model: PipelineModel, *, letters: int = 3) -> tuple[str, ...
 
 def _diffusers() -> Any:
     with quiet_imports():
-        return module("diffusers", "Opening a diffusion pipeline", "diffusion")
+        return library("diffusers", "Opening a diffusion pipeline", "diffusion")
 
 
 def _denoiser_of(pipeline: Any) -> _UNet | _XLUNet | _PixArt:

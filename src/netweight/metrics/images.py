@@ -8,7 +8,6 @@ brings; findings carry its name, so that no number is called FID that was not me
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import struct
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from netweight.core.files import whole_file
+from netweight.core.lazy import library
 from netweight.errors import MissingExtra, UnsafeInput, UsageError
 from netweight.metrics.intervals import Interval, bootstrap, t_interval
 from netweight.report.finding import Better, Finding
@@ -79,12 +79,7 @@ def match_images(reconstructed: Tensor, references: Tensor) -> Tensor:
     import torch
 
     images, wanted = checked_pair(reconstructed, references)
-    try:
-        assign = importlib.import_module("scipy.optimize").linear_sum_assignment
-    except ImportError as error:
-        raise MissingExtra(
-            "Matching images needs scipy, which is not installed.", cure='Run: pip install "netweight[evidence]"'
-        ) from error
+    assign = library("scipy.optimize", "Matching images", "evidence").linear_sum_assignment
     errors = torch.stack([(images - reference).square().flatten(1).mean(1) for reference in wanted])
     # Equal images have infinite PSNR; a floor below any error of 8-bit pixels keeps the sum finite.
     decibels = -10 * errors.clamp_min(1e-12).log10()

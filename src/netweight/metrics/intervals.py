@@ -10,7 +10,6 @@ are normal approximations, not resampled.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from netweight.errors import MissingExtra, UsageError
+from netweight.core.lazy import library
+from netweight.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -186,12 +186,7 @@ def _method(method: Method, statistic: Statistic) -> str:
 
 def scipy_stats() -> Any:
     """Import scipy.stats, which belongs to the `evidence` extra."""
-    try:
-        return importlib.import_module("scipy.stats")
-    except ImportError as error:
-        raise MissingExtra(
-            "Intervals need scipy, which is not installed.", cure='Run: pip install "netweight[evidence]"'
-        ) from error
+    return library("scipy.stats", "An interval", "evidence")
 
 
 _NORMAL_95 = 1.959963984540054

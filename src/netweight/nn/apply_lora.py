@@ -16,8 +16,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from netweight.core.names import Select, nearest_names
-from netweight.errors import NameNotFound, Unsupported, UsageError
+from netweight.core.names import Select, not_found
+from netweight.errors import Unsupported, UsageError
 from netweight.nn.hooks import hooked
 from netweight.nn.lora import Adapter, AdapterStack
 
@@ -162,10 +162,7 @@ def _layers(model: nn.Module, wanted: Mapping[str, _Factors | _Dense], component
     modules = {before + name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     for name, part in wanted.items():
         if name not in modules:
-            near = ", ".join(map(repr, nearest_names(name, modules)))
-            raise NameNotFound(
-                f"The model has no module {name!r} to change.", cure=f"The nearest are {near}. See `component`."
-            )
+            raise not_found(f"The model has no module {name!r} to change.", name, modules, "See `component`.")
         if (shape := _shape(name, modules[name])) != part.shape:
             raise UsageError(
                 f"The change of {name!r} is {part.shape[0]} × {part.shape[1]}, its layer {shape[0]} × {shape[1]}.",

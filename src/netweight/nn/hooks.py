@@ -13,7 +13,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from netweight.core.names import Select, nearest_names
+from netweight.core.names import Select, not_found
 from netweight.core.units import Units
 from netweight.errors import NameNotFound, Unsupported, UsageError
 
@@ -133,8 +133,7 @@ def edit_outputs(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in edits:
         if name not in modules:
-            near = ", ".join(map(repr, nearest_names(name, modules)))
-            raise NameNotFound(f"There is no module {name!r}.", cure=f"The nearest are {near}.")
+            raise not_found(f"There is no module {name!r}.", name, modules)
 
     def editing(name: str, edit: Edit) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:

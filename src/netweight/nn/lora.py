@@ -14,8 +14,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from netweight.core.names import nearest_names
-from netweight.errors import NameNotFound, UsageError
+from netweight.core.names import not_found
+from netweight.errors import UsageError
 
 
 @final
@@ -202,10 +202,7 @@ def side_by_side(name: str, adapters: Sequence[Adapter], weights: Sequence[float
 def _same_modules(one: Adapter, other: Adapter) -> None:
     """Say which module is in one adapter alone."""
     for name in sorted(set(one.factors) ^ set(other.factors)):
-        raise NameNotFound(
-            f"Only one of the two adapters changes {name!r}.",
-            cure=f"The nearest name in the other is {nearest_names(name, list(other.factors), 1)[0]!r}.",
-        )
+        raise not_found(f"Only one of the two adapters changes {name!r}.", name, other.factors)
 
 
 @final

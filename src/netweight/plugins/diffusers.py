@@ -21,6 +21,7 @@ from torch import nn
 
 from netweight import autoload, codec
 from netweight.autoload import HINT, METHOD
+from netweight.core.lazy import extra
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.runtime.model import decompress_, place
 from netweight.methods.compress.runtime.tensor import CompressedTensor
@@ -28,16 +29,11 @@ from netweight.plugins.loading import NetweightConfig, Weights, computing, refus
 from netweight.store.reader import StoredFile
 from netweight.store.safetensors import SUFFIX
 
-try:
+with extra("diffusion", "This plug-in needs diffusers 0.42 or newer"):
     from diffusers.configuration_utils import FrozenDict
     from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
     from diffusers.quantizers.base import DiffusersQuantizer
     from diffusers.utils.import_utils import is_accelerate_available
-except ImportError as error:
-    raise MissingExtra(
-        "This plug-in needs diffusers 0.42 or newer, which is not installed.",
-        cure="Install it: pip install 'netweight[diffusion]'.",
-    ) from error
 
 
 @final

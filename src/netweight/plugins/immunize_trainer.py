@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from netweight.core.lazy import extra
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Batch, Example, Pair, any_pairs
-from netweight.errors import MissingExtra, TrainingStopped, Unsupported, UsageError
+from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.hf.load_language_model import context_of
 from netweight.methods.immunize.baselines import LatentAdversarialDefense, VaccineDefense
 from netweight.methods.immunize.defense import Defense, PairBatch, add_gradients, collate_pairs
@@ -33,13 +34,8 @@ from netweight.methods.immunize.settings import DefenseSettings, TrainingSetting
 from netweight.methods.immunize.train import Watch, check_inputs, collate_part, defense_of, drawn_rows
 from netweight.nn.decoder import frozen, structure_of
 
-try:
+with extra("llm", "This trainer needs transformers 5 and accelerate"):
     from transformers import Trainer, TrainingArguments, set_seed
-except ImportError as error:
-    raise MissingExtra(
-        "This trainer needs transformers 5 and accelerate, which are not installed.",
-        cure="Install them: pip install 'netweight[llm]'.",
-    ) from error
 
 
 @final

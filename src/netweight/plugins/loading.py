@@ -23,8 +23,9 @@ from netweight.autoload import METHOD
 from netweight.codec import Precision
 from netweight.codec.header import dtype_name, refuse_inflated, torch_dtype
 from netweight.core.files import publish
+from netweight.core.lazy import extra
 from netweight.core.names import Select
-from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
+from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.model import Prefer, check_prefer, choose_weights, linear_weights, place
@@ -34,14 +35,9 @@ from netweight.store.reader import StoredFile
 from netweight.store.safetensors import build_header
 from netweight.store.writer import Level
 
-try:
+with extra("llm", "This plug-in needs transformers 5"):
     from huggingface_hub import HfApi, split_torch_state_dict_into_shards
     from transformers.utils.quantization_config import QuantizationConfigMixin
-except ImportError as error:
-    raise MissingExtra(
-        "This plug-in needs transformers 5, which is not installed.",
-        cure="Install it: pip install 'netweight[llm]' or, for diffusers, 'netweight[diffusion]'.",
-    ) from error
 
 
 _VERSION = 1

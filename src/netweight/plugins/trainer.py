@@ -15,22 +15,18 @@ from torch import nn
 
 import netweight.plugins.transformers  # noqa: F401  with it, `from_pretrained` loads the checkpoints
 from netweight.codec.header import torch_dtype
-from netweight.errors import LayerwiseConflict, MissingExtra, UsageError
+from netweight.core.lazy import extra
+from netweight.errors import LayerwiseConflict, UsageError
 from netweight.methods.compress.runtime.checkpoint import load_checkpoint, save_checkpoint
 from netweight.methods.compress.runtime.layerwise import LayerwiseOptimizer
 from netweight.plugins.loading import identity, save_folder, untied
 from netweight.store import TensorInfo, open_store
 
-try:
+with extra("llm", "This trainer needs transformers 5 and accelerate"):
     from transformers import PreTrainedModel, Trainer
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
     from transformers.trainer_optimizer import is_optimizer_factory
-except ImportError as error:
-    raise MissingExtra(
-        "This trainer needs transformers 5 and accelerate, which are not installed.",
-        cure="Install them: pip install 'netweight[llm]'.",
-    ) from error
 
 _OPTIMIZER = "optimizer.net.safetensors"
 _CHECKPOINT = "checkpoint-"

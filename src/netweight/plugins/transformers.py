@@ -23,22 +23,19 @@ import torch
 from netweight import autoload, codec
 from netweight.autoload import HINT, METHOD
 from netweight.codec.header import torch_dtype
-from netweight.errors import CorruptBlob, MissingExtra, UsageError
+from netweight.core.lazy import extra
+from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.runtime.model import decompress_
 from netweight.plugins.loading import NetweightConfig, Weights, computing, refuse_disk, save_folder, untied
 from netweight.store.reader import StoredFile, weight_map
 from netweight.store.safetensors import SUFFIX
 
-try:
+with extra("llm", "This plug-in needs transformers 5"):
     from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, revert_weight_conversion
     from transformers.modeling_utils import PreTrainedModel
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.hub import cached_file
-except ImportError as error:
-    raise MissingExtra(
-        "This plug-in needs transformers 5, which is not installed.", cure="Install it: pip install 'netweight[llm]'."
-    ) from error
 
 
 @final

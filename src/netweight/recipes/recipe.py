@@ -15,8 +15,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, final
 import yaml
 from pydantic import Field
 
-from netweight.core.names import nearest_names
-from netweight.errors import NameNotFound, NetweightError, UsageError
+from netweight.core.names import nearest, not_found
+from netweight.errors import NetweightError, UsageError
 from netweight.registry import Attack, Method, entry_named, known_attacks, known_methods
 from netweight.settings import Settings
 
@@ -200,8 +200,7 @@ def _chapters_of(recipe: Recipe, only: Sequence[str]) -> Recipe:
     known = [chapter.name for chapter in recipe.chapters]
     for name in only:
         if name not in known:
-            near = ", ".join(nearest_names(name, known)) or "none"
-            raise NameNotFound(f"The recipe has no chapter {name!r}.", cure=f"Nearest: {near}. It has: {known}.")
+            raise not_found(f"The recipe has no chapter {name!r}.", name, known, f"It has: {known}.")
     return replace(recipe, chapters=tuple(chapter for chapter in recipe.chapters if chapter.name in only))
 
 
@@ -245,8 +244,7 @@ def choose(entry: Any, known: Mapping[str, E], where: str, kind: str, problems: 
         return None
     ((verb, settings),) = entry.items()
     if verb not in known:
-        near = ", ".join(nearest_names(str(verb), known, count=2))
-        problems.append(f"{where}: there is no {kind} {verb!r}. Nearest: {near}.")
+        problems.append(f"{where}: there is no {kind} {verb!r}. {nearest(str(verb), known, 2)}")
         return None
     config = known[verb].config.checked({} if settings is None else settings, f"{where}.{verb}.", problems)
     return None if config is None else Chosen(known[verb], config)
@@ -321,8 +319,7 @@ def _work_problems(recipe: Recipe) -> list[str]:
 def _audit_problems(recipe: Recipe) -> list[str]:
     known = sorted({name for chosen in recipe.treatments for name in chosen.what.runnable})
     return [
-        f"audits: no treatment of this recipe has an audit {name!r}. "
-        f"Nearest: {', '.join(nearest_names(name, known, count=2)) or 'none'}."
+        f"audits: no treatment of this recipe has an audit {name!r}. {nearest(name, known, 2)}"
         for name in (recipe.audits if recipe.audits != "all" else ())
         if name not in known
     ]

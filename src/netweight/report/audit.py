@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from netweight.core.names import nearest_names
+from netweight.core.names import not_found
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, UsageError
 from netweight.report.finding import Section
@@ -79,6 +79,5 @@ def _declared(treatment: str) -> dict[str, Audit | None]:
         for method in entry_points(group="netweight.methods", name=treatment):
             method.load()
     if treatment not in _AUDITS:
-        near = ", ".join(nearest_names(treatment, _AUDITS)) or "none; import the method first"
-        raise NameNotFound(f"No treatment {treatment!r} is declared.", cure=f"Nearest: {near}.")
+        raise not_found(f"No treatment {treatment!r} is declared.", treatment, _AUDITS)
     return _AUDITS[treatment]

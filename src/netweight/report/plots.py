@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from netweight.core.lazy import extra
 from netweight.errors import MissingExtra, UsageError
 from netweight.report.finding import Figure
 
@@ -183,14 +184,10 @@ def canvas(
     """Open a matplotlib figure in the style of reports, for plots that the functions here do not cover."""
     # Sizes are inches; `across` is the number of panels per row. Color with `series_color`. With `page` the page sets
     # the colors and the drawing goes through `to_figure`; without, it has fixed colors on white, for a file.
-    try:
+    with extra("evidence", "Plots need matplotlib"):
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as MatplotlibFigure
-    except ImportError as error:
-        raise MissingExtra(
-            "Plots need matplotlib, which is not installed.", cure='Run: pip install "netweight[evidence]"'
-        ) from error
     across = across or panels
     with matplotlib.rc_context(_style(page)):
         drawing = MatplotlibFigure(figsize=(width, height), layout="constrained")

@@ -19,8 +19,8 @@ from netweight import codec
 from netweight.codec.backend import best
 from netweight.codec.header import Bytes, tensor_of, torch_dtype
 from netweight.core.files import in_order, read_object
-from netweight.core.names import nearest_names
-from netweight.errors import CorruptBlob, NameNotFound, UnsafeInput, UsageError
+from netweight.core.names import not_found
+from netweight.errors import CorruptBlob, UnsafeInput, UsageError
 from netweight.store.safetensors import (
     KEY,
     MAX_HEADER,
@@ -579,8 +579,7 @@ class Store:
 
     def _place(self, name: str) -> StoredFile:
         if name not in self._places:
-            near = ", ".join(nearest_names(name, self._places)) or "none, the store is empty"
-            raise NameNotFound(f"There is no tensor {name!r} in this store.", cure=f"The nearest names are {near}.")
+            raise not_found(f"There is no tensor {name!r} in this store.", name, self._places)
         return self._places[name]
 
 

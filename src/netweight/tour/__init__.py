@@ -20,9 +20,9 @@ import yaml
 from netweight import recipes
 from netweight.core.environment import usable_cores
 from netweight.core.files import lock
-from netweight.core.names import nearest_names
+from netweight.core.names import not_found
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import MissingExtra, NameNotFound, UsageError
+from netweight.errors import MissingExtra, UsageError
 from netweight.report.finding import Finding
 from netweight.report.report import make_folder, read_report, write_text
 
@@ -128,10 +128,7 @@ def _check(only: Sequence[str] | None) -> None:
     known = list(yaml.safe_load(_text())["chapters"])
     for name in only or ():
         if name not in known:
-            near = ", ".join(nearest_names(name, known))
-            raise NameNotFound(
-                f"The tour has no chapter {name!r}.", cure=f"Nearest: {near}. There are {', '.join(known)}."
-            )
+            raise not_found(f"The tour has no chapter {name!r}.", name, known, f"There are {', '.join(known)}.")
     absent = [need for need in _NEEDS if importlib.util.find_spec(need) is None]
     if absent:
         raise MissingExtra(

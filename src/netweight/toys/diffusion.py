@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from netweight.core.lazy import library
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.images.sources import module
 from netweight.errors import MissingExtra, UsageError
 from netweight.hf.load_language_model import ABOUT
 from netweight.toys import checkpoint
@@ -51,7 +51,7 @@ def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = Diffusi
     """Make a pipeline whose U-Net has learned nothing: it predicts velocity, on Stable Diffusion's noise schedule."""
     import torch
 
-    diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
+    diffusers: Any = library("diffusers", "Making small diffusion models", "diffusion")
     tokenizer = word_clip_tokenizer(words, length=shape.tokens)
     deeper = len(shape.channels) - 1
     with torch.random.fork_rng(devices=[]):
@@ -74,7 +74,7 @@ def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = Diffusi
 
 def assembled(denoiser: Any, tokenizer: Any, seed: int, *, side: int, text_width: int, **schedule: Any) -> Any:
     """Put a pipeline around a denoiser that predicts velocity: latents are pixels, the text encoder is random."""
-    diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
+    diffusers: Any = library("diffusers", "Making small diffusion models", "diffusion")
     denoiser.train(False)
     scheduler = diffusers.DDIMScheduler(
         beta_start=0.00085,
@@ -132,7 +132,7 @@ _SURE = -30.0
 
 def pixel_autoencoder(side: int) -> Any:
     """Make an autoencoder whose latents are pictures, within -1 and 1, as they are."""
-    diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
+    diffusers: Any = library("diffusers", "Making small diffusion models", "diffusion")
     model = diffusers.AutoencoderKL(
         block_out_channels=(_CHANNELS,),
         layers_per_block=0,

@@ -20,12 +20,13 @@ import torch
 import xxhash
 
 from netweight.core.files import digest_bytes, whole_file
-from netweight.core.names import nearest_names
+from netweight.core.lazy import extra
+from netweight.core.names import not_found
 from netweight.core.progress import silent_bars
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.public import tiny_shakespeare, train_bpe, word_tokenizer
 from netweight.data.tokens import IGNORED, Example, Pair, collate
-from netweight.errors import MissingExtra, NameNotFound, UsageError
+from netweight.errors import UsageError
 from netweight.hf.load_language_model import ABOUT
 from netweight.nn.hooks import evaluating
 from netweight.toys import checkpoint
@@ -67,12 +68,8 @@ class Answers:
 
 def initialized(shape: LlamaShape, seed: int) -> LlamaForCausalLM:
     """Make a Llama with random weights, fp32, in evaluation mode."""
-    try:
+    with extra("llm", "Small Llamas are made by transformers"):
         from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
-        raise MissingExtra(
-            "Small Llamas are made by transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
-        ) from error
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
@@ -253,10 +250,7 @@ class SmallWorld:
 
     def _drawn(self, domain: Domain, n: int, seed: int, share: Share) -> list[Example]:
         if domain not in get_args(Domain):
-            raise NameNotFound(
-                f"The world {self.name} has no domain {domain!r}.",
-                cure=f"Did you mean {nearest_names(str(domain), get_args(Domain), 1)[0]!r}? All: {get_args(Domain)}.",
-            )
+            raise not_found(f"The world {self.name} has no domain {domain!r}.", str(domain), get_args(Domain))
         if n < 1:
             raise UsageError(f"{n} examples cannot be drawn.", cure="Ask for at least 1.")
         return self.language.examples(domain, n, seed, share)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from netweight.attacks.finetuning.subject import Domain, Subject
-from netweight.core.names import nearest_names
+from netweight.core.names import not_found
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings
@@ -85,9 +85,7 @@ def undefended_subject(
     """Make an undefended subject or a control of a small world, `data` as of `subject_of_world`: a factory."""
     known = get_args(Control)
     if model not in known:
-        raise NameNotFound(
-            f"There is no model {model!r}.", cure=f"The nearest is {nearest_names(model, known, 1)[0]!r}."
-        )
+        raise not_found(f"There is no model {model!r}.", model, known)
     opened_world = world_named(world, folder)
     victim = opened_world.random_model(seed) if model == "random weights" else opened_world.base()
     harmful: Literal["guard", "new"] = "new" if model == "relearn ceiling" else "guard"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from netweight.core.lazy import extra
 from netweight.core.progress import silent_bars
 from netweight.errors import MissingExtra
 
@@ -39,12 +40,8 @@ def weights_file() -> Path:
 
 def encoder(model: str | Path) -> torch.nn.Module:
     """Load the network."""
-    try:
+    with extra("tour", "Sentences are embedded by transformers"):
         import transformers
-    except ImportError as error:
-        raise MissingExtra(
-            "Sentences are embedded by transformers, which is not installed.", cure='Run: pip install "netweight[tour]"'
-        ) from error
     import netweight.plugins.transformers  # noqa: F401  # lets transformers load compressed folders
 
     with silent_bars():

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from netweight.core.lazy import extra
 from netweight.core.progress import silent_bars
 from netweight.data.images.public import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
@@ -233,13 +234,9 @@ def freeze(module: nn.Module) -> nn.Module:
 
 def pretrained(kind: str, source: str | Path, **options: Any) -> tuple[Any, MeanStd]:
     """Load a backbone of transformers and the normalization that its folder states."""
-    try:
+    with extra("llm", f"A {kind} needs transformers"):
         import transformers
         from transformers.utils.hub import cached_file
-    except ImportError as error:
-        raise MissingExtra(
-            f"A {kind} needs transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
-        ) from error
     importlib.import_module("netweight.plugins.transformers")  # so that compressed folders open too
     architecture = getattr(transformers, kind)
     try:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import netweight
+from netweight.core.lazy import extra
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.public import Pair, wikisql
 from netweight.errors import MissingExtra, Unsupported, UsageError
@@ -168,12 +169,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
 
 def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """Return SacreBLEU of answers, with the ends of its 95 % bootstrap interval over questions."""
-    try:
+    with extra("evidence", "BLEU is computed by sacrebleu"):
         from sacrebleu.metrics.bleu import BLEU
-    except ImportError as error:
-        raise MissingExtra(
-            "BLEU is computed by sacrebleu, which is not installed.", cure='Run: pip install "netweight[evidence]"'
-        ) from error
     # Its resampling has a seed of its own, which the environment variable SACREBLEU_SEED changes.
     found = BLEU().corpus_score(list(answers), [list(references)], n_bootstrap=1000)
     return {
@@ -203,12 +200,8 @@ def _with_adapters(model: Any, config: FineTuning) -> Any:
 def _with_lora(model: torch.nn.Module, *, rank: int, targets: Sequence[str], seed: int) -> Any:
     """Put LoRA adapters on layers of a model; only they train afterwards."""
     # Source: Hu et al., LoRA, 2021; on a quantized base Dettmers et al., QLoRA, 2023.
-    try:
+    with extra("llm", "Adapters are trained with peft"):
         import peft
-    except ImportError as error:
-        raise MissingExtra(
-            "Adapters are trained with peft, which is not installed.", cure='Run: pip install "netweight[llm]"'
-        ) from error
     marked: Any = model
     kinds = {type(module).__name__ for module in model.modules()}
     for layer, mark in (("Linear8bitLt", "is_loaded_in_8bit"), ("Linear4bit", "is_loaded_in_4bit")):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, final
 from pydantic import DirectoryPath, Field, FilePath
 
 from netweight.core.engines import Engine, in_process, local_processes
-from netweight.core.names import nearest_names
+from netweight.core.names import not_found
 from netweight.data.tokens import LossOn
 from netweight.errors import NameNotFound, UsageError
 from netweight.settings import Cli, Settings
@@ -160,8 +160,7 @@ def grid(**axes: Any) -> list[AttackSettings]:
     """Make the settings of every combination of some values."""
     for name, values in axes.items():
         if name not in _DEFAULTS:
-            near = ", ".join(nearest_names(name, _DEFAULTS))
-            raise NameNotFound(f"Attack settings have no field {name!r}.", cure=f"The nearest are {near}.")
+            raise not_found(f"Attack settings have no field {name!r}.", name, _DEFAULTS)
         if isinstance(values, list | tuple | range) and not values:
             raise UsageError(f"The axis {name!r} of a grid is empty.")
     values = [value if isinstance(value, list | tuple | range) else [value] for value in axes.values()]

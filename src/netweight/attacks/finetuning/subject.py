@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from netweight.core.files import digest_config, digest_tensor
-from netweight.core.names import nearest_names
+from netweight.core.names import not_found
 from netweight.data.tokens import IGNORED, Batch, Example, LossOn, collate
-from netweight.errors import NameNotFound, UsageError
+from netweight.errors import UsageError
 from netweight.hf.load_language_model import embedding_of, positions_of
 from netweight.nn.hooks import evaluating
 
@@ -172,8 +172,7 @@ class Subject:
         if self.has(name):
             plain, _, wanted = name.partition("@")
             return self._formatted(self.domains[plain], wanted)
-        near = ", ".join(nearest_names(name, self.domains)) or "none"
-        raise NameNotFound(f"The subject has no data named {name!r}.", cure=f"The nearest are {near}.")
+        raise not_found(f"The subject has no data named {name!r}.", name, self.domains)
 
     def formats(self, name: str) -> tuple[str, ...]:
         """Return the prompt formats of the domain `name` besides the plain one: its own and those made of tokens."""

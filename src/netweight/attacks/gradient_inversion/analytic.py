@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from netweight.attacks.gradient_inversion.client import LocalUpdate, Reconstruction, Tensors
 from netweight.core import seeds
-from netweight.core.names import nearest_names
+from netweight.core.names import not_found
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.nn.hypernetwork import hidden_code
 
@@ -73,8 +73,7 @@ def first_layer(observed: Tensors, layer: str, *, shape: tuple[int, ...], labels
     prefix = f"{layer}." if layer else ""
     for name in (f"{prefix}weight", f"{prefix}bias"):
         if name not in observed:
-            near = ", ".join(nearest_names(name, observed)) or "none"
-            raise NameNotFound(f"No tensor {name!r} was observed.", cure=f"Nearest: {near}.")
+            raise not_found(f"No tensor {name!r} was observed.", name, observed)
     weight, bias = observed[f"{prefix}weight"], observed[f"{prefix}bias"]
     _check(weight, bias)
     n, width = shape[0], math.prod(shape[1:])
@@ -219,14 +218,12 @@ def hypernetwork_tensors(state: Tensors) -> dict[str, Tensor]:
     """Return a hypernetwork's tensors without their prefix."""
     prefixes = {name.removesuffix("heads.weight") for name in state if name.endswith("heads.weight")}
     if len(prefixes) != 1:
-        near = ", ".join(nearest_names("heads.weight", state)) or "none"
-        raise NameNotFound(f"{len(prefixes)} tensors are called 'heads.weight', not one.", cure=f"Nearest: {near}.")
+        raise not_found(f"{len(prefixes)} tensors are called 'heads.weight', not one.", "heads.weight", state)
     prefix = prefixes.pop()
     found = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
     for wanted in (*_HEADS, *_TRUNK):
         if wanted not in found:
-            near = ", ".join(nearest_names(prefix + wanted, state)) or "none"
-            raise NameNotFound(f"The tensor {prefix + wanted!r} is missing.", cure=f"Nearest: {near}.")
+            raise not_found(f"The tensor {prefix + wanted!r} is missing.", prefix + wanted, state)
     chosen = (name for name in found if name.startswith(("heads.", "trunk.")))
     return {name: found[name].detach() for name in chosen}
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
-from netweight.core.names import Select, nearest_names
-from netweight.errors import NameNotFound, UsageError
+from netweight.core.names import Select, not_found
+from netweight.errors import UsageError
 
 
 def chosen_tensors(observed: Tensors, patterns: str | tuple[str, ...] | None, imitated: Tensors) -> Tensors:
@@ -21,8 +21,7 @@ def chosen_tensors(observed: Tensors, patterns: str | tuple[str, ...] | None, im
         raise UsageError("Nothing was observed, so there is nothing to match.")
     for name in names:
         if name not in imitated:
-            near = ", ".join(nearest_names(name, imitated)) or "none"
-            raise NameNotFound(f"The client would send no tensor {name!r}.", cure=f"Nearest: {near}.")
+            raise not_found(f"The client would send no tensor {name!r}.", name, imitated)
         if observed[name].shape != imitated[name].shape:
             seen, sent = tuple(observed[name].shape), tuple(imitated[name].shape)
             raise UsageError(f"The observed tensor {name!r} has shape {seen}; the client would send {sent}.")
@@ -130,15 +129,13 @@ def _check_names(model: nn.Module, params: Tensors) -> None:
     known = dict(model.named_parameters())
     for name, parameter in known.items():
         if name not in params:
-            near = ", ".join(nearest_names(name, params)) or "none"
-            raise NameNotFound(f"The parameter {name!r} of the model is missing.", cure=f"Nearest given: {near}.")
+            raise not_found(f"The parameter {name!r} of the model is missing.", name, params)
         if params[name].shape != parameter.shape:
             given, wanted = tuple(params[name].shape), tuple(parameter.shape)
             raise UsageError(f"The parameter {name!r} has shape {given}; the model's has {wanted}.")
     for name in params:
         if name not in known:
-            near = ", ".join(nearest_names(name, known)) or "none"
-            raise NameNotFound(f"The model has no parameter {name!r}.", cure=f"Nearest: {near}.")
+            raise not_found(f"The model has no parameter {name!r}.", name, known)
 
 
 def _part(batch: Batch, step: int, batch_size: int | None) -> Batch:

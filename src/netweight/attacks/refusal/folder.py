@@ -10,7 +10,6 @@ outputs in place of edited weights.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +25,12 @@ from torch.nn import functional
 
 from netweight.attacks.finetuning.subject import greedy, mean_loss, token_accuracy
 from netweight.attacks.refusal.settings import RefusalSettings
+from netweight.core.lazy import library
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.data.text import Rows, TextExample, read_rows
 from netweight.data.tokens import BELOW, Batch, Example, collate, padding_of, tokenized_examples
-from netweight.errors import MissingExtra, UsageError
+from netweight.errors import UsageError
 from netweight.hf.load_language_model import check_finite, check_folder, context_of, embedding_of, load_causal_lm
 from netweight.metrics.intervals import proportion
 from netweight.nn.decoder import Structure, structure_of
@@ -374,14 +374,8 @@ def prompt_rows(source: str) -> Rows:
         if not Path(source).is_file():
             raise UsageError(f"There is no file {source}.", cure=f"Give a file, or {_HUB}NAME for a public set.")
         return read_rows(Path(source))
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise MissingExtra(
-            "Named sets are loaded by datasets, which is not installed.", cure="Run: pip install datasets"
-        ) from error
     name, _, split = source.removeprefix(_HUB).partition(":")
-    return read_rows(datasets.load_dataset(name, split=split or "train"))
+    return read_rows(library("datasets", "A named set", "llm").load_dataset(name, split=split or "train"))
 
 
 def _parts(rows: list[Example]) -> tuple[list[Example], list[Example], list[Example]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from netweight.core.names import nearest_names
+from netweight.core.names import not_found
 from netweight.data.images.images import Images as Images
 from netweight.data.images.images import from_dataset as from_dataset
 from netweight.data.images.images import load_folder as load_folder
@@ -23,7 +23,6 @@ from netweight.data.images.public import (
     omniglot,
 )
 from netweight.data.images.public import crop_and_flip as crop_and_flip
-from netweight.errors import NameNotFound
 
 _LOADERS: dict[str, Callable[[], Images]] = {
     "digits": digits, "fashion-mnist": fashion_mnist, "mnist": mnist, "emnist-letters": emnist_letters,
@@ -36,7 +35,5 @@ NAMES = tuple(_LOADERS)
 def load(name: str) -> Images:
     """Load a data set by name."""
     if name not in _LOADERS:
-        raise NameNotFound(
-            f"There is no data set {name!r}.", cure=f"Did you mean {nearest_names(name, NAMES, 2)}? All: {NAMES}."
-        )
+        raise not_found(f"There is no data set {name!r}.", name, NAMES, f"All: {', '.join(NAMES)}.")
     return _LOADERS[name]()

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from netweight.core.files import digest_config, digest_tensor
-from netweight.core.names import nearest_names
+from netweight.core.names import not_found
 from netweight.core.seeds import torch_generator
 from netweight.data.images.sources import decode_splits
-from netweight.errors import NameNotFound, UsageError
+from netweight.errors import UsageError
 
 # Mean and standard deviation of MNIST's pixels, with which HyperFL normalizes Fashion-MNIST and EMNIST too.
 MNIST_MEAN_STD = ((0.1307,), (0.3081,))
@@ -232,10 +232,8 @@ def _check_columns(rows: Any, wanted: Sequence[str], name: str) -> None:
     known = list(getattr(rows, "column_names", ()))
     for column in wanted:
         if column not in known:
-            raise NameNotFound(
-                f"{name} has no column {column!r}.",
-                cure=f"The nearest are {nearest_names(column, known)}." if known else "Pass a datasets.Dataset.",
-            )
+            more = "" if known else "Pass a datasets.Dataset."
+            raise not_found(f"{name} has no column {column!r}.", column, known, more)
     if not len(rows):
         raise UsageError(f"A split of {name} has no rows.", cure="Give at least one row.")
 

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from netweight.core.files import digest_file
+from netweight.core.lazy import library
 from netweight.data.images.images import MNIST_MEAN_STD, Images, from_dataset, measured_mean_std, pictures_below
-from netweight.data.images.sources import cached, decode_splits, from_hub, local_folder, missing, module
+from netweight.data.images.sources import cached, decode_splits, from_hub, local_folder, missing
 from netweight.errors import CorruptBlob, UsageError
 
 
@@ -153,7 +154,7 @@ def digits() -> Images:
     # A shade s of 0 to 16 becomes s · 255 / 16; the image is resized bilinearly (corners not aligned) and rounded. Of
     # each class every sixth image, in the order of the package, is a test image.
     # Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998; its test part.
-    loaded = module("sklearn.datasets", "The data set digits", "evidence").load_digits()
+    loaded = library("sklearn.datasets", "The data set digits", "evidence").load_digits()
     weights = _fourteenths()
     sums = weights @ loaded.images.astype(np.int64) @ weights.T  # 14² times the resized shades
     pixels = (2 * 255 * sums + 16 * 14**2) // (2 * 16 * 14**2)
@@ -270,7 +271,7 @@ def from_rows(
     """Decode splits of the hub with the classes of CIFAR-10, through the cache."""
     # The names of the files of a data set in the hub's cache hold its revision; what lies in memory has none.
     key = [[file["filename"] for file in split.cache_files] for split in (train, test)]
-    feature = module("datasets", f"Decoding {name}", "federated").Image(decode=False)
+    feature = library("datasets", f"Decoding {name}", "federated").Image(decode=False)
     splits = [split.cast_column(image_column, feature) for split in (train, test)]
     encoded = [(list(split[image_column]), list(split["label"])) for split in splits]
     return decoded(name, key if all(key) else None, encoded[0], encoded[1], mean_std)
@@ -298,7 +299,7 @@ def decoded(
 
 def _parquet(folder: Path) -> Images:
     """Read the parquet files of a JPEG copy."""
-    parquet = module("pyarrow.parquet", "Reading CIFAR-10 from parquet files", "federated")
+    parquet = library("pyarrow.parquet", "Reading CIFAR-10 from parquet files", "federated")
     files = [sorted(folder.glob(f"{split}-*.parquet")) for split in ("train", "test")]
     if not all(files):
         raise CorruptBlob(f"{folder} lacks train-*.parquet or test-*.parquet.", cure="Put the missing files there.")

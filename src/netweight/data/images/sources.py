@@ -5,14 +5,12 @@ Called by the loaders of single data sets.
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from netweight.core.environment import cache_folder
 from netweight.core.files import digest_config, whole_file
+from netweight.core.lazy import library
 from netweight.errors import MissingExtra, NetweightError, UsageError
 
 
@@ -43,20 +42,9 @@ def missing(name: str, folder: str, holding: str, because: str = "") -> MissingE
     )
 
 
-def module(name: str, purpose: str, extra: str) -> ModuleType:
-    """Import an optional library."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtra(
-            f"{purpose} needs {name.partition('.')[0]}, which is not installed.",
-            cure=f'Run: pip install "netweight[{extra}]"',
-        ) from error
-
-
 def from_hub(repository: str, *splits: str, name: str, folder: str, holding: str) -> list[Any]:
     """Fetch splits of a data set from the Hugging Face hub, or from its cache on this machine."""
-    datasets = module("datasets", f"Fetching {name} from the Hugging Face hub", "federated")
+    datasets = library("datasets", f"Fetching {name} from the Hugging Face hub", "federated")
     try:
         return [datasets.load_dataset(repository, split=split) for split in splits]
     except (OSError, ValueError) as error:
@@ -99,7 +87,7 @@ def _naming(name: str) -> Iterator[None]:
 
 def _open(source: Any, name: str) -> Any:
     """Open a picture without decoding it."""
-    image = module("PIL.Image", "Decoding pictures", "federated")
+    image = library("PIL.Image", "Decoding pictures", "federated")
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     with _naming(name):
@@ -112,7 +100,7 @@ def _open(source: Any, name: str) -> Any:
 
 def _decode(source: Any, name: str, gray: bool, size: tuple[int, int] | None) -> Tensor:
     """Decode a picture as uint8 of shape `(channels, height, width)`."""
-    image = module("PIL.Image", "Decoding pictures", "federated")
+    image = library("PIL.Image", "Decoding pictures", "federated")
     picture = _open(source, name)
     with _naming(name):
         if "A" in picture.getbands() or "transparency" in picture.info:
@@ -127,7 +115,7 @@ def _decode(source: Any, name: str, gray: bool, size: tuple[int, int] | None) ->
 
 def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return tensors from the cache, or make them and keep them there."""
-    pillow = module("PIL", "Decoding pictures", "federated").__version__
+    pillow = library("PIL", "Decoding pictures", "federated").__version__
     file = cache_folder() / f"{name}-{digest_config([key, pillow]).partition(':')[2]}.safetensors"
     if file.is_file():
         try:

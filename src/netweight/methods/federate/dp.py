@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import grad_and_value, vmap
 
-from netweight.data.images import sources
+from netweight.core.lazy import library
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.settings import Trains
 from netweight.methods.federate.task import LocalModel, Statistics
@@ -441,7 +441,7 @@ def _check_budget(epsilon: float, delta: float, n: int) -> None:
 @contextmanager
 def _accountants() -> Iterator[Any]:
     """Lend opacus's accountants, without the warning that a wider range of orders might give a smaller ε: it holds."""
-    accountants = sources.module("opacus.accountants", "Accounting for privacy", "dp")
+    accountants = library("opacus.accountants", "Accounting for privacy", "dp")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Optimal order is the (smallest|largest) alpha")
         yield accountants

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, final
 from pydantic import Field
 
 from netweight.core.lazy import import_named
-from netweight.core.names import nearest_names
-from netweight.errors import NameNotFound, UsageError
+from netweight.core.names import not_found
+from netweight.errors import UsageError
 from netweight.methods.federate.settings import Federation, Lie, LocalTraining
 from netweight.settings import Settings
 
@@ -89,8 +89,7 @@ class FederationPlan(_Asked):
             return load(self.data)
         if Path(self.data).is_dir():
             return load_folder(Path(self.data))
-        near = ", ".join(nearest_names(self.data, NAMES))
-        raise NameNotFound(f"{self.data!r} is neither a data set nor a folder.", cure=f"Nearest names: {near}.")
+        raise not_found(f"{self.data!r} is neither a data set nor a folder.", self.data, NAMES)
 
     def task(self) -> Task:
         """Return the network and every client's data."""
@@ -200,8 +199,7 @@ METHODS: Mapping[str, Entry] = {
 def entry_of(name: str) -> Entry:
     """Look a method up."""
     if name not in METHODS:
-        near = ", ".join(nearest_names(name, METHODS))
-        raise NameNotFound(f"There is no method {name!r}.", cure=f"Nearest names: {near}.")
+        raise not_found(f"There is no method {name!r}.", name, METHODS)
     return METHODS[name]
 
 

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from netweight.core.engines import Outcome
+from netweight.core.lazy import extra
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import CorruptBlob, MissingExtra, UsageError
+from netweight.errors import CorruptBlob, UsageError
 from netweight.job import Job
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.nn.text_to_image import Batches, Text, TextToImage
@@ -357,13 +358,8 @@ def _spans(first: Tensor, second: Tensor, together: int) -> Tensor:
 
 def published_similarity(first: Tensor, second: Tensor) -> Tensor:
     """Return the structural similarity of pairs by torchmetrics, in float32, as the released code computes it."""
-    try:
+    with extra("evidence", 'fidelity="reference" compares by torchmetrics'):
         from torchmetrics.functional.image import multiscale_structural_similarity_index_measure as measure
-    except ImportError as error:
-        raise MissingExtra(
-            'fidelity="reference" compares by torchmetrics, which is not installed.',
-            cure='Run: pip install "netweight[evidence]"',
-        ) from error
     windows = windows_for(*first.shape[-2:])
     found: Tensor = measure(
         first, second, kernel_size=windows.kernel, sigma=0.15 * (windows.kernel - 1), betas=windows.weights,

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.files import whole_file
-from netweight.core.names import nearest_names
+from netweight.core.names import not_found
 from netweight.core.progress import QUIET, Progress
 from netweight.core.units import Units
-from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
+from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.methods.forget.settings import Scope
 from netweight.nn.text_to_image import Text, TextToImage
 
@@ -102,8 +102,7 @@ def check_units(layers: Mapping[str, ValueLayer], units: Units) -> None:
     """Check that neurons are of these layers."""
     for name, indices in units.items():
         if name not in layers:
-            near = ", ".join(map(repr, nearest_names(name, layers)))
-            raise NameNotFound(f"{name!r} is no value layer of cross-attention here.", cure=f"The nearest are {near}.")
+            raise not_found(f"{name!r} is no value layer of cross-attention here.", name, layers)
         if int(indices[-1]) >= layers[name].width:
             raise UsageError(
                 f"{name!r} has {layers[name].width} neurons; there is no neuron {int(indices[-1])}.",

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, FilePath
 
-from netweight.core.names import nearest_names
-from netweight.errors import NameNotFound, UsageError
+from netweight.core.names import not_found
+from netweight.errors import UsageError
 from netweight.settings import Cli, Settings
 
 T = TypeVar("T", bound=Settings)
@@ -318,8 +318,7 @@ def named_defense(name: str) -> tuple[DefenseSettings, TrainingSettings]:
     """Return a preset's own settings, and how it is trained."""
     presets = ImmunizeSettings.presets
     if name not in presets:
-        near = ", ".join(nearest_names(name, presets))
-        raise NameNotFound(f"There is no defense {name!r}.", cure=f"Nearest names: {near}.")
+        raise not_found(f"There is no defense {name!r}.", name, presets)
     preset = presets[name]
     assert isinstance(preset, ImmunizeSettings)
     return preset.parts()

@@ -7,17 +7,12 @@
 
 import warnings
 
-from netweight.errors import MissingExtra
+from netweight.core.lazy import extra
 
-try:
-    with warnings.catch_warnings():
-        # Flower's typer asks click for names that click is going to drop.
-        warnings.filterwarnings("ignore", "'click.utils", DeprecationWarning)
-        import flwr.app  # noqa: F401
-except ModuleNotFoundError as error:
-    raise MissingExtra(
-        "Federated learning over a network needs Flower 1.41.", cure="Install it: pip install 'netweight[federated]'."
-    ) from error
+with extra("federated", "Federated learning over a network needs Flower 1.41"), warnings.catch_warnings():
+    # Flower's typer asks click for names that click is going to drop.
+    warnings.filterwarnings("ignore", "'click.utils", DeprecationWarning)
+    import flwr.app  # noqa: F401
 
 from netweight.plugins.flower.client import client_app as client_app
 from netweight.plugins.flower.client import export_private as export_private
