@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -34,7 +34,6 @@ _STATUS = Path("/proc/self/status")
 _EVERY = 0.0005  # seconds between two looks at the process
 
 
-@final
 @dataclass(frozen=True)
 class Peak:
     """The moment at which most bytes were held."""
@@ -43,7 +42,6 @@ class Peak:
     parts: Mapping[str, int]  # how many for each of `PARTS`; they add up to `nbytes`
 
 
-@final
 class TensorLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of every storage from its first appearance until it is freed: `with ledger: step()`."""
 
@@ -175,7 +173,6 @@ def private_bytes() -> int:
     return int(found.split()[1]) * 1024
 
 
-@final
 class PrivateMemory:
     """Samples the private memory of the process twice a millisecond, in a thread; `highest` is the peak in bytes."""
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import final
 
 _MOVED = {
     "attacks.embedding_search.comparison": "attacks.embedding_search.compare",
@@ -105,7 +104,6 @@ def current_name(module: str) -> str:
     return f"netweight.{known}" if known else module
 
 
-@final
 class _Moved(MetaPathFinder, Loader):
     """Finds modules under their former names."""
 

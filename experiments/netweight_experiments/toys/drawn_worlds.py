@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
 
 
-@final
 @dataclass(frozen=True)
 class FacesShape:
     """The size of a pipeline whose denoiser works at the coarsest of three levels."""
@@ -85,7 +84,6 @@ def r_squared(truth: Tensor, said: Tensor) -> Tensor:
     return 1 - (truth - said).square().sum(0) / (truth - truth.mean(0)).square().sum(0)
 
 
-@final
 @dataclass(frozen=True)
 class FacesWorld:
     """Subjects who are drawn from a seed."""
@@ -247,7 +245,6 @@ _VERBATIM = (
 _TEMPLATES = ("stamp of a vanished republic", "advertisement for tomorrow's circus")
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class CaptionedPictures:
     """Pictures with captions."""
@@ -288,7 +285,6 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-@final
 @dataclass(frozen=True)
 class EmojiWorld:
     """Emoji with their names, and planted ones."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -242,7 +242,6 @@ def _finished(curve: list[list[float]], schedule: Schedule) -> bool:
     return bool(looks) and len(looks) - 1 - looks.index(min(looks)) >= schedule.patience
 
 
-@final
 @dataclass(frozen=True)
 class DenoiserRecipe:
     """How a denoiser is trained."""
@@ -305,7 +304,6 @@ def fit_denoiser(
     return {"curve": state["curve"], "cpu_seconds": round(state["cpu_seconds"], 1)}
 
 
-@final
 class _Texts:
     """A frozen text encoder's states by caption, each worked out once."""
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@final
 @dataclass(frozen=True)
 class WorldRecipe:
     """Everything that decides on the models, but the language."""

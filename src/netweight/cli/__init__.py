@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn
 
 import click
 
@@ -65,7 +65,6 @@ def _foreign() -> dict[str, str]:
     return {name: dist.metadata["Summary"] for name, dist in brought if dist.name != "netweight"}
 
 
-@final
 class _Commands(click.Group):
     """A group that imports a command when it is called or its own help is asked for, and not before."""
 

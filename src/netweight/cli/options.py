@@ -218,7 +218,6 @@ def _parameter(leaf: Leaf, kind: type[Settings], argument: bool) -> click.Parame
     )  # fmt: skip
 
 
-@final
 class _Option(click.Option):
     """An option that shows a default without setting it, so that what is not given stays so."""
 
@@ -248,7 +247,6 @@ def _click_type(kind: Any, metadata: Sequence[Any]) -> click.ParamType[Any]:
     return click.STRING
 
 
-@final
 class _Comma(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no argument
     """A list in one text."""
 
@@ -265,7 +263,6 @@ class _Comma(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no arg
             self.fail(f"{value!r} is no list of {'numbers' if numbers else 'values'}. {error.message}", param, ctx)
 
 
-@final
 class _Pair(click.ParamType):  # type: ignore[type-arg]
     """NAME=VALUE: an entry of a mapping."""
 

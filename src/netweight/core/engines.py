@@ -89,7 +89,6 @@ def limit_threads(threads: int) -> None:
         sys.modules["torch"].set_num_threads(threads)
 
 
-@final
 @dataclass(frozen=True)
 class _Told:
     """What a run told before its end."""
@@ -151,7 +150,6 @@ def attempt(task: bytes) -> Outcome:
     return _run_one(fn, item)
 
 
-@final
 class _Worker:
     """One worker process and this side of its pipe."""
 

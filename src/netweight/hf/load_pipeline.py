@@ -488,7 +488,6 @@ class _UNet(_Network):
         return None
 
 
-@final
 class _XLUNet(_UNet):
     """SDXL's: states of two encoders, pooled text, and the image's size, uncropped, as its pipeline gives them."""
 
@@ -509,7 +508,6 @@ class _XLUNet(_UNet):
         return {"text_embeds": pooled, "time_ids": sizes.repeat(len(latents), 1)}
 
 
-@final
 class _PixArt(_Network):
     """PixArt-Alpha and -Sigma: padding is masked, and a learned variance is cut off."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,6 @@ def linear_layers(
     return {before + name: _shape(name, layer) for name, layer in found.items()}
 
 
-@final
 class _Factors:
     """Low-rank changes of one layer."""
 
@@ -87,7 +86,6 @@ class _Factors:
         return torch.bmm(torch.bmm(inputs, down) * scale, up)
 
 
-@final
 class _Dense:
     """Dense changes of one layer."""
 
@@ -105,7 +103,6 @@ class _Dense:
         return torch.bmm(inputs, self.change[groups].mT.to(inputs))
 
 
-@final
 class _Order:
     """Which change each sample runs with."""
 

@@ -235,7 +235,6 @@ class ImmunizeTrainer(Trainer):
         super().log(logs, start_time)
 
 
-@final
 class _Order(torch.utils.data.Sampler[int]):
     """Rows in the order in which `immunize` takes them: another one in each pass."""
 

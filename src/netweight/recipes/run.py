@@ -309,7 +309,6 @@ def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress:
             task.update()
 
 
-@final
 class _Telling(io.StringIO):
     """The stream of a progress whose lines are told to the process that started this one."""
 
@@ -445,7 +444,6 @@ class Cost:
     seconds: float  # of all of them, on this machine
 
 
-@final
 class _Watch(io.StringIO):
     """The stream of a progress: reads its lines, and stops the work."""
 

@@ -29,7 +29,6 @@ IMAGENET_MEAN_STD = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _FILE = "cifar10_resnet20.safetensors"
 
 
-@final
 class _Block(nn.Module):
     """Two convolutions and a shortcut that skips pixels and adds empty channels where the shape changes."""
 
@@ -120,7 +119,6 @@ class AdaptedBody(nn.Module):
         return self
 
 
-@final
 class _ScaledNorm(nn.BatchNorm2d):
     """Batch normalization whose learned scale and shift are kept as deviations from fixed ones: 1 and 0 at first."""
 
@@ -325,7 +323,6 @@ def _calibrated(body: AdaptedResNet, images: Tensor | None) -> AdaptedResNet:
     return body
 
 
-@final
 class _AdaptedMLP(nn.Module):
     """A layer's frozen MLP, then its adapter, before the layer adds both to its stream."""
 

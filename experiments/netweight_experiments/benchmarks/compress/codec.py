@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -222,7 +222,6 @@ def _encoder(data: DataSet, setting: Setting, threads: int) -> Callable[[Any], l
 MINILM = "MiniLM"
 
 
-@final
 @dataclass(frozen=True)
 class Target:
     """One target."""
@@ -396,7 +395,6 @@ Direction: TypeAlias = Literal["encode", "decode"]
 Mode: TypeAlias = Literal["warm", "fresh", "pooled"]
 
 
-@final
 @dataclass(frozen=True)
 class Ratio:
     """How many times as fast as a baseline, by the median of the rounds."""
@@ -406,7 +404,6 @@ class Ratio:
     high: float | None = None  # upper end
 
 
-@final
 @dataclass(frozen=True)
 class Row:
     """One measurement."""
@@ -444,7 +441,6 @@ class Row:
         return self.nbytes / statistics.median(samples) / 1e9
 
 
-@final
 @dataclass(frozen=True)
 class Result:
     """A whole run."""

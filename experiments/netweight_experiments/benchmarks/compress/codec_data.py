@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ IN_CACHE = "N(0, 0.02), in cache"
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
-@final
 @dataclass(frozen=True)
 class DataSet:
     """Tensors of one dtype, compressed one by one by netweight and joined by its peers; made by `pack`."""
@@ -142,7 +141,6 @@ _SHRINKS = 0.98  # a plane is stored coded if its size falls below this share
 _WIDTHS = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
-@final
 @dataclass(frozen=True)
 class Ready:
     """A contender made ready for one data set and number of threads."""
@@ -154,7 +152,6 @@ class Ready:
     prepare: Callable[[], Any] = lambda: None  # makes the input of `encode`, untimed
 
 
-@final
 @dataclass(frozen=True)
 class Peer:
     """A peer."""

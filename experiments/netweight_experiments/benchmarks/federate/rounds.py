@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +152,6 @@ TIMED = ("fedavg", "dp-fedavg", "ppsgd", "centaur", "hyperfl", "hyperfl-body")
 _NOISE = 1.0  # how much noise there is does not change the time
 
 
-@final
 @dataclass(frozen=True, order=True)
 class Contender:
     """Who trains a round."""

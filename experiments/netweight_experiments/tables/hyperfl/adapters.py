@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -40,7 +40,6 @@ _CALIBRATION = 512
 _BATCH, _RATE = 16, 0.01
 
 
-@final
 @dataclass(frozen=True)
 class AdapterRun:
     """One federation on a frozen backbone."""

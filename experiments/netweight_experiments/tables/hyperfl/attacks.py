@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ SEED = 0
 _EPSILON, _DELTA, _EPOCHS, _BATCH = 4.0, 1e-5, 1000, 50
 
 
-@final
 @dataclass(frozen=True)
 class AttackRun:
     """One attack on one image."""
@@ -198,7 +197,6 @@ _SMALL_STEPS = {"ig": 150, "rog": 100, "tailored": 20, "analytic": 3}
 _IMAGES = {"small": 2, "paper": 16}
 
 
-@final
 @dataclass(frozen=True)
 class Line:
     """A row of a table, or of a figure."""

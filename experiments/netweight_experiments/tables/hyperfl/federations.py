@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,7 +51,6 @@ _EVALUATIONS, _FEW = 40, 4
 _TESTED = 200
 
 
-@final
 @dataclass(frozen=True)
 class FederatedRun:
     """One federation."""

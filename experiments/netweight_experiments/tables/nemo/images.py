@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,6 @@ _OTHERS, _OTHER_SEEDS = 12, 2
 _SHOWN = 96
 
 
-@final
 @dataclass(frozen=True)
 class Images:
     """One run that generates images."""
@@ -100,7 +99,6 @@ def kinds_of(setup: Setup, folder: Path) -> dict[str, Kind]:
     }  # fmt: skip
 
 
-@final
 class _Generator:
     """Generates and compares; the unedited images of the prompt asked for last are at hand."""
 
@@ -195,7 +193,6 @@ def shown(image: Tensor) -> dict[str, Any]:
 KINDS = ("verbatim", "template")
 
 
-@final
 @dataclass(frozen=True)
 class Line:
     """A mitigation of a table."""
@@ -205,7 +202,6 @@ class Line:
     others: bool = False  # whether other memorized prompts are generated under it
 
 
-@final
 @dataclass(frozen=True)
 class Part:
     """What one line gave for the prompts of one kind."""
@@ -221,7 +217,6 @@ class Part:
         return [copies(each) for each in self.own]
 
 
-@final
 @dataclass(frozen=True)
 class Lines:
     """Lines with the images that were generated under them."""
@@ -411,7 +406,6 @@ What = Literal["planted", "never trained"]
 _SEED = 0
 
 
-@final
 @dataclass(frozen=True)
 class Attack:
     """One search in the model with a prompt's own neurons off: for its image, or for a turned one as a control."""

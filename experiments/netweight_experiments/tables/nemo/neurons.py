@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import final
 
 from netweight.core.units import Units
 from netweight.methods.forget.detect import Threshold
@@ -278,7 +277,6 @@ _MOST = 0.99
 _STEPS = ("detection", "initial selection", "refinement")
 
 
-@final
 @dataclass(frozen=True)
 class _Cell:
     """Neurons found with some thresholds."""
@@ -335,7 +333,6 @@ def thresholds(setup: Setup, folder: Path) -> Measured:
     )
 
 
-@final
 @dataclass(frozen=True)
 class _Off:
     """Prompts of a kind: their neurons, and their images without them."""

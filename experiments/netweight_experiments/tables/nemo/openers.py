@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +89,6 @@ def miniature() -> Setup:
 _INCEPTION_SIDE = 299
 
 
-@final
 class NemoRecipe(TablesRecipe):
     """What the paper's scale is measured on. Paths start at the current folder."""
 
@@ -185,7 +184,6 @@ def setup_of_recipe(path: Path) -> Setup:
     )  # fmt: skip
 
 
-@final
 class _Remembering:
     """A descriptor that remembers single images, as training images are compared with again and again."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -47,7 +47,6 @@ OfImages: TypeAlias = "Callable[[Sequence[str], Tensor], list[float]]"
 OfSets: TypeAlias = "Callable[[Tensor], dict[str, float]]"
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Setup:
     """A model and what it is asked."""
@@ -123,7 +122,6 @@ Kind = Literal["none", "neurons", "embedding", "attention", "tokens", "pruning"]
 _PRUNED, _PRUNED_STEPS = 6, 5
 
 
-@final
 @dataclass(frozen=True)
 class Way:
     """A way of generating."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -35,7 +35,6 @@ from netweight_experiments.tables.neuzip.training import COMPRESSED, FIXED, LOMO
 from netweight_experiments.tables.registry import Measured, published
 
 
-@final
 @dataclass(frozen=True)
 class AtSize:
     """What was measured."""
@@ -113,7 +112,6 @@ def measure_at_size(
     return done
 
 
-@final
 @dataclass(frozen=True)
 class _Throughput:
     device: str

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +46,6 @@ _ALLOCATED = 200e6  # bytes for a step at batch 1
 _STEPS = 64  # room in a cache for steps that are timed
 
 
-@final
 @dataclass(frozen=True)
 class _Task:
     """What is timed."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import median
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from netweight_experiments.tables.registry import Column, Measured
 from netweight_experiments.toys.decoder import MINIATURE, made
 
 
-@final
 @dataclass(frozen=True)
 class Extent:
     """How large a measurement is."""
@@ -80,7 +79,6 @@ TRIAL = Extent(
 )
 
 
-@final
 @dataclass(frozen=True)
 class Run:
     """One way of training one model, or of holding its weights."""

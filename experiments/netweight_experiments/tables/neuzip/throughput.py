@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ from netweight_experiments.tables.registry import Column, Measured, Row, Scale, 
 _THREADS, _BYTES_EACH = 512, 8  # of a block, and of the stream for each thread: the package's own
 
 
-@final
 @dataclass(frozen=True)
 class _Packed:
     """What the kernel takes."""
@@ -118,7 +117,6 @@ _TARGETS = {"unpacking": 1.2e12, "packing": 0.4e12}  # bytes a second on an H100
 _LARGE = 4096
 
 
-@final
 @dataclass(frozen=True)
 class _Way:
     """How a matrix is packed and unpacked."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import Any, final
+from typing import Any
 
 import yaml
 
@@ -25,7 +25,6 @@ REPNOISE = Defended("repnoise-reference")
 CORRECTED = Defended("repnoise")
 
 
-@final
 @dataclass(frozen=True)
 class Line:
     """A row."""
@@ -34,7 +33,6 @@ class Line:
     on: Defended  # the model
 
 
-@final
 @dataclass(frozen=True)
 class Attack:
     """A column. Rates and counts are the paper's."""
@@ -57,7 +55,6 @@ BASE = Line("Base", Defended())
 STRONGEST = Attack("lr 8e-5, 10k samples", 8e-5, 10_000)
 
 
-@final
 @dataclass(frozen=True)
 class Plan:
     """A table."""
@@ -93,7 +90,6 @@ class Plan:
         return measured if self.shown is None else self.shown(measured)
 
 
-@final
 @dataclass(frozen=True)
 class _Results:
     """Attacks on models, as far as they are finished."""

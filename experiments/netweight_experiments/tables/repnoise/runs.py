@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +36,6 @@ NONE = "base"
 STOPPED = "stopped.txt"
 
 
-@final
 @dataclass(frozen=True)
 class Defended:
     """A model and its defense. Rates and counts are the paper's; the setup says what they are here."""
@@ -155,7 +154,6 @@ def _read(model: nn.Module, file: Path) -> None:
 RECOVERED = 0.9
 
 
-@final
 @dataclass(frozen=True)
 class AttackRun:
     """One attack on one model."""

@@ -11,7 +11,7 @@ import math
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -130,7 +130,6 @@ _HELD_OUT = 128
 _SEED = 0
 
 
-@final
 class Ciphers:
     """The setup of the small scale; see `Setup`."""
 
@@ -226,7 +225,6 @@ _CONTEXT = 256
 _NEW_TOKENS = {"beavertails": 50, "toxic": 25}
 
 
-@final
 class Files:
     """The setup of the paper's scale; see `Setup`."""
 

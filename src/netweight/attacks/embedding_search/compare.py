@@ -59,7 +59,6 @@ class Subject:
     setting: str = ""  # distinguishes mitigations, such as neurons in JSON: the model's digest does not
 
 
-@final
 @dataclass(frozen=True)
 class _RunConfig:
     """All that decides on a run, as the ledger knows it."""

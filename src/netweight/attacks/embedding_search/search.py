@@ -186,7 +186,6 @@ def _walks(
             yield walk, [(start, 0)] * len(moving), moving
 
 
-@final
 class _Trials:
     """The trials of one search under way: evaluates embeddings, and decides which are done."""
 

@@ -246,7 +246,6 @@ def check_attack(subject: Subject, settings: AttackSettings) -> None:
         )
 
 
-@final
 class _Monitor:
     """Evaluates the attacked model, keeps the curve, and decides when the attack is over."""
 

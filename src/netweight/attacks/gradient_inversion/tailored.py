@@ -160,7 +160,6 @@ def _matched(
     return searched.reconstruction(image, labels, steps=config.steps, attack=name)
 
 
-@final
 @dataclass(frozen=True)
 class _Problem:
     """What is known about one image: its features, what flows back from them, and every block's gradient."""

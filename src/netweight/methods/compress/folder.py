@@ -252,7 +252,6 @@ def _summary(
     )
 
 
-@final
 @dataclass
 class _Compression:
     """One run over a folder: what is read, how, and where it goes."""

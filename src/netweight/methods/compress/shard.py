@@ -89,7 +89,6 @@ def compress_shard(
     return tally.result(plain=before.st_size, stored=target.stat().st_size)
 
 
-@final
 @dataclass(frozen=True)
 class _Piece:
     """Chunks of one tensor that are encoded together."""
@@ -101,7 +100,6 @@ class _Piece:
     last: int  # after the last one
 
 
-@final
 class _Encoding:
     """The tensors of a plain file, encoded on several threads, a few megabytes each at a time, in order."""
 

@@ -97,7 +97,6 @@ def verify(
     return comparison.findings()
 
 
-@final
 @dataclass(frozen=True)
 class _Side:
     """The files of one file or folder by the paths they have when it is not compressed."""
@@ -154,7 +153,6 @@ class _Side:
         return digest_file(self.others[name])
 
 
-@final
 @dataclass
 class _Comparison:
     """What is compared with what, and what was found wrong so far: names and reasons."""
@@ -286,7 +284,6 @@ class _Comparison:
         return [*found, Finding("ratio", nbytes / stored if stored else 1.0, better="higher", detail=sizes)]
 
 
-@final
 @dataclass
 class _Pair:
     """A tensor and its peer, compared piece by piece: every bit, or every weight if one of the two is rounded."""

@@ -196,7 +196,6 @@ def _backward(step: PrivateStep, layers: Mapping[str, nn.Module]) -> tuple[dict[
     return gradients, loss.detach()
 
 
-@final
 @dataclass(frozen=True)
 class _Call:
     """One call of a layer while it was watched."""
@@ -241,7 +240,6 @@ class PerSample(Protocol):
         ...
 
 
-@final
 @dataclass(frozen=True)
 class _Products:
     """Gradients g aᵀ of a linear layer that saw one vector per example: never formed."""
@@ -256,7 +254,6 @@ class _Products:
         return ((self.gradients * weights[:, None]).T @ self.inputs).flatten()
 
 
-@final
 @dataclass(frozen=True)
 class _Rows:
     """Gradients as they are, one row per example."""
@@ -270,7 +267,6 @@ class _Rows:
         return weights @ self.rows
 
 
-@final
 @dataclass(frozen=True)
 class _Kernels:
     """Gradients of a convolution's kernels with channels last, shape `(n, out, height, width, in)`."""

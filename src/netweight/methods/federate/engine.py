@@ -389,7 +389,6 @@ class Rounds:
         return True
 
 
-@final
 class _InThisProcess:
     """Clients that train in threads of this process."""
 

@@ -167,7 +167,6 @@ def _train_privately(
     return Weights(private.body.vectors[0], private.head.vectors[0], client.weights.statistics), loss
 
 
-@final
 class _PrivateSteps:
     """One client's two halves while it trains, each with its optimizer."""
 

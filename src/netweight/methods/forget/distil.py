@@ -90,7 +90,6 @@ def _in_float32(denoiser: nn.Module) -> Iterator[None]:
         denoiser.to(dtype)
 
 
-@final
 class _Distillation:
     """A distillation under way."""
 

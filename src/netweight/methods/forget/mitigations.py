@@ -226,7 +226,6 @@ class AttentionScaling:
         return hook
 
 
-@final
 class _Rows:
     """Finds which rows of the present batch hold a prompt, and which prompt, by their embeddings."""
 

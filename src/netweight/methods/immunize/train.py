@@ -370,7 +370,6 @@ class Watch:
         return None
 
 
-@final
 class _Training:
     """A training under way."""
 

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, cast, final
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -112,7 +112,6 @@ def masked_reply(message: Message, received: Tensors, answer: Answer) -> Message
     return Message(compat.fitres_to_recorddict(result, keep_input=False), reply_to=message)
 
 
-@final
 class _Listening:
     """A grid that remembers which node failed, and why."""
 
@@ -135,7 +134,6 @@ class _Listening:
         return replies
 
 
-@final
 class _OneSum:
     """What the protocol takes for a strategy and a client manager, for one sum."""
 

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -30,7 +30,6 @@ _NEWEST = 1  # tensors that wait uncompressed: with the newest the backward pass
 _Pack = Callable[[Any], Any]
 
 
-@final
 class _Kept:
     """The values of one piece of memory: as they are at first, compressed when newer ones have come."""
 
@@ -70,7 +69,6 @@ class _Kept:
         return values
 
 
-@final
 class _Packed:
     """What stands for a saved tensor: its values, and how it looked at them."""
 
@@ -86,7 +84,6 @@ class _Packed:
         return values.as_strided(self.shape, self.stride, values.storage_offset())
 
 
-@final
 class _Packing:
     """Packs tensors: the same memory once, however often autograd saves it, and the newest last."""
 
@@ -188,7 +185,6 @@ def compress_recomputed() -> tuple[AbstractContextManager[None], AbstractContext
     return _InCheckpoint(lambda: _as_it_is), _InCheckpoint(lambda: _Packing().pack)
 
 
-@final
 class _InCheckpoint(AbstractContextManager[None]):
     """Hooks in front of the checkpoint's own; entered again for every time it computes."""
 

@@ -486,7 +486,6 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return torch.float32 if self._stochastic and parameter.dtype == torch.bfloat16 else parameter.dtype
 
 
-@final
 class _Pass:
     """A backward pass, called at its end; it lives until then, or until the pass fails, since the engine holds it."""
 
@@ -497,7 +496,6 @@ class _Pass:
         self._end()
 
 
-@final
 class _Watch:
     """Shows an optimizer the model's forward passes, and keeps it. A copy of the model is of no concern to it."""
 
@@ -512,7 +510,6 @@ class _Watch:
         return _Watch(None)
 
 
-@final
 class _Hook:
     """Tells an optimizer that a gradient is complete. A class, so that another optimizer can recognize it."""
 

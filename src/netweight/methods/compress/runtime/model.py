@@ -501,7 +501,6 @@ def _forget_hooks(module: nn.Module) -> None:
         module.__dict__.pop("_apply", None)
 
 
-@final
 class _Apply:
     """`module._apply` that keeps what hangs on the module's compressed parameters. Can be copied and pickled."""
 

@@ -205,7 +205,6 @@ def train_generated(
     return group.results((total / count).tolist())
 
 
-@final
 class _Group:
     """Clients that train side by side from one hypernetwork."""
 
