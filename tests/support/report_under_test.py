@@ -32,7 +32,6 @@ def all_figures():
     return [
         figures.bars({"a": [1, 2], "b": [2, 1]}, ["p", "q"], alt="Bars <&>", errors={"a": [(0.5, 1.5), (1, 3)]}),
         figures.lines({"u": (x, y), "v": (x, y)}, alt="Lines", caption="Loss", log="y", bands={"u": band}),
-        figures.paired_dots([1, 2], [2, 3], ["one", "two"], alt="Dots", xlabel="ratio", log=True),
         figures.image_grid(
             [[rng.random((8, 8, 3)), (rng.random((8, 8)) * 255).astype("uint8"), None]],
             rows=["target"],

@@ -22,7 +22,7 @@ from netweight.metrics.copies import (
     similarity_to_memorized,
     sscd,
 )
-from netweight.metrics.images import distance_findings, frechet_distance, kernel_distance
+from netweight.metrics.images import frechet_distance, kernel_distance
 
 
 def images(n, seed=0, side=6):
@@ -224,12 +224,3 @@ def test_the_kernel_distances_interval_covers():
         for seed in range(100)
     )
     assert covered >= 88
-
-
-def test_findings_are_named_after_the_features():
-    frechet, kernel = distance_findings(CenteredPixels(), images(10), images(12, seed=5))
-    assert (frechet.name, kernel.name) == ("Fréchet distance of NCC", "kernel distance of NCC")
-    assert "caution" in frechet.detail
-    named = distance_findings(CenteredPixels(), images(10), images(12, seed=5), frechet="FID", kernel="KID")
-    assert [each.name for each in named] == ["FID", "KID"]
-    assert kernel.ci95[0] < kernel.value < kernel.ci95[1]

@@ -46,7 +46,6 @@ def test_an_image_grid_holds_its_pixels_and_names_in_the_pages_color(drawn):
     [
         (lambda: figures.bars({"a": [1]}, ["p", "q"], alt="x"), "1 bars for 2 labels"),
         (lambda: figures.lines({"a": ([1], [1, 2])}, alt="x"), "different length"),
-        (lambda: figures.paired_dots([1], [1], [], alt="x"), "paired_dots"),
         (lambda: figures.image_grid([[None]], rows=["r"], columns=["a", "b"], alt="x"), "1 rows of 2 images"),
         (lambda: figures.image_grid([[numpy.zeros((2, 2, 4))]], rows=["r"], columns=["c"], alt="x"), r"\(2, 2, 4\)"),
     ],

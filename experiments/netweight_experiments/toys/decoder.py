@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 
 from netweight.core.files import digest_bytes
@@ -21,7 +22,6 @@ from netweight.data.public import count_words, train_bpe
 from netweight_experiments.toys.fitting import Schedule, finished, fitted
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -53,8 +53,6 @@ def trained(text: str, folder: Path, recipe: DecoderRecipe = SMALL, *, progress:
     known = finished(folder, about)
     if known is not None:
         return known
-    import torch
-
     cut = text.rfind("\n", 0, round(len(text) * (1 - _HELD_OUT))) + 1
     tokenizer = train_bpe([text[:cut]], recipe.vocabulary)
     ids, held = (torch.tensor(tokenizer(part, verbose=False)["input_ids"]) for part in (text[:cut], text[cut:]))
@@ -78,7 +76,6 @@ def trained(text: str, folder: Path, recipe: DecoderRecipe = SMALL, *, progress:
 
 
 def _initialized(recipe: DecoderRecipe, vocabulary: int) -> PreTrainedModel:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -101,8 +98,6 @@ def _initialized(recipe: DecoderRecipe, vocabulary: int) -> PreTrainedModel:
 
 def _batch(ids: torch.Tensor, recipe: DecoderRecipe, step: int) -> Mapping[str, torch.Tensor]:
     """Windows that begin anywhere, so that no two passes over the text are cut alike."""
-    import torch
-
     generator = torch_generator(recipe.seed, "batch", step)
     starts = torch.randint(len(ids) - recipe.window + 1, (recipe.batch,), generator=generator).tolist()
     windows = torch.stack([ids[start : start + recipe.window] for start in starts])
@@ -110,8 +105,6 @@ def _batch(ids: torch.Tensor, recipe: DecoderRecipe, step: int) -> Mapping[str, 
 
 
 def _loss(model: nn.Module, windows: torch.Tensor, batch: int) -> float:
-    import torch
-
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         parts = [(len(part), float(model(input_ids=part, labels=part).loss)) for part in torch.split(windows, batch)]
     return sum(count * loss for count, loss in parts) / len(windows)
@@ -139,8 +132,6 @@ def made(shape: str, **changes: Any) -> PreTrainedModel:
 
 def parameters_of(shape: str) -> tuple[int, int]:
     """Return the numbers of a model: all its weights, and those of the largest one; nothing is allocated."""
-    import torch
-
     with torch.device("meta"):
         sizes = [parameter.numel() for parameter in made(shape).parameters()]
     return sum(sizes), max(sizes)

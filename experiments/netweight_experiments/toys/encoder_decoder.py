@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from netweight.core.files import digest_bytes
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
@@ -20,7 +22,6 @@ from netweight.metrics.perplexity import IGNORED, encoder_decoder_losses
 from netweight_experiments.toys.fitting import Schedule, finished, fitted
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -90,8 +91,6 @@ def batches(
 
 
 def _batch(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, longest: tuple[int, int] = LONGEST) -> Batch:
-    import torch
-
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     sources = tokenizer([pair.source for pair in pairs], add_special_tokens=False)["input_ids"]
     targets = tokenizer([pair.target for pair in pairs], add_special_tokens=False)["input_ids"]
@@ -108,15 +107,12 @@ def _padded(rows: list[list[int]], filler: int) -> list[list[int]]:
 
 
 def _drawn(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, recipe: EncoderDecoderRecipe, step: int) -> Batch:
-    import torch
-
     generator = torch_generator(recipe.seed, "batch", step)
     chosen = torch.randint(len(pairs), (recipe.batch,), generator=generator).tolist()
     return _batch([pairs[number] for number in chosen], tokenizer)
 
 
 def _initialized(recipe: EncoderDecoderRecipe, vocabulary: int) -> PreTrainedModel:
-    import torch
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -140,7 +136,6 @@ def _initialized(recipe: EncoderDecoderRecipe, vocabulary: int) -> PreTrainedMod
 
 def _frequencies(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, checked: list[Batch]) -> float:
     """Nats per held-out token of a model that knows only how frequent each token of a query is, each seen once more."""
-    import torch
 
     def tokens(found: Iterator[Batch] | list[Batch]) -> torch.Tensor:
         labels = torch.cat([batch["labels"].flatten() for batch in found])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
+import torch
 
 from netweight.core.files import digest_config, digest_file
 from netweight.core.progress import QUIET, Progress
@@ -35,7 +36,6 @@ from netweight.toys.language import (
 from netweight_experiments.toys.fitting import CHECKPOINT, Fit, Schedule, finished, fit, record
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -148,8 +148,6 @@ def _arguments(examples: list[Example], pad_id: int, loss_on: LossOn = "response
 
 def _loss(model: nn.Module, examples: list[Example], pad_id: int) -> float:
     """Nats per response token."""
-    import torch
-
     with torch.inference_mode():
         return float(model(**_arguments(examples, pad_id)).loss)
 

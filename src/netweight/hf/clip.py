@@ -2,7 +2,7 @@
 
     clip = Clip("clip-vit-base-patch32")
     clip.alignment(images, prompts)
-    distance_findings(clip, images, references, frechet="CLIP-FID")
+    frechet_distance(clip(images), clip(references))
 
 Nothing is downloaded: reports of prompt alignment name the folder's model.
 """

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from netweight.metrics.copies import Descriptor
 
 _WINDOW, _SIGMA = 11, 1.5
 
@@ -337,47 +336,9 @@ def kernel_distance(features: Tensor, references: Tensor) -> Interval:
     return Interval(float(estimate), float(estimate) - half, float(estimate) + half, n, 0.95, "jackknife, normal")
 
 
-def distance_findings(
-    descriptor: Descriptor, images: Tensor, references: Tensor, *, frechet: str = "", kernel: str = ""
-) -> list[Finding]:
-    """Return both distances between two sets of images as findings."""
-    # images: shape `(n, 3, height, width)`, within 0 and 1; references: `(m, 3, height, width)`, of any size if the
-    # descriptor resizes. Features are not scaled to length 1. `frechet`, `kernel`: names such as "FID" and "KID" where
-    # the features are Inception's, "CLIP-FID" where they are CLIP's; by default those of the descriptor.
-    a, b = _features(descriptor, images), _features(descriptor, references)
-    few = min(len(a), len(b)) <= a.shape[1]
-    detail = {"features": descriptor.name, "width": a.shape[1], "references": len(b)}
-    if few:
-        detail["caution"] = "fewer images than features: the Fréchet distance is biased upwards"
-    kid = kernel_distance(a, b)
-    return [
-        Finding(
-            frechet or f"Fréchet distance of {descriptor.name}",
-            frechet_distance(a, b),
-            n=len(a),
-            better="lower",
-            detail=detail,
-        ),
-        Finding(
-            kernel or f"kernel distance of {descriptor.name}",
-            kid.estimate,
-            ci95=kid.ci95,
-            n=len(a),
-            better="lower",
-            detail={"features": descriptor.name, "references": len(b), "interval": kid.method},
-        ),
-    ]
-
-
 def _kernel(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
     cubed: NDArray[np.float64] = (a @ b.T / a.shape[1] + 1) ** 3
     return cubed
-
-
-def _features(descriptor: Descriptor, images: Tensor) -> Tensor:
-    import torch
-
-    return torch.cat([descriptor(part) for part in torch.split(images, 64)])
 
 
 def _pair(features: Tensor, references: Tensor, least: int = 2) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -21,14 +21,13 @@ from netweight.core.lazy import library
 from netweight.errors import UsageError
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 
 MINIMUM_FOR_BOOTSTRAP = 5
 """Below this many samples a resample repeats the same few values and its interval is far too narrow."""
 
-Statistic: TypeAlias = Literal["mean", "median", "geometric mean"] | Callable[..., Any]
+Statistic: TypeAlias = Literal["mean", "median"] | Callable[..., Any]
 Method: TypeAlias = Literal["auto", "BCa", "percentile", "basic"]
 
 
@@ -66,13 +65,14 @@ def bootstrap(
     # samples: One value per independent repetition, shape `(n,)`, n ≥ 5, all finite.
     # Returns: The interval; of width 0 when all samples are equal.
     values = _finite_samples(samples, "bootstrap", MINIMUM_FOR_BOOTSTRAP)
-    function = _statistic(statistic, values)
-    chosen = _method(method, statistic)
+    known: dict[Any, Callable[..., Any]] = {"mean": np.mean, "median": np.median}
+    function = statistic if callable(statistic) else known.get(statistic)
+    if function is None:
+        raise UsageError(f"Unknown statistic {statistic!r}.", cure='Use "mean", "median" or a function.')
+    chosen = method if method != "auto" else "BCa" if statistic == "mean" else "percentile"
     estimate = float(function(values, axis=-1))
     if (values == values[0]).all():
         return Interval(estimate, estimate, estimate, len(values), level, "all samples equal")
-    import numpy as np
-
     result = scipy_stats().bootstrap(
         (values,),
         function,
@@ -112,11 +112,10 @@ def paired_ratio(
     baseline: Sequence[float] | NDArray[np.floating[Any]],
     *,
     seed: int,
-    center: Literal["median", "geometric mean"] = "median",
     level: float = 0.95,
     resamples: int = 9999,
 ) -> Interval:
-    """Return the typical ratio of paired measurements with its bootstrap interval."""
+    """Return the median ratio of paired measurements with its bootstrap interval."""
     # Pairs are resampled, not values: measurements taken side by side share the state of the machine, and their ratio
     # does not depend on it. Both have shape `(n,)`, n ≥ 5, above 0; entry i of both is from the same round.
     top = _finite_samples(values, "paired_ratio", MINIMUM_FOR_BOOTSTRAP)
@@ -125,18 +124,10 @@ def paired_ratio(
         raise UsageError(f"paired_ratio got {len(top)} values and {len(bottom)} baselines.", cure="Measure in pairs.")
     if min(top.min(), bottom.min()) <= 0:
         raise UsageError("paired_ratio needs values above 0.", cure="Times and speeds of finished runs are.")
-    return bootstrap(top / bottom, center, seed=seed, level=level, resamples=resamples)
-
-
-def geometric_mean(values: Sequence[float] | NDArray[np.floating[Any]]) -> float:
-    """Return the geometric mean, the average that suits ratios."""
-    # values: At least one finite value, all above 0, shape `(n,)`.
-    return float(_geometric_mean(_positive(_finite_samples(values, "geometric_mean", 1))))
+    return bootstrap(top / bottom, "median", seed=seed, level=level, resamples=resamples)
 
 
 def _finite_samples(samples: Any, caller: str, minimum: int) -> NDArray[np.float64]:
-    import numpy as np
-
     values = np.asarray(samples, dtype=np.float64)
     if values.ndim != 1:
         raise UsageError(f"{caller} takes a list of numbers, not an array of shape {values.shape}.")
@@ -151,37 +142,6 @@ def _finite_samples(samples: Any, caller: str, minimum: int) -> NDArray[np.float
             f"{caller}: sample {where} is {values[where]}.", cure="Report runs that failed apart from those that ran."
         )
     return values
-
-
-def _positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    if values.min() <= 0:
-        raise UsageError(f"A geometric mean needs values above 0; the least is {values.min()}.")
-    return values
-
-
-def _geometric_mean(values: NDArray[np.float64], axis: int = -1) -> Any:
-    import numpy as np
-
-    return np.exp(np.log(values).mean(axis=axis))
-
-
-def _statistic(statistic: Statistic, values: NDArray[np.float64]) -> Callable[..., Any]:
-    import numpy as np
-
-    if callable(statistic):
-        return statistic
-    if statistic == "geometric mean":
-        _positive(values)
-        return _geometric_mean
-    if statistic in ("mean", "median"):
-        return np.mean if statistic == "mean" else np.median
-    raise UsageError(f"Unknown statistic {statistic!r}.", cure='Use "mean", "median", "geometric mean" or a function.')
-
-
-def _method(method: Method, statistic: Statistic) -> str:
-    if method != "auto":
-        return method
-    return "BCa" if statistic in ("mean", "geometric mean") else "percentile"
 
 
 def scipy_stats() -> Any:

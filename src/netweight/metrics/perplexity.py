@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.metrics.intervals import Interval, bootstrap
@@ -121,8 +123,6 @@ def _sums(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
 
 def _interval(nats: Sequence[float], tokens: Sequence[int], seed: int) -> Interval:
     """Nats per token: a ratio of sums, whose bootstrap resamples pieces, so it draws their numbers."""
-    import numpy as np
-
     loss, count = np.asarray(nats), np.asarray(tokens)
     if not np.isfinite(loss).all():
         return Interval(math.inf, math.inf, math.inf, len(loss), 0.95, "a loss is not finite")

@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
+
 from netweight.errors import UsageError
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, scipy_stats
 from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 HALF = 0.5 + 1e-12
@@ -61,8 +62,6 @@ class Times:
 
     def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Return times and marks in the order of time, events before stops of the same time."""
-        import numpy as np
-
         values, observed = np.asarray(self.values, np.float64), np.asarray(self.observed, np.bool_)
         order = np.lexsort((~observed, values))
         return values[order], observed[order]
@@ -112,8 +111,6 @@ def kaplan_meier(times: Times, *, level: float = 0.95, transform: Transform = "l
     # The interval does not know of clusters.
     # Source: Kaplan and Meier 1958; Kalbfleisch and Prentice, The Statistical Analysis of Failure Time Data,
     # section 1.4; Brookmeyer and Crowley 1982 for the median.
-    import numpy as np
-
     values, observed = times.arrays()
     stats = scipy_stats()
     when = np.unique(values[observed])
@@ -165,8 +162,6 @@ class LogRank:
 def log_rank(strata: Sequence[tuple[Times, Times]]) -> LogRank:
     """Compare two groups within strata, such as each attack setting: only like is compared with like."""
     # Source: Mantel 1966; Peto and Peto 1972. scipy's logrank gives the same numbers for one stratum, and has no more.
-    import numpy as np
-
     if not strata:
         raise UsageError("A log-rank test needs at least one pair of groups.")
     difference = variance = 0.0
@@ -195,8 +190,6 @@ def resampled_weights(times: Times, *, resamples: int, rng: np.random.Generator)
     # Clusters are drawn first and then the repetitions within them, so that an interval is as wide as few defense
     # seeds make it, however many attacks each of them met.
     # Returns: Shape `(resamples, n)`; every row adds up to at least 1.
-    import numpy as np
-
     names = times.clusters or (0,) * times.n
     values, observed = np.asarray(times.values, np.float64), np.asarray(times.observed, np.bool_)
     order = np.lexsort((~observed, values))
@@ -219,8 +212,6 @@ def in_parts(times: Times, *, resamples: int, rng: np.random.Generator) -> Itera
 
 def _shares(times: Times, weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Kaplan-Meier shares after each repetition in order, one row per resample: shape `(resamples, n)`."""
-    import numpy as np
-
     _, observed = times.arrays()
     at_risk = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
     falls = np.divide(weights * observed, at_risk, out=np.zeros_like(weights), where=at_risk > 0)
@@ -232,8 +223,6 @@ def median_times(times: Times, weights: NDArray[np.float64]) -> tuple[NDArray[np
     # weights: As `resampled_weights` returns them. Shape `(resamples, n)`.
     # Returns: Least and most, shape `(resamples,)` each. They are equal where the median was reached; where it
     # was not, it is at least the resample's longest time, and has no upper bound.
-    import numpy as np
-
     values, _ = times.arrays()
     below = _shares(times, weights) <= HALF
     reached = below.any(axis=1)
@@ -247,8 +236,6 @@ def restricted_means(times: Times, weights: NDArray[np.float64], horizon: float)
     # weights: As `resampled_weights` returns them. Shape `(resamples, n)`.
     # Returns: Shape `(resamples,)`. A curve whose last repetition was stopped before the horizon goes on as it
     # was.
-    import numpy as np
-
     values, _ = times.arrays()
     ends = np.minimum(np.append(values, horizon), horizon)
     widths = np.diff(ends, prepend=0.0)
@@ -289,8 +276,6 @@ def ratio_of_times(
     # times cut off at the horizon (by default the shorter of the longest times), is always known, and understates a
     # ratio if the top group is censored there.
     # Source: Efron 1981, Censored Data and the Bootstrap.
-    import numpy as np
-
     for name, group in (("top", top), ("bottom", bottom)):
         if group.n < MINIMUM_FOR_BOOTSTRAP:
             raise UsageError(
@@ -317,8 +302,6 @@ def ratio_of_times(
 
 def divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.float64]:
     """Divide times, with x / ∞ = 0, and x / 0 = ∞ but 1 for 0 / 0: both groups were there before anything was done."""
-    import numpy as np
-
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where((top == 0) & (bottom == 0), 1.0, top / bottom)
     return np.where(np.isinf(bottom), 0.0, ratio)
@@ -329,8 +312,6 @@ def summarize_ratio(
 ) -> TimesRatio:
     """Make a ratio of its least and greatest value in the sample itself (first) and in resamples (the others)."""
     # lows: Least values, shape `(1 + resamples,)`.
-    import numpy as np
-
     least, most = float(lows[0]), float(highs[0])
     bound: Literal["", "at least", "at most", "unknown"] = ""
     estimate = least

@@ -118,33 +118,6 @@ def lines(
         return to_figure(drawing, alt=alt, caption=caption)
 
 
-def paired_dots(
-    before: Sequence[float],
-    after: Sequence[float],
-    labels: Sequence[str],
-    *,
-    names: tuple[str, str] = ("before", "after"),
-    alt: str,
-    caption: str = "",
-    xlabel: str = "",
-    log: bool = False,
-) -> Figure:
-    """Draw one row per label with two dots and a line between them: what changed, and how far."""
-    if not len(before) == len(after) == len(labels):
-        raise UsageError(f"paired_dots got {len(before)} and {len(after)} values for {len(labels)} labels.")
-    with canvas(1, height=0.7 + 0.28 * len(labels)) as (drawing, (axes,)):
-        rows = range(len(labels))
-        axes.hlines(rows, before, after, color=_ink(), linewidth=1, zorder=1)
-        axes.scatter(before, rows, color=series_color(0), marker="o", label=names[0], zorder=2)
-        axes.scatter(after, rows, color=series_color(1), marker="D", label=names[1], zorder=2)
-        axes.set_yticks(rows, labels)
-        axes.set_ylim(len(labels) - 0.5, -0.5)
-        _finish(axes, xlabel, "", log=False, legend=True, grid="x")
-        if log:
-            axes.set_xscale("log")
-        return to_figure(drawing, alt=alt, caption=caption)
-
-
 def image_grid(
     images: Sequence[Sequence[Any]],
     *,

@@ -74,9 +74,6 @@ class Measured:
         return any(each.name == self.name and each.value is not None for each in findings), []
 
 
-Rule: TypeAlias = Criterion | AllTargets | Measured
-
-
 @final
 class Conclusion:
     """Words that follow from findings.

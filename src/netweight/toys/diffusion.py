@@ -49,8 +49,6 @@ class DiffusionShape:
 
 def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = DiffusionShape()) -> Any:
     """Make a pipeline whose U-Net has learned nothing: it predicts velocity, on Stable Diffusion's noise schedule."""
-    import torch
-
     diffusers: Any = library("diffusers", "Making small diffusion models", "diffusion")
     tokenizer = word_clip_tokenizer(words, length=shape.tokens)
     deeper = len(shape.channels) - 1
@@ -102,8 +100,6 @@ def assembled(denoiser: Any, tokenizer: Any, seed: int, *, side: int, text_width
 
 def opened(folder: str | Path) -> Any:
     """Open a pipeline's folder: in fp32, on the CPU, in evaluation mode, without progress bars."""
-    import torch
-
     from netweight.hf.load_pipeline import load_text_to_image
 
     return load_text_to_image(folder, dtype=torch.float32).pipeline

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 from torch import Tensor
 
 from netweight.attacks.embedding_search.compare import Comparison, Run, Target, images_of
@@ -269,8 +270,6 @@ def _interval(values: Sequence[float], seed: int) -> tuple[float, float] | None:
 
 def _interval_of_difference(a: Sequence[float], b: Sequence[float], seed: int) -> tuple[float, float] | None:
     """Percentiles of the difference of means, both groups drawn again; None for groups too small for that."""
-    import numpy as np
-
     if min(len(a), len(b)) < MINIMUM_FOR_BOOTSTRAP:
         return None
     rng = np.random.default_rng(seed)

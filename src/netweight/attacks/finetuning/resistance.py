@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
+import numpy as np
 from torch import nn
 from torch.nn import functional
 
@@ -40,7 +41,6 @@ from netweight.nn.hooks import evaluating
 from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 
@@ -98,8 +98,6 @@ def _hardness(attack: AttackTimes) -> tuple[float, float, float]:
 
 
 def _once(times: Times) -> NDArray[np.float64]:
-    import numpy as np
-
     return np.ones((1, times.n))
 
 
@@ -147,8 +145,6 @@ def _over_defenses(pooled: TimesRatio, steps: Sequence[float], base: float) -> T
 def same_attack_ratio(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes], *, seed: int) -> TimesRatio | None:
     """Return how many times the steps the same attacks take: the geometric mean of the ratios of medians."""
     # Attacks under which the bottom subject does not get there are left out, as they compare nothing.
-    import numpy as np
-
     pairs = [pair for pair in _pairs(top, bottom) if 0 < _hardness(pair[1])[0] < math.inf]
     if not pairs:
         return None
@@ -180,8 +176,6 @@ def _n(attack: AttackTimes) -> int:
 
 def _medians(attacks: Sequence[AttackTimes], seed: int) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
     """Medians of each attack, the sample's own first and then those of its resamples."""
-    import numpy as np
-
     found = []
     for attack in attacks:
         if attack.times is not None:
@@ -194,8 +188,6 @@ def _medians(attacks: Sequence[AttackTimes], seed: int) -> list[tuple[NDArray[np
 def _least(
     medians: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    import numpy as np
-
     return np.min([low for low, _ in medians], axis=0), np.min([high for _, high in medians], axis=0)
 
 
@@ -315,8 +307,6 @@ def _judged(name: str, judge: str, before: Sequence[float], after: Sequence[floa
 
 def _ratio_over_rows(top: Sequence[float], bottom: Sequence[float], seed: int) -> Interval:
     """A ratio of sums with its interval over resampled rows; no interval for fewer than five."""
-    import numpy as np
-
     tops, bottoms, count = np.asarray(top, np.float64), np.asarray(bottom, np.float64), len(top)
     if count < MINIMUM_FOR_BOOTSTRAP:
         few = f"no interval: {count} rows are fewer than {MINIMUM_FOR_BOOTSTRAP}"
