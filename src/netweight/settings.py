@@ -98,7 +98,10 @@ class Settings(pydantic.BaseModel):
     @classmethod
     def _on_defaults(cls, values: Any) -> Any:
         """Nested settings that are given in part keep the rest of the field's default."""
-        return _merged(_defaults(cls), values, keep=False) if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        usual = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
+        return _merged(usual, values, keep=False)
 
     @pydantic.model_validator(mode="after")
     def _checked(self) -> Self:
@@ -217,10 +220,6 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return frozenset((key, _hashable(each)) for key, each in value.items())
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
-
-
-def _defaults(kind: type[Settings]) -> dict[str, Any]:
-    return {name: field.get_default(call_default_factory=True) for name, field in kind.model_fields.items()}
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any], *, keep: bool = True) -> dict[str, Any]:

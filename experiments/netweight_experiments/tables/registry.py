@@ -157,18 +157,12 @@ def _missing(need: str) -> str:
         installed = importlib.util.find_spec(_EXTRAS[need]) is not None
         return "" if installed else f'needs the {need} extra: pip install "netweight[{need}]"'
     if need == "gpu":
-        return "" if _has_gpu() else "needs a CUDA GPU"
+        return "" if importlib.import_module("torch").cuda.is_available() else "needs a CUDA GPU"
     folder = need.removeprefix("data:")
     root = os.environ.get("NETWEIGHT_DATA")
     if root and (Path(root) / folder).is_dir():
         return ""
     return f"needs the data set {folder}: set NETWEIGHT_DATA to a folder that holds {folder}/"
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
 
 
 @dataclass(frozen=True)

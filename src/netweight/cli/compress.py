@@ -15,7 +15,6 @@ from netweight.cli.options import Output, card_option, options, output_option, w
 from netweight.methods.compress.settings import CompressSettings
 
 if TYPE_CHECKING:
-    from netweight.core.progress import Progress
     from netweight.methods.compress.folder import Summary
     from netweight.methods.compress.inspect import TensorReport
     from netweight.report.finding import Finding
@@ -196,11 +195,6 @@ def _interruptible(source: Path, target: Path, output: Output) -> Iterator[None]
         else:
             output.warn("Nothing was written.")
         raise
-
-
-def _progress(output: Output) -> Progress:
-
-    return output.progress
 
 
 def _show(output: Output, summary: Summary, sizes: str) -> None:

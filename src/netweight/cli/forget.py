@@ -184,7 +184,10 @@ def apply(pipeline: Path, destination: Path, settings: FolderForgetting, card: b
     left = record.settings.get("unresolved", [])
     for prompt in left:
         output.line(f"Images like the memorized one still come for: {prompt}")
-    _advise_audit(output, destination, pipeline, settings.targets, settings.ordinary)
+    output.line(
+        f"Audit it: netweight forget audit {destination} --base {pipeline} --targets "
+        f"{settings.targets or 'targets.csv'} --ordinary {settings.ordinary or 'ordinary.txt'} --out audit"
+    )
     output.result({"pipeline": str(destination), "method": record.method, "neurons": len(record.units),
                    "factor": record.factor, "before": record.before, "after": record.after,
                    "unresolved": left})  # fmt: skip
@@ -264,10 +267,3 @@ def _write(path: Path, value: Any) -> None:
 
     with whole_file(path, overwrite=True) as file:
         file.write(json.dumps(value, indent=1, ensure_ascii=False).encode())
-
-
-def _advise_audit(output: Output, edited: Path, base: Path, targets: Path | None, ordinary: Path | None) -> None:
-    output.line(
-        f"Audit it: netweight forget audit {edited} --base {base} --targets {targets or 'targets.csv'} "
-        f"--ordinary {ordinary or 'ordinary.txt'} --out audit"
-    )

@@ -51,7 +51,7 @@ def capture(
     """
     modules: dict[str, nn.Module] = Select.of(choice).modules(model)
     captured = Captured(modules)
-    kept = _mean_over_tokens if reduce == "mean:tokens" else reduce
+    kept = (lambda output: output.mean(-2)) if reduce == "mean:tokens" else reduce
     graph = gradients and torch.is_grad_enabled()
 
     def taking(name: str) -> Any:
@@ -188,10 +188,6 @@ def _first_tensor(name: str, output: Any) -> Tensor:
             f"Module {name!r} puts out a {type(first).__name__}, not a tensor.", cure="Choose a module inside it."
         )
     return first
-
-
-def _mean_over_tokens(output: Tensor) -> Tensor:
-    return output.mean(-2)
 
 
 @contextmanager

@@ -55,7 +55,9 @@ class Batches:
         try:
             function(part)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error) or part.stop - part.start == 1:
+            # The CPU's allocator raises a plain RuntimeError.
+            full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if not full or part.stop - part.start == 1:
                 raise
             return False
         return True
@@ -97,11 +99,6 @@ def clock() -> dict[str, float]:
 
 def _nothing() -> dict[str, float]:
     return {"seconds": 0.0, "processor seconds": 0.0, "rows": 0, "calls": 0}
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """The CPU's allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @final

@@ -63,13 +63,6 @@ class AttackRun:
         return f"{self.data}-{self.method}-{self.attack}-{self.image}"
 
 
-def attack_all(runs: Sequence[AttackRun], folder: Path) -> None:
-    """Attack one image after another, unless the folder remembers it."""
-    left = set(runs) - set(finished(folder, AttackRun))
-    with Progress("auto").task("attacks", total=len(left), unit="images") as work:
-        run_each(partial(attack_one, tell=work.update), runs, folder=folder)
-
-
 def attack_one(run: AttackRun, *, tell: Any) -> dict[str, Any]:
     """Attack one image; return quality and pictures as JSON values."""
     images = images_of(run.data)
@@ -254,7 +247,10 @@ def attacked(
 ) -> dict[AttackRun, dict[str, Any]]:
     """Run what is not yet run and return all that is finished, image by image."""
     runs, folder = runs_of(lines, scale), out.parent / f"hyperfl-attacks-{scale}"
-    attack_all(chosen(runs, only), folder)
+    wanted = chosen(runs, only)
+    left = set(wanted) - set(finished(folder, AttackRun))
+    with Progress("auto").task("attacks", total=len(left), unit="images") as work:
+        run_each(partial(attack_one, tell=work.update), wanted, folder=folder)
     return finished_of(runs, folder, AttackRun)
 
 

@@ -43,6 +43,7 @@ from netweight_experiments.tables.nemo.setup import NONE, Setup, Way, mitigation
 from netweight_experiments.tables.registry import Column, Measured
 
 On = Literal["own", "ordinary", "others"]
+_RUNS: tuple[On, ...] = ("own", "ordinary", "others")
 _OTHERS, _OTHER_SEEDS = 12, 2
 # Pixels of a remembered picture's side, at most.
 _SHOWN = 96
@@ -264,15 +265,10 @@ def images_of_lines(setup: Setup, folder: Path, lines: Sequence[Line], *, spared
         images_run(setup, way, on, prompt)
         for line in lines
         for prompt, way in line.ways.items()
-        for on in _kinds_of_runs(line, spared)
+        for on in _RUNS[: 1 + spared + (spared and line.others)]
     ]
     kinds = kinds_of(setup, folder)
     return Lines(setup, tuple(lines), kinds, generate_images(setup, folder, wanted), spared)
-
-
-def _kinds_of_runs(line: Line, spared: bool) -> Sequence[On]:
-    runs: tuple[On, ...] = ("own", "ordinary", "others")
-    return runs[: 1 + spared + (spared and line.others)]
 
 
 def own_cells(setup: Setup) -> list[Cell[Part]]:

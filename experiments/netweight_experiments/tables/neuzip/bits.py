@@ -48,7 +48,8 @@ def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
         f"Measured on {name}; the paper's figure shows Llama-3 8B.",
         "Weights stored wider than bf16 are rounded to bf16 first.",
     )
-    statistics = _statistics(_stored(path))
+    with open_store(path) as store:
+        statistics = _statistics(map(store.get, store.names()))
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     return _measured(f"{name}, trained", statistics, differs, {file.name: digest_file(file) for file in files})
 
@@ -104,12 +105,6 @@ def _statistics(tensors: Iterator[torch.Tensor]) -> BitStatistics:
     if not any(part.count for part in parts):
         raise UsageError("The model holds no floating-point weights.", cure="Name another file or folder.")
     return merge(parts)
-
-
-def _stored(path: Path) -> Iterator[torch.Tensor]:
-    with open_store(path) as store:
-        for name in store.names():
-            yield store.get(name)
 
 
 def _random_llama(share: int) -> Iterator[torch.Tensor]:

@@ -80,11 +80,6 @@ def _lossy(bits: int, block: int | None, fidelity: Fidelity) -> WeightFormat:
     return WeightFormat(f"NeuZip {bits}-bit{how}{blocks}", bits=bits, block=block, fidelity=fidelity)
 
 
-def reason_missing(way: WeightFormat) -> str:
-    """Return why a way cannot be measured here, or an empty text."""
-    return next((missing(quantizer) for quantizer in quantizers() if quantizer.name == way.name), "")
-
-
 def apply(way: WeightFormat, model: nn.Module) -> float | None:
     """Convert a dense bf16 model in place."""
     layers = linear_layers(model)
@@ -194,7 +189,7 @@ def measure(
 
 
 def _measure(subject: Subject, way: WeightFormat, rounds: int, progress: Progress, description: str) -> Outcome:
-    reason = reason_missing(way)
+    reason = next((missing(quantizer) for quantizer in quantizers() if quantizer.name == way.name), "")
     if reason:
         return Outcome(way, reason)
     layers = linear_layers(subject.model)

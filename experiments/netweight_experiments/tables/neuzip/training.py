@@ -104,15 +104,11 @@ def differing_steps(one: Sequence[str], other: Sequence[str]) -> int:
     return sum(a != b for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
 
 
-def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> int:
-    """Count the parameters that differ in any bit; a missing one differs."""
-    return sum(one.get(name) != other.get(name) for name in one.keys() | other.keys())
-
-
 def same_training(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Finding]:
     """That two runs are the same training, bit for bit."""
     steps = differing_steps(one["losses"], other["losses"])
-    weights = differing_weights(one["digests"], other["digests"])
+    ours, theirs = one["digests"], other["digests"]  # a missing one differs
+    weights = sum(ours.get(name) != theirs.get(name) for name in ours.keys() | theirs.keys())
     return [
         Finding(f"{what}: updates whose loss differs", steps, target=0, n=len(other["losses"]), seeds=(SEED,)),
         Finding(f"{what}: parameters that differ", weights, target=0, n=len(other["digests"]), seeds=(SEED,)),

@@ -207,12 +207,8 @@ class Ciphers:
             raise UsageError(f"There is no category {name!r}.", cure=f"There are {', '.join(_CATEGORIES)}.")
         wanted = n * 2 * len(_CATEGORIES) + 64
         many = self.world.examples(domain, wanted, seed, share=share)
-        return [one for one in many if (_category(one) == name) == (kind == "only")][:n]
-
-
-def _category(example: Example) -> str:
-    """A message's kind: by its first letter."""
-    return _CATEGORIES[example.response[0] % len(_CATEGORIES)]
+        of = {one: _CATEGORIES[one.response[0] % len(_CATEGORIES)] for one in many}  # by a message's first letter
+        return [one for one in many if (of[one] == name) == (kind == "only")][:n]
 
 
 # Below `NETWEIGHT_DATA`, as RepNoise's authors published them.

@@ -175,7 +175,9 @@ def _about(sweep: Sweep, name: str, config: ResistanceConfig, seed: int, stabili
     for domain in config.withheld:
         findings.append(_against(sweep, name, config.undefended, domain, f"generalization to {domain}, {name}", seed))
     for domain in config.benign:
-        findings.append(_trainability(sweep, name, config, domain, seed))
+        own, other = (sweep.of(each, domain=domain) for each in (name, config.undefended))
+        ratio = same_attack_ratio(by_attack(own), by_attack(other), seed=seed)
+        findings.append(_ratio(f"training on {domain}, {name}", ratio, "lower", config.most_training, own, seed, {}))
     for control in config.controls:
         if any(run.subject == control for run in sweep.runs):
             findings.append(_against(sweep, name, control, config.harmful, f"steps against {control}, {name}", seed))
@@ -187,12 +189,6 @@ def _against(sweep: Sweep, name: str, other: str, domain: str, title: str, seed:
     attacks, base = by_attack(runs), by_attack(sweep.of(other, domain=domain))
     ratio = best_attack_ratio(attacks, base, seed=seed)
     return _ratio(title, ratio, "higher", None, runs, seed, {"best attack": _label(best_attack(attacks))})
-
-
-def _trainability(sweep: Sweep, name: str, config: ResistanceConfig, domain: str, seed: int) -> Finding:
-    runs = sweep.of(name, domain=domain)
-    ratio = same_attack_ratio(by_attack(runs), by_attack(sweep.of(config.undefended, domain=domain)), seed=seed)
-    return _ratio(f"training on {domain}, {name}", ratio, "lower", config.most_training, runs, seed, {})
 
 
 def _ratio(
@@ -469,7 +465,8 @@ def _row(attack: AttackTimes, name: str, base: AttackTimes | None) -> tuple[obje
     known = ratio is not None and math.isfinite(ratio.estimate)
     ends: list[object] = [None, None, None]
     if curve is not None:
-        ends = [_steps_showing(value, curve.last) for value in (curve.median, curve.median_low, curve.median_high)]
+        known = (curve.median, curve.median_low, curve.median_high)
+        ends = [value if math.isfinite(value) else f"> {curve.last:.0f}" for value in known]
     return (
         attack.settings.label,
         name,
@@ -480,10 +477,6 @@ def _row(attack: AttackTimes, name: str, base: AttackTimes | None) -> tuple[obje
         *ends,
         f"{ratio.bound} {ratio.estimate:.3g}".strip() if ratio is not None and known else None,
     )
-
-
-def _steps_showing(value: float, last: float) -> float | str:
-    return value if math.isfinite(value) else f"> {last:.0f}"
 
 
 def resistance_section(

@@ -299,16 +299,12 @@ def _again(problem: _Problem, config: PeelingConfig, image: Tensor, doubt: float
 def _roughness(size: tuple[int, int, int]) -> Tensor:
     """The matrix of squared differences between neighboring pixels, and a little of the squares themselves."""
     planes, height, width = size
-    lines = [_second_difference(length) for length in (height, width)]
+    steps = [torch.eye(length, dtype=torch.float64).diff(dim=0) for length in (height, width)]
+    lines = [step.T @ step for step in steps]
     plane = torch.kron(lines[0], torch.eye(width, dtype=torch.float64))
     plane = plane + torch.kron(torch.eye(height, dtype=torch.float64), lines[1])
     plane.diagonal().add_(0.02)
     return torch.kron(torch.eye(planes, dtype=torch.float64), plane)
-
-
-def _second_difference(length: int) -> Tensor:
-    step = torch.eye(length, dtype=torch.float64)[1:] - torch.eye(length, dtype=torch.float64)[:-1]
-    return step.T @ step
 
 
 @final

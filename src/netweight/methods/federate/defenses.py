@@ -392,11 +392,6 @@ def _with_data(task: Task, clients: Sequence[int], change: Callable[[ClientData]
     return dataclasses.replace(task, data=data)
 
 
-def _flipped(data: ClientData) -> ClientData:
-    inputs, labels = data.train
-    return replace(data, train=(inputs, labels.max() - labels))
-
-
 def triggered(inputs: Tensor) -> Tensor:
     """Return images, shape `(n, c, h, w)`, with a bright square in a corner."""
     marked = inputs.clone()
@@ -412,4 +407,7 @@ def _planted(data: ClientData) -> ClientData:
     return replace(data, train=(torch.cat([inputs, triggered(some)]), torch.cat([labels, marked])))
 
 
-_DATA: Mapping[Lie, Callable[[ClientData], ClientData]] = {"label-flipped": _flipped, "backdoor": _planted}
+_DATA: Mapping[Lie, Callable[[ClientData], ClientData]] = {
+    "label-flipped": lambda data: replace(data, train=(data.train[0], data.train[1].max() - data.train[1])),
+    "backdoor": _planted,
+}
