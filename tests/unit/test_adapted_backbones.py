@@ -10,8 +10,7 @@ from torch.func import functional_call, vmap
 from netweight.data.images.public import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
 from netweight.methods import federate
-from netweight.methods.federate.method import Client
-from netweight.methods.federate.task import LocalModel
+from netweight.methods.federate.task import Client, LocalModel
 from netweight.toys.networks import (
     IMAGENET_MEAN_STD,
     CifarResNet20,

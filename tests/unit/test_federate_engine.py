@@ -39,9 +39,8 @@ from netweight.methods.federate.defenses import Hardened
 from netweight.methods.federate.engine import Round, Run, at_plateau
 from netweight.methods.federate.folder import METHODS as METHODS_BY_NAME
 from netweight.methods.federate.folder import FederationPlan, named_method
-from netweight.methods.federate.method import Client, Trained
 from netweight.methods.federate.settings import Phase
-from netweight.methods.federate.task import LocalModel
+from netweight.methods.federate.task import Client, LocalModel, Trained
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 METHODS = {

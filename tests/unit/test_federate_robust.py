@@ -13,9 +13,8 @@ from netweight.errors import UsageError
 from netweight.methods.federate import Federation, HyperFL, LocalTraining, fedavg, train
 from netweight.methods.federate.algorithms.pfedhn import PFedHN
 from netweight.methods.federate.defenses import Lying
-from netweight.methods.federate.robust import screen
 from netweight.methods.federate.settings import Lie
-from netweight.methods.federate.updates import LowRank, Update
+from netweight.methods.federate.updates import LowRank, Update, screen
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 LIES = Lie.__args__  # type: ignore[attr-defined]

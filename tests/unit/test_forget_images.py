@@ -13,8 +13,15 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 from tiny_diffusion import ORDINARY, PLANTED, picture, planted_images, trained
 
 from netweight.errors import CorruptBlob, UsageError
-from netweight.methods.forget.images import GeneratedImages, ImagesConfig, generate_images, image_findings, verdicts
-from netweight.methods.forget.report import TREATMENT, images
+from netweight.methods.forget.report import (
+    TREATMENT,
+    GeneratedImages,
+    ImagesConfig,
+    generate_images,
+    image_findings,
+    images,
+    verdicts,
+)
 from netweight.methods.forget.settings import GenerationSettings
 from netweight.metrics.copies import Memorized, foreground_by_color, region_copies, region_findings
 from netweight.report.audit import audits_of, missing_audits

@@ -24,7 +24,7 @@ from torch import Tensor
 from netweight.core.files import digest_tensor, whole_file
 from netweight.core.lazy import library
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.images.sources import cached, decode_splits, local_folder, missing
+from netweight.data.images.images import cached, decode_splits, local_folder, missing
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.metrics.copies import CenteredPixels, similarity
 from netweight.nn.apply_lora import applied

@@ -13,7 +13,7 @@ from typing import cast, final, get_args
 import torch
 from torch import Tensor
 
-from netweight.data.images.sources import decode_splits
+from netweight.data.images.images import decode_splits
 from netweight.data.text import Row, RowErrors, Rows, read_rows, read_text
 from netweight.errors import NameNotFound, UsageError
 from netweight.metrics.copies import Kind

@@ -19,7 +19,7 @@ from torch import Tensor
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
-from netweight.data.images.sources import decode_splits
+from netweight.data.images.images import decode_splits
 from netweight.data.prompts import image_size
 from netweight.data.text import Row, RowErrors, read_rows
 from netweight.errors import UsageError

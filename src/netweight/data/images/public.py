@@ -20,8 +20,18 @@ from torch import Tensor
 
 from netweight.core.files import digest_file
 from netweight.core.lazy import library
-from netweight.data.images.images import MNIST_MEAN_STD, Images, from_dataset, measured_mean_std, pictures_below
-from netweight.data.images.sources import cached, decode_splits, from_hub, local_folder, missing
+from netweight.data.images.images import (
+    MNIST_MEAN_STD,
+    Images,
+    cached,
+    decode_splits,
+    from_dataset,
+    from_hub,
+    local_folder,
+    measured_mean_std,
+    missing,
+    pictures_below,
+)
 from netweight.errors import CorruptBlob, UsageError
 
 

@@ -26,9 +26,18 @@ from netweight.methods.federate.algorithms.direct import epsilon_caveats
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
 from netweight.methods.federate.dp import Guarantee, Release, guarantee
 from netweight.methods.federate.local import steps_per_epoch
-from netweight.methods.federate.method import Client, Method, Trained, Wrapped, prefixed, without
 from netweight.methods.federate.settings import Lie, LocalTraining
-from netweight.methods.federate.task import ClientData, LocalModel, Task
+from netweight.methods.federate.task import (
+    Client,
+    ClientData,
+    LocalModel,
+    Method,
+    Task,
+    Trained,
+    Wrapped,
+    prefixed,
+    without,
+)
 from netweight.methods.federate.updates import LowRank, Tensors, Update
 from netweight.nn.hypernetwork import ParameterLayout, hidden_code
 

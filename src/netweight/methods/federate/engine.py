@@ -23,11 +23,9 @@ from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
-from netweight.methods.federate.method import Client, Method, Trained, Weights, Wrapped
-from netweight.methods.federate.robust import Screened, screen
 from netweight.methods.federate.settings import Federation
-from netweight.methods.federate.task import LocalModel, Task
-from netweight.methods.federate.updates import Tensors, Update, check_allow_list, validate_updates
+from netweight.methods.federate.task import Client, LocalModel, Method, Task, Trained, Weights, Wrapped
+from netweight.methods.federate.updates import Screened, Tensors, Update, check_allow_list, screen, validate_updates
 
 # The file within a run's folder that it resumes from.
 CHECKPOINT = "federation.safetensors"

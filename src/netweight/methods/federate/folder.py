@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from netweight.data.images import Images
-    from netweight.methods.federate.method import Method
-    from netweight.methods.federate.task import Task
+    from netweight.methods.federate.task import Method, Task
 
 # Name of the settings' file in a run's folder.
 PLAN_FILE = "federation.json"

@@ -14,9 +14,8 @@ from torch.func import grad_and_value, vmap
 from netweight.core import seeds
 from netweight.errors import Unsupported
 from netweight.methods.federate.dp import Batch, PrivateStep, clipped_sum
-from netweight.methods.federate.method import Client, Method, Weights
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling, Trains
-from netweight.methods.federate.task import LocalModel, Statistics, Task
+from netweight.methods.federate.task import Client, LocalModel, Method, Statistics, Task, Weights
 
 # Takes "body" or "head" and that half's vector; returns what is added to its gradient.
 Extra = Callable[[str, Tensor], Tensor]

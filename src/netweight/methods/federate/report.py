@@ -30,9 +30,8 @@ from netweight.methods.federate.algorithms.hyperfl import rows_of_body
 from netweight.methods.federate.defenses import Hardened, dense_tensors, spent
 from netweight.methods.federate.dp import Guarantee
 from netweight.methods.federate.engine import Round, Run
-from netweight.methods.federate.method import Client, Method, prefixed
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import ClientData, LocalModel, Task
+from netweight.methods.federate.task import Client, ClientData, LocalModel, Method, Task, prefixed
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap

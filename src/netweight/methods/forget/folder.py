@@ -31,7 +31,6 @@ from netweight.hf.load_pipeline import (
 from netweight.job import Job, check_destination
 from netweight.methods.forget.detect import Score, Threshold, calibrate, detect_resumably, look_of
 from netweight.methods.forget.edit import FOLDER, EditRecord, apply_found_, forget, publish, read_records, switch_off
-from netweight.methods.forget.images import GeneratedImages, ImagesConfig, generate_images, verdicts
 from netweight.methods.forget.layers import changed_neurons, measure_statistics
 from netweight.methods.forget.localize import Localization, localize, union
 from netweight.methods.forget.mitigations import Deactivated, neuron_counts, random_units
@@ -42,10 +41,14 @@ from netweight.methods.forget.report import (
     SEARCH,
     TREATMENT,
     DetectionSubject,
+    GeneratedImages,
+    ImagesConfig,
     attacked_images,
     detection,
+    generate_images,
     images,
     neurons,
+    verdicts,
 )
 from netweight.methods.forget.settings import (
     DetectionConfig,

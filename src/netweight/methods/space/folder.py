@@ -378,7 +378,7 @@ def _target(path: Path, masks: Path | None) -> InversionTarget:
 
 def _images(files: list[Path], channels: int) -> Tensor:
     """Images as `(m, channels, height, width)`, within 0 and 1."""
-    from netweight.data.images.sources import decode_splits
+    from netweight.data.images.images import decode_splits
 
     [pixels] = decode_splits([[(file.name, file) for file in files]], of=str(files[0].parent))
     found = pixels.float() / 255

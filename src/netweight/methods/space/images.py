@@ -155,7 +155,7 @@ def _inverted(
     found = invert_files(
         [settings.image], how, lambda: world.space, out=target.output / "inversions", progress=progress
     )
-    from netweight.data.images.sources import decode_splits
+    from netweight.data.images.images import decode_splits
 
     images = world.generate(torch.cat([found.scores, torch.zeros_like(found.scores)]))
     size = (int(images.shape[3]), int(images.shape[4]))

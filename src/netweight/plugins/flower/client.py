@@ -28,9 +28,8 @@ from netweight.job import Job
 from netweight.methods.federate.defenses import releases_of
 from netweight.methods.federate.dp import Guarantee, Release, guarantee
 from netweight.methods.federate.engine import Answer
-from netweight.methods.federate.method import Client, Method, Trained
 from netweight.methods.federate.settings import Budget
-from netweight.methods.federate.task import LocalModel, Task
+from netweight.methods.federate.task import Client, LocalModel, Method, Task, Trained
 from netweight.methods.federate.updates import Tensors, check_allow_list, to_wire
 from netweight.plugins.flower.records import ARRAYS, REPORT, Order, answer_record, chosen, from_record, to_record
 from netweight.plugins.flower.secure_sum import masked_reply, under_masks

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from netweight.errors import UsageError
 from netweight.methods.federate.engine import Answer, Replies, Round, Rounds, Trial
-from netweight.methods.federate.method import Method
 from netweight.methods.federate.settings import Federation
+from netweight.methods.federate.task import Method
 from netweight.methods.federate.updates import LowRank, Tensors, from_wire, to_wire
 from netweight.plugins.flower.records import ARRAYS, ORDER, REPORT, Order, from_record, read_answer, to_record
 

@@ -19,10 +19,14 @@ from netweight.errors import UsageError
 from netweight.methods.federate.algorithms.hyperfl import HyperFL
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.local import Extra, Learner, Stream, learners_of, steps_per_epoch, train_phase
-from netweight.methods.federate.method import (
+from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling
+from netweight.methods.federate.task import (
     STATISTICS,
     Client,
+    ClientData,
+    LocalModel,
     Method,
+    Task,
     Trained,
     Weights,
     Wrapped,
@@ -31,8 +35,6 @@ from netweight.methods.federate.method import (
     prefixed,
     without,
 )
-from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling
-from netweight.methods.federate.task import ClientData, LocalModel, Task
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 
 

@@ -25,9 +25,18 @@ from netweight.methods.federate.local import (
     steps_per_epoch,
     train_phase,
 )
-from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, prefixed, without
 from netweight.methods.federate.settings import LocalTraining, Phase, Trains
-from netweight.methods.federate.task import LocalModel, ReusedMemory, Task
+from netweight.methods.federate.task import (
+    STATISTICS,
+    Client,
+    LocalModel,
+    ReusedMemory,
+    Task,
+    Trained,
+    Weights,
+    prefixed,
+    without,
+)
 from netweight.methods.federate.updates import LowRank, Tensors, Update, aggregate
 from netweight.nn import Hypernetwork, ParameterLayout
 from netweight.nn.hypernetwork import hidden_code
