@@ -23,7 +23,6 @@ from netweight.errors import MissingExtra, NetweightError, Unsupported
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, paired_ratio
 from netweight.report.finding import Finding
 from netweight.report.report import write_text
-from netweight_experiments.benchmarks.compress import codec as ours
 from netweight_experiments.benchmarks.compress.codec_data import (
     GAUSSIAN,
     IN_CACHE,
@@ -84,44 +83,38 @@ def run_benchmark(
 
 def _fresh(data: DataSet, peers: list[Peer], repeats: int, seed: int, progress: Progress) -> Iterator[Row]:
     """Decode into new memory, one thread: netweight, and zipnn, whose functions always return new memory."""
-    fastest = ours.settings(threads=1)[0]
+    fastest = settings(threads=1)[0]
     who: Who = (OURS, *fastest)
     contenders: dict[tuple[Who, Mode], Ready] = {
-        (who, "fresh"): ours.fresh(data, fastest, 1, pooled=False),
-        (who, "pooled"): ours.fresh(data, fastest, 1, pooled=True),
+        (who, "fresh"): fresh(data, fastest, 1, pooled=False),
+        (who, "pooled"): fresh(data, fastest, 1, pooled=True),
     }
     for peer in peers:
         if peer.name == "zipnn" and _takes(peer, data):
-            other: Who = (peer.name, None, None)
-            contenders[other, "fresh"] = peer.ready(data.raw, data.dtype, 1)
-    for (who, _), ready in contenders.items():
+            contenders[(peer.name, None, None), "fresh"] = peer.ready(data.raw, data.dtype, 1)
+    cases = []
+    for (who, mode), ready in contenders.items():
         _check(who[0], data, ready)
-    cases = [Case(key, _decoding(ready), _before(ready, key)) for key, ready in contenders.items()]
-    samples = interleave(
-        cases, repeats=repeats, seed=seed, progress=progress, description=f"{data.name} {data.dtype}, new outputs"
-    )
+        # netweight's pool is emptied where it must not help
+        cases.append(Case((who, mode), _decoding(ready), ready.prepare if who[0] == OURS else lambda: None))
+    what = f"{data.name} {data.dtype}, new outputs"
+    samples = interleave(cases, repeats=repeats, seed=seed, progress=progress, description=what)
     codec.trim_pool()
     for (who, mode), ready in contenders.items():
         yield _row(data, who, "decode", mode, 1, ready, samples[who, mode])
 
 
-def _before(ready: Ready, key: tuple[Who, Mode]) -> Any:
-    """What is done before decoding: netweight's pool is emptied where it must not help; peers need nothing."""
-    return ready.prepare if key[0][0] == OURS else lambda: None
-
-
 def _warm(data: DataSet, peers: list[Peer], threads: int, repeats: int, seed: int, progress: Progress) -> Iterator[Row]:
     """Encode and decode with warm pages."""
     contenders: dict[Who, Ready] = {}
-    for setting in ours.settings(threads=threads):
-        contenders[OURS, *setting] = ours.ready(data, setting, threads)
+    for setting in settings(threads=threads):
+        contenders[OURS, *setting] = ready_of(data, setting, threads)
     for peer in peers:
         if _takes(peer, data):
             contenders[peer.name, None, None] = peer.ready(data.raw, data.dtype, threads)
-    for (name, _, _), ready in contenders.items():
-        _check(name, data, ready)
     cases: list[Case[tuple[Who, Direction]]] = []
     for who, ready in contenders.items():
+        _check(who[0], data, ready)
         cases.append(Case((who, "decode"), _decoding(ready)))
         cases.append(Case((who, "encode"), ready.encode, ready.prepare))
     what = f"{data.name} {data.dtype}, {threads} thread{'s' if threads > 1 else ''}"
@@ -175,7 +168,7 @@ def settings(*, threads: int) -> list[Setting]:
     return levels[:1] if threads > 1 else [levels[0], *((path, "default") for path in compiled[1:]), *levels[1:]]
 
 
-def ready(data: DataSet, setting: Setting, threads: int) -> Ready:
+def ready_of(data: DataSet, setting: Setting, threads: int) -> Ready:
     """Make the codec ready to decode into memory that is there and warm."""
     encode, (path, _) = _encoder(data, setting, threads), setting
     blobs = encode(None)
@@ -249,19 +242,17 @@ class SpeedTable(NamedTuple):
 _CACHE, _MEMORY = ("in cache", IN_CACHE), ("MiniLM from memory", MINILM)
 
 # The targets, for a core with AVX-512 (VBMI2).
+_AGAINST: tuple[tuple[str, float, str, dict[str, Any]], ...] = (
+    ("decode bf16 against zipnn", 5.5, "zipnn", {}),
+    ("decode bf16 against memcpy", 1.0, "memcpy", {}),
+    ("encode bf16 against zipnn", 4.0, "zipnn", {"direction": "encode"}),
+    ("AVX2 decode against zipnn", 2.0, "zipnn", {"path": "avx2"}),
+    ("portable decode against zipnn", 1.0, "zipnn", {"path": "portable"}),
+)
 TARGETS = (
-    *(Target(f"decode bf16 against zipnn, {where}", 5.5, data, "BF16", "zipnn") for where, data in (_CACHE, _MEMORY)),
-    *(Target(f"decode bf16 against memcpy, {where}", 1.0, data, "BF16", "memcpy") for where, data in (_CACHE, _MEMORY)),
     *(
-        Target(f"encode bf16 against zipnn, {where}", 4.0, data, "BF16", "zipnn", direction="encode")
-        for where, data in (_CACHE, _MEMORY)
-    ),
-    *(
-        Target(f"AVX2 decode against zipnn, {where}", 2.0, data, "BF16", "zipnn", path="avx2")
-        for where, data in (_CACHE, _MEMORY)
-    ),
-    *(
-        Target(f"portable decode against zipnn, {where}", 1.0, data, "BF16", "zipnn", path="portable")
+        Target(f"{name}, {where}", bound, data, "BF16", unit, **how)
+        for name, bound, unit, how in _AGAINST
         for where, data in (_CACHE, _MEMORY)
     ),
     Target("Python API, fresh outputs, against zipnn's", 3.5, MINILM, "BF16", "zipnn", mode="fresh"),
