@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from netweight.cli.options import (
     output_option,
 )
 from netweight.core.lazy import import_named
-from netweight.errors import MissingExtra, UsageError
+from netweight.errors import UsageError
 from netweight.settings import Settings
 
 if TYPE_CHECKING:
@@ -198,12 +197,9 @@ def gradient_inversion(
     from netweight.attacks.gradient_inversion.matching import run_attack
     from netweight.attacks.gradient_inversion.report import findings_of, in_order, write_findings
     from netweight.core.files import digest_file
+    from netweight.report.plots import check_figures
 
-    if importlib.util.find_spec("matplotlib") is None or importlib.util.find_spec("scipy") is None:
-        raise MissingExtra(
-            "The report needs matplotlib and scipy, which are not installed.",
-            cure='Run: pip install "netweight[evidence]"',
-        )
+    check_figures()
     shape = settings.shape
     mean, std = (torch.tensor(values).reshape(-1, 1, 1) for values in (settings.mean, settings.std))
     reference = _reference(settings.reference, shape)

@@ -21,7 +21,7 @@ import numpy as np
 from netweight.core.files import whole_file
 from netweight.core.lazy import library
 from netweight.errors import MissingExtra, UnsafeInput, UsageError
-from netweight.metrics.intervals import Interval, bootstrap, t_interval
+from netweight.metrics.intervals import Interval, mean_interval
 from netweight.report.finding import Better, Finding
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _unavailable(name: str, reason: str) -> Finding:
 def _interval(values: list[float], seed: int) -> tuple[float, float] | None:
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
-    return (t_interval(values) if len(values) < 5 else bootstrap(values, seed=seed)).ci95
+    return mean_interval(values, seed=seed).ci95
 
 
 def checked_pair(images: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:

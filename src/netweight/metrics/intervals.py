@@ -96,6 +96,11 @@ def t_interval(samples: Sequence[float] | NDArray[np.floating[Any]], *, level: f
     return Interval(mean, mean - half, mean + half, len(values), level, "Student's t")
 
 
+def mean_interval(samples: Sequence[float], *, seed: int) -> Interval:
+    """Return a mean with the interval that suits how many there are: Student's for 2 to 4, from 5 on the bootstrap."""
+    return t_interval(samples) if len(samples) < MINIMUM_FOR_BOOTSTRAP else bootstrap(samples, seed=seed)
+
+
 def proportion(successes: int, n: int, *, level: float = 0.95) -> Interval:
     """Return a share of trials with Wilson's interval, which is sound at 0 and at n too."""
     # Returns: The interval, within 0 and 1.

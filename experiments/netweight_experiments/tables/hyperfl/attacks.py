@@ -33,7 +33,7 @@ from netweight.methods.federate.partition import client_sizes
 from netweight.methods.federate.report import Observation, ThreatModel, observe, read_update
 from netweight.methods.federate.task import small_cnn, without
 from netweight.metrics.images import psnr, ssim
-from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, t_interval
+from netweight.metrics.intervals import mean_interval
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import image_grid
 from netweight_experiments.tables.grid import Cell, as_text, chosen, finished, finished_of, grid, picture, run_each
@@ -288,7 +288,8 @@ def measured(found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line]
                     detail = {"each": each, "attack": of(line, name, "attack")[0]}
                     findings.append(
                         Finding(
-                            f"{label}, {line.title}, {DATA[name]}", mean(each), ci95=_interval(each), n=len(each),
+                            f"{label}, {line.title}, {DATA[name]}", mean(each), n=len(each),
+                            ci95=mean_interval(each, seed=0).ci95 if len(each) > 1 else None,
                             unit=unit, better="higher", target=target, seeds=tuple(range(len(each))), detail=detail,
                         )
                     )  # fmt: skip
@@ -299,12 +300,6 @@ def measured(found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line]
         findings=tuple(findings),
         notes=_notes(lines, found),
     )
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float] | None:
-    if len(values) < 2:
-        return None
-    return (bootstrap(values, seed=0) if len(values) >= MINIMUM_FOR_BOOTSTRAP else t_interval(values)).ci95
 
 
 def _differs(lines: Sequence[Line], names: Sequence[str], scale: Scale) -> tuple[str, ...]:

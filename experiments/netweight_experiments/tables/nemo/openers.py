@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -148,7 +149,7 @@ def setup_of_recipe(path: Path) -> Setup:
         raise UsageError(f"The prompt {both[0]!r} is in calibration and in held_out.", cure="Leave it out of one.")
     descriptor = _Remembering(sscd(recipe.sscd, recipe.sscd_sha256))
     inception = _inception(recipe)
-    clip = None if recipe.clip is None else _clip(recipe.clip)
+    clip = None if recipe.clip is None else import_module("netweight.hf.clip").Clip(recipe.clip)
     model = load_text_to_image(recipe.model, device=recipe.device)
     memorized, labelled = _memorized(recipe.memorized, image_size(model))
     return Setup(
@@ -220,12 +221,6 @@ def _inception(recipe: NemoRecipe) -> TorchScriptDescriptor | None:
     return TorchScriptDescriptor(
         recipe.inception, str(recipe.inception_sha256), name="Inception", side=_INCEPTION_SIDE
     )  # fmt: skip
-
-
-def _clip(folder: Path) -> Any:
-    from netweight.hf.clip import Clip
-
-    return Clip(folder)
 
 
 def _alignment(clip: Any) -> OfImages:

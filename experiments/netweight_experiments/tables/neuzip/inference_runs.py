@@ -289,7 +289,20 @@ def open_decoder(scale: Scale, model: str | None, folder: Path, progress: Progre
 
     about = {"weights": _weights_digest(path), "iteration": [extent.batch, size]}
     subject = Subject(path.name if model else STAND_IN, network, [text for text, _ in texts], iterate, about)
-    differs = _decoder_differs(scale, training, size, [len(windows) for _, windows in texts])
+    beside = ""
+    if len(texts) > 1:
+        beside = f", and {len(texts[1][1])} of Tiny Shakespeare, which the paper does not have"
+    small = (
+        f"Windows of {size} tokens, {len(texts[0][1])} of them evenly spaced over WikiText-2's test split{beside}; "
+        "the paper takes all windows of 1,024.",
+        *["The stand-in has seen no Shakespeare: it does no better there than guessing, and ranks nothing."]
+        * bool(training),
+    )
+    words = "WikiText-2 is the version that writes rare words as <unk>; the paper's code takes the raw one."
+    differs = _differs(
+        training, "per word", "Llama, trained here on WikiText-2's validation split",
+        "Llama-3 8B, Llama-2 13B and Yi-1.5 34B", *(small if scale == "small" else ()), words,
+    )  # fmt: skip
     same = _same(_DECODERS, network.config, "vocab_size", "hidden_size", "num_hidden_layers")
     return Opened(subject, differs, training, _digests(path) if model else {}, same)
 
@@ -316,7 +329,13 @@ def open_encoder_decoder(scale: Scale, model: str | None, folder: Path, progress
     text = Text(task, losses, 1.0, {"text": task, "pairs": len(chosen)})
     about = {"weights": _weights_digest(path), "iteration": [extent.batch]}
     subject = Subject(path.name if model else STAND_IN, network, [text], iterate, about)
-    differs = _encoder_decoder_differs(scale, training, len(chosen), len(pairs))
+    what = "Sources begin with “translate German to English: ”; the paper does not say how it prompts."
+    if scale == "small":
+        what = (
+            f"The task is SQL from a question and its table ({len(chosen)} of {len(pairs)} test pairs of WikiSQL, "
+            "which name only the columns that the query uses); the paper's is translation, WMT14 de-en."
+        )
+    differs = _differs(training, "per token", "T5, trained here", "T5 of 1B, 3B and 11B", what)
     same = _same(_ENCODER_DECODERS, network.config, "d_model", "num_layers", "num_heads")
     return Opened(subject, differs, training, _digests(path) if model else {}, same)
 
@@ -366,48 +385,12 @@ def _same(known: Mapping[str, tuple[int, ...]], config: Any, *keys: str) -> str:
     return next((name for name, own in known.items() if own == shape), "")
 
 
-def _decoder_differs(scale: Scale, training: dict[str, Any], size: int, counts: list[int]) -> tuple[str, ...]:
-    found = []
-    if training:
-        found.append(
-            f"The model is a stand-in of {training['weights'] / 1e6:.1f} million weights in the shape of Llama, "
-            "trained here on WikiText-2's validation split; the paper measures Llama-3 8B, Llama-2 13B and Yi-1.5 34B."
-        )
-        found.append(_trained_how(training, "per word"))
-    if scale == "small":
-        beside = f", and {counts[1]} of Tiny Shakespeare, which the paper does not have" if len(counts) > 1 else ""
-        found.append(
-            f"Windows of {size} tokens, {counts[0]} of them evenly spaced over WikiText-2's test split{beside}; "
-            "the paper takes all windows of 1,024."
-        )
-    if training and scale == "small":
-        found.append("The stand-in has seen no Shakespeare: it does no better there than guessing, and ranks nothing.")
-    found.append("WikiText-2 is the version that writes rare words as <unk>; the paper's code takes the raw one.")
-    found.append("Measured on a CPU by wall time; the paper's speeds are a GPU's.")
-    return tuple(found)
-
-
-def _encoder_decoder_differs(scale: Scale, training: dict[str, Any], taken: int, there: int) -> tuple[str, ...]:
-    found = []
-    if training:
-        found.append(
-            f"The model is a stand-in of {training['weights'] / 1e6:.1f} million weights in the shape of T5, "
-            "trained here; the paper measures T5 of 1B, 3B and 11B."
-        )
-        found.append(_trained_how(training, "per token"))
-    if scale == "small":
-        found.append(
-            f"The task is SQL from a question and its table ({taken} of {there} test pairs of WikiSQL, which name "
-            "only the columns that the query uses); the paper's is translation, WMT14 de-en."
-        )
-    else:
-        found.append("Sources begin with “translate German to English: ”; the paper does not say how it prompts.")
-    found.append("Measured on a CPU by wall time; the paper's speeds are a GPU's.")
-    return tuple(found)
-
-
-def _trained_how(training: dict[str, Any], unit: str) -> str:
-    fit = training["fit"]
+def _differs(training: dict[str, Any], unit: str, shape: str, theirs: str, *more: str) -> tuple[str, ...]:
+    """What differs from the paper's set-up; of a model of the user's nothing about its training."""
+    clock = "Measured on a CPU by wall time; the paper's speeds are a GPU's."
+    if not training:
+        return *more, clock
+    fit, size = training["fit"], training["weights"] / 1e6
     model = training[f"held-out perplexity {unit}"]
     frequencies = training[f"held-out perplexity {unit} of token frequencies"]
     rose = (
@@ -416,6 +399,9 @@ def _trained_how(training: dict[str, Any], unit: str) -> str:
         else "held-out loss was still at its best then"
     )
     return (
+        f"The model is a stand-in of {size:.1f} million weights in the shape of {shape}; the paper measures {theirs}.",
         f"Trained for {fit['steps']} steps, best at {fit['best_step']} ({rose}); "
-        f"held-out perplexity {model:.4g} {unit}, against {frequencies:.4g} by token frequencies alone."
+        f"held-out perplexity {model:.4g} {unit}, against {frequencies:.4g} by token frequencies alone.",
+        *more,
+        clock,
     )

@@ -298,10 +298,6 @@ def _payload(kept: CompressedStorage) -> int:
     return kept.payload.nbytes
 
 
-def _bytes(kept: torch.Tensor) -> int:
-    return kept.nbytes
-
-
 def _offloading(name: str, device: torch.device) -> _Way:
     """The matrix waits in pinned memory of the host and comes back over the bus."""
     if device.type != "cuda":

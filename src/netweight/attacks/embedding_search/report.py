@@ -19,7 +19,7 @@ from torch import Tensor
 from netweight.attacks.embedding_search.compare import Comparison, Run, Target, images_of
 from netweight.attacks.embedding_search.settings import Start
 from netweight.errors import UsageError
-from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion, t_interval
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, mean_interval, proportion
 from netweight.metrics.survival import (
     Survival,
     Times,
@@ -263,9 +263,7 @@ def _per_target(values: Sequence[tuple[str, float]]) -> list[float]:
 
 
 def _interval(values: Sequence[float], seed: int) -> tuple[float, float] | None:
-    if len(values) < 2:
-        return None
-    return (t_interval(values) if len(values) < MINIMUM_FOR_BOOTSTRAP else bootstrap(values, seed=seed)).ci95
+    return mean_interval(values, seed=seed).ci95 if len(values) > 1 else None
 
 
 def _interval_of_difference(a: Sequence[float], b: Sequence[float], seed: int) -> tuple[float, float] | None:

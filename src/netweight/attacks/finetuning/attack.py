@@ -5,7 +5,6 @@ Before the first step an attacker may change weights, and he chooses which of th
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections import Counter
@@ -370,7 +369,7 @@ class Training:
     def step(self, batch: Batch) -> None:
         """Take one step. The loss is kept and not read, so that an accelerator need not be waited for."""
         batch = batch.to(self._device)
-        with self._autocast():
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self.settings.precision == "mixed"):
             logits = self.victim(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         loss = functional.cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
@@ -392,11 +391,6 @@ class Training:
         self._losses.clear()
         finite = bool(nn.utils.get_total_norm(self._parameters).isfinite())
         return mean if finite and math.isfinite(mean) else math.nan
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.settings.precision == "mixed":
-            return torch.autocast(self._device.type, torch.bfloat16)
-        return contextlib.nullcontext()
 
 
 def _optimizers(parameters: list[nn.Parameter], settings: AttackSettings) -> list[torch.optim.Optimizer]:

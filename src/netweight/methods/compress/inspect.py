@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -315,37 +316,34 @@ def plot_bits(stats_by_label: Mapping[str, BitStatistics], file: str | os.PathLi
     path = Path(file)
     if path.suffix.lower() not in _SUFFIXES:
         raise UsageError(f"A plot cannot be written as {path.name!r}.", cure=f"End the name in {', '.join(_SUFFIXES)}.")
-    with canvas(3 * len(_checked(stats_by_label)), page=False, across=3, **_size(stats_by_label)) as (drawing, axes):
-        _draw(stats_by_label, axes)
-        with whole_file(path, overwrite=True) as opened:
-            drawing.savefig(opened, format=path.suffix[1:].lower(), dpi=160, metadata=_no_date(path))
+    # The date is kept out, so that the same numbers give the same file.
+    dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
+    suffix = path.suffix.lower()
+    with _drawn(stats_by_label, page=False) as drawing, whole_file(path, overwrite=True) as opened:
+        drawing.savefig(opened, format=suffix[1:], dpi=160, metadata=dates[suffix])
     return path
 
 
 def bits_figure(stats_by_label: Mapping[str, BitStatistics], *, caption: str = "") -> Figure:
     """Draw the same histograms for a report."""
-    with canvas(3 * len(_checked(stats_by_label)), across=3, **_size(stats_by_label)) as (drawing, axes):
-        _draw(stats_by_label, axes)
+    with _drawn(stats_by_label) as drawing:
         return to_figure(drawing, alt=_in_words(stats_by_label), caption=caption)
 
 
-def _checked(stats_by_label: Mapping[str, BitStatistics]) -> Mapping[str, BitStatistics]:
+@contextmanager
+def _drawn(stats_by_label: Mapping[str, BitStatistics], *, page: bool = True) -> Iterator[Any]:
+    """A figure with a row of histograms for each."""
     if not any(statistics.count for statistics in stats_by_label.values()):
         raise UsageError("There are no weights to draw.", cure="Give at least one tensor with elements.")
-    return stats_by_label
-
-
-def _size(stats_by_label: Mapping[str, BitStatistics]) -> dict[str, Any]:
-    return {"width": 6.4, "height": 0.25 + 1.95 * len(stats_by_label)}
-
-
-def _draw(stats_by_label: Mapping[str, BitStatistics], axes: list[Any]) -> None:
-    for row, (label, statistics) in enumerate(stats_by_label.items()):
-        for column, (name, entropy) in enumerate(statistics.entropies.items()):
-            panel = axes[3 * row + column]
-            panel.set_title(f"{name}: {entropy:.2f} of {getattr(statistics.layout, name)} bits", fontsize=8.5)
-            _histogram(panel, getattr(statistics, name), column)
-        axes[3 * row].set_ylabel(f"{label}\nshare of weights")
+    rows = len(stats_by_label)
+    with canvas(3 * rows, width=6.4, height=0.25 + 1.95 * rows, across=3, page=page) as (drawing, axes):
+        for row, (label, statistics) in enumerate(stats_by_label.items()):
+            for column, (name, entropy) in enumerate(statistics.entropies.items()):
+                panel = axes[3 * row + column]
+                panel.set_title(f"{name}: {entropy:.2f} of {getattr(statistics.layout, name)} bits", fontsize=8.5)
+                _histogram(panel, getattr(statistics, name), column)
+            axes[3 * row].set_ylabel(f"{label}\nshare of weights")
+        yield drawing
 
 
 def _histogram(panel: Any, counts: NDArray[np.int64], color: int) -> None:
@@ -380,8 +378,3 @@ def _in_words(stats_by_label: Mapping[str, BitStatistics]) -> str:
         for label, s in stats_by_label.items()
     ]
     return f"Histograms of sign, exponent and mantissa. {'; '.join(sentences)}."
-
-
-def _no_date(path: Path) -> dict[str, Any]:
-    """Metadata that keeps the date out, so that the same numbers give the same file."""
-    return {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}[path.suffix.lower()]

@@ -33,7 +33,6 @@ _COLUMN: Any = Field(
     "prompt", description="Column of prompts in tables; of several, as caption,prompt, the first that a file has."
 )
 _DEVICE: Any = Field("cpu", description="Where the pipeline goes, such as cuda.")
-_TARGETS: Any = Field(description="Rows with prompt and image (a file): memorized pairs.")
 
 
 def _numbered(seeds: Any) -> Any:

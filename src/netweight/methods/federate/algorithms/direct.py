@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from netweight.errors import UsageError
 from netweight.methods.federate.algorithms.hyperfl import HyperFL
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.local import Extra, Learner, Stream, learners_of, steps_per_epoch, train_phase
-from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling
+from netweight.methods.federate.settings import LocalTraining, Phase, Privacy
 from netweight.methods.federate.task import (
     STATISTICS,
     Client,
@@ -121,34 +121,25 @@ def fedavg_private_head(training: LocalTraining = LocalTraining(), name: str = "
     return DirectMethod(name, ("body",), (_head_phase(training), _phase("body", training)), training)
 
 
-def dp_fedavg(
-    noise_multiplier: float, *, training: LocalTraining = LocalTraining(), clip: float = 0.04,
-    sampling: Sampling = "poisson",
-) -> DirectMethod:  # fmt: skip
-    """Return FedAvg whose clients train the whole model by DP-SGD."""
+def dp_fedavg(noise_multiplier: float, *, training: LocalTraining = LocalTraining(), **privacy: Any) -> DirectMethod:
+    """Return FedAvg whose clients train the whole model by DP-SGD; `privacy` are further fields of `Privacy`."""
     # Source: DP-FedAvg as HyperFL (arXiv 2412.07187) compares with it; Abadi et al. (arXiv 1607.00133).
-    privacy = Privacy(noise_multiplier=noise_multiplier, clip=clip, sampling=sampling)
-    return DirectMethod("dp-fedavg", ("body", "head"), (_phase("both", training, privacy),), training)
+    how = Privacy(noise_multiplier=noise_multiplier, **privacy)
+    return DirectMethod("dp-fedavg", ("body", "head"), (_phase("both", training, how),), training)
 
 
-def centaur(
-    noise_multiplier: float, *, training: LocalTraining = LocalTraining(), clip: float = 0.04,
-    sampling: Sampling = "poisson",
-) -> DirectMethod:  # fmt: skip
+def centaur(noise_multiplier: float, *, training: LocalTraining = LocalTraining(), **privacy: Any) -> DirectMethod:
     """Return CENTAUR: first the private head by plain SGD, then the body by DP-SGD; the body alone is shared."""
     # Source: Shen et al., CENTAUR (arXiv 2206.07902), with DP-SGD at the client as HyperFL compares with it.
-    privacy = Privacy(noise_multiplier=noise_multiplier, clip=clip, sampling=sampling)
-    return DirectMethod("centaur", ("body",), (_head_phase(training), _phase("body", training, privacy)), training)
+    how = Privacy(noise_multiplier=noise_multiplier, **privacy)
+    return DirectMethod("centaur", ("body",), (_head_phase(training), _phase("body", training, how)), training)
 
 
-def ppsgd(
-    noise_multiplier: float, *, training: LocalTraining = LocalTraining(), clip: float = 0.04,
-    sampling: Sampling = "poisson",
-) -> DirectMethod:  # fmt: skip
+def ppsgd(noise_multiplier: float, *, training: LocalTraining = LocalTraining(), **privacy: Any) -> DirectMethod:
     """Return PPSGD: on each batch a plain step of the private head, then a DP-SGD step of the shared body."""
     # Source: Bietti et al., PPSGD (arXiv 2202.05318), in the form that HyperFL compares with.
-    privacy = Privacy(noise_multiplier=noise_multiplier, clip=clip, sampling=sampling)
-    phase = _phase("body", training, privacy).replace(head_lr=training.head_lr)
+    how = Privacy(noise_multiplier=noise_multiplier, **privacy)
+    phase = _phase("body", training, how).replace(head_lr=training.head_lr)
     return DirectMethod("ppsgd", ("body",), (phase,), training)
 
 
