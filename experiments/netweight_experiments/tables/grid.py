@@ -16,8 +16,7 @@ from torch import Tensor
 from netweight.core.engines import in_process
 from netweight.errors import NetweightError, UsageError
 from netweight.job import Job
-from netweight.metrics.intervals import Interval
-from netweight.report.finding import Finding
+from netweight.metrics.intervals import interval_finding as interval_finding
 from netweight_experiments.tables.registry import Column, Measured, Row
 
 
@@ -43,11 +42,6 @@ def grid(rows: Mapping[str, T], cells: Sequence[Cell[T]], **more: Any) -> Measur
 def rows_of(rows: Mapping[str, T], cells: Sequence[Cell[T]]) -> tuple[Row, ...]:
     """Return the rows of a grid alone."""
     return tuple(Row(name, tuple(value(row) for _, value in cells)) for name, row in rows.items())
-
-
-def interval_finding(name: str, interval: Interval, **more: Any) -> Finding:
-    """Return an estimate with its interval as a finding."""
-    return Finding(name, interval.estimate, **{"ci95": interval.ci95, "n": interval.n, **more})
 
 
 def run_each(run: Callable[[R], Any], settings: Sequence[R], *, folder: Path, name: str = "runs") -> list[Any]:

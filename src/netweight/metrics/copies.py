@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from netweight.errors import UnsafeInput, UsageError
-from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
+from netweight.metrics.intervals import ends_if_enough, interval_finding, proportion
 from netweight.report.finding import Better, Finding
 
 _IMAGENET_MEAN, _IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -289,25 +289,18 @@ def copy_findings(
 def _of_kind(rows: list[PromptCopies], kind: Kind, measure: str, threshold: float, seed: int) -> list[Finding]:
     def median(what: str, values: list[float], better: Better | None) -> Finding:
         middle = statistics.median(values)
-        ci95 = bootstrap(values, "median", seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
         spread = statistics.median(abs(value - middle) for value in values)
         detail = {"each": dict(zip([row.prompt for row in rows], values, strict=True)), "MAD": spread}
         return Finding(
-            f"{measure}, {what}, {kind}", middle, ci95=ci95, n=len(values), better=better, seeds=(seed,), detail=detail
-        )
+            f"{measure}, {what}, {kind}", middle, ci95=ends_if_enough(values, "median", seed=seed), n=len(values),
+            better=better, seeds=(seed,), detail=detail,
+        )  # fmt: skip
 
     def share(what: str, counts: list[int]) -> Finding:
-        seeds = [len(row.to_image) for row in rows]
-        found = proportion(sum(counts), sum(seeds))
+        found = proportion(sum(counts), sum(len(row.to_image) for row in rows))
         each = {row.prompt: count for row, count in zip(rows, counts, strict=True)}
-        return Finding(
-            f"{measure}, {what}, {kind}",
-            found.estimate,
-            ci95=found.ci95,
-            n=sum(seeds),
-            better="lower",
-            detail={"copies": sum(counts), "threshold": threshold, "each": each},
-        )
+        detail = {"copies": sum(counts), "threshold": threshold, "each": each}
+        return interval_finding(f"{measure}, {what}, {kind}", found, better="lower", detail=detail)
 
     findings = [median("to the training image", [statistics.median(row.to_image) for row in rows], "lower")]
     same_seed = [statistics.median(row.to_unedited) for row in rows if row.to_unedited is not None]
@@ -410,17 +403,14 @@ def region_findings(prompts: Sequence[RegionCopies], *, threshold: float = COPY)
                 continue
             values = {each.prompt: getattr(each, name) for each in whole}
             counts = {prompt: sum(value >= threshold for value in part) for prompt, part in values.items()}
-            total = sum(map(len, values.values()))
-            found = proportion(sum(counts.values()), total)
-            findings.append(
-                Finding(
-                    title, found.estimate, ci95=found.ci95, n=total, better="lower",
-                    detail={
-                        "copies": sum(counts.values()), "threshold": threshold, "each": counts,
-                        "medians": {prompt: statistics.median(part) for prompt, part in values.items()},
-                        "by region": {each.prompt: each.copies(threshold) for each in whole},
-                        "without two regions": without,
-                    },
-                )
-            )  # fmt: skip
+            found = proportion(sum(counts.values()), sum(map(len, values.values())))
+            detail = {
+                "copies": sum(counts.values()),
+                "threshold": threshold,
+                "each": counts,
+                "medians": {prompt: statistics.median(part) for prompt, part in values.items()},
+                "by region": {each.prompt: each.copies(threshold) for each in whole},
+                "without two regions": without,
+            }
+            findings.append(interval_finding(title, found, better="lower", detail=detail))
     return findings

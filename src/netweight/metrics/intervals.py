@@ -19,6 +19,7 @@ import numpy as np
 
 from netweight.core.lazy import library
 from netweight.errors import UsageError
+from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,6 +100,18 @@ def t_interval(samples: Sequence[float] | NDArray[np.floating[Any]], *, level: f
 def mean_interval(samples: Sequence[float], *, seed: int) -> Interval:
     """Return a mean with the interval that suits how many there are: Student's for 2 to 4, from 5 on the bootstrap."""
     return t_interval(samples) if len(samples) < MINIMUM_FOR_BOOTSTRAP else bootstrap(samples, seed=seed)
+
+
+def interval_finding(name: str, found: Interval, **more: Any) -> Finding:
+    """Return an estimate with its interval as a finding, in percent where that is its unit."""
+    times = 100 if more.get("unit") == "%" else 1
+    ends = tuple(times * end for end in found.ci95)
+    return Finding(name, times * found.estimate, **{"ci95": ends, "n": found.n, **more})
+
+
+def ends_if_enough(samples: Sequence[float], statistic: Statistic = "mean", *, seed: int) -> tuple[float, float] | None:
+    """Return the ends of a statistic's bootstrap interval, None for fewer samples than it takes."""
+    return bootstrap(samples, statistic, seed=seed).ci95 if len(samples) >= MINIMUM_FOR_BOOTSTRAP else None
 
 
 def proportion(successes: int, n: int, *, level: float = 0.95) -> Interval:

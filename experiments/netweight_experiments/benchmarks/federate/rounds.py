@@ -24,7 +24,7 @@ from netweight.methods.federate.engine import round_by_round
 from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import ClientData, Task, small_cnn, without
-from netweight.metrics.intervals import paired_ratio
+from netweight.metrics.intervals import interval_finding, paired_ratio
 from netweight.nn import Hypernetwork, ParameterLayout
 from netweight.report.finding import Better, Finding
 from netweight_experiments.timing import Case, Samples, interleave
@@ -240,12 +240,9 @@ def _ratio(
     seed: int,
 ) -> Finding:
     above, below = times[top].wall, times[bottom].wall
-    found = paired_ratio(above, below, seed=seed)
-    return Finding(
+    return interval_finding(
         name,
-        found.estimate,
-        ci95=found.ci95,
-        n=found.n,
+        paired_ratio(above, below, seed=seed),
         better=better,
         target=target,
         seeds=(seed,),

@@ -19,7 +19,7 @@ from torch import Tensor
 from netweight.attacks.embedding_search.compare import Comparison, Run, Target, images_of
 from netweight.attacks.embedding_search.settings import Start
 from netweight.errors import UsageError
-from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, mean_interval, proportion
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, interval_finding, mean_interval, proportion
 from netweight.metrics.survival import (
     Survival,
     Times,
@@ -164,12 +164,9 @@ def _back(name: str, kind: str, runs: Sequence[Run]) -> Finding:
     diverged = sum(trial.outcome == "diverged" for run in runs for trial in run.trials)
     if times is None:
         return Finding(title, None, unit="%", detail={"reason": "every search diverged"})
-    share = proportion(times.events, times.n)
-    return Finding(
+    return interval_finding(
         title,
-        100 * share.estimate,
-        ci95=(100 * share.low, 100 * share.high),
-        n=times.n,
+        proportion(times.events, times.n),
         unit="%",
         better="lower",
         seeds=_seeds(runs),

@@ -25,7 +25,7 @@ from netweight.attacks.finetuning.resistance import (
 from netweight.attacks.finetuning.search import Found, within
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
-from netweight.metrics.intervals import proportion, t_interval
+from netweight.metrics.intervals import interval_finding, proportion, t_interval
 from netweight.metrics.survival import Survival, TimesRatio, failures_finding, steps_finding
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import TimeRow, lines, time_rows
@@ -252,13 +252,9 @@ def _outcomes(name: str, runs: Sequence[Attacked], base: Sequence[Attacked] | No
     findings = []
     if counted:
         share = proportion(outcomes.count("recovered"), counted)
-        findings.append(
-            Finding(
-                f"runs that recovered, {name}", 100 * share.estimate, ci95=(100 * share.low, 100 * share.high),
-                n=counted, unit="%", better="lower", seeds=_seeds(runs),
-                detail={"note": "of those that neither collapsed nor diverged; runs on one defense hang together"},
-            )
-        )  # fmt: skip
+        note = "of those that neither collapsed nor diverged; runs on one defense hang together"
+        about: dict[str, Any] = {"unit": "%", "better": "lower", "seeds": _seeds(runs), "detail": {"note": note}}
+        findings.append(interval_finding(f"runs that recovered, {name}", share, **about))
     broken: tuple[Outcome, ...] = ("collapsed", "diverged")
     findings.append(
         Finding(
@@ -465,8 +461,8 @@ def _row(attack: AttackTimes, name: str, base: AttackTimes | None) -> tuple[obje
     known = ratio is not None and math.isfinite(ratio.estimate)
     ends: list[object] = [None, None, None]
     if curve is not None:
-        known = (curve.median, curve.median_low, curve.median_high)
-        ends = [value if math.isfinite(value) else f"> {curve.last:.0f}" for value in known]
+        drawn = (curve.median, curve.median_low, curve.median_high)
+        ends = [value if math.isfinite(value) else f"> {curve.last:.0f}" for value in drawn]
     return (
         attack.settings.label,
         name,

@@ -32,7 +32,7 @@ from netweight.data.text import Rows, TextExample, read_rows
 from netweight.data.tokens import BELOW, Batch, Example, collate, padding_of, tokenized_examples
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import check_finite, check_folder, context_of, embedding_of, load_causal_lm
-from netweight.metrics.intervals import proportion
+from netweight.metrics.intervals import interval_finding, proportion
 from netweight.nn.decoder import Structure, structure_of
 from netweight.nn.hooks import capture, edit_outputs, evaluating, hooked
 from netweight.report.finding import Column, Finding, Section, Table
@@ -431,9 +431,8 @@ def _rank(tried: Tried, settings: RefusalSettings) -> tuple[bool, float]:
 
 
 def _share(name: str, refusal: Refusal, seed: int, before: Refusal | None = None) -> Finding:
-    share = proportion(refusal.refusals, refusal.n)
-    return Finding(
-        name, 100 * share.estimate, ci95=(100 * share.low, 100 * share.high), n=refusal.n, unit="%", better="higher",
+    return interval_finding(
+        name, proportion(refusal.refusals, refusal.n), unit="%", better="higher",
         baseline=None if before is None else 100 * before.share, seeds=(seed,),
         detail={
             "probability of beginning as refusals do": refusal.first_token,

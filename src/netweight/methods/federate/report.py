@@ -34,7 +34,7 @@ from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Client, ClientData, LocalModel, Method, Task, prefixed
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 from netweight.metrics.images import psnr, ssim
-from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
+from netweight.metrics.intervals import ends_if_enough
 from netweight.nn.hypernetwork import hidden_code
 from netweight.report.audit import of_treatment
 from netweight.report.finding import Column, Figure, Finding, Section, Table
@@ -641,13 +641,9 @@ def mean_finding(
 ) -> Finding:  # fmt: skip
     """Return the finding of a mean over clients, with an interval where there are enough of them."""
     return Finding(
-        name, _mean(values), ci95=_interval(values, seed), n=len(values), unit=unit, better="lower", target=target,
-        baseline=baseline, seeds=(seed,), detail={**(detail or {}), "values": list(values)},
+        name, _mean(values), ci95=ends_if_enough(values, seed=seed), n=len(values), unit=unit, better="lower",
+        target=target, baseline=baseline, seeds=(seed,), detail={**(detail or {}), "values": list(values)},
     )  # fmt: skip
-
-
-def _interval(values: Sequence[float], seed: int) -> tuple[float, float] | None:
-    return bootstrap(values, seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
 
 
 def exposure_table(exposures: Sequence[Exposure]) -> Table:
@@ -777,8 +773,8 @@ def accuracy_findings(run: Run, *, seed: int) -> list[Finding]:
 def _mean_finding(name: str, accuracies: Mapping[int, float], about: dict[str, Any], seed: int) -> Finding:
     values = [100 * value for value in accuracies.values()]
     return Finding(
-        name, _mean(values), ci95=_interval(values, seed), n=len(values), unit="%", better="higher", seeds=(seed,),
-        detail=about,
+        name, _mean(values), ci95=ends_if_enough(values, seed=seed), n=len(values), unit="%", better="higher",
+        seeds=(seed,), detail=about,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from netweight.metrics.copies import (
     similarity,
     similarity_to_memorized,
 )
-from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
+from netweight.metrics.intervals import ends_if_enough, interval_finding, proportion
 from netweight.nn.text_to_image import Batches, TextToImage, generated
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import bars, heat_maps, histogram, image_grid
@@ -224,15 +224,14 @@ def _kept_as_they_were(
         for prompt in prompts
     }
     values = list(same.values())
-    ci95 = bootstrap(values, "median", seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
     title = f"{config.measure}, {kind}"
     moved = proportion(sum(value < _SAME for value in values), len(values))
     return [
         Finding(
-            f"{title}, to the unedited generation", statistics.median(values), ci95=ci95, n=len(values),
-            better="higher", seeds=(seed,), detail={"each": same},
+            f"{title}, to the unedited generation", statistics.median(values), n=len(values), better="higher",
+            ci95=ends_if_enough(values, "median", seed=seed), seeds=(seed,), detail={"each": same},
         ),
-        Finding(f"{title}, changed", moved.estimate, ci95=moved.ci95, n=len(values), better="lower"),
+        interval_finding(f"{title}, changed", moved, better="lower"),
         replace(
             _copied(f"{title}, images that copy any memorized image", prompts, images, images.edited, config),
             baseline=_copied("", prompts, images, images.original, config).value,
@@ -246,7 +245,7 @@ def _copied(
     ordinary = torch.cat([made[prompt] for prompt in prompts])
     nearest = similarity_to_memorized(ordinary, images.memorized, descriptor=config.descriptor).amax(1)
     share = proportion(int((nearest >= config.threshold).sum()), len(nearest))
-    return Finding(title or "copies", share.estimate, ci95=share.ci95, n=len(nearest), better="lower")
+    return interval_finding(title or "copies", share, better="lower")
 
 
 def _alignment(images: GeneratedImages, measure: Alignment) -> list[Finding]:
