@@ -1,12 +1,14 @@
 """How long the way of a run is: files and functions of netweight that a command, or a call, passes through.
 
-`python scripts/ways.py [WAY …]` runs each on small models (a minute) and prints a table. Counted are functions that are
-called, in all threads of this process; what is imported and not called is no part of the way, nor are the finders that
+`python scripts/ways.py [WAY …]` runs each on small models (a minute) and prints a table; `-v` lists the files, and
+`--result` writes all of it to benchmarks/results under today's date. Counted are functions that are called, in all threads of this process; what is imported and not called is no part of the way, nor are the finders that
 Python asks while it imports.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import sys
 import tempfile
@@ -79,6 +81,8 @@ def main() -> None:
 
     layer, row = torch.nn.Linear(256, 256, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
     netweight.compress_(layer)
+    today = datetime.date.today().isoformat()
+    result = Path("benchmarks", "results", f"ways-{today}.json").absolute()
     layer(row)  # what the first pass alone sets up is no part of it
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -97,13 +101,23 @@ def main() -> None:
             "a forward pass": lambda: layer(row),
         }  # fmt: skip
         print(f"{'way':<18}{'files':>6}{'goal':>6}{'functions':>11}{'changes of file':>17}")
-        told = []
+        told, measured = [], {}
         for name in asked:
             files, moves = traced(ways[name])
-            told.append(f"{name:<18}{len(files):>6}{GOALS[name]:>6}{sum(files.values()):>11}{moves:>17}")
+            functions = sum(files.values())
+            told.append(f"{name:<18}{len(files):>6}{GOALS[name]:>6}{functions:>11}{moves:>17}")
+            measured[name] = {"files": len(files), "goal": GOALS[name], "functions": functions,
+                              "changes of file": moves, "by file": files}  # fmt: skip
             if "-v" in sys.argv:
                 told += [f"    {count:>3} {file}" for file, count in files.items()]
         print("\n".join(told))
+        if "--result" in sys.argv:
+            what = (
+                "files and functions of netweight that a run passes through; commands from the command line on, a "
+                "round and a forward pass from the call on"
+            )
+            about = {"what": what, "date": today, "command": "python scripts/ways.py --result", "ways": measured}
+            result.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
