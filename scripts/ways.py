@@ -1,8 +1,9 @@
 """How long the way of a run is: files and functions of netweight that a command, or a call, passes through.
 
 `python scripts/ways.py [WAY …]` runs each on small models (a minute) and prints a table; `-v` lists the files, and
-`--result` writes all of it to benchmarks/results under today's date. Counted are functions that are called, in all threads of this process; what is imported and not called is no part of the way, nor are the finders that
-Python asks while it imports.
+`--result` writes all of it to benchmarks/results under today's date. Counted are functions that are called, in all
+threads of this process; what is imported and not called is no part of the way, nor are the finders that Python asks
+while it imports.
 """
 
 from __future__ import annotations
