@@ -352,7 +352,7 @@ def test_prompts_come_from_every_kind_of_file(tmp_path):
 
 def test_files_without_prompts_are_refused_with_the_reason(tmp_path):
     cases = {
-        "a.csv": ("id,text\n1,one\n", NameNotFound, r"no column 'prompt'.*'text'"),
+        "a.csv": ("id,text\n1,one\n", NameNotFound, r"no column 'prompt'.*text"),
         "a.txt": ("\n \n", UsageError, "holds no prompt"),
         "a.jsonl": ('{"prompt": ""}\n', UsageError, "line 1: no prompt"),
         "b.jsonl": ("[1]\n", UsageError, "no JSON object"),

@@ -188,7 +188,7 @@ def test_a_prompt_may_be_what_both_answers_begin_with(tokenizer):
     for chosen, rejected in (("No", "Yes"), ("So", "So far"), ("So", "So")):
         with pytest.raises(UsageError, match="row 0: chosen and rejected do not part after a common prompt"):
             tokens.any_pairs([{"chosen": chosen, "rejected": rejected}], tokenizer)
-    with pytest.raises(NameNotFound, match=r"no column 'prompt'.*'promt'"):
+    with pytest.raises(NameNotFound, match=r"no column 'prompt'.*promt"):
         tokens.any_pairs([{"promt": "How?", "chosen": "I will not", "rejected": "I will"}], tokenizer)
 
 
@@ -334,7 +334,7 @@ def test_beavertails_as_published(tmp_path, monkeypatch):
     kept, withheld = text.withhold(found, ["garden,plants"])
     assert [text.where for text in kept] == ["line 1", "line 4"]
     assert [text.where for text in withheld] == ["line 3"]
-    with pytest.raises(NameNotFound, match=r"category 'kitchn'.*'kitchen'"):
+    with pytest.raises(NameNotFound, match=r"category 'kitchn'.*kitchen"):
         text.withhold(found, ["kitchn"])
     with pytest.raises(UsageError, match="leaves 0 rows"):
         text.withhold(found, ["kitchen", "self_praise"])

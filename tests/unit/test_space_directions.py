@@ -60,7 +60,7 @@ def test_labels_are_read_alike_from_every_kind_of_file(tmp_path):
         ("x.csv", "name,beard\nmodel-1,1\nmodel-01,0\n", None, r"'model-01', which is not in the space.*'model-1'"),
         ("x.csv", "name,beard\nmodel-1,1\nmodel-1,0\n", None, "twice"),
         ("x.csv", "who,beard\nmodel-1,1\n", None, "no column 'name'"),
-        ("x.csv", "name,beard\nmodel-1,1\n", ["bread"], "no column 'bread'.*'beard'"),
+        ("x.csv", "name,beard\nmodel-1,1\n", ["bread"], "no column 'bread'.*beard"),
         ("x.csv", "name,beard\nmodel-1,bushy\n", None, "'bushy' of 'model-1' in 'beard'"),
         ("x.csv", "name,beard\nmodel-1\n", None, "line 2"),
         ("x.csv", "name,beard\nmodel-1,inf\n", None, "infinity"),

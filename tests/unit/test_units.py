@@ -23,7 +23,7 @@ def test_a_tensor_made_from_a_set_changes_nothing_in_the_set():
     units = Units({"a": [1]})
     with pytest.raises(NameNotFound, match=r"'up_blocks\.attn\.to_w'.*Nearest: up_blocks\.attn\.to_v"):
         Units({"up_blocks.attn.to_v": [1]})["up_blocks.attn.to_w"]
-    with pytest.raises(NameNotFound, match="the set is empty"):
+    with pytest.raises(NameNotFound, match="Nearest: none"):
         Units()["a"]
     assert units == Units({"a": [1]})
     assert units != "a"

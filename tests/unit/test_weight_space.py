@@ -309,7 +309,7 @@ def test_what_is_no_point_or_adapter_of_the_space_is_named(space, adapters):
     with pytest.raises(NameNotFound, match=r"lacks 'unet.down.to_q'|lacks 'unet.mid.to_q'"):
         space.project(Adapter({"other": factors["unet.mid.to_q"]}))
     more = Adapter({**factors, "unet.up.to_k": factors["unet.up.to_q"]})
-    with pytest.raises(NameNotFound, match=r"changes 'unet.up.to_k'.*Nearest: unet.up.to_q"):
+    with pytest.raises(NameNotFound, match=r"changes 'unet.up.to_k'.*nearest is 'unet.up.to_q'"):
         space.project(more)
     other = Adapter({**factors, "unet.up.to_q": factors["unet.mid.to_q"]})
     with pytest.raises(UsageError, match="another base model"):
