@@ -151,7 +151,7 @@ def test_what_cannot_be_is_refused_with_the_cure(folder, tmp_path):
     how = ("--statistics", folder / "usual.safetensors", "--threshold", "0.5", "--out", tmp_path / "out")
     column = run("localize", folder / "pipeline", "--prompts", folder / "prompts.csv", *how, code=2)["error"]
     assert "no column 'prompt'" in column["message"]
-    assert "'caption'" in column["cure"]
+    assert "Nearest: caption" in column["cure"]
     empty = run("localize", folder / "pipeline", "--prompts", tmp_path / "empty.txt", *how, code=2)["error"]
     assert "holds no prompt" in empty["message"]
     small_pipelines.stable_diffusion(seed=1).save_pretrained(tmp_path / "other")

@@ -236,7 +236,7 @@ def test_mistakes_are_named_before_any_work(place, beard, tmp_path):
     labels.write_text(f"name,beard\n{first},1\n")
     assert "one value alone" in error(*on(place, "direction", "--labels", labels, "--column", "beard", *out))["message"]
     told = error(*on(place, "direction", "--labels", place / "labels.csv", "--column", "bread", *out))
-    assert "'beard'" in told["cure"]
+    assert "beard" in told["cure"]
     other = json.loads(beard[0].read_text())
     other["direction"]["space"] = "xxh3-128:0"
     (tmp_path / "other.json").write_text(json.dumps(other))
