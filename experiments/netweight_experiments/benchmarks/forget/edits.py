@@ -321,7 +321,8 @@ def table(results):
         backs = [each["back"][chosen] for each in own if chosen in each["back"]]
         cells += ["–"] * 4 if chosen is None else attack_cells(chosen, backs)
         lines.append("| " + " | ".join(cells) + " |")
-    tried = {method: own for method, own in of.items() if any(each["back"] for each in own)}
+    # What one attack alone searched is in the first table.
+    tried = {method: own for method, own in of.items() if any(len(each["back"]) > 1 for each in own)}
     if tried:
         lines += [
             "",
@@ -331,7 +332,7 @@ def table(results):
     for attack in ATTACKS:
         cells = [[brief(each["back"][attack]) for each in own if attack in each["back"]] for own in tried.values()]
         if any(cells):
-            lines.append(f"| {attack} | {' | '.join('; '.join(each) or '–' for each in cells)} |")
+            lines.append(f"|{attack}|{'|'.join('; '.join(each) or '–' for each in cells)}|")
     return "\n".join(lines)
 
 
