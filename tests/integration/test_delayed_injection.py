@@ -90,7 +90,7 @@ def test_before_may_be_the_base_model(world):
 
 def test_mistakes_are_named(world):
     pipeline, _ = world
-    with pytest.raises(NameNotFound, match="'after'"), delayed_injection(pipeline, Delay(1), after="aftr"):
+    with pytest.raises(NameNotFound, match="Nearest: after"), delayed_injection(pipeline, Delay(1), after="aftr"):
         pass
     with pytest.raises(Unsupported, match="no denoiser"), delayed_injection(object(), Delay(1), after="after"):
         pass

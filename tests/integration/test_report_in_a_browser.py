@@ -25,7 +25,7 @@ def test_nothing_is_broken_or_pale_and_nothing_overflows(page, width, options):
     assert seen["outside"] == []
     assert seen["broken"] == 0
     assert seen["images"] == 2
-    assert len(seen["drawings"]) == 4
+    assert len(seen["drawings"]) == 3
     assert min(seen["drawings"]) > 50
 
 

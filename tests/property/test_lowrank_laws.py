@@ -95,7 +95,7 @@ def test_one_adapter_needs_no_groups():
 @pytest.mark.parametrize(
     ("changes", "groups", "error", "said"),
     [
-        ({"net.on": torch.zeros(4, 5)}, None, NameNotFound, "'net.one'"),
+        ({"net.on": torch.zeros(4, 5)}, None, NameNotFound, "Nearest: net.one"),
         ({"one": torch.zeros(4, 5)}, None, NameNotFound, "net.one"),
         ({"net.one": torch.zeros(5, 4)}, None, UsageError, "5 × 4, its layer 4 × 5"),
         ({"net.between": torch.zeros(4, 5)}, None, Unsupported, "Tanh"),

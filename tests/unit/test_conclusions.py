@@ -101,7 +101,11 @@ def judged(state):
     return Finding(f"count, {state}", value, better="lower", target=None if state == "free" else 0)
 
 
-@pytest.mark.parametrize("conclusion", by_kind(AllTargets))
+# That of refusal, known only where it was imported, has facts of its own: tests/integration/test_attack_refusal_command.py.
+OF_SIZES = [one for one in by_kind(AllTargets) if "refusal" not in str(one)]
+
+
+@pytest.mark.parametrize("conclusion", OF_SIZES)
 def test_words_follow_from_the_targets(conclusion):
     facts = {"saved": "30 %", "others": "8", "missed": "count"}
     for states in itertools.product(("good", "bad", "none", "nan", "free"), repeat=3):
