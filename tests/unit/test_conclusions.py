@@ -13,13 +13,14 @@ from netweight.report.text import AllTargets, Conclusion, Criterion, Measured, b
 for home in ("attacks.finetuning", "attacks.embedding_search", "attacks.gradient_inversion", "methods.federate",
              "methods.forget"):  # fmt: skip
     importlib.import_module(f"netweight.{home}.report")
+importlib.import_module("netweight.attacks.refusal.folder")
 for home in ("compress.recipe", "federate.recipe", "immunize.depth", "space.images"):
     importlib.import_module(f"netweight.methods.{home}")
 
 RANK = {"broken": 0, "partly": 1, "told": 2, "holds": 3}
 BAD_WORDS = re.compile(
     r"\b(differs?|not|too large|less than|broken|hides no|no better|bring|yes|come back|recovers|exactly|learns|"
-    r"leak|can be read|images copy|no better|move it most|be reconstructed)\b", re.IGNORECASE,
+    r"leak|falls|can be read|images copy|no better|move it most|be reconstructed)\b", re.IGNORECASE,
 )  # fmt: skip
 GOOD_WORDS = re.compile(r"\b(nothing is lost|every bit is there|equal to|as they were)\b", re.IGNORECASE)
 STATES = ("good", "bad", "none", "nan", "absent")
@@ -101,13 +102,9 @@ def judged(state):
     return Finding(f"count, {state}", value, better="lower", target=None if state == "free" else 0)
 
 
-# That of refusal, known only where it was imported, has facts of its own; tests of its command read them.
-OF_SIZES = [one for one in by_kind(AllTargets) if one.id != "attack: refusal"]
-
-
-@pytest.mark.parametrize("conclusion", OF_SIZES)
+@pytest.mark.parametrize("conclusion", by_kind(AllTargets))
 def test_words_follow_from_the_targets(conclusion):
-    facts = {"saved": "30 %", "others": "8", "missed": "count"}
+    facts = facts_of(conclusion) or {"saved": "30 %", "others": "8", "missed": "count"}
     for states in itertools.product(("good", "bad", "none", "nan", "free"), repeat=3):
         outcome, words = conclusion([judged(state) for state in states], **facts)
         if {"bad", "nan"} & set(states):

@@ -79,5 +79,6 @@ def _declared(treatment: str) -> dict[str, Audit | None]:
         for method in entry_points(group="netweight.methods", name=treatment):
             method.load()
     if treatment not in _AUDITS:
-        raise not_found(f"No treatment {treatment!r} is declared.", treatment, _AUDITS)
+        more = "" if _AUDITS else "Import the method first."
+        raise not_found(f"No treatment {treatment!r} is declared.", treatment, _AUDITS, more)
     return _AUDITS[treatment]
