@@ -54,8 +54,9 @@ from netweight_experiments.timing import in_turns, ratios
 
 PARTS = ("memory", "training", "inference", "small", "saving")
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
-WAYS = ("plain", "checkpointed", "layerwise", "compressed", "activations")
-COMPRESSED = ("compressed", "activations")
+WAYS = ("plain", "checkpointed", "layerwise", "compressed", "partly", "activations")
+COMPRESSED = ("compressed", "partly", "activations")
+PARTLY = 2  # layers whose activations are kept, not computed again, in the way "partly"
 VARIANTS = tuple(f"{way} {optimizer}" for optimizer in OPTIMIZERS for way in WAYS)
 # optimizer: its baseline, most of the baseline's memory, least of its speed
 TARGETS = {"SGD": ("plain", 0.50, 0.85), "AdamW": ("checkpointed", 0.60, 0.85)}
@@ -96,6 +97,9 @@ def make_training(variant, arguments):
     context = {"context_fn": netweight.compress_recomputed} if way == "activations" else {}
     if way != "plain":
         model.activation_checkpointing_enable({"use_reentrant": False, **context})
+    if way == "partly":
+        for layer in model.model.layers[-PARTLY:]:
+            layer.gradient_checkpointing = False
     model.train()
     if way in ("plain", "checkpointed"):
         optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-3)
