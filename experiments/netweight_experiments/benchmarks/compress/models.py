@@ -9,6 +9,7 @@ plain        the torch optimizer on a dense model
 checkpointed the same with non-reentrant activation checkpointing, as all that follow have
 layerwise    LayerwiseOptimizer on the dense model, in the manner of LOMO
 compressed   LayerwiseOptimizer on a compressed model, AdamW's states compressed, too
+partly       the same, the last two layers without a checkpoint
 activations  the same, with activations compressed, too (compress_activations, compress_recomputed)
 
 Each row of the result states memory and speed of one way against the same baseline. All of them take the loss in eight
