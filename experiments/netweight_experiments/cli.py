@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from netweight.cli import FINDING_FAILED
-from netweight.cli.options import Output, output_option
+from netweight.cli import FINDING_FAILED, Output, output_option
 from netweight_experiments.benchmarks.script import RESULTS, about, write
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netweight.cli import FINDING_FAILED
-from netweight.cli.options import (
+from netweight.cli import (
+    FINDING_FAILED,
     FOLDER,
     NEW,
     OUTPUT_FOLDER,
@@ -17,7 +17,6 @@ from netweight.cli.options import (
     card_option,
     end_attack,
     new_report,
-    options,
     output_option,
     write_card,
 )
@@ -28,6 +27,7 @@ from netweight.methods.forget.settings import (
     FolderLocalization,
     FolderStatistics,
 )
+from netweight.settings import options
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel

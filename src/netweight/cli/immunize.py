@@ -6,17 +6,9 @@ from pathlib import Path
 
 import click
 
-from netweight.cli.options import (
-    FOLDER,
-    OUTPUT_FOLDER,
-    Output,
-    card_option,
-    command_line,
-    options,
-    output_option,
-    write_card,
-)
+from netweight.cli import FOLDER, OUTPUT_FOLDER, Output, card_option, command_line, output_option, write_card
 from netweight.methods.immunize.settings import ImmunizeSettings
+from netweight.settings import options
 
 
 @click.command()

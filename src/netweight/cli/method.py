@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from netweight.cli import FINDING_FAILED
-from netweight.cli.options import NEW, Output, card_option, options, output_option, write_card
+from netweight.cli import FINDING_FAILED, NEW, Output, card_option, output_option, write_card
 from netweight.core.files import refuse_existing
 from netweight.core.progress import QUIET
 from netweight.registry import known_methods
 from netweight.report.audit import run_audits
+from netweight.settings import options
 
 
 def command_of(verb: str) -> click.Command:
