@@ -19,7 +19,7 @@ from torch import Tensor
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.files import digest_tensor
 from netweight.core.seeds import torch_generator
-from netweight.data.prompts import check_pairs, image_size, read_pairs, read_prompts
+from netweight.data.text import check_pairs, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image, trained_prediction
 from netweight.methods.forget.settings import DetectionConfig
