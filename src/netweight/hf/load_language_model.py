@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from netweight.core.lazy import extra
+from netweight.core.lazy import extra, open_compressed_with
 from netweight.core.progress import silent_bars
 from netweight.errors import MissingExtra, NameNotFound, Unsupported, UsageError
-from netweight.hf import open_compressed_with
 from netweight.report.finding import Finding
 
 if TYPE_CHECKING:

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.files import digest_config, digest_tensor
-from netweight.core.lazy import library
+from netweight.core.lazy import library, open_compressed_with
 from netweight.core.progress import quiet_imports, silent_bars
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
-from netweight.hf import open_compressed_with
 from netweight.nn.hooks import hooked
 from netweight.nn.text_to_image import Prediction, Text
 

@@ -278,7 +278,7 @@ RECIPE = SpaceRecipe
 
 def setup_of_recipe(path: Path) -> Setup:
     """Open what a recipe names."""
-    from netweight.hf.clip import Clip
+    from netweight.metrics.copies import Clip
 
     recipe = SpaceRecipe.read(path)
     face = TorchScriptDescriptor(

@@ -57,7 +57,7 @@ from netweight.methods.forget.settings import (
     GenerationSettings,
     LocalizationConfig,
 )
-from netweight.metrics.copies import Memorized
+from netweight.metrics.copies import Clip, Memorized
 from netweight.nn.text_to_image import TextToImage
 from netweight.registry import CardEntry, Method
 from netweight.report.audit import of_treatment
@@ -183,8 +183,6 @@ def audit_folder(
     search = prepared.settings
     config = ImagesConfig(prepared.descriptor if audit.search.sscd is not None else None, search.threshold)
     if audit.clip is not None:
-        from netweight.hf.clip import Clip
-
         config = dataclasses.replace(config, alignment=Clip(audit.clip))
     first = DetectionConfig(seeds=tuple(range(audit.look_seeds)), steps=search.generation_steps, timing=audit.timing)
     scores = _scores(models["original"], models["edited"], prompts, ordinary, first, folder, progress)

@@ -117,7 +117,7 @@ def _kept(path: Path, key: str) -> Tensor:
 
 
 class Alignment(Protocol):
-    """How well images follow prompts, such as `hf.clip.Clip`."""
+    """How well images follow prompts, such as `metrics.copies.Clip`."""
 
     @property
     def name(self) -> str: ...
