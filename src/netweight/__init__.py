@@ -12,7 +12,7 @@ from typing import Any
 class _Finder:
     """Finds modules under their former names, and sees transformers and diffusers come; what that takes comes then."""
 
-    packages = frozenset("attacks data evidence generate hf integrations methods probe store zoo".split())
+    packages = frozenset("attacks data evidence generate hf integrations methods nn probe store zoo".split())
     waits = False  # for those libraries, of which `autoload.py` tells more
 
     @classmethod

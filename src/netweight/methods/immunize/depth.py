@@ -19,13 +19,13 @@ from netweight.core.progress import Progress
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch, Example, Pair, collate
 from netweight.errors import UsageError
+from netweight.hf.load_language_model import structure_of
 from netweight.methods.immunize.defense import (
     Targets,
     answer_loss,
     lens_losses,
 )
 from netweight.metrics.intervals import t_interval
-from netweight.nn.decoder import structure_of
 from netweight.nn.hooks import evaluating
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import canvas, series_color, to_figure
