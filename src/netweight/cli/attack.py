@@ -96,9 +96,9 @@ def embedding(
 
     Exits with 1 if a finding fails.
     """
-    from netweight.attacks.embedding_search.compare import SEARCHES
     from netweight.attacks.embedding_search.folder import prepare
     from netweight.attacks.embedding_search.report import search_section, verdict
+    from netweight.attacks.embedding_search.search import SEARCHES
 
     prepared = prepare(settings, model)
     names = ", ".join(subject.name for subject in prepared.subjects)

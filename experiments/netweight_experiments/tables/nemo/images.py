@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from netweight.attacks.embedding_search.compare import Target, turned
-from netweight.attacks.embedding_search.search import paired, search
+from netweight.attacks.embedding_search.search import Target, paired, search, turned
 from netweight.core.progress import Progress
 from netweight.core.seeds import derive
 from netweight.core.units import Units

@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor
 
-from netweight.attacks.embedding_search.compare import Comparison, Run, Target, images_of
+from netweight.attacks.embedding_search.search import Comparison, Run, Target, images_of
 from netweight.attacks.embedding_search.settings import Start
 from netweight.errors import UsageError
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, interval_finding, mean_interval, proportion

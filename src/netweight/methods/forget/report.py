@@ -17,8 +17,8 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from netweight.attacks.embedding_search.compare import Comparison, Run
 from netweight.attacks.embedding_search.report import best_image
+from netweight.attacks.embedding_search.search import Comparison, Run
 from netweight.core.files import digest_config
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
