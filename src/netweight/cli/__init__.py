@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "decompress": ("netweight.cli.compress:decompress", "Restore the original files of a compressed model."),
     "inspect": ("netweight.cli.compress:inspect", "Show what is in weight files, tensor by tensor."),
     "verify": ("netweight.cli.compress:verify", "Prove that a compressed model is intact and identical."),
-    "immunize": ("netweight.cli.immunize:immunize", "Make a language model resist harmful fine-tuning."),
+    "immunize": ("netweight.cli.method:immunize", "Make a language model resist harmful fine-tuning."),
     "attack": ("netweight.cli.attack:attack", "Attack a model or an update, to see what it gives away."),
     "federate": ("netweight.cli.federate:federate", "Train across clients, and audit what a server could see."),
     "forget": ("netweight.cli.forget:forget", "Find what a diffusion model memorized, and switch it off."),
