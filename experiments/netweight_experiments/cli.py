@@ -248,7 +248,8 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
     """
     from dataclasses import asdict
 
-    from netweight.core.environment import describe, usable_cores
+    from netweight.core.environment import describe
+    from netweight.core.files import usable_cores
     from netweight.core.progress import Progress
     from netweight.methods.federate import LocalTraining
     from netweight_experiments.benchmarks.federate.rounds import random_federation, speed_findings, time_rounds
