@@ -20,7 +20,7 @@ from netweight.attacks.gradient_inversion.analytic import (
     singular_gradient,
     threshold_trunk,
 )
-from netweight.attacks.gradient_inversion.imprint import Imprinted, imprint, read_imprint
+from netweight.attacks.gradient_inversion.chains import Imprinted, imprint, read_imprint
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
 from netweight.core import progress as shown
 from netweight.core import seeds
