@@ -10,7 +10,7 @@ from tiny_diffusion import ORDINARY, PLANTED, TinyModel, planted_images, trained
 
 from netweight.attacks.embedding_search.search import Subject, Target, compare, paired
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.core.units import Units
+from netweight.core.names import Units
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.forget.mitigations import (
     AllActive,

@@ -18,6 +18,7 @@ from typing import Any, final
 from netweight.attacks.finetuning.attack import AttackResult, check_attack, parts_of, run_attack, telling_tokens
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
+from netweight.autoload import current_name
 from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.files import canonical_json, digest_config
 from netweight.core.lazy import import_named
@@ -25,7 +26,6 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError, UsageError
 from netweight.hf.load_language_model import embedding_of
 from netweight.job import Job, Result
-from netweight.moved import current_name
 
 
 @final
