@@ -195,7 +195,7 @@ def _summary(
     lows: NDArray[np.float64], highs: NDArray[np.float64], best: tuple[AttackTimes, AttackTimes], of: str
 ) -> TimesRatio:
     n = _n(best[0]), _n(best[1])
-    ratio = summarize_ratio(lows, highs, n=n, level=0.95, of=of)
+    ratio = summarize_ratio(lows, highs, n=n, of=of)
     if min(n) < MINIMUM_FOR_BOOTSTRAP:
         few = f"no interval: {min(n)} runs are fewer than {MINIMUM_FOR_BOOTSTRAP}"
         return replace(ratio, low=math.nan, high=math.nan, method=few)
@@ -310,7 +310,7 @@ def _ratio_over_rows(top: Sequence[float], bottom: Sequence[float], seed: int) -
     tops, bottoms, count = np.asarray(top, np.float64), np.asarray(bottom, np.float64), len(top)
     if count < MINIMUM_FOR_BOOTSTRAP:
         few = f"no interval: {count} rows are fewer than {MINIMUM_FOR_BOOTSTRAP}"
-        return Interval(float(tops.sum() / bottoms.sum()), math.nan, math.nan, count, 0.95, few)
+        return Interval(float(tops.sum() / bottoms.sum()), math.nan, math.nan, count, few)
 
     def ratio(rows: Any, axis: int = -1) -> Any:
         chosen = rows.astype(np.int64)
