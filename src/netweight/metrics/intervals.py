@@ -139,6 +139,18 @@ def paired_ratio(
     return bootstrap(top / bottom, "median", seed=seed, resamples=resamples)
 
 
+def ratio_of_sums(tops: Sequence[float], bottoms: Sequence[float], *, seed: int) -> Interval:
+    """Return the ratio of two sums over the same independent pieces; the bootstrap resamples pieces."""
+    top, bottom = np.asarray(tops, np.float64), np.asarray(bottoms, np.float64)
+
+    def ratio(pieces: Any, axis: int = -1) -> Any:
+        chosen = pieces.astype(np.int64)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a resample may hold nothing to divide by
+            return top[chosen].sum(axis=axis) / bottom[chosen].sum(axis=axis)
+
+    return bootstrap(np.arange(len(top), dtype=np.float64), ratio, seed=seed, resamples=1999, method="percentile")
+
+
 def _finite_samples(samples: Any, caller: str, minimum: int) -> NDArray[np.float64]:
     values = np.asarray(samples, dtype=np.float64)
     if values.ndim != 1:
