@@ -519,13 +519,11 @@ def _scores_table(scores: DetectionSubject) -> Table:
     return Table("Scores", columns, rows, notes)
 
 
-def _images_figure(
-    images: GeneratedImages, config: ImagesConfig, found: Mapping[str, Tensor], *, most: int = 8
-) -> Figure:
+def _images_figure(images: GeneratedImages, config: ImagesConfig, found: Mapping[str, Tensor]) -> Figure:
     """Draw training images beside those before the edit, after it, by controls, and after a search."""
     columns = ["training image", "original", "edited", *images.controls]
     rows = []
-    shown = list(zip(images.memorized, copies(images, images.edited, config), strict=True))[:most]
+    shown = list(zip(images.memorized, copies(images, images.edited, config), strict=True))[:8]
     for each, row in shown:
         order = sorted(range(len(row.to_image)), key=row.to_image.__getitem__)
         place = order[len(order) // 2]
