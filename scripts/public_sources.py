@@ -2,7 +2,7 @@
 
 SOURCES = {
     "attacks.gradient_inversion.analytic.recover_gradient": "2412.07187",
-    "attacks.gradient_inversion.imprint.imprint": "2110.13057",
+    "attacks.gradient_inversion.chains.imprint": "2110.13057",
     "attacks.gradient_inversion.matching.dlg": "Zhu et al.",
     "attacks.gradient_inversion.matching.invert": "Geiping et al.",
     "attacks.gradient_inversion.matching.rog": "Yue et al.",

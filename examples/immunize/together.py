@@ -14,9 +14,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from netweight.hf.load_language_model import structure_of
 from netweight.methods.immunize.settings import TrainingSettings
 from netweight.methods.immunize.train import immunize
-from netweight.nn.decoder import structure_of
 from netweight.toys.language import cipher_world
 
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from netweight.cli import FINDING_FAILED
-from netweight.cli.options import Output, output_option
+from netweight.cli import FINDING_FAILED, Output, output_option
 from netweight_experiments.benchmarks.script import RESULTS, about, write
 
 if TYPE_CHECKING:
@@ -249,7 +248,8 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
     """
     from dataclasses import asdict
 
-    from netweight.core.environment import describe, usable_cores
+    from netweight.core.environment import describe
+    from netweight.core.files import usable_cores
     from netweight.core.progress import Progress
     from netweight.methods.federate import LocalTraining
     from netweight_experiments.benchmarks.federate.rounds import random_federation, speed_findings, time_rounds

@@ -12,7 +12,9 @@ from typing import Any
 class _Finder:
     """Finds modules under their former names, and sees transformers and diffusers come; what that takes comes then."""
 
-    packages = frozenset("attacks data evidence generate hf integrations methods probe store zoo".split())
+    packages = frozenset(
+        "attacks core.units data evidence generate hf integrations methods moved nn probe store zoo".split()
+    )
     waits = False  # for those libraries, of which `autoload.py` tells more
 
     @classmethod
@@ -22,11 +24,12 @@ class _Finder:
             from netweight.autoload import install
 
             install()
-        if not fullname.startswith("netweight.") or fullname.split(".")[1] not in cls.packages:
+        top, _, former = fullname.partition(".")
+        if top != "netweight" or not cls.packages & {former, former.partition(".")[0]}:
             return None
-        from netweight.moved import FINDER
+        from netweight.autoload import FORMER
 
-        return FINDER.find_spec(fullname, path, target)
+        return FORMER.find_spec(fullname, path, target)
 
 
 sys.meta_path.insert(0, _Finder)  # before paths: former packages lead to those of today, and what is in them
@@ -87,7 +90,7 @@ def _names() -> Any:
             "write_adapter": "netweight.store.lora_formats.files",
             # watch and edit a live model
             "Select": "netweight.core.names",
-            "Units": "netweight.core.units",
+            "Units": "netweight.core.names",
             "capture": "netweight.nn.hooks",
             "intervene": "netweight.nn.hooks",
             "scale": "netweight.nn.hooks",

@@ -8,8 +8,8 @@ from small_pipelines import stable_diffusion
 
 import netweight
 from netweight.errors import Unsupported
+from netweight.hf.load_language_model import structure_of
 from netweight.methods import federate
-from netweight.nn.decoder import structure_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -12,19 +12,20 @@ from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
 from netweight.attacks.finetuning.attack import Muon, Training, changed_copy, run_attack, telling_tokens
 from netweight.attacks.finetuning.report import with_searches
-from netweight.attacks.finetuning.search import (
+from netweight.attacks.finetuning.settings import AttackSettings
+from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
+from netweight.attacks.finetuning.sweep import (
+    SubjectName,
     finals,
     first_attacks,
     kind_of,
+    make_subject,
     neighbors,
     of_length,
     search_all,
     search_one,
     within,
 )
-from netweight.attacks.finetuning.settings import AttackSettings
-from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
-from netweight.attacks.finetuning.sweep import SubjectName, make_subject
 from netweight.core.engines import in_process
 from netweight.data.tokens import Example, collate
 from netweight.errors import Unsupported, UsageError

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from netweight import cli, errors
-from netweight.cli.options import output_option
+from netweight.cli import output_option
 
 
 @pytest.fixture

@@ -9,21 +9,19 @@ import pytest
 import torch
 from tiny_diffusion import ORDINARY, PLANTED, TinyModel, picture, planted_images, trained
 
-from netweight.attacks.embedding_search.compare import (
+from netweight.attacks.embedding_search.descent import Descent, denoising_error
+from netweight.attacks.embedding_search.search import (
     Comparison,
     Subject,
     Target,
+    Trial,
     compare,
     images_of,
-    turned,
-)
-from netweight.attacks.embedding_search.descent import Descent, denoising_error
-from netweight.attacks.embedding_search.search import (
-    Trial,
     noise_like,
     paired,
     search,
     starting_points,
+    turned,
 )
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import UsageError

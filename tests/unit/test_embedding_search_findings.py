@@ -9,7 +9,6 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
 from tiny_diffusion import picture
 
-from netweight.attacks.embedding_search.compare import Comparison, Run, Target
 from netweight.attacks.embedding_search.report import (
     Wanted,
     grid_figure,
@@ -21,7 +20,7 @@ from netweight.attacks.embedding_search.report import (
     times_of,
     verdict,
 )
-from netweight.attacks.embedding_search.search import Evaluation, Trial
+from netweight.attacks.embedding_search.search import Comparison, Evaluation, Run, Target, Trial
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import UsageError
 

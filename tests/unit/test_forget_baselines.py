@@ -8,10 +8,9 @@ import pytest
 import torch
 from tiny_diffusion import ORDINARY, PLANTED, TinyModel, planted_images, trained
 
-from netweight.attacks.embedding_search.compare import Subject, Target, compare
-from netweight.attacks.embedding_search.search import paired
+from netweight.attacks.embedding_search.search import Subject, Target, compare, paired
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.core.units import Units
+from netweight.core.names import Units
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.forget.mitigations import (
     AllActive,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_diffusion import Planted
 
-from netweight.core.units import Units
+from netweight.core.names import Units
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 from netweight.methods.forget.detect import (
     Threshold,

@@ -9,7 +9,7 @@ pytest.importorskip("transformers", reason="transformers is in the diffusion ext
 from small_pipelines import WORDS, stable_diffusion
 from tiny_diffusion import ORDINARY, PLANTED, picture, planted_images, trained
 
-from netweight.attacks.embedding_search.further import OtherSampling, Relearning, TypedTokens
+from netweight.attacks.embedding_search.descent import OtherSampling, Relearning, TypedTokens
 from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import Unsupported, UsageError

@@ -23,7 +23,7 @@ from netweight.attacks.gradient_inversion.analytic import (
     singular_gradient,
     threshold_trunk,
 )
-from netweight.attacks.gradient_inversion.peeling import Block, Peel, read_chain, undone
+from netweight.attacks.gradient_inversion.chains import Block, Peel, read_chain, undone
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.methods.federate.task import small_cnn

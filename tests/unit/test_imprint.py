@@ -5,7 +5,7 @@ import torch
 from hypernetwork_under_test import LR, WEIGHT_DECAY, named, strokes, train_client
 from torch import nn
 
-from netweight.attacks.gradient_inversion.imprint import imprint, read_imprint
+from netweight.attacks.gradient_inversion.chains import imprint, read_imprint
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate.defenses import RefusalLimits, refuse_abnormal, relative_change, signs_of
 from netweight.methods.federate.task import small_cnn

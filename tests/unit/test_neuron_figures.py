@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netweight.core.units import Units
+from netweight.core.names import Units
 from netweight.errors import UsageError
 from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.report import counts_figure, neurons, overlap, overlap_figure

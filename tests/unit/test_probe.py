@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from netweight.core.units import Units
+from netweight.core.names import Units
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.nn import capture, edit_outputs, intervene, scale
 

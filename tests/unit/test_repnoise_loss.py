@@ -17,6 +17,7 @@ from repnoise_in_one_graph import repnoise_loss
 
 from netweight.data.tokens import Pair
 from netweight.errors import Unsupported, UsageError
+from netweight.hf.load_language_model import structure_of
 from netweight.methods.immunize.defense import (
     Targets,
     collate_pairs,
@@ -34,7 +35,6 @@ from netweight.methods.immunize.repnoise import (
     unbiased_mmd,
 )
 from netweight.methods.immunize.settings import RepNoise
-from netweight.nn.decoder import structure_of
 
 
 def number(tensor):

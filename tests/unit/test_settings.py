@@ -18,10 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BeforeValidator, DirectoryPath, Field, FilePath, NewPath
 
-from netweight.cli.options import options
 from netweight.core.files import canonical_json, digest_config
 from netweight.errors import NameNotFound, UsageError
-from netweight.settings import Cli, Settings, leaves
+from netweight.settings import Cli, Settings, leaves, options
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the dev extra")
 

@@ -89,7 +89,6 @@ def test_equal_samples_have_an_interval_of_no_width():
         (lambda: proportion(0, 0), "no proportion"),
         (lambda: paired_ratio([1] * 5, [1] * 6, seed=0), "pairs"),
         (lambda: paired_ratio([1] * 5, [1, 1, 1, 1, 0], seed=0), "above 0"),
-        (lambda: bootstrap([1, 2, 3, 4, 5], seed=0, level=0.9).ci95, "not 0.95"),
     ],
 )
 def test_samples_that_do_not_do_are_refused(call, says):

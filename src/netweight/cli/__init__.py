@@ -1,4 +1,6 @@
-"""The command `netweight`: a table of commands, each imported only when it is called, and one place for errors.
+"""The command `netweight`: a table of commands, each imported only when it is called, one place for errors and output.
+
+Commands share the kinds of paths that they take, `--json` and what they write; `settings.options` makes the rest.
 
 Exit codes: 0 done, 1 a finding failed, 2 wrong usage, 3 corrupt or unsafe input, 130 interrupted.
 """
@@ -10,16 +12,23 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 import click
 
 from netweight.core.environment import netweight_version
+from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, NetweightError, UsageError
+
+if TYPE_CHECKING:
+    from netweight.report.finding import Finding
+    from netweight.report.report import Report
 
 # Exit code of a command that did its work and found something that failed.
 FINDING_FAILED = 1
@@ -32,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "decompress": ("netweight.cli.compress:decompress", "Restore the original files of a compressed model."),
     "inspect": ("netweight.cli.compress:inspect", "Show what is in weight files, tensor by tensor."),
     "verify": ("netweight.cli.compress:verify", "Prove that a compressed model is intact and identical."),
-    "immunize": ("netweight.cli.immunize:immunize", "Make a language model resist harmful fine-tuning."),
+    "immunize": ("netweight.cli.method:immunize", "Make a language model resist harmful fine-tuning."),
     "attack": ("netweight.cli.attack:attack", "Attack a model or an update, to see what it gives away."),
     "federate": ("netweight.cli.federate:federate", "Train across clients, and audit what a server could see."),
     "forget": ("netweight.cli.forget:forget", "Find what a diffusion model memorized, and switch it off."),
@@ -158,3 +167,127 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # Torch asks for huge pages, which takes up to two thirds off the time of large tensors on a virtual machine.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     sys.exit(netweight.main(args=None if arguments is None else list(arguments), prog_name="netweight"))
+
+
+# ---- what commands share ---------------------------------------------------------------------------------------------
+
+# A file that is there.
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+# A folder that is there.
+FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+# What is written.
+NEW = click.Path(path_type=Path)
+# A folder that results go to; it may be there.
+OUTPUT_FOLDER = click.Path(path_type=Path, file_okay=False)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@final
+class Output:
+    """Standard output of one command."""
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+
+    @property
+    def progress(self) -> Progress:
+        """Bars for people, none where a machine reads."""
+        return QUIET if self.as_json else Progress()
+
+    def line(self, text: str = "", **style: Any) -> None:
+        """Write a line for people; `style` as for `click.style`, e.g. `fg="red"`."""
+        if not self.as_json:
+            click.secho(text, **style)
+
+    def warn(self, text: str) -> None:
+        """Write a warning to standard error, in either mode."""
+        click.secho(f"Warning: {text}", fg="yellow", err=True)
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent: int = 0) -> None:
+        """Write a table for people: columns aligned, columns of numbers to the right."""
+        if not self.as_json:
+            from netweight.report.text import aligned
+
+            for number, text in enumerate(aligned(headers, rows, indent=indent)):
+                click.secho(text, bold=bool(headers) and number == 0)
+
+    def findings(self, findings: Iterable[Finding], *, indent: int = 2, **words: str) -> None:
+        """Write findings as a table; `words` as for `report.text.finding_row`."""
+        if not self.as_json:
+            from netweight.report.text import finding_row
+
+            self.table((), [finding_row(finding, **words) for finding in findings], indent=indent)
+
+    def result(self, payload: Mapping[str, Any]) -> None:
+        """Write the command's result as one JSON object, if a machine reads."""
+        if self.as_json:
+            click.echo(json.dumps(payload, indent=2, ensure_ascii=False, default=str))
+
+
+def output_option(command: F) -> F:
+    """Give a command the flag `--json` and the argument `output: Output`."""
+    return click.option(
+        "--json",
+        "output",
+        is_flag=True,
+        help="Write one JSON object for machines instead of text for people.",
+        callback=_make_output,
+    )(command)
+
+
+def _make_output(context: click.Context, parameter: click.Parameter, value: bool) -> Output:
+    output = Output(as_json=value)
+    context.meta["netweight.output"] = output
+    return output
+
+
+def command_line() -> str:
+    """The command as it was given, for reports and cards."""
+    return shlex.join(["netweight", *sys.argv[1:]])
+
+
+def card_option(command: F) -> F:
+    """Give a command the flag `--card`."""
+    return click.option(
+        "--card", is_flag=True, help="Say in the folder's README.md what was done; see docs/ecosystem.md."
+    )(command)
+
+
+def write_card(folder: Path, output: Output) -> None:
+    """Write or update the card of a folder that a command has just written."""
+    from netweight.plugins.model_card import update_card
+
+    card = update_card(folder, command=command_line())
+    output.line(f"Card: {card}")
+
+
+def new_report(title: str, summary: str, *, seed: int, files: Iterable[Path]) -> Report:
+    """Begin a report of this command line."""
+    from netweight.core.files import digest_file
+    from netweight.report.report import Report
+
+    command = command_line()
+    inputs = {path.name: digest_file(path) for path in files}
+    return Report(title, summary=summary, command=command, seeds=(seed,), inputs=inputs)
+
+
+def end_attack(
+    context: click.Context,
+    output: Output,
+    report: Report,
+    findings: Sequence[Finding],
+    *,
+    out: Path,
+    verdicts: Iterable[str],
+    result: Mapping[str, Any],
+) -> None:
+    """Write the report and tell what was found; exits with 1 if a finding failed."""
+    page = report.write(out)
+    output.findings(findings)
+    for verdict in verdicts:
+        output.line(verdict, bold=True)
+    output.line(f"Report: {page}")
+    output.result({**result, "findings": [finding.to_json() for finding in findings], "report": str(page)})
+    if any(finding.passed is False for finding in findings):
+        context.exit(FINDING_FAILED)

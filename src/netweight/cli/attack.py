@@ -13,20 +13,19 @@ from netweight.attacks.embedding_search.settings import FolderSearch
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.gradient_inversion.settings import InversionSettings
 from netweight.attacks.refusal.settings import RefusalSettings, SafeguardSettings
-from netweight.cli import FINDING_FAILED
-from netweight.cli.options import (
+from netweight.cli import (
+    FINDING_FAILED,
     FOLDER,
     OUTPUT_FOLDER,
     Output,
     command_line,
     end_attack,
     new_report,
-    options,
     output_option,
 )
 from netweight.core.lazy import import_named
 from netweight.errors import UsageError
-from netweight.settings import Settings
+from netweight.settings import Settings, options
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -97,9 +96,9 @@ def embedding(
 
     Exits with 1 if a finding fails.
     """
-    from netweight.attacks.embedding_search.compare import SEARCHES
     from netweight.attacks.embedding_search.folder import prepare
     from netweight.attacks.embedding_search.report import search_section, verdict
+    from netweight.attacks.embedding_search.search import SEARCHES
 
     prepared = prepare(settings, model)
     names = ", ".join(subject.name for subject in prepared.subjects)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from netweight.cli import FINDING_FAILED
-from netweight.cli.options import Output, card_option, options, output_option, write_card
+from netweight.cli import FINDING_FAILED, Output, card_option, output_option, write_card
 from netweight.methods.compress.settings import CompressSettings
+from netweight.settings import options
 
 if TYPE_CHECKING:
     from netweight.methods.compress.folder import Summary

@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from netweight.cli import FINDING_FAILED
-from netweight.cli.options import Output, output_option
+from netweight.cli import FINDING_FAILED, Output, output_option
 from netweight.core import environment
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netweight.cli.options import Output, command_line, options, output_option
+from netweight.cli import Output, command_line, output_option
 from netweight.core.progress import Progress
 from netweight.methods.federate.folder import FederationPlan, FolderFederation
+from netweight.settings import options
 
 if TYPE_CHECKING:
     from netweight.methods.federate.engine import Run

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netweight.cli import FINDING_FAILED
-from netweight.cli.options import (
+from netweight.cli import (
+    FINDING_FAILED,
     FOLDER,
     NEW,
     OUTPUT_FOLDER,
@@ -17,7 +17,6 @@ from netweight.cli.options import (
     card_option,
     end_attack,
     new_report,
-    options,
     output_option,
     write_card,
 )
@@ -28,6 +27,7 @@ from netweight.methods.forget.settings import (
     FolderLocalization,
     FolderStatistics,
 )
+from netweight.settings import options
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
@@ -56,7 +56,7 @@ def forget() -> None:
 def statistics(pipeline: Path, settings: FolderStatistics, overwrite: bool, out: Path, output: Output) -> None:
     """Measure how active value neurons usually are; no image is made."""
     from netweight.core.files import refuse_existing
-    from netweight.data.prompts import read_prompts
+    from netweight.data.text import read_prompts
     from netweight.methods.forget.layers import measure_statistics
 
     refuse_existing(out, overwrite=overwrite)
@@ -81,7 +81,7 @@ def detect(pipeline: Path, settings: FolderDetection, out: Path, output: Output)
 
     OUT receives scores.jsonl, threshold.json, which `netweight forget localize` takes, and detection.json.
     """
-    from netweight.data.prompts import read_prompts
+    from netweight.data.text import read_prompts
     from netweight.errors import UsageError
     from netweight.methods.forget.detect import calibrate, check_threshold, detect_resumably, look_of
 
@@ -134,7 +134,7 @@ def localize(
     OUT receives neurons.jsonl, which a second call continues, neurons.json for `netweight forget apply`, and
     neurons.csv in the format of the paper's code. Exits with 1 if the threshold was not reached for some prompt.
     """
-    from netweight.data.prompts import read_prompts
+    from netweight.data.text import read_prompts
     from netweight.methods.forget.layers import Statistics, value_layers
     from netweight.methods.forget.localize import localize as find
     from netweight.methods.forget.localize import write_published, write_results

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netweight.cli import FINDING_FAILED
-from netweight.cli.options import FOLDER, OUTPUT_FOLDER, Output, command_line, output_option
+from netweight.cli import FINDING_FAILED, FOLDER, OUTPUT_FOLDER, Output, command_line, output_option
 from netweight.core.progress import Progress
 from netweight.errors import OutputExists
 from netweight.settings import Settings

@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from netweight.cli.options import (
-    FILE,
-    FOLDER,
-    NEW,
-    Output,
-    card_option,
-    command_line,
-    options,
-    output_option,
-    write_card,
-)
+from netweight.cli import FILE, FOLDER, NEW, Output, card_option, command_line, output_option, write_card
 from netweight.errors import UsageError
 from netweight.methods.space.settings import (
     ConvertSettings,
@@ -34,6 +24,7 @@ from netweight.methods.space.settings import (
     RenderSettings,
     SampleSettings,
 )
+from netweight.settings import options
 
 if TYPE_CHECKING:
     from netweight.methods.space.fit import Accuracy

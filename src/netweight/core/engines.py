@@ -33,7 +33,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar, cast, final
 
-from netweight.core.environment import usable_cores
+from netweight.core.files import usable_cores
 from netweight.core.lazy import library
 from netweight.errors import UsageError
 

@@ -50,13 +50,6 @@ def _cpu_flags() -> list[str]:
     return [flag for flag in CPU_FLAGS if flag in present]
 
 
-def usable_cores() -> int:
-    """Count the cores that this process may use, which in a container is fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _memory_bytes() -> int | None:
     """Return the machine's memory in bytes; None where the system does not tell."""
     try:
@@ -99,6 +92,8 @@ def source_revision() -> str | None:
 
 def describe(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Describe this process's environment as plain JSON values."""
+    from netweight.core.files import usable_cores  # with numpy, which the start of commands does without
+
     versions = {name: installed_version(name) for name in PACKAGES}
     return {
         "netweight": netweight_version(),

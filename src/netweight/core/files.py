@@ -54,9 +54,7 @@ def digest_tensor(tensor: Any) -> str:
 
         tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     else:
-        import numpy
-
-        tensor = numpy.ascontiguousarray(tensor).reshape(-1).view(numpy.uint8)
+        tensor = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
     return digest_bytes(memoryview(tensor))
 
 
@@ -285,6 +283,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use, which in a container is fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def in_order(work: Callable[[T], R], tasks: Iterable[T], threads: int) -> Iterator[R]:

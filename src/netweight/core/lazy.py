@@ -53,3 +53,11 @@ def library(name: str, purpose: str, bringing: str) -> ModuleType:
     """Import a library for a purpose; `bringing` is the extra that brings it."""
     with extra(bringing, f"{purpose} needs {name.partition('.')[0]}"):
         return importlib.import_module(name)
+
+
+def open_compressed_with(name: str) -> None:
+    """Let `transformers` or `diffusers` open compressed folders: load the plug-ins registered for it."""
+    from importlib.metadata import entry_points
+
+    for plugin in entry_points(group="netweight.formats", name=name):
+        plugin.load()

@@ -7,18 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from netweight.core.lazy import extra
 from netweight.errors import UsageError
-
-
-def open_compressed_with(library: str) -> None:
-    """Let `transformers` or `diffusers` open compressed folders: load the plug-ins registered for it."""
-    for plugin in entry_points(group="netweight.formats", name=library):
-        plugin.load()
-
 
 _ID = re.compile(r"^[\w.-]+/[\w.-]+(@[\w./-]+)?$")
 # Weights in other formats than safetensors: never used here, often larger than all the rest.

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.files import digest_config, digest_tensor
-from netweight.core.lazy import library
+from netweight.core.lazy import library, open_compressed_with
 from netweight.core.progress import quiet_imports, silent_bars
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
-from netweight.hf import open_compressed_with
 from netweight.nn.hooks import hooked
 from netweight.nn.text_to_image import Prediction, Text
 
@@ -385,14 +384,14 @@ def padding_masks(model: PipelineModel) -> Callable[[Sequence[str]], Tensor]:
     return masks
 
 
-def one_token_words(model: PipelineModel, *, letters: int = 3) -> tuple[str, ...]:
+def one_token_words(model: PipelineModel) -> tuple[str, ...]:
     """Return the words that a pipeline's tokenizer makes one token of, for `RandomTokens`."""
     tokenizer = model.pipeline.tokenizer
     pieces = (piece.removesuffix("</w>").removeprefix("▁").lower() for piece in tokenizer.get_vocab())
-    words = sorted({piece for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) >= letters})
+    words = sorted({piece for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) >= 3})
     single = tuple(word for word in words if len(tokenizer(word, add_special_tokens=False).input_ids) == 1)
     if not single:
-        raise Unsupported(f"The tokenizer of {model.name} makes no word of {letters} letters or more one token.")
+        raise Unsupported(f"The tokenizer of {model.name} makes no word of three letters or more one token.")
     return single
 
 

@@ -333,7 +333,7 @@ def kernel_distance(features: Tensor, references: Tensor) -> Interval:
     )
     variance = (n - 1) * without_a.var() + (m - 1) * without_b.var()
     half = _NORMAL_95 * math.sqrt(float(variance))
-    return Interval(float(estimate), float(estimate) - half, float(estimate) + half, n, 0.95, "jackknife, normal")
+    return Interval(float(estimate), float(estimate) - half, float(estimate) + half, n, "jackknife, normal")
 
 
 def _kernel(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -34,20 +34,17 @@ Method: TypeAlias = Literal["auto", "BCa", "percentile", "basic"]
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the interval around it."""
+    """An estimate with the 95 % interval around it."""
 
     estimate: float  # the statistic of the samples
     low: float  # lower end
     high: float  # upper end
     n: int  # number of samples (pairs, for ratios; trials, for proportions)
-    level: float  # confidence level, between 0 and 1
     method: str  # how the interval was made, in words
 
     @property
     def ci95(self) -> tuple[float, float]:
         """The two ends, as `Finding(ci95=...)` takes them."""
-        if self.level != 0.95:
-            raise UsageError(f"This interval has level {self.level}, not 0.95.", cure="Compute it with level=0.95.")
         return self.low, self.high
 
 
@@ -56,7 +53,6 @@ def bootstrap(
     statistic: Statistic = "mean",
     *,
     seed: int,
-    level: float = 0.95,
     resamples: int = 9999,
     method: Method = "auto",
 ) -> Interval:
@@ -73,28 +69,27 @@ def bootstrap(
     chosen = method if method != "auto" else "BCa" if statistic == "mean" else "percentile"
     estimate = float(function(values, axis=-1))
     if (values == values[0]).all():
-        return Interval(estimate, estimate, estimate, len(values), level, "all samples equal")
+        return Interval(estimate, estimate, estimate, len(values), "all samples equal")
     result = scipy_stats().bootstrap(
         (values,),
         function,
         n_resamples=resamples,
-        confidence_level=level,
         method=chosen,
         rng=np.random.default_rng(seed),
     )
     low, high = (float(end) for end in result.confidence_interval)
-    return Interval(estimate, low, high, len(values), level, f"bootstrap ({chosen}, {resamples} resamples)")
+    return Interval(estimate, low, high, len(values), f"bootstrap ({chosen}, {resamples} resamples)")
 
 
-def t_interval(samples: Sequence[float] | NDArray[np.floating[Any]], *, level: float = 0.95) -> Interval:
+def t_interval(samples: Sequence[float] | NDArray[np.floating[Any]]) -> Interval:
     """Return the mean of a few samples with Student's interval: the right choice for 2 to 4 seeds."""
     # samples: One value per independent repetition, shape `(n,)`, n ≥ 2, all finite, roughly normal.
     # Returns: The interval; wide when n is small, as it should be.
     values = _finite_samples(samples, "t_interval", 2)
     mean = float(values.mean())
-    half = float(scipy_stats().t.ppf((1 + level) / 2, len(values) - 1)) * float(values.std(ddof=1))
+    half = float(scipy_stats().t.ppf(0.975, len(values) - 1)) * float(values.std(ddof=1))
     half /= math.sqrt(len(values))
-    return Interval(mean, mean - half, mean + half, len(values), level, "Student's t")
+    return Interval(mean, mean - half, mean + half, len(values), "Student's t")
 
 
 def mean_interval(samples: Sequence[float], *, seed: int) -> Interval:
@@ -114,15 +109,15 @@ def ends_if_enough(samples: Sequence[float], statistic: Statistic = "mean", *, s
     return bootstrap(samples, statistic, seed=seed).ci95 if len(samples) >= MINIMUM_FOR_BOOTSTRAP else None
 
 
-def proportion(successes: int, n: int, *, level: float = 0.95) -> Interval:
+def proportion(successes: int, n: int) -> Interval:
     """Return a share of trials with Wilson's interval, which is sound at 0 and at n too."""
     # Returns: The interval, within 0 and 1.
     if not 0 <= successes <= n or n < 1:
         raise UsageError(
             f"{successes} successes in {n} trials is no proportion.", cure="Give 0 ≤ successes ≤ n and n ≥ 1."
         )
-    ends = scipy_stats().binomtest(successes, n).proportion_ci(confidence_level=level, method="wilson")
-    return Interval(successes / n, float(ends.low), float(ends.high), n, level, "Wilson")
+    ends = scipy_stats().binomtest(successes, n).proportion_ci(method="wilson")
+    return Interval(successes / n, float(ends.low), float(ends.high), n, "Wilson")
 
 
 def paired_ratio(
@@ -130,7 +125,6 @@ def paired_ratio(
     baseline: Sequence[float] | NDArray[np.floating[Any]],
     *,
     seed: int,
-    level: float = 0.95,
     resamples: int = 9999,
 ) -> Interval:
     """Return the median ratio of paired measurements with its bootstrap interval."""
@@ -142,7 +136,19 @@ def paired_ratio(
         raise UsageError(f"paired_ratio got {len(top)} values and {len(bottom)} baselines.", cure="Measure in pairs.")
     if min(top.min(), bottom.min()) <= 0:
         raise UsageError("paired_ratio needs values above 0.", cure="Times and speeds of finished runs are.")
-    return bootstrap(top / bottom, "median", seed=seed, level=level, resamples=resamples)
+    return bootstrap(top / bottom, "median", seed=seed, resamples=resamples)
+
+
+def ratio_of_sums(tops: Sequence[float], bottoms: Sequence[float], *, seed: int) -> Interval:
+    """Return the ratio of two sums over the same independent pieces; the bootstrap resamples pieces."""
+    top, bottom = np.asarray(tops, np.float64), np.asarray(bottoms, np.float64)
+
+    def ratio(pieces: Any, axis: int = -1) -> Any:
+        chosen = pieces.astype(np.int64)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a resample may hold nothing to divide by
+            return top[chosen].sum(axis=axis) / bottom[chosen].sum(axis=axis)
+
+    return bootstrap(np.arange(len(top), dtype=np.float64), ratio, seed=seed, resamples=1999, method="percentile")
 
 
 def _finite_samples(samples: Any, caller: str, minimum: int) -> NDArray[np.float64]:
@@ -190,7 +196,7 @@ def area_under_roc(folds: Sequence[tuple[NDArray[np.float64], NDArray[np.bool_]]
         raise UsageError("No fold has examples of both classes.", cure="Use fewer folds, or label more examples.")
     half = _NORMAL_95 * math.sqrt(variance) / pairs
     area /= pairs
-    return Interval(area, max(0.0, area - half), min(1.0, area + half), count, 0.95, "DeLong")
+    return Interval(area, max(0.0, area - half), min(1.0, area + half), count, "DeLong")
 
 
 def explained_variance(
@@ -206,7 +212,7 @@ def explained_variance(
         raise UsageError(f"R² of {len(truth)} examples that do not vary has no meaning.", cure="Give more examples.")
     ratio = float(errors.mean() / spread.mean())
     half = _NORMAL_95 * math.sqrt(_variance(errors - ratio * spread) / len(truth)) / float(spread.mean())
-    return Interval(1 - ratio, 1 - ratio - half, 1 - ratio + half, len(truth), 0.95, "normal")
+    return Interval(1 - ratio, 1 - ratio - half, 1 - ratio + half, len(truth), "normal")
 
 
 def _share_below(values: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.float64]:

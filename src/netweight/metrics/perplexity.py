@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
-from netweight.metrics.intervals import Interval, bootstrap
+from netweight.metrics.intervals import Interval, ratio_of_sums
 
 if TYPE_CHECKING:
     import torch
@@ -122,18 +122,13 @@ def _sums(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
 
 
 def _interval(nats: Sequence[float], tokens: Sequence[int], seed: int) -> Interval:
-    """Nats per token: a ratio of sums, whose bootstrap resamples pieces, so it draws their numbers."""
+    """Nats per token."""
     loss, count = np.asarray(nats), np.asarray(tokens)
     if not np.isfinite(loss).all():
-        return Interval(math.inf, math.inf, math.inf, len(loss), 0.95, "a loss is not finite")
-
-    def ratio(pieces: Any, axis: int = -1) -> Any:
-        chosen = pieces.astype(np.int64)
-        return loss[chosen].sum(axis=axis) / count[chosen].sum(axis=axis)
-
+        return Interval(math.inf, math.inf, math.inf, len(loss), "a loss is not finite")
     if (loss / count == loss[0] / count[0]).all():
-        return Interval(loss[0] / count[0], *(loss[0] / count[0],) * 2, len(loss), 0.95, "all pieces equal")
-    return bootstrap(np.arange(len(loss), dtype=np.float64), ratio, seed=seed, resamples=1999, method="percentile")
+        return Interval(loss[0] / count[0], *(loss[0] / count[0],) * 2, len(loss), "all pieces equal")
+    return ratio_of_sums(nats, tokens, seed=seed)
 
 
 def _exponential(interval: Interval, tokens_per_word: float) -> Interval:
@@ -141,4 +136,4 @@ def _exponential(interval: Interval, tokens_per_word: float) -> Interval:
         return math.exp(nats * tokens_per_word) if nats * tokens_per_word < 700 else math.inf
 
     estimate, low, high = (grow(end) for end in (interval.estimate, interval.low, interval.high))
-    return Interval(estimate, low, high, interval.n, interval.level, interval.method)
+    return Interval(estimate, low, high, interval.n, interval.method)

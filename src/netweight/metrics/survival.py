@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 HALF = 0.5 + 1e-12
 """A share at most this large counts as a half: products of fractions miss it by a rounding."""
-Transform: TypeAlias = Literal["log-log", "linear"]
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,13 @@ class Survival:
     at_risk: tuple[int, ...]  # repetitions still under way just before each
     events: tuple[int, ...]  # events at each
     share: tuple[float, ...]  # share without the event from each time on
-    low: tuple[float, ...]  # lower end of the pointwise interval
+    low: tuple[float, ...]  # lower end of the pointwise 95 % interval
     high: tuple[float, ...]  # upper end
     median: float  # the first time at which the share is at most a half; infinite if that was never seen
     median_low: float  # lower end of the median's interval
     median_high: float  # upper end; infinite if the data do not bound it
     n: int  # number of repetitions
     last: float  # the longest time, event or not: beyond it nothing is known
-    level: float  # confidence level
 
     def at(self, time: float) -> float:
         """Return the share without the event at a time; NaN beyond the last time if it is not 0 by then."""
@@ -104,9 +102,9 @@ class Survival:
         return x, share, low, high
 
 
-def kaplan_meier(times: Times, *, level: float = 0.95, transform: Transform = "log-log") -> Survival:
+def kaplan_meier(times: Times) -> Survival:
     """Estimate the share without the event over time."""
-    # Greenwood's variance, on the scale of log(-log) by default, where intervals stay within 0 and 1. Where the share
+    # Greenwood's variance, on the scale of log(-log), where intervals stay within 0 and 1. Where the share
     # is 0 it has no value, and the upper end is the exact binomial one for none left of all whose event was seen.
     # The interval does not know of clusters.
     # Source: Kaplan and Meier 1958; Kalbfleisch and Prentice, The Statistical Analysis of Failure Time Data,
@@ -121,12 +119,12 @@ def kaplan_meier(times: Times, *, level: float = 0.95, transform: Transform = "l
         curve = stats.ecdf(stats.CensoredData(uncensored=values[observed], right=values[~observed])).sf
         with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the interval where the share is 0, which is set below
-            ends = curve.confidence_interval(level, method=transform)
+            ends = curve.confidence_interval(method="log-log")
         places = np.searchsorted(curve.quantiles, when)
         share, low, high = (part.probabilities[places] for part in (curve, ends.low, ends.high))
         none_left = share <= 0
         low = np.where(none_left, 0.0, low.clip(0, 1))
-        high = np.where(none_left, 1 - ((1 - level) / 2) ** (1 / times.events), high.clip(0, 1))
+        high = np.where(none_left, 1 - 0.025 ** (1 / times.events), high.clip(0, 1))
     numbers = [tuple(part.tolist()) for part in (when, share, low, high)]
     return Survival(
         times=numbers[0],
@@ -140,7 +138,6 @@ def kaplan_meier(times: Times, *, level: float = 0.95, transform: Transform = "l
         median_high=_first(numbers[0], numbers[3]),
         n=times.n,
         last=float(values[-1]),
-        level=level,
     )
 
 
@@ -231,19 +228,6 @@ def median_times(times: Times, weights: NDArray[np.float64]) -> tuple[NDArray[np
     return np.where(reached, medians, longest), np.where(reached, medians, np.inf)
 
 
-def restricted_means(times: Times, weights: NDArray[np.float64], horizon: float) -> NDArray[np.float64]:
-    """Return the mean times within a horizon, resample by resample: areas under their curves up to it."""
-    # weights: As `resampled_weights` returns them. Shape `(resamples, n)`.
-    # Returns: Shape `(resamples,)`. A curve whose last repetition was stopped before the horizon goes on as it
-    # was.
-    values, _ = times.arrays()
-    ends = np.minimum(np.append(values, horizon), horizon)
-    widths = np.diff(ends, prepend=0.0)
-    shares = np.concatenate([np.ones((len(weights), 1)), _shares(times, weights)], axis=1)
-    total: NDArray[np.float64] = (shares * widths).sum(axis=1)
-    return total
-
-
 @dataclass(frozen=True)
 class TimesRatio:
     """A ratio of two groups' typical times, with what censoring leaves open."""
@@ -255,26 +239,14 @@ class TimesRatio:
     # if neither was, else empty.
     bound: Literal["", "at least", "at most", "unknown"]
     n: tuple[int, int]  # repetitions of both groups
-    level: float  # confidence level
     method: str  # how the interval was made, in words
 
 
-def ratio_of_times(
-    top: Times,
-    bottom: Times,
-    *,
-    seed: int,
-    of: Literal["median", "restricted mean"] = "median",
-    horizon: float | None = None,
-    level: float = 0.95,
-    resamples: int = 4999,
-) -> TimesRatio:
-    """Return how many times as long one group takes as another, with a bootstrap interval."""
+def ratio_of_times(top: Times, bottom: Times, *, seed: int, resamples: int = 4999) -> TimesRatio:
+    """Return how many times as long one group takes as another, by medians, with a bootstrap interval."""
     # In every resample a median that was not reached is known to lie between the longest time and infinity; the
     # interval goes from the quantile of the least ratios to that of the greatest, so that censoring widens it and
-    # never narrows it. Groups are resampled each on its own, by clusters where there are any. The restricted mean, of
-    # times cut off at the horizon (by default the shorter of the longest times), is always known, and understates a
-    # ratio if the top group is censored there.
+    # never narrows it. Groups are resampled each on its own, by clusters where there are any.
     # Source: Efron 1981, Censored Data and the Bootstrap.
     for name, group in (("top", top), ("bottom", bottom)):
         if group.n < MINIMUM_FOR_BOOTSTRAP:
@@ -286,18 +258,13 @@ def ratio_of_times(
     if max(bottom.values) == 0:
         raise UsageError("Every time of the bottom group is 0, so there is nothing to divide by.")
     rng = np.random.default_rng(seed)
-    reach = min(max(top.values), max(bottom.values)) if horizon is None else horizon
     ends = []
     for group in (top, bottom):
-        found = []
-        for weights in itertools.chain([np.ones((1, group.n))], in_parts(group, resamples=resamples, rng=rng)):
-            means = restricted_means(group, weights, reach) if of == "restricted mean" else None
-            found.append(median_times(group, weights) if means is None else (means, means))
-        ends.append([np.concatenate(side) for side in zip(*found, strict=True)])  # the sample itself first
+        drawn = itertools.chain([np.ones((1, group.n))], in_parts(group, resamples=resamples, rng=rng))
+        found = [median_times(group, weights) for weights in drawn]  # the sample itself first
+        ends.append([np.concatenate(side) for side in zip(*found, strict=True)])
     (top_low, top_high), (bottom_low, bottom_high) = ends
-    return summarize_ratio(
-        divide(top_low, bottom_high), divide(top_high, bottom_low), n=(top.n, bottom.n), level=level, of=of
-    )
+    return summarize_ratio(divide(top_low, bottom_high), divide(top_high, bottom_low), n=(top.n, bottom.n), of="median")
 
 
 def divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -308,7 +275,7 @@ def divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.
 
 
 def summarize_ratio(
-    lows: NDArray[np.float64], highs: NDArray[np.float64], *, n: tuple[int, int], level: float, of: str
+    lows: NDArray[np.float64], highs: NDArray[np.float64], *, n: tuple[int, int], of: str
 ) -> TimesRatio:
     """Make a ratio of its least and greatest value in the sample itself (first) and in resamples (the others)."""
     # lows: Least values, shape `(1 + resamples,)`.
@@ -319,11 +286,10 @@ def summarize_ratio(
         bound, estimate = ("at least", least) if math.isinf(most) else ("at most", most)
         if math.isinf(most) and least == 0:
             bound, estimate = "unknown", math.nan
-    tail = (1 - level) / 2
-    low = float(np.quantile(lows[1:], tail, method="inverted_cdf"))
-    high = float(np.quantile(highs[1:], 1 - tail, method="inverted_cdf"))
+    low = float(np.quantile(lows[1:], 0.025, method="inverted_cdf"))
+    high = float(np.quantile(highs[1:], 0.975, method="inverted_cdf"))
     method = f"bootstrap of the {of} ({len(lows) - 1} resamples)"
-    return TimesRatio(estimate, low, high, bound, n, level, method)
+    return TimesRatio(estimate, low, high, bound, n, method)
 
 
 def steps_finding(

@@ -13,8 +13,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from netweight.core.names import Select, not_found
-from netweight.core.units import Units
+from netweight.core.names import Select, Units, not_found
 from netweight.errors import NameNotFound, Unsupported, UsageError
 
 Edit = Callable[[Tensor], Tensor]

@@ -67,7 +67,6 @@ def bars(
     caption: str = "",
     xlabel: str = "",
     ylabel: str = "",
-    log: bool = False,
     errors: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> Figure:
     """Draw bars side by side, one group of bars per label."""
@@ -82,7 +81,7 @@ def bars(
             for x, (low, high) in zip(where, (errors or {}).get(name, ()), strict=False):
                 axes.plot([x, x], [low, high], color=_ink(), linewidth=1.2)
         axes.set_xticks(range(len(labels)), labels)
-        _finish(axes, xlabel, ylabel, log=log, legend=len(groups) > 1)
+        _finish(axes, xlabel, ylabel, log=False, legend=len(groups) > 1)
         return to_figure(drawing, alt=alt, caption=caption)
 
 

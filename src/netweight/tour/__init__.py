@@ -18,8 +18,7 @@ from typing import Any, final
 import yaml
 
 from netweight import recipes
-from netweight.core.environment import usable_cores
-from netweight.core.files import lock
+from netweight.core.files import lock, usable_cores
 from netweight.core.names import not_found
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, UsageError

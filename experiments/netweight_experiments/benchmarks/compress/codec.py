@@ -16,7 +16,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from netweight import codec
-from netweight.core.environment import describe, installed_version, usable_cores
+from netweight.core.environment import describe, installed_version
+from netweight.core.files import usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 from netweight.errors import MissingExtra, NetweightError, Unsupported

@@ -37,8 +37,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from netweight.attacks.embedding_search.compare import Run, Subject, Target, compare, images_of
-from netweight.attacks.embedding_search.search import paired
+from netweight.attacks.embedding_search.search import Run, Subject, Target, compare, images_of, paired
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.progress import Progress
 from netweight.errors import UsageError

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 
 import torch
 
-from netweight.core.units import Units
+from netweight.core.names import Units
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.forget.detect import (
     calibrate,

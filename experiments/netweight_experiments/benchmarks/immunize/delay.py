@@ -32,10 +32,18 @@ from torch import nn
 
 from netweight.attacks.finetuning.attack import AttackResult
 from netweight.attacks.finetuning.resistance import best_attack, by_attack
-from netweight.attacks.finetuning.search import Found, first_attacks, kind_of, search_one, within
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal
-from netweight.attacks.finetuning.sweep import SubjectName, make_subject, sweep
+from netweight.attacks.finetuning.sweep import (
+    Found,
+    SubjectName,
+    first_attacks,
+    kind_of,
+    make_subject,
+    search_one,
+    sweep,
+    within,
+)
 from netweight.core.engines import in_process, local_processes
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from netweight.core import seeds
-from netweight.core.environment import usable_cores
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.files import digest_config, digest_tensor, usable_cores
 from netweight.core.progress import Progress
 from netweight.data.images import Images, load
 from netweight.errors import UsageError

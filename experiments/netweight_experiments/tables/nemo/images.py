@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from netweight.attacks.embedding_search.compare import Target, turned
-from netweight.attacks.embedding_search.search import paired, search
+from netweight.attacks.embedding_search.search import Target, paired, search, turned
+from netweight.core.names import Units
 from netweight.core.progress import Progress
 from netweight.core.seeds import derive
-from netweight.core.units import Units
 from netweight.methods.forget.localize import Localization
 from netweight.metrics.copies import (
     COPY,

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from netweight.core.units import Units
+from netweight.core.names import Units
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.settings import LocalizationConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
-from netweight.core.units import Units
+from netweight.core.names import Units
 from netweight.methods.forget.detect import Threshold
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localize import Localization

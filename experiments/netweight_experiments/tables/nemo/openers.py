@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,11 +18,11 @@ from torch import Tensor
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.files import digest_tensor
 from netweight.core.seeds import torch_generator
-from netweight.data.prompts import check_pairs, image_size, read_pairs, read_prompts
+from netweight.data.text import check_pairs, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image, trained_prediction
 from netweight.methods.forget.settings import DetectionConfig
-from netweight.metrics.copies import CenteredPixels, Descriptor, Memorized, TorchScriptDescriptor, sscd
+from netweight.metrics.copies import CenteredPixels, Clip, Descriptor, Memorized, TorchScriptDescriptor, sscd
 from netweight.metrics.images import frechet_distance, kernel_distance
 from netweight.toys.diffusion import shapes_pipeline
 from netweight.toys.shapes import ShapesWorld, drawn, memorized
@@ -149,7 +148,7 @@ def setup_of_recipe(path: Path) -> Setup:
         raise UsageError(f"The prompt {both[0]!r} is in calibration and in held_out.", cure="Leave it out of one.")
     descriptor = _Remembering(sscd(recipe.sscd, recipe.sscd_sha256))
     inception = _inception(recipe)
-    clip = None if recipe.clip is None else import_module("netweight.hf.clip").Clip(recipe.clip)
+    clip = None if recipe.clip is None else Clip(recipe.clip)
     model = load_text_to_image(recipe.model, device=recipe.device)
     memorized, labelled = _memorized(recipe.memorized, image_size(model))
     return Setup(

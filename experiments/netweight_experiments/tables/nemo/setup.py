@@ -16,8 +16,8 @@ from torch import Tensor
 
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.files import digest_config, digest_tensor
+from netweight.core.names import Units
 from netweight.core.progress import Progress
-from netweight.core.units import Units
 from netweight.errors import UsageError
 from netweight.methods.forget.detect import Score, Threshold, calibrate, detect_resumably
 from netweight.methods.forget.layers import Statistics, measure_statistics, value_layers

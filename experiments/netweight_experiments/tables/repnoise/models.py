@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from netweight.attacks.finetuning.attack import attacked_model
 from netweight.attacks.finetuning.subject import greedy, mean_loss, token_accuracy
 from netweight.errors import TrainingStopped, Unsupported, UsageError
+from netweight.hf.load_language_model import structure_of
 from netweight.methods.immunize.depth import Plane, probe_accuracies, representations, weight_changes
-from netweight.nn.decoder import structure_of
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import canvas, lines, series_color, to_figure
 from netweight.toys.language import answers

@@ -23,9 +23,8 @@ from netweight.data.public import decoding_trust_refusals, paired_refusals
 from netweight.data.text import TextPair
 from netweight.data.tokens import QUESTION_AND_ANSWER, Example, Pair, padding_of, tokenized_pairs
 from netweight.errors import UsageError
-from netweight.hf.load_language_model import context_of, load_causal_lm
+from netweight.hf.load_language_model import context_of, load_causal_lm, structure_of
 from netweight.methods.immunize.baselines import without_security_vectors
-from netweight.nn.decoder import structure_of
 from netweight.toys.language import Domain as WorldDomain
 from netweight.toys.language import Share, cipher_world
 from netweight_experiments.tables.registry import Scale

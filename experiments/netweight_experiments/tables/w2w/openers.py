@@ -20,8 +20,7 @@ from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.data.images.images import decode_splits
-from netweight.data.prompts import image_size
-from netweight.data.text import Row, RowErrors, read_rows
+from netweight.data.text import Row, RowErrors, image_size, read_rows
 from netweight.errors import UsageError
 from netweight.hf.adapters import ATTENTION
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image, text_to_image, trained_prediction
@@ -279,7 +278,7 @@ RECIPE = SpaceRecipe
 
 def setup_of_recipe(path: Path) -> Setup:
     """Open what a recipe names."""
-    from netweight.hf.clip import Clip
+    from netweight.metrics.copies import Clip
 
     recipe = SpaceRecipe.read(path)
     face = TorchScriptDescriptor(

@@ -1,19 +1,23 @@
-"""Steps of an attack on a text-to-image model, and the denoising error that they lower."""
+"""Attacks on a text-to-image model as walks that are evaluated and reported alike, and the error that they lower."""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from netweight.attacks.embedding_search.settings import PredictionKind, SearchSettings
+from netweight.attacks.embedding_search.settings import PredictionKind, SearchSettings, Start
 from netweight.core.seeds import torch_generator
-from netweight.errors import UsageError
-from netweight.nn.text_to_image import Batches, Prediction, Text, TextToImage, generated
+from netweight.errors import Unsupported, UsageError
+from netweight.nn.lora import AddedLowRank
+from netweight.nn.text_to_image import Batches, OpenTextToImage, Prediction, Text, TextToImage, denoised, generated
 
 
 class Walk(ABC):
@@ -169,3 +173,250 @@ def weights_fixed(module: nn.Module, *, but: Collection[nn.Parameter] = ()) -> I
     finally:
         for parameter, before in marked.items():
             parameter.requires_grad_(before)
+
+
+# ---- further attacks: by the text encoder's input, by words, from the picture, by training ---------------------------
+
+_RANK = 4  # of LoRA
+_WORDS = 8  # that are typed
+_CANDIDATES = 8  # exchanges of a word that are tried in a step
+_NEAREST = 16  # words for each place, from which candidates are drawn: those of the steepest descent
+_LEVEL = 0.9  # noise level that a target is noised to, as a share of the steps of its generation
+
+
+def further(
+    model: TextToImage, kind: Start, prompt: str, image: Tensor, latents: Tensor, unrelated: Sequence[str],
+    settings: SearchSettings, others: Sequence[tuple[str, Tensor]], seed: int,
+) -> tuple[Walk, Sequence[float | None]]:  # fmt: skip
+    """Make an attack on a target; return it with the learning rate of each of its rows."""
+    if kind in ("relearn", "relearn-few", "relearn-one", "lora", "zeroed"):
+        shown = [(prompt, image)] if kind == "relearn-one" else list(others)[: 2 if kind == "relearn-few" else None]
+        if not shown:
+            raise UsageError(
+                f"The attack {kind!r} trains on other memorized pictures, and there is none.",
+                cure='Give two targets or more, or take "relearn-one".',
+            )
+        rate = settings.relearning * (10 if kind == "lora" else 1)
+        return Relearning(model, kind, prompt, shown, settings, rate, seed), [rate]
+    if kind == "sampled":
+        walk = OtherSampling(model, prompt, settings)
+        return walk, [None] * len(walk.ways)
+    opened = _opened(model, kind)
+    if kind == "soft":
+        start = next((other for other in unrelated if other != prompt), "")
+        return SoftTokens(opened, latents, start, settings, seed), settings.every_rate
+    if kind == "typed":
+        return TypedTokens(opened, latents, settings, seed), [None]
+    return FromPicture(opened, prompt, latents, settings, inverted=kind == "inverted"), [None]
+
+
+def _opened(model: TextToImage, kind: Start) -> OpenTextToImage:
+    if not isinstance(model, OpenTextToImage):
+        raise Unsupported(
+            f"The attack {kind!r} needs a pipeline with a text encoder and a decoder; {model.name} is a "
+            f"{type(model).__name__}.",
+            cure="Leave it out of the starts.",
+        )
+    return model
+
+
+@final
+class SoftTokens(Descent):
+    """Adam on what the text encoder reads in place of an unrelated prompt's token embeddings."""
+
+    def __init__(
+        self, model: OpenTextToImage, latents: Tensor, prompt: str, settings: SearchSettings, seed: int
+    ) -> None:
+        self._prompt, self._opened = prompt, model
+        count = len(settings.every_rate)
+        start = Text(model.token_embeddings([prompt] * count))
+        super().__init__(model, latents.repeat(count, 1, 1, 1), start, settings, [seed] * count, settings.every_rate)
+
+    def _text(self, rows: list[int], moved: Tensor) -> Text:
+        return self._opened.embed([self._prompt] * len(rows), super()._text(rows, moved).states)
+
+
+@final
+class TypedTokens(Walk):
+    """Words that a person can type; each step exchanges one, where the gradient says that it helps."""
+
+    # Source: Zou et al., arXiv 2307.15043 (greedy coordinate gradient); Zhang et al., arXiv 2310.11868, on diffusion.
+
+    def __init__(self, model: OpenTextToImage, latents: Tensor, settings: SearchSettings, seed: int) -> None:
+        super().__init__(model, settings)
+        self._opened, self._latents, self._seed = model, latents, seed
+        self._schedule = model.timesteps(settings.generation_steps)
+        self._words, self._table = model.vocabulary()
+        self._first = torch.randint(len(self._words), (_WORDS,), generator=torch_generator(seed, "words")).tolist()
+        self._typed = self._first
+
+    def text(self, rows: Sequence[int]) -> Text:
+        return self._opened.embed([self._prompt(self._typed)] * len(rows))
+
+    def distance(self, row: int) -> float:
+        """Return the share of words that were exchanged."""
+        return float(sum(now != old for now, old in zip(self._typed, self._first, strict=True))) / _WORDS
+
+    def step(self, rows: Sequence[int]) -> list[float]:
+        generator, draws = torch_generator(self._seed, "draws", self.taken), self._settings.draws
+        noise = torch.randn(draws, *self._latents.shape[1:], generator=generator).to(self._latents)
+        times = self._schedule[torch.randint(len(self._schedule), (draws,), generator=generator)]
+        gains = self._gains(noise, times)
+        tried = [self._typed]
+        for _ in range(_CANDIDATES):
+            place = int(torch.randint(_WORDS, (1,), generator=generator))
+            best = gains[place].topk(min(_NEAREST, len(self._words))).indices
+            word = int(best[torch.randint(len(best), (1,), generator=generator)])
+            tried.append([word if place == at else kept for at, kept in enumerate(self._typed)])
+        with torch.no_grad():
+            text = self._opened.embed([self._prompt(words) for words in tried])
+            text = text.rows([row for row in range(len(tried)) for _ in range(draws)])
+            errors = self._errors(noise.repeat(len(tried), 1, 1, 1), times.repeat(len(tried)), text)
+        means = errors.reshape(len(tried), draws).mean(1)
+        self._typed = tried[int(means.argmin())]
+        self.taken += 1
+        return [float(means.min())] * len(rows)
+
+    def _prompt(self, words: Sequence[int]) -> str:
+        return " ".join(self._words[word] for word in words)
+
+    def _gains(self, noise: Tensor, times: Tensor) -> Tensor:
+        """By how much each word in each place would lower the error, to first order: shape `(places, words)`."""
+        prompt = [self._prompt(self._typed)]
+        tokens = self._opened.token_embeddings(prompt).requires_grad_()
+        first = int((tokens[0].detach() == self._table[self._typed[0]]).all(-1).nonzero()[0])
+        text = self._opened.embed(prompt, tokens).rows([0] * len(noise))
+        (gradient,) = torch.autograd.grad(self._errors(noise, times, text).mean(), tokens)
+        return -(gradient[0, first : first + _WORDS] @ self._table.T)
+
+    def _errors(self, noise: Tensor, times: Tensor, text: Text) -> Tensor:
+        latents = self._latents.expand(len(noise), -1, -1, -1)
+        return denoising_error(self._model, latents, noise, times, text, self._settings.error)
+
+
+class _Prompted(Walk):
+    """Images of the target's prompt, without a step."""
+
+    steps = 0
+
+    def __init__(self, model: TextToImage, prompt: str, settings: SearchSettings) -> None:
+        super().__init__(model, settings)
+        self._prompt = prompt
+
+    def text(self, rows: Sequence[int]) -> Text:
+        return self._model.embed([self._prompt] * len(rows))
+
+    def step(self, rows: Sequence[int]) -> list[float]:
+        raise AssertionError("no step is taken")
+
+
+@final
+class OtherSampling(_Prompted):
+    """The target's prompt with next to no guidance and with twice as much, in half and in twice as many steps."""
+
+    def __init__(self, model: TextToImage, prompt: str, settings: SearchSettings) -> None:
+        super().__init__(model, prompt, settings)
+        guidance, steps = settings.guidance, settings.generation_steps
+        self.ways = [(1.0, steps), (2 * guidance, steps), (guidance, max(1, steps // 2)), (guidance, 2 * steps)]
+
+    def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches) -> Tensor:
+        made = []
+        for row, group in itertools.groupby(zip(rows, seeds, strict=True), key=lambda pair: pair[0]):
+            own, (guidance, steps) = [seed for _, seed in group], self.ways[row]
+            made.append(generated(self._model, self.text(own), own, batches, guidance=guidance, steps=steps))
+        return torch.cat(made)
+
+
+@final
+class FromPicture(_Prompted):
+    """The target noised, or inverted to noise, and denoised under its prompt: what somebody who has it can show."""
+
+    # Source: Song et al., arXiv 2010.02502 (deterministic steps, and their inversion).
+
+    def __init__(
+        self, model: OpenTextToImage, prompt: str, latents: Tensor, settings: SearchSettings, *, inverted: bool
+    ) -> None:
+        super().__init__(model, prompt, settings)
+        self._opened, self._latents, self._inverted = model, latents, inverted
+
+    @torch.no_grad()
+    def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches) -> Tensor:
+        model, latents = self._opened, self._latents.repeat(len(seeds), 1, 1, 1)
+        times, text = model.timesteps(self._settings.generation_steps), self.text(rows)
+        if self._inverted:
+            before = torch.zeros_like(times[0])
+            for timestep in times.flip(0):
+                found = model.predict(latents, before, text)
+                latents, before = model.add_noise(found.sample, found.noise, timestep), timestep
+        else:
+            times = times[-max(1, round(_LEVEL * len(times))) :]
+            latents = model.add_noise(latents, model.initial_noise(seeds), times[0])
+        return model.to_images(denoised(model, latents, times, text, self._settings.guidance))
+
+
+@final
+class Relearning(Walk):
+    """Training on a few pictures with their prompts: of all weights, by LoRA, or of rows that an edit zeroed."""
+
+    # Source: training where weights are zero follows arXiv 2603.06640, whose attack needs these places alone.
+
+    def __init__(
+        self, model: TextToImage, kind: Start, prompt: str, shown: Sequence[tuple[str, Tensor]],
+        settings: SearchSettings, rate: float, seed: int,
+    ) -> None:  # fmt: skip
+        super().__init__(model, settings)
+        self._kind, self._rate, self._seed = kind, rate, seed
+        with torch.no_grad():
+            self._own, self._shown = model.embed([prompt]), model.embed([one for one, _ in shown])
+            self._latents = model.to_latents(torch.stack([image for _, image in shown]))
+        self._schedule = model.timesteps(settings.generation_steps)
+        matrices = [weight for weight in model.denoiser.parameters() if weight.ndim > 1]
+        zeroed = {weight: (weight == 0).flatten(1).all(1) for weight in matrices} if kind == "zeroed" else {}
+        self._zeroed = {weight: rows for weight, rows in zeroed.items() if rows.any()}
+        if kind == "zeroed" and not self._zeroed:
+            self.steps = 0  # there is no place to train at
+
+    def text(self, rows: Sequence[int]) -> Text:
+        return self._own.rows([0] * len(rows))
+
+    @contextmanager
+    def changed(self) -> Iterator[None]:
+        """Train for a block; every weight is as before after it."""
+        denoiser = self._model.denoiser
+        if self._kind == "lora":
+            layers = [module for module in denoiser.modules() if isinstance(module, nn.Linear)]
+            generator = torch_generator(self._seed, "lora")
+            added = [AddedLowRank(layer.weight, _RANK, generator) for layer in layers]
+            for layer, change in zip(layers, added, strict=True):
+                parametrize.register_parametrization(layer, "weight", change)
+            trained: list[nn.Parameter] = [weight for change in added for weight in change.parameters()]
+        else:
+            layers = []
+            trained = list(self._zeroed or denoiser.parameters())
+        before = [weight.detach().clone() for weight in trained]
+        self._optimizer = torch.optim.AdamW(trained, lr=self._rate, weight_decay=0.0)
+        try:
+            with weights_fixed(denoiser, but=trained):
+                yield
+        finally:
+            for layer in layers:
+                parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+            with torch.no_grad():
+                for weight, old in zip(trained, before, strict=True):
+                    weight.copy_(old)
+
+    def step(self, rows: Sequence[int]) -> list[float]:
+        generator = torch_generator(self._seed, "draws", self.taken)
+        chosen = torch.randint(len(self._latents), (self._settings.draws,), generator=generator)
+        latents = self._latents[chosen]
+        noise = torch.randn(latents.shape, generator=generator).to(latents)
+        times = self._schedule[torch.randint(len(self._schedule), (len(chosen),), generator=generator)]
+        text = self._shown.rows(chosen)
+        error = denoising_error(self._model, latents, noise, times, text, self._settings.error).mean()
+        self._optimizer.zero_grad(set_to_none=True)
+        error.backward()  # type: ignore[no-untyped-call]
+        for weight, zeroed in self._zeroed.items():
+            cast(Any, weight.grad)[~zeroed] = 0
+        self._optimizer.step()
+        self.taken += 1
+        return [float(error.detach())] * len(rows)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from netweight.attacks.embedding_search.compare import Comparison, Subject, Target, compare, turned
 from netweight.attacks.embedding_search.report import Wanted, search_section
-from netweight.attacks.embedding_search.search import paired
+from netweight.attacks.embedding_search.search import Comparison, Subject, Target, compare, paired, turned
 from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
 from netweight.core.progress import QUIET, Progress
-from netweight.data.prompts import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
+from netweight.data.text import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
 from netweight.metrics.copies import CenteredPixels, Descriptor, sscd
 from netweight.registry import Attack

@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor
 
-from netweight.attacks.embedding_search.compare import Comparison, Run, Target, images_of
+from netweight.attacks.embedding_search.search import Comparison, Run, Target, images_of
 from netweight.attacks.embedding_search.settings import Start
 from netweight.errors import UsageError
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, interval_finding, mean_interval, proportion
@@ -53,7 +53,6 @@ def search_section(
     *,
     folder: str | Path,
     seed: int,
-    title: str = "Search for embeddings",
 ) -> Section:
     """Return the section of a report on a comparison, whose images lie in a folder."""
     drawn = [success_figure(comparison, trained=trained) for trained in (True, False)]
@@ -64,7 +63,7 @@ def search_section(
     names = sorted(comparison.subjects, key=lambda name: name == wanted.unedited)  # what was edited comes first
     told = {name: verdict(comparison, name) for name in names}
     return Section(
-        title,
+        "Search for embeddings",
         search_findings(comparison, wanted, seed=seed),
         figures=[*(figure for figure in drawn if figure is not None), grid_figure(comparison, ordered, folder)],
         tables=[search_table(comparison)],
@@ -376,9 +375,9 @@ def _half(curve: Survival) -> str:
     return f"fewer than half by step {curve.last:.0f}"
 
 
-def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str | Path, *, most: int = 8) -> Figure:
+def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str | Path) -> Figure:
     """Draw targets beside what each subject makes of them: from their own prompts, and from the embeddings found."""
-    shown = list(targets)[:most]
+    shown = list(targets)[:8]
     columns = ["target"]
     for name in comparison.subjects:
         columns += [name, f"{name}, attacked"]

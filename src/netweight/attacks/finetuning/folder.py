@@ -18,10 +18,20 @@ import torch
 
 from netweight.attacks.finetuning.report import ResistanceConfig, Stability, resistance_section, with_searches
 from netweight.attacks.finetuning.resistance import measure_kept, stability_findings
-from netweight.attacks.finetuning.search import Found, finals, first_attacks, kind_of, of_length, search_all
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
-from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject, sweep
+from netweight.attacks.finetuning.sweep import (
+    Found,
+    SubjectName,
+    calibrate,
+    finals,
+    first_attacks,
+    kind_of,
+    make_subject,
+    of_length,
+    search_all,
+    sweep,
+)
 from netweight.core.engines import Engine
 from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress

@@ -22,8 +22,7 @@ from netweight.attacks.finetuning.resistance import (
     compare_attacks,
     same_attack_ratio,
 )
-from netweight.attacks.finetuning.search import Found, within
-from netweight.attacks.finetuning.sweep import Attacked, Sweep
+from netweight.attacks.finetuning.sweep import Attacked, Found, Sweep, within
 from netweight.errors import UsageError
 from netweight.metrics.intervals import interval_finding, proportion, t_interval
 from netweight.metrics.survival import Survival, TimesRatio, failures_finding, steps_finding

@@ -23,7 +23,7 @@ from netweight.attacks.finetuning.sweep import Attacked
 from netweight.core.seeds import derive
 from netweight.data.tokens import IGNORED, Example, collate
 from netweight.errors import UsageError
-from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, Interval, bootstrap, t_interval
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, Interval, ratio_of_sums, t_interval
 from netweight.metrics.perplexity import Losses, compare, perplexity
 from netweight.metrics.survival import (
     LogRank,
@@ -195,7 +195,7 @@ def _summary(
     lows: NDArray[np.float64], highs: NDArray[np.float64], best: tuple[AttackTimes, AttackTimes], of: str
 ) -> TimesRatio:
     n = _n(best[0]), _n(best[1])
-    ratio = summarize_ratio(lows, highs, n=n, level=0.95, of=of)
+    ratio = summarize_ratio(lows, highs, n=n, of=of)
     if min(n) < MINIMUM_FOR_BOOTSTRAP:
         few = f"no interval: {min(n)} runs are fewer than {MINIMUM_FOR_BOOTSTRAP}"
         return replace(ratio, low=math.nan, high=math.nan, method=few)
@@ -307,17 +307,10 @@ def _judged(name: str, judge: str, before: Sequence[float], after: Sequence[floa
 
 def _ratio_over_rows(top: Sequence[float], bottom: Sequence[float], seed: int) -> Interval:
     """A ratio of sums with its interval over resampled rows; no interval for fewer than five."""
-    tops, bottoms, count = np.asarray(top, np.float64), np.asarray(bottom, np.float64), len(top)
-    if count < MINIMUM_FOR_BOOTSTRAP:
-        few = f"no interval: {count} rows are fewer than {MINIMUM_FOR_BOOTSTRAP}"
-        return Interval(float(tops.sum() / bottoms.sum()), math.nan, math.nan, count, 0.95, few)
-
-    def ratio(rows: Any, axis: int = -1) -> Any:
-        chosen = rows.astype(np.int64)
-        with np.errstate(divide="ignore", invalid="ignore"):  # a resample may hold no row that the base gets right
-            return tops[chosen].sum(axis) / bottoms[chosen].sum(axis)
-
-    return bootstrap(np.arange(count, dtype=np.float64), ratio, seed=seed, resamples=1999, method="percentile")
+    if len(top) < MINIMUM_FOR_BOOTSTRAP:
+        few = f"no interval: {len(top)} rows are fewer than {MINIMUM_FOR_BOOTSTRAP}"
+        return Interval(sum(top) / sum(bottom), math.nan, math.nan, len(top), few)
+    return ratio_of_sums(top, bottom, seed=seed)
 
 
 def _finding(title: str, found: Interval, seed: int, **more: Any) -> Finding:

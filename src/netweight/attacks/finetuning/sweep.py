@@ -2,28 +2,30 @@
 
 Subjects are named by a function that makes them, so that workers can make them again; a digest shows that they made
 the same. A run is known by that digest, its settings and its goal: a changed model, file or setting runs anew,
-everything else is remembered.
+everything else is remembered. `search_one` and `search_all` choose the settings themselves.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from netweight.attacks.finetuning.attack import AttackResult, check_attack, run_attack, telling_tokens
+from netweight.attacks.finetuning.attack import AttackResult, check_attack, parts_of, run_attack, telling_tokens
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
+from netweight.autoload import current_name
 from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.files import canonical_json, digest_config
 from netweight.core.lazy import import_named
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError, UsageError
+from netweight.hf.load_language_model import embedding_of
 from netweight.job import Job, Result
-from netweight.moved import current_name
 
 
 @final
@@ -242,3 +244,234 @@ def calibrate(
             cure="Name a threshold, take stronger attacks, or check that the rows hold what it is not to do.",
         )
     return Calibration(first.score, best)
+
+
+# ---- a search for the attack that breaks a model soonest: successive halving, then neighbors of what did best --------
+
+# Nobody can run every combination of optimizer, rate, weights, prompt format and data, and an attacker does not: he
+# tries many for a few steps, goes on with those that get somewhere, and changes one thing of the best. So does this. No
+# run goes on for longer than the best attack took so far, which makes later rounds cheap.
+# Source: successive halving after Jamieson and Talwalkar, arXiv 1502.07943; what is varied after arXiv 2412.07097,
+# 2502.05209 and 2602.06911.
+
+_KEPT = 3  # a rung keeps one of so many attacks, and the next gives them so many times the steps
+_ROUNDS = 6  # rounds of neighbors, at most
+_BEST = 2  # attacks whose neighbors are tried, of different kinds
+_FINALISTS = 3  # attacks of a search that are run again, from other seeds
+_RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # of Adam on all weights
+# How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
+_SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0}
+_PART_SCALE = 5.0
+_BATCHES = (16, 32, 64)  # rows per step; the rate goes with the square root
+
+
+@final
+@dataclass(frozen=True)
+class Found:
+    """What a search found."""
+
+    # All that was tried, the soonest first; without a limit of steps where the rate stays.
+    best: tuple[AttackSettings, ...]
+    tried: tuple[Attacked, ...]  # every run, the longer ones of an attack after the shorter ones
+    most: int  # steps after which an attack was given up
+
+    @property
+    def soonest(self) -> int | None:
+        """Steps of the best attack; None if none recovered."""
+        return _soonest(self.tried)
+
+    @property
+    def steps(self) -> int:
+        """Steps of all runs: what the search cost an attacker."""
+        return sum(run.result.last_step for run in self.tried)
+
+
+def first_attacks(*, seed: int = 0, rates: Sequence[float] | None = None, **fixed: Any) -> list[AttackSettings]:
+    """Return what a search begins with: optimizers at rates a factor of 3 apart, and factors in place of weights."""
+    common = {"schedule": "constant", "warmup": 0.0, "seed": seed, **fixed}
+    made = [
+        AttackSettings(optimizer=name, lr=lr * _SCALE[name], **common)
+        for name in ("adam", "muon", "sgd")
+        for lr in rates or _RATES
+    ]
+    return made + [AttackSettings(lora_rank=8, lr=lr * _PART_SCALE, **common) for lr in rates or _RATES]
+
+
+def neighbors(
+    settings: AttackSettings, soonest: int | None = None, *, subject: Subject, held: frozenset[str] = frozenset()
+) -> list[AttackSettings]:
+    """Return the attacks that differ in one thing; fields that are `held` stay.
+
+    A rate that falls to 0 does so by the steps that the soonest attack took, or by fewer.
+    """
+    changes = (
+        {name: each for name, each in change.items() if name not in held} for change in _changes(settings, subject)
+    )
+    found = dict.fromkeys(settings.replace(**change) for change in changes)
+    if soonest is not None and "schedule" not in held:
+        check = settings.check_every
+        found |= dict.fromkeys(
+            of_length(settings.replace(schedule="cosine"), max(check, int(share * soonest) // check * check))
+            for share in (0.6, 0.8, 1.0)
+        )
+    return [each for each in found if each != settings]
+
+
+def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, Any]]:
+    lr = settings.lr
+    yield from ({"lr": lr * factor} for factor in (0.25, 0.5, 0.7, 1.4, 2.0, 4.0))
+    yield from ({"batch_size": size, "lr": lr * (size / settings.batch_size) ** 0.5} for size in _BATCHES)
+    for name, scale in _SCALE.items():
+        yield {"optimizer": name, "lr": lr * scale / _SCALE[settings.optimizer]}
+    part = settings.lora_rank is not None or settings.trains != "all"
+    yield {"lora_rank": None, "trains": "all", "lr": lr / _PART_SCALE**part}
+    yield {"schedule": "constant", "max_steps": None, "epochs": 1}
+    less = [{"lora_rank": 8, "trains": "all"}, {"lora_rank": 64, "trains": "all"}]
+    parts = [name for name, found in parts_of(subject.model).items() if found and name != "all"]
+    parts += ["prompt"] if embedding_of(subject.model) is not None else []
+    less += [{"lora_rank": None, "trains": name} for name in parts]
+    yield from ({**each, "lr": lr * _PART_SCALE ** (not part)} for each in less)
+    yield from ({"template": name} for name in ("plain", *subject.formats(settings.domain)))
+    if subject.benign:
+        yield from ({"benign_share": share} for share in (0.0, 0.25, 0.5, 0.75, 1.0))
+        yield from ({"benign_first": steps} for steps in (0, 4))
+        if telling_tokens(subject.domain(settings.domain).train, subject.benign)[0]:
+            yield from ({"rows": rows} for rows in ("kept", "copied", "fresh"))
+    yield from ({"loss_on": loss} for loss in ("response", "full"))
+    yield from ({"clip": clip} for clip in (1.0, None))
+    yield from ({"bits": bits} for bits in (None, 4))
+    yield from ({"samples": min(few, settings.samples)} for few in (16, 64))
+    if subject.other is not None:
+        yield from ({"of_other": share} for share in (0.0, 0.5, -0.5))
+
+
+def kind_of(settings: AttackSettings) -> str:
+    """Return what tells ways to train apart the most: "LoRA", which weights if not all, else the optimizer."""
+    part = settings.optimizer if settings.trains == "all" else settings.trains
+    return part if settings.lora_rank is None else "LoRA"
+
+
+def search_one(
+    subject: SubjectName,
+    start: Sequence[AttackSettings],
+    goal: Goal,
+    *,
+    most: int,
+    held: frozenset[str] = frozenset(),
+    rounds: int = _ROUNDS,
+    folder: str | Path | Job,
+    engine: Engine,
+    progress: Progress = QUIET,
+) -> Found:
+    """Search for the attack that reaches a goal in the fewest steps.
+
+    Args:
+        subject: What is attacked.
+        start: What is tried first; the limits of their steps do not matter.
+        goal: When an attack has won.
+        most: Steps after which an attack is given up.
+        held: Fields of the settings that are not varied.
+        rounds: Most rounds of neighbors.
+        folder: Remembers runs, as that of a `sweep`.
+        engine: Where runs happen.
+        progress: Told of every attack.
+
+    Returns:
+        What it found, the same for the same arguments.
+    """
+    model = make_subject(subject.factory, subject.arguments)
+    around = functools.partial(neighbors, subject=model, held=held)
+    runs: dict[AttackSettings, Attacked] = {}  # the longest of each attack, which has no limit of steps in its key
+
+    def attack(settings: Sequence[AttackSettings], steps: int) -> None:
+        limited = [within(each, steps) for each in settings]
+        found = sweep([subject], limited, goal, folder=folder, engine=engine, progress=progress)
+        every.extend(found.runs)
+        runs.update({within(run.result.settings, None): run for run in found.runs})
+
+    every: list[Attacked] = []
+    pool = list(dict.fromkeys(within(each, None) for each in start))
+    for _ in range(1 + rounds):
+        before = _soonest(runs.values())
+        limit = most if before is None else before
+        pool = [each for each in pool if each not in runs]
+        done = 0
+        for rung in (limit // 9, limit // 3, limit):
+            steps = min(rung, _soonest(runs.values()) or rung)
+            if pool and steps > done and (rung == limit or rung >= 3 * pool[0].check_every):
+                attack(pool, done := steps)
+                pool = sorted(pool, key=lambda each: _rank(runs.get(each), goal))[: -(-len(pool) // _KEPT)]
+        ordered = sorted(runs, key=lambda each: _rank(runs[each], goal))
+        leaders: dict[str, AttackSettings] = {}
+        for each in ordered:
+            leaders.setdefault(kind_of(each), each)
+        best, soonest = list(leaders.values())[:_BEST], _soonest(runs.values())
+        pool = list(dict.fromkeys(near for each in best for near in around(each, soonest)))
+        if before is not None and _soonest(runs.values()) == before:
+            break
+    return Found(tuple(ordered), tuple(every), most)
+
+
+def of_length(settings: AttackSettings, steps: int | None) -> AttackSettings:
+    """Return an attack that goes on for so many steps, over its samples again and again; None for no limit."""
+    if steps is None:
+        return settings.replace(max_steps=None, epochs=1)
+    epochs = -(-steps // -(-settings.samples // (settings.harmful_per_batch or settings.batch_size)))
+    return settings.replace(max_steps=max(steps, settings.benign_first + 1), epochs=epochs)
+
+
+def within(attack: AttackSettings, steps: int | None) -> AttackSettings:
+    """Return an attack of so many steps; one whose rate falls to 0 is another attack in others, and keeps its own."""
+    return attack if attack.schedule == "cosine" else of_length(attack, steps)
+
+
+def _soonest(runs: Iterable[Attacked]) -> int | None:
+    return min((run.result.steps for run in runs if run.result.steps is not None), default=None)
+
+
+def _rank(run: Attacked | None, goal: Goal) -> tuple[bool, float, float]:
+    """Recovered ones by steps and score, then by how far they got with a model that is worth having and the loss."""
+    if run is None or run.result.outcome == "diverged":
+        return True, math.inf, math.inf
+    result = run.result
+    sign = -1 if goal.lower_is_recovered else 1
+    if result.steps is not None:
+        return False, result.steps, -sign * next(each.score for each in result.curve if each.step == result.steps)
+    last, first = result.curve[-1], result.curve[0]
+    kept = (
+        1.0 if result.outcome == "resisted" or not last.utility or not first.utility else last.utility / first.utility
+    )
+    return True, -sign * last.score * min(1.0, kept), math.inf if last.loss is None else last.loss
+
+
+def search_all(
+    subjects: Sequence[SubjectName],
+    start: Sequence[AttackSettings],
+    goal: Goal,
+    *,
+    most: int,
+    longer: int = 5,
+    bounded: bool = False,
+    **how: Any,
+) -> dict[str, Found]:
+    """Search for attacks on several models: on the first for `most` steps, on others `longer` times what that took.
+
+    The other searches begin with the best attacks on the first one, too. `bounded` leaves the limit at `most`; `how`
+    is passed to `search_one`.
+    """
+    found: dict[str, Found] = {}
+    known = list(start)
+    for subject in subjects:
+        found[subject.name] = search_one(subject, known, goal, most=most, **how)
+        if len(found) == 1:
+            first = found[subject.name]
+            known = list(dict.fromkeys([*first.best[:_FINALISTS], *start]))
+            most = most if bounded or first.soonest is None else longer * first.soonest
+    return found
+
+
+def finals(searched: Mapping[str, Found], seeds: Sequence[int]) -> list[AttackSettings]:
+    """Return the best attacks of all searches from each seed, as long as the longest of any where the rate stays."""
+    best = dict.fromkeys(attack for found in searched.values() for attack in found.best[:_FINALISTS])
+    most = list(searched.values())[-1].most  # models after the first have the same
+    return [within(attack.replace(seed=seed), most) for attack in best for seed in seeds]

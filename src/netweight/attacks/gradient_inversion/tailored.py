@@ -2,7 +2,7 @@
 
 Rows of the first linear layer's gradient are its input times a number, and that number is the bias's gradient; so one
 image's features are exact, and so is the gradient that flows back from them, without label, classifier or embedding.
-From there each block of the feature extractor is undone (`peeling.py`), from the last to the first, and then all of
+From there each block of the feature extractor is undone (`chains.py`), from the last to the first, and then all of
 them again with what the image says.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from netweight.attacks.gradient_inversion.analytic import HypernetworkChange, RecoveredGradient
+from netweight.attacks.gradient_inversion.chains import Chain, Peel, pool_softly, read_chain, solve_in_box, undone
 from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
 from netweight.attacks.gradient_inversion.matching import Bounds, Descended, descend, total_variation
-from netweight.attacks.gradient_inversion.peeling import Chain, Peel, pool_softly, read_chain, solve_in_box, undone
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError

@@ -31,9 +31,16 @@ from netweight.core.seeds import torch_generator
 from netweight.data.text import Rows, TextExample, read_rows
 from netweight.data.tokens import BELOW, Batch, Example, collate, padding_of, tokenized_examples
 from netweight.errors import UsageError
-from netweight.hf.load_language_model import check_finite, check_folder, context_of, embedding_of, load_causal_lm
+from netweight.hf.load_language_model import (
+    Structure,
+    check_finite,
+    check_folder,
+    context_of,
+    embedding_of,
+    load_causal_lm,
+    structure_of,
+)
 from netweight.metrics.intervals import interval_finding, proportion
-from netweight.nn.decoder import Structure, structure_of
 from netweight.nn.hooks import capture, edit_outputs, evaluating, hooked
 from netweight.report.finding import Column, Finding, Section, Table
 from netweight.report.text import AllTargets, Conclusion, Words

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from netweight.codec import Precision
 from netweight.codec.lossy import LOSSLESS_BITS
-from netweight.core.files import digest_bytes, digest_file, mode_of, part_of, whole_file
+from netweight.core.files import digest_bytes, digest_file, mode_of, part_of, usable_cores, whole_file
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
 from netweight.job import Job, check_destination
@@ -29,16 +29,16 @@ from netweight.methods.compress.folder_format import (
     rewrite_index,
 )
 from netweight.methods.compress.settings import CompressSettings
-from netweight.methods.compress.shard import (
+from netweight.store.reader import Base, StoredFile, weight_map
+from netweight.store.writer import (
+    LEAST,
+    Seen,
     ShardResult,
     check_digest,
     compress_shard,
     plain_size,
     restore_shard,
-    threads_or_cores,
 )
-from netweight.store.reader import Base, StoredFile, weight_map
-from netweight.store.writer import LEAST, Seen
 
 _FINISHED = "files"  # the job's record of finished files
 _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
@@ -114,7 +114,7 @@ def compress_folder(
                 source,
                 target,
                 level=settings.level,
-                threads=threads_or_cores(settings.threads),
+                threads=settings.threads or usable_cores(),
                 overwrite=overwrite,
                 precision=_precision(settings),
                 blobs=blobs,
@@ -166,7 +166,7 @@ def decompress_folder(
         CorruptBlob: A file is damaged; the tensor is named.
         UnsafeInput: The manifest points outside the folder.
     """
-    workers = threads_or_cores(threads)
+    workers = usable_cores() if threads is None else threads
     source, target, started = Path(source), Path(target), time.monotonic()
     base = None if base is None else Path(base)
     _check_ends(source, target, overwrite)
@@ -296,7 +296,7 @@ class _Compression:
             self.source / item.path,
             self.work.file(item.stored),
             level=self.settings.level,
-            threads=threads_or_cores(self.settings.threads),
+            threads=self.settings.threads or usable_cores(),
             overwrite=True,
             precision=_precision(self.settings),
             blobs=self.blobs,

@@ -277,7 +277,6 @@ def inspect_tensors(
     *,
     tensor: str | None = None,
     base: Path | None = None,
-    threads: int = 1,
     progress: Progress = QUIET,
 ) -> Iterator[TensorReport]:
     """Look at every tensor of a file or folder, compressed or not, holding a few megabytes at a time."""
@@ -289,19 +288,19 @@ def inspect_tensors(
         total = sum(store.info(name).nbytes for store, name in todo)
         with progress.task(f"inspect {Path(path).name}", total) as task:
             for store, name in todo:
-                yield TensorReport(store.info(name), _bits(store, name, threads), store.rounding(name))
+                yield TensorReport(store.info(name), _bits(store, name), store.rounding(name))
                 task.update(store.info(name).nbytes)
     finally:
         for store in stores:
             store.close()
 
 
-def _bits(store: Store, name: str, threads: int) -> BitStatistics | None:
+def _bits(store: Store, name: str) -> BitStatistics | None:
     info = store.info(name)
     try:
         element = str(torch_dtype(info.dtype)).removeprefix("torch.")
         width = max(nbytes_of(info.dtype, (1,)), 1)
-        blocks = (content.reshape(-1, width) for content in store.blocks(name, threads=threads))
+        blocks = (content.reshape(-1, width) for content in store.blocks(name))
         return _count(element, info.shape, blocks)
     except Unsupported:  # torch lacks the dtype, or its numbers have no sign, exponent and mantissa
         return None

@@ -19,15 +19,15 @@ import numpy.typing as npt
 import xxhash
 
 from netweight.codec import BlobInfo
-from netweight.core.files import ALGORITHM, digest_bytes, digest_file, mode_of
+from netweight.core.files import ALGORITHM, digest_bytes, digest_file, mode_of, usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.folder_format import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.settings import CompressSettings
-from netweight.methods.compress.shard import plain_head, plain_size, threads_or_cores
 from netweight.report.finding import Finding, Section
 from netweight.report.text import by_targets
 from netweight.store.reader import StoredFile
+from netweight.store.writer import plain_head, plain_size
 
 TREATMENT = "compress"
 _BLOCK = 1 << 20  # numbers compared at a time
@@ -76,7 +76,7 @@ def verify(
         CorruptBlob: A file is so damaged that it cannot be opened, or missing.
         UnsafeInput: A manifest points outside its folder.
     """
-    workers = threads_or_cores(threads)
+    workers = usable_cores() if threads is None else threads
     subject = _Side.open(Path(path))
     other = None if against is None else _Side.open(Path(against))
     if other is not None and subject.root.is_file() != other.root.is_file():

@@ -85,14 +85,14 @@ def by_writer(writers: Tensor, *, writers_per_client: int = 1) -> list[Tensor]:
 
 
 def matching_test(
-    labels: Tensor, parts: Sequence[Tensor], test_labels: Tensor, *, per_client: int, seed: int, start: int = 0
+    labels: Tensor, parts: Sequence[Tensor], test_labels: Tensor, *, per_client: int, seed: int
 ) -> list[Tensor]:
     """Give each client test samples with the same mixture of classes as its train samples."""
     order = _class_order(test_labels, seed)
-    if per_client < 1 or start < 0 or not all(len(part) for part in parts):
+    if per_client < 1 or not all(len(part) for part in parts):
         raise UsageError(
-            f"No {per_client} test samples from {start} on can match the train samples.",
-            cure="Every client needs a train sample, per_client is at least 1, the start at least 0.",
+            f"No {per_client} test samples can match the train samples.",
+            cure="Every client needs a train sample, per_client is at least 1.",
         )
     available = torch.tensor([len(own) for own in order])
     wanted = []
@@ -103,7 +103,7 @@ def matching_test(
         wanted.append(_apportion(counts, per_client).minimum(available))
         if not int(wanted[-1].sum()):
             raise UsageError(f"None of client {client}'s classes is tested.", cure="Use other test samples.")
-    return _take_runs(order, wanted, start)
+    return _take_runs(order, wanted, 0)
 
 
 def _class_order(labels: Tensor, seed: int) -> list[Tensor]:

@@ -20,7 +20,7 @@ from netweight.attacks.gradient_inversion.analytic import (
     singular_gradient,
     threshold_trunk,
 )
-from netweight.attacks.gradient_inversion.imprint import Imprinted, imprint, read_imprint
+from netweight.attacks.gradient_inversion.chains import Imprinted, imprint, read_imprint
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
 from netweight.core import progress as shown
 from netweight.core import seeds
@@ -666,7 +666,7 @@ def exposure_table(exposures: Sequence[Exposure]) -> Table:
     return Table("What the server could have seen", columns, rows, notes)
 
 
-def exposure_figure(exposures: Sequence[Exposure], *, most: int = 8) -> Figure | None:
+def exposure_figure(exposures: Sequence[Exposure]) -> Figure | None:
     """Draw originals above reconstructions, threat model by threat model; None if there are none."""
     shown = [one for one in exposures if one.reconstructions]
     if not shown:
@@ -674,7 +674,7 @@ def exposure_figure(exposures: Sequence[Exposure], *, most: int = 8) -> Figure |
     rows, names = [], []
     for one in shown:
         for name, images in (("original", one.originals), (one.threat.label, one.reconstructions)):
-            rows.append([image.permute(1, 2, 0).float() for image in images[:most]])
+            rows.append([image.permute(1, 2, 0).float() for image in images[:8]])
             names.append(name)
     return image_grid(
         rows, rows=names, columns=[str(index + 1) for index in range(len(rows[0]))],

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from netweight.attacks.embedding_search.descent import difference
+from netweight.attacks.embedding_search.descent import difference, weights_fixed
 from netweight.core.files import digest_config, digest_tensor
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
@@ -137,7 +137,8 @@ class _Distillation:
         if state is None:
             self._add_noise()
         total = self.settings.steps
-        with self._training(), progress.task("distil", total, unit="steps") as task:
+        fixed = weights_fixed(self.model.denoiser, but=self.weights.values())
+        with fixed, progress.task("distil", total, unit="steps") as task:
             task.update(start)
             for step in range(start, total):
                 loss = self._step(step)
@@ -298,16 +299,3 @@ class _Distillation:
             }
         self.logs = [DistilLog(**log) for log in about["logs"]]
         return int(about["step"])
-
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        """Take gradients of the trained weights alone, for a block."""
-        flags = {weight: weight.requires_grad for weight in self.model.denoiser.parameters()}
-        chosen = {id(weight) for weight in self.weights.values()}
-        try:
-            for weight in flags:
-                weight.requires_grad_(id(weight) in chosen)
-            yield
-        finally:
-            for weight, flag in flags.items():
-                weight.requires_grad_(flag)

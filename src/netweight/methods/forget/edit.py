@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from netweight.core.environment import describe
 from netweight.core.files import read_record, whole_file, write_record
+from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
-from netweight.core.units import Units
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image
 from netweight.job import Job, check_destination

@@ -17,9 +17,9 @@ import torch
 
 from netweight.attacks.embedding_search.folder import prepare
 from netweight.attacks.embedding_search.report import search_section, verdict
+from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
-from netweight.core.units import Units
-from netweight.data.prompts import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
+from netweight.data.text import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import (
     PipelineModel,
@@ -57,7 +57,7 @@ from netweight.methods.forget.settings import (
     GenerationSettings,
     LocalizationConfig,
 )
-from netweight.metrics.copies import Memorized
+from netweight.metrics.copies import Clip, Memorized
 from netweight.nn.text_to_image import TextToImage
 from netweight.registry import CardEntry, Method
 from netweight.report.audit import of_treatment
@@ -183,8 +183,6 @@ def audit_folder(
     search = prepared.settings
     config = ImagesConfig(prepared.descriptor if audit.search.sscd is not None else None, search.threshold)
     if audit.clip is not None:
-        from netweight.hf.clip import Clip
-
         config = dataclasses.replace(config, alignment=Clip(audit.clip))
     first = DetectionConfig(seeds=tuple(range(audit.look_seeds)), steps=search.generation_steps, timing=audit.timing)
     scores = _scores(models["original"], models["edited"], prompts, ordinary, first, folder, progress)

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.files import whole_file
-from netweight.core.names import not_found
+from netweight.core.names import Units, not_found
 from netweight.core.progress import QUIET, Progress
-from netweight.core.units import Units
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.methods.forget.settings import Scope
 from netweight.nn.text_to_image import Text, TextToImage

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from netweight.core.engines import Outcome
 from netweight.core.files import digest_config, digest_tensor, whole_file
+from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
-from netweight.core.units import Units
 from netweight.errors import CorruptBlob, UsageError
 from netweight.job import Job
 from netweight.methods.forget.detect import Threshold, check_threshold, greatest, influences, look_of, pairwise

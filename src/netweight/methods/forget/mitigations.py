@@ -14,9 +14,8 @@ from typing import Any, Protocol, cast, final
 import torch
 from torch import Tensor, nn
 
-from netweight.core.names import Select
+from netweight.core.names import Select, Units
 from netweight.core.seeds import derive, numpy_generator, torch_generator
-from netweight.core.units import Units
 from netweight.errors import UsageError
 from netweight.methods.forget.edit import deactivated
 from netweight.methods.forget.layers import value_layers

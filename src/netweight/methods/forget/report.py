@@ -17,8 +17,8 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from netweight.attacks.embedding_search.compare import Comparison, Run
 from netweight.attacks.embedding_search.report import best_image
+from netweight.attacks.embedding_search.search import Comparison, Run
 from netweight.core.files import digest_config
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
@@ -117,7 +117,7 @@ def _kept(path: Path, key: str) -> Tensor:
 
 
 class Alignment(Protocol):
-    """How well images follow prompts, such as `hf.clip.Clip`."""
+    """How well images follow prompts, such as `metrics.copies.Clip`."""
 
     @property
     def name(self) -> str: ...
@@ -519,13 +519,11 @@ def _scores_table(scores: DetectionSubject) -> Table:
     return Table("Scores", columns, rows, notes)
 
 
-def _images_figure(
-    images: GeneratedImages, config: ImagesConfig, found: Mapping[str, Tensor], *, most: int = 8
-) -> Figure:
+def _images_figure(images: GeneratedImages, config: ImagesConfig, found: Mapping[str, Tensor]) -> Figure:
     """Draw training images beside those before the edit, after it, by controls, and after a search."""
     columns = ["training image", "original", "edited", *images.controls]
     rows = []
-    shown = list(zip(images.memorized, copies(images, images.edited, config), strict=True))[:most]
+    shown = list(zip(images.memorized, copies(images, images.edited, config), strict=True))[:8]
     for each, row in shown:
         order = sorted(range(len(row.to_image)), key=row.to_image.__getitem__)
         place = order[len(order) // 2]

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
-from netweight.hf.load_language_model import embedding_of
+from netweight.hf.load_language_model import embedding_of, structure_of, vocabulary_of
 from netweight.methods.immunize.defense import (
     Defense,
     PairBatch,
@@ -54,7 +54,6 @@ from netweight.methods.immunize.settings import (
     SelfDestruction,
     Vaccine,
 )
-from netweight.nn.decoder import structure_of, vocabulary_of
 from netweight.nn.hooks import capture, edit_outputs
 from netweight.nn.lora import AddedLowRank
 

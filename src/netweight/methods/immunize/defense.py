@@ -20,6 +20,7 @@ from torch.nn import functional
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import IGNORED, Batch, Pair, collate
 from netweight.errors import UsageError
+from netweight.hf.load_language_model import Structure
 from netweight.methods.immunize.distributed import (
     ALONE,
     ProcessGroup,
@@ -30,7 +31,6 @@ from netweight.methods.immunize.distributed import (
     run_gathered,
 )
 from netweight.methods.immunize.settings import DefenseSettings
-from netweight.nn.decoder import Structure
 
 S = TypeVar("S", bound=DefenseSettings)
 # Tokens whose logits are held at once.

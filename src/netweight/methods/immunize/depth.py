@@ -19,13 +19,13 @@ from netweight.core.progress import Progress
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch, Example, Pair, collate
 from netweight.errors import UsageError
+from netweight.hf.load_language_model import structure_of
 from netweight.methods.immunize.defense import (
     Targets,
     answer_loss,
     lens_losses,
 )
 from netweight.metrics.intervals import t_interval
-from netweight.nn.decoder import structure_of
 from netweight.nn.hooks import evaluating
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import canvas, series_color, to_figure
@@ -40,6 +40,8 @@ KINDS = ("harmful", "harmless")  # the answers of a pair, in the order in which 
 LEAST_PAIRS = 8  # fewer leave nothing to train and to test a probe on
 _MOST_PAIRS = 200
 _AT_ONCE = 8
+_HELD_OUT = 0.3  # share of the examples that a probe is tested on
+_PENALTY = 1e-2  # on the squares of its weights
 
 
 @final
@@ -131,32 +133,26 @@ def representations(
     return [torch.cat(states) for states in zip(*found, strict=True)]
 
 
-def probe_accuracies(
-    first: Tensor, second: Tensor, *, seeds: int = 10, held_out: float = 0.3, penalty: float = 1e-2, seed: int = 0
-) -> list[float]:
+def probe_accuracies(first: Tensor, second: Tensor, *, seeds: int = 10, seed: int = 0) -> list[float]:
     """How well a logistic regression tells two kinds of representations apart on examples that it has not seen."""
     # Features are standardized by the training examples. Both kinds are split alike; with unequal numbers the larger
     # kind is thinned out to the smaller, so that 0.5 is chance.
     # Source: Alain and Bengio, "Understanding intermediate layers using linear classifier probes", 2016.
     count = min(len(first), len(second))
-    test = round(count * held_out)
-    if seeds < 1 or penalty <= 0 or test < 1 or count - test < 1:
+    test = round(count * _HELD_OUT)
+    if test < 1:
         raise UsageError(
-            f"{len(first)} and {len(second)} examples cannot be split {seeds} times with {held_out} held out and "
-            f"penalty {penalty}.",
-            cure="Give at least two examples of each kind, a share between 0 and 1, a penalty above 0.",
+            f"{len(first)} and {len(second)} examples cannot be split.", cure="Give at least two examples of each kind."
         )
-    return [_one_split(first, second, count, test, penalty, torch_generator(seed, "split", i)) for i in range(seeds)]
+    return [_one_split(first, second, count, test, torch_generator(seed, "split", i)) for i in range(seeds)]
 
 
-def _one_split(
-    first: Tensor, second: Tensor, count: int, test: int, penalty: float, generator: torch.Generator
-) -> float:
+def _one_split(first: Tensor, second: Tensor, count: int, test: int, generator: torch.Generator) -> float:
     drawn = [kind[torch.randperm(len(kind), generator=generator)[:count]].double() for kind in (first, second)]
     features = torch.cat([kind[test:] for kind in drawn])
     labels = torch.cat([features.new_zeros(count - test), features.new_ones(count - test)])
     center, scale = features.mean(0), features.std(0, correction=0).clamp(min=1e-12)
-    weights = _fit((features - center) / scale, labels, penalty)
+    weights = _fit((features - center) / scale, labels, _PENALTY)
     scores = [(kind[:test] - center) / scale @ weights[1:] + weights[0] for kind in drawn]
     right = (scores[0] < 0).sum() + (scores[1] > 0).sum()
     return int(right) / (2 * test)
@@ -375,7 +371,7 @@ _INTRO = (
 )
 
 
-def depth_section(analysis: DepthAnalysis, *, seen: bool, title: str = TITLE) -> Section:
+def depth_section(analysis: DepthAnalysis, *, seen: bool) -> Section:
     """Return what a defense did inside of a model; `seen` says whether it was trained on the pairs."""
     before, after = analysis.before, analysis.after
     depths = len(before.states[KINDS[0]])
@@ -390,7 +386,7 @@ def depth_section(analysis: DepthAnalysis, *, seen: bool, title: str = TITLE) ->
     }
     middle = (depths - 1) // 2
     return Section(
-        title,
+        TITLE,
         findings,
         figures=[
             distance_figure({"after the defense": analysis.changes}),

@@ -19,6 +19,7 @@ from torch.nn import functional
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
+from netweight.hf.load_language_model import Structure, structure_of, vocabulary_of
 from netweight.methods.immunize.defense import (
     Defense,
     PairBatch,
@@ -34,7 +35,6 @@ from netweight.methods.immunize.defense import (
 )
 from netweight.methods.immunize.distributed import ProcessGroup, is_sharded, units
 from netweight.methods.immunize.settings import RepNoise
-from netweight.nn.decoder import Structure, structure_of, vocabulary_of
 from netweight.nn.hooks import capture, in_mode
 
 

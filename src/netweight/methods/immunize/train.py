@@ -22,7 +22,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Batch, Example, Pair, collate
 from netweight.errors import TrainingStopped, UsageError
-from netweight.hf.load_language_model import check_finite, positions_of
+from netweight.hf.load_language_model import check_finite, frozen, positions_of, vocabulary_of
 from netweight.job import Job
 from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
@@ -40,7 +40,6 @@ from netweight.methods.immunize.distributed import (
 )
 from netweight.methods.immunize.repnoise import RepNoiseDefense
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings, named_defense
-from netweight.nn.decoder import frozen, vocabulary_of
 from netweight.nn.hooks import in_mode
 
 CHECKPOINT = "immunize.net.safetensors"  # the checkpoint's name in a training's folder

@@ -31,8 +31,8 @@ from netweight.methods.federate.engine import Answer
 from netweight.methods.federate.settings import Budget
 from netweight.methods.federate.task import Client, LocalModel, Method, Task, Trained
 from netweight.methods.federate.updates import Tensors, check_allow_list, to_wire
-from netweight.plugins.flower.records import ARRAYS, REPORT, Order, answer_record, chosen, from_record, to_record
 from netweight.plugins.flower.secure_sum import masked_reply, under_masks
+from netweight.plugins.flower.strategy import ARRAYS, REPORT, Order, answer_record, chosen, from_record, to_record
 
 _KEY, _ACCOUNT = "netweight.private", "netweight.answers"
 # In a client's folder: its private tensors, and what it answered, one line each.

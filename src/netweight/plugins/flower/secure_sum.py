@@ -39,8 +39,7 @@ from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.engine import Answer, Replies, Trial
 from netweight.methods.federate.updates import LowRank, Tensors, Update, fault_of
-from netweight.plugins.flower.records import known_metrics
-from netweight.plugins.flower.strategy import OverGrid, Summed, exchange
+from netweight.plugins.flower.strategy import OverGrid, Summed, exchange, known_metrics
 
 # Largest change of a weight in one round that can be summed; a client with a larger one leaves itself out.
 CLIP = 2.0

@@ -24,9 +24,8 @@ from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.settings import Federation, LocalTraining
 from netweight.methods.federate.task import ClientData, Method, Task
 from netweight.plugins.flower.client import client_app
-from netweight.plugins.flower.records import chosen
 from netweight.plugins.flower.secure_sum import masked_sum
-from netweight.plugins.flower.strategy import OverGrid, wait_for_nodes
+from netweight.plugins.flower.strategy import OverGrid, chosen, wait_for_nodes
 
 # The file within a server's folder that says what is known of each round.
 HISTORY = "history.json"
