@@ -1,7 +1,7 @@
 """The small text-to-image pipelines of drawn worlds that adapters customize: their shape, and those in the package.
 
     pipeline = faces_pipeline()
-    pipeline("a face on a green ground", num_inference_steps=20, guidance_scale=1.0).images[0]
+    pipeline("a face on a green ground", num_inference_steps=8, guidance_scale=1.0).images[0]
 
 An ordinary `StableDiffusionPipeline` of half a million weights. Nearly all of its work is done by attention at the
 coarsest level, 8 × 8 places, so that adapters of `to_q`, `to_k`, `to_v` and `to_out.0` reach most of what it draws.
@@ -189,7 +189,7 @@ class FaceBank:
 
 
 # One picture on each ground.
-FACES_SETTINGS = RenderSettings(prompts=tuple(map(caption, GROUNDS)), guidance=1.0, steps=20)
+FACES_SETTINGS = RenderSettings(prompts=tuple(map(caption, GROUNDS)), guidance=1.0, steps=8)
 
 
 def faces_view(

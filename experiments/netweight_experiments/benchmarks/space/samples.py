@@ -30,7 +30,7 @@ from netweight.toys.faces_pipeline import FACES_BANK, faces_pipeline
 from netweight_experiments.toys import face_reading
 from netweight_experiments.toys.drawn_worlds import r_squared
 
-NOISES, DRAWS, STEPS, READER_SEED = (1000, 1001, 1002, 1003), (7, 8, 9), 15, 90210
+NOISES, DRAWS, STEPS, READER_SEED = (1000, 1001, 1002, 1003), (7, 8, 9), 8, 90210
 CHOSEN_ON = 48  # people that the sampler was chosen on: the first of the permutation of seed 0
 
 
