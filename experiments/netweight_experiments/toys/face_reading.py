@@ -1,6 +1,6 @@
 """Trains the reader of drawn faces, from a seed: `python -m netweight_experiments.toys.face_reading FOLDER`.
 
-Two minutes on one core; `--world vehicle` trains that of drawn vehicles. The record beside the weights has
+Minutes on one core; `--world vehicle` trains that of drawn vehicles. The record beside the weights has
 its R² for each attribute and nuisance on people it never saw, and the share of grounds that it names right.
 """
 
