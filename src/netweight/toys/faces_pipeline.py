@@ -189,7 +189,7 @@ class FaceBank:
 
 
 # One picture on each ground.
-FACES_SETTINGS = RenderSettings(prompts=tuple(map(caption, GROUNDS)), guidance=1.0, steps=8)
+FACES_SETTINGS = RenderSettings(prompts=tuple(map(caption, GROUNDS)), guidance=1.0, steps=8, adapters=100)
 
 
 def faces_view(
