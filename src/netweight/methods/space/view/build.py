@@ -56,7 +56,8 @@ class Reader:
     """Measures attributes in images, in a page that computes them."""
 
     name: str  # what it is, in a few words, with an article
-    network: nn.Sequential  # means over squares, square convolutions, SiLU, Flatten and linear layers, of pictures within -1 and 1
+    # Means over squares, square convolutions, SiLU, Flatten and linear layers, of pictures within -1 and 1.
+    network: nn.Sequential
     reads: Sequence[str]  # what its first outputs are
 
 
