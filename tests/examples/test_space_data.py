@@ -17,7 +17,7 @@ def test_the_code_runs(tmp_path, monkeypatch):
     first, second = (code for code in codes if "faces_pipeline()" in code)
     shown: dict = {}
     exec(compile(first, str(PAGE), "exec"), shown)
-    assert shown["picture"].shape == (1, 3, 16, 16)
+    assert shown["picture"].shape == (1, 3, 32, 32)
     exec(compile(second.replace("steps=20", "steps=2"), str(PAGE), "exec"), shown)
     shown["model"].pipeline.load_lora_weights(tmp_path / "person-0")
     assert shown["model"].pipeline.get_active_adapters() == ["default_0"]

@@ -143,8 +143,8 @@ def test_what_cannot_be_trained_is_refused_by_name(model):
         Subject("nan", torch.full((1, 3, 16, 16), float("nan")), ("a face",))
     with pytest.raises(UsageError, match=r"'few'.*2 prompts"):
         Subject("few", person.images, ("a", "b"))
-    with pytest.raises(UsageError, match=r"'large' become latents of shape \(3, 32, 32\)"):
-        train_pictures(model, [Subject("large", torch.zeros(1, 3, 32, 32), ("a face",))], RECIPE)
+    with pytest.raises(UsageError, match=r"'small' become latents of shape \(3, 16, 16\)"):
+        train_pictures(model, [Subject("small", torch.zeros(1, 3, 16, 16), ("a face",))], RECIPE)
     with pytest.raises(UsageError, match="1 names"):
         train_pictures(model, [person, person], RECIPE)
     with pytest.raises(NameNotFound, match="to_q"):

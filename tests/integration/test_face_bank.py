@@ -112,7 +112,7 @@ def test_training_goes_on_where_it_was_stopped_and_a_bank_grows(whole, tmp_path,
 def test_pictures_of_all_adapters_at_once_are_those_of_each(whole):
     model, stack = text_to_image(faces_pipeline()), AdapterBank.open(whole / "bank").stack(0, 3)
     pictures = faces_drawn(model, stack, samples=2, steps=2)
-    assert pictures.shape == (3, 2, 3, 16, 16)
+    assert pictures.shape == (3, 2, 3, 32, 32)
     torch.testing.assert_close(
         faces_drawn(model, stack.adapter(2), samples=2, steps=2)[0], pictures[2], atol=1e-4, rtol=0
     )

@@ -23,7 +23,7 @@ from netweight.methods.space.space import WeightSpace
 from netweight.methods.space.view.build import live_pipeline
 from netweight.methods.space.view.page import write_view
 from netweight.store.bank.bank import AdapterBank
-from netweight.toys.faces_pipeline import FACES_BANK, FACES_SETTINGS, enlarged, faces_pipeline, faces_view
+from netweight.toys.faces_pipeline import FACES_BANK, FACES_SETTINGS, faces_pipeline, faces_view
 
 pytestmark = [needs_chromium, pytest.mark.skipif(not FACES_BANK.exists(), reason="no bank of drawn faces is here")]
 
@@ -72,7 +72,7 @@ def cases():
             nn.init.normal_(parameter, 0.1, 0.3)
     upsampled = nn.functional.interpolate(map_, scale_factor=2, mode="nearest")
     layers["doubled"] = (nn.Identity(), "doubled(map).x", lambda f: rows(upsampled))
-    layers["shuffled"] = (nn.PixelShuffle(2), "shuffled(map, 2).x", lambda f: rows(f(map_)))
+    layers["means"] = (nn.AvgPool2d(2), "means(map, 2).x", lambda f: rows(f(map_)))
     layers["joined"] = (nn.Identity(), "joined(map, map).x", lambda f: rows(torch.cat([map_, map_], 1)))
     return layers, {"map": image(map_), "x": rows(map_), "text": text.flatten().tolist(), "time": time[0].tolist()}
 
@@ -181,14 +181,15 @@ def test_a_moved_slider_shows_what_the_pipeline_paints_at_that_point(page, view,
         (tmp_path / "point.json").write_text(point)
         points = read_points(tmp_path / "point.json")
         images = generate_images(
-            model, space, points.scores, FACES_SETTINGS.prompts, FACES_SETTINGS.seeds, guidance=1.0, steps=20
+            model, space, points.scores, FACES_SETTINGS.prompts, FACES_SETTINGS.seeds, guidance=1.0,
+            steps=FACES_SETTINGS.steps,
         )[0]  # fmt: skip
-        small, images = (each.permute(0, 2, 3, 1) * 255 for each in (images, enlarged(images)))
+        images = images.permute(0, 2, 3, 1) * 255
         for number, face in enumerate(faces):
             assert psnr(list(map(int, face)), images[number : number + 1]) > 40
     assert torch.allclose(points.scores[0], space.scores[255])  # a model's point is its own
     assert seen["clicked"][0] == "person-00255"
-    assert psnr(seen["clicked"][1], small[:1]) > 40  # its face beside the map, and then the large one
+    assert psnr(seen["clicked"][1], images[:1]) > 40  # its face beside the map
     assert seen["moved"][1] == "width \u22121 σ, beard +2.5 σ"
     assert seen["undone"] == seen["moved"] != seen["random"]
     assert seen["reset"] == seen["zero"] != seen["moved"]

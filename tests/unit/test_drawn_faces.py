@@ -21,7 +21,7 @@ from netweight.toys.faces import (
     people,
     photographs,
 )  # fmt: skip
-from netweight.toys.faces_pipeline import FACES_BANK, LARGER, READER_FOLDER, FaceReader, embed, enlarged, read_faces
+from netweight.toys.faces_pipeline import FACES_BANK, READER_FOLDER, FaceReader, embed, read_faces
 from netweight_experiments.benchmarks.space import edits, samples
 from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared, reading_record
 
@@ -62,10 +62,10 @@ def test_people_are_spread_evenly_and_two_attributes_go_together():
 
 def test_attributes_change_the_pixels_that_they_are_about():
     low, high = plain(skin=-1.0)[0], plain(skin=1.0)[0]
-    assert (low[:, 8:10, 7:9] - high[:, 8:10, 7:9]).min() > 0.2  # a dark nose
+    assert (low[:, 16:20, 14:18] - high[:, 16:20, 14:18]).min() > 0.2  # a dark nose
     red, blue = plain(hair_hue=-1.0)[0], plain(hair_hue=1.0)[0]
-    assert (red - blue)[0, 3, 8] > 0.5
-    assert (blue - red)[2, 3, 8] > 0.5
+    assert (red - blue)[0, 6, 16] > 0.5
+    assert (blue - red)[2, 6, 16] > 0.5
     ground = torch.tensor(GROUNDS["green"])[:, None, None]
     covered = [int(((plain(width=width)[0] - ground).abs().sum(0) > 0.05).sum()) for width in (-1.0, 0.0, 1.0)]
     assert covered[0] < covered[1] < covered[2]
@@ -78,7 +78,7 @@ def test_attributes_change_the_pixels_that_they_are_about():
 def test_photographs_show_the_grounds_in_turn_and_differ():
     captions, pictures = photographs(identities(1, 0)[0], 6, noise())
     assert captions == [caption(list(GROUNDS)[number % 4]) for number in range(6)]
-    assert pictures.shape == (6, 3, 16, 16)
+    assert pictures.shape == (6, 3, 32, 32)
     assert 0 <= float(pictures.min()) <= float(pictures.max()) <= 1
     assert (pictures[0] - pictures[4]).abs().max() > 0.1  # one ground, two photographs
 
@@ -89,7 +89,7 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(UsageError, match="no faces of this world"):
         read_faces(torch.zeros(1, 3, 8, 8))
     with pytest.raises(UsageError, match="holds no reader"):
-        read_faces(torch.zeros(1, 3, 16, 16), folder=READER_FOLDER.parent)
+        read_faces(torch.zeros(1, 3, 32, 32), folder=READER_FOLDER.parent)
 
 
 def test_the_reader_reads_people_it_never_saw():
@@ -106,16 +106,6 @@ def test_the_reader_reads_people_it_never_saw():
     assert all(explained[name] == pytest.approx(known[name], abs=0.02) for name in explained)
     assert torch.equal(found.ground, grounds)
     assert embed(pictures).shape == (600, 80)
-
-
-def test_faces_are_drawn_larger_as_they_are_and_enlarged_nearly_so():
-    crowd, changes, grounds = people(60, noise(7)), nuisances(60, noise(8)), torch.arange(60) % 4
-    small, large = (replace(FACES, side=side).drawn(crowd, grounds, changes) for side in (16, 16 * LARGER))
-    assert large.shape == (60, 3, 64, 64)
-    assert (torch.nn.functional.avg_pool2d(large, LARGER) - small).abs().mean() < 0.01
-    shown, smooth = enlarged(small), torch.nn.functional.interpolate(small, scale_factor=LARGER, mode="bicubic")
-    assert 0 <= float(shown.min()) <= float(shown.max()) <= 1
-    assert (shown - large).square().mean() < 0.9 * (smooth - large).square().mean()
 
 
 @pytest.mark.parametrize("seed", range(3))

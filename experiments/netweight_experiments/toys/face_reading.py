@@ -1,17 +1,13 @@
 """Trains the reader of drawn faces, from a seed: `python -m netweight_experiments.toys.face_reading FOLDER`.
 
-Two minutes on one core; `--world vehicle` trains that of drawn vehicles. The record beside the weights has
+Minutes on one core; `--world vehicle` trains that of drawn vehicles. The record beside the weights has
 its R² for each attribute and nuisance on people it never saw, and the share of grounds that it names right.
-`--enlarger` trains the network that draws faces larger instead, on the same people drawn in both sizes; its record has
-how near it comes to drawings of strangers, and bicubic interpolation, in dB.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +21,11 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.report.report import write_text
 from netweight.toys.faces import FACES, WORLDS, DrawnWorld
-from netweight.toys.faces_pipeline import (
-    LARGER,
-    RECORD,
-    WEIGHTS,
-    FaceReader,
-    enlarged,
-    enlarging_network,
-    read_faces,
-)
+from netweight.toys.faces_pipeline import RECORD, WEIGHTS, FaceReader, read_faces
 from netweight.toys.language import write_weights
 from netweight_experiments.toys.drawn_worlds import r_squared
 
 _BATCH, _RATE, _HELD_OUT = 128, 4e-3, 2000
-_DRAWN = 2000  # large drawings that an enlarger is trained on
 # Number of the held-out batch.
 _STRANGERS = -1
 
@@ -52,13 +39,6 @@ def train_reader(
         torch.manual_seed(derive(seed, "reader"))
         network = FaceReader(world)
     fit(network, steps, seed, world, progress)
-    return _kept(network, folder, seed, steps, begun, lambda: _held_out(folder, seed, world))
-
-
-def _kept(
-    network: nn.Module, folder: Path, seed: int, steps: int, begun: float, held_out: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """Write a network, and the record of its training."""
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(network, folder / WEIGHTS)
     record = {
@@ -67,7 +47,7 @@ def _kept(
         "cpu_seconds": round(time.process_time() - begun, 1),
         "weights": sum(parameter.numel() for parameter in network.parameters()),
         "digest": digest_file(folder / WEIGHTS),
-        "held_out": held_out(),
+        "held_out": _held_out(folder, seed, world),
     }
     write_text(folder / RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
     return record
@@ -85,15 +65,9 @@ def fit(network: nn.Module, steps: int, seed: int, world: DrawnWorld, progress: 
         error = functional.mse_loss(said[:, : measured.shape[1]], measured)
         return error + 0.1 * functional.cross_entropy(said[:, measured.shape[1] :], grounds)
 
-    _descend(network, loss, steps, _RATE, progress.track(range(steps), f"reader of {world.name}s", unit="steps"))
-
-
-def _descend(
-    network: nn.Module, loss: Callable[[int], Tensor], steps: int, rate: float, numbers: Iterable[int]
-) -> None:
-    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
-    for step in numbers:
+    optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps, pct_start=0.1)
+    for step in progress.track(range(steps), f"reader of {world.name}s", unit="steps"):
         loss(step).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -106,47 +80,6 @@ def pictures(count: int, seed: int, world: DrawnWorld, *, first: int) -> tuple[T
     subjects, changes = world.crowd(count, generator), world.changes(count, generator)
     grounds = torch.randint(len(world.grounds), (count,), generator=generator)
     return world.drawn(subjects, grounds, changes), torch.cat([subjects, changes], 1), grounds
-
-
-def train_enlarger(folder: Path, *, steps: int = 1500, seed: int = 11, progress: Progress = QUIET) -> dict[str, Any]:
-    """Train the network that enlarges into a folder."""
-    begun, generator = time.process_time(), torch_generator(seed, "enlarged")
-    parts = [_large(50, generator) for _ in progress.track(range(_DRAWN // 50 + 2), "large drawings", unit="fifties")]
-    drawn, strangers = torch.cat(parts[:-2]), torch.cat(parts[-2:]).float() / 255
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = enlarging_network()
-
-    def loss(step: int) -> Tensor:
-        large = drawn[torch.randint(len(drawn), (16,), generator=generator)].float() / 255
-        level = 0.05 * torch.rand(16, 1, 1, 1, generator=generator)
-        small = functional.avg_pool2d(large, LARGER)
-        small += level * torch.randn(small.shape, generator=generator)
-        return functional.l1_loss(network(small * 2 - 1) / 2 + 0.5, large)
-
-    def held_out() -> dict[str, Any]:
-        small = functional.avg_pool2d(strangers, LARGER)
-        shown, smooth = (
-            enlarged(small, folder=folder), functional.interpolate(small, scale_factor=LARGER, mode="bicubic")
-        )  # fmt: skip
-        errors = {"network": shown - strangers, "bicubic": smooth.clamp(0, 1) - strangers}
-        return {
-            "n": len(strangers),
-            "decibels": {name: round(float(-10 * each.square().mean().log10()), 2) for name, each in errors.items()},
-            "difference when made small again": round(
-                float((functional.avg_pool2d(shown, LARGER) - small).abs().mean()), 4
-            ),
-        }
-
-    _descend(network, loss, steps, 3e-3, progress.track(range(steps), "enlarger", unit="steps"))
-    return _kept(network, folder, seed, steps, begun, held_out)
-
-
-def _large(count: int, generator: torch.Generator) -> Tensor:
-    """Drawings of as many people, 64 × 64, at 8 bits."""
-    subjects, changes = FACES.crowd(count, generator), FACES.changes(count, generator)
-    grounds = torch.randint(len(FACES.grounds), (count,), generator=generator)
-    return (replace(FACES, side=FACES.side * LARGER).drawn(subjects, grounds, changes) * 255).round().byte()
 
 
 def _held_out(folder: Path, seed: int, world: DrawnWorld) -> dict[str, Any]:
@@ -164,15 +97,11 @@ def _held_out(folder: Path, seed: int, world: DrawnWorld) -> dict[str, Any]:
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--steps", type=click.IntRange(1), default=2000, show_default=True, help="Of the optimizer.")
-@click.option("--enlarger", is_flag=True, help="Train the network that draws faces larger.")
 @click.option("--seed", default=11, show_default=True, help="Of initialization and pictures.")
 @click.option("--world", "name", type=click.Choice(list(WORLDS)), default="face", show_default=True)
-def main(folder: Path, steps: int, seed: int, name: str, enlarger: bool) -> None:
+def main(folder: Path, steps: int, seed: int, name: str) -> None:
     """Train the reader of a drawn world into FOLDER, and show how well it reads."""
-    if enlarger:
-        record = train_enlarger(folder, steps=steps, seed=seed, progress=Progress())
-    else:
-        record = train_reader(folder, steps=steps, seed=seed, world=WORLDS[name], progress=Progress())
+    record = train_reader(folder, steps=steps, seed=seed, world=WORLDS[name], progress=Progress())
     click.echo(json.dumps(record["held_out"], indent=1))
 
 

@@ -199,7 +199,7 @@ def _face_parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: T
 # The world of drawn people; the functions of this module are its own.
 FACES = DrawnWorld(
     name="face",
-    side=16,
+    side=32,
     attributes=ATTRIBUTES,
     binary=BINARY,
     strong=STRONG,

@@ -1,16 +1,15 @@
 """The small text-to-image pipelines of drawn worlds that adapters customize: their shape, and those in the package.
 
     pipeline = faces_pipeline()
-    pipeline("a face on a green ground", num_inference_steps=20, guidance_scale=1.0).images[0]
+    pipeline("a face on a green ground", num_inference_steps=8, guidance_scale=1.0).images[0]
 
 An ordinary `StableDiffusionPipeline` of half a million weights. Nearly all of its work is done by attention at the
-coarsest level, 16 places, so that adapters of `to_q`, `to_k`, `to_v` and `to_out.0` reach most of what it draws.
+coarsest level, 8 × 8 places, so that adapters of `to_q`, `to_k`, `to_v` and `to_out.0` reach most of what it draws.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -58,6 +57,7 @@ def reader_folder(world: DrawnWorld) -> Path:
 # The network that reads faces.
 READER_FOLDER = reader_folder(FACES)
 WEIGHTS, RECORD = "weights.safetensors", "training.json"
+_SEEN = 16  # means along a picture's side that the network looks at
 
 
 @final
@@ -79,6 +79,7 @@ class FaceReader(nn.Module):
 
     def __init__(self, world: DrawnWorld = FACES) -> None:
         super().__init__()
+        self.means = nn.AvgPool2d(world.side // _SEEN)
         self.pixels = nn.Sequential(
             nn.Conv2d(3, 24, 3, padding=1),
             nn.SiLU(),
@@ -87,45 +88,20 @@ class FaceReader(nn.Module):
             nn.Conv2d(32, 32, 3, stride=2, padding=1),
             nn.SiLU(),
             nn.Flatten(),
-            nn.Linear(32 * (world.side // 4) ** 2, 80),
+            nn.Linear(32 * (_SEEN // 4) ** 2, 80),
             nn.SiLU(),
         )
         self.answers = nn.Linear(80, len(world.attributes) + len(world.nuisances) + len(world.grounds))
 
+    @property
+    def layers(self) -> nn.Sequential:
+        """All layers, of pictures within -1 and 1."""
+        return nn.Sequential(self.means, *self.pixels, self.answers)
+
     def forward(self, pictures: Tensor) -> Tensor:
         """Read pictures."""
-        answers: Tensor = self.answers(self.pixels(pictures * 2 - 1))
+        answers: Tensor = self.layers(pictures * 2 - 1)
         return answers
-
-
-# The network that enlarges faces.
-ENLARGER_FOLDER = checkpoint("face-enlarging")
-LARGER = 4
-
-
-def enlarging_network(width: int = 48) -> nn.Sequential:
-    """Five convolutions that draw pictures, within -1 and 1, with four times the pixels along each side."""
-    sides = (3, width, width, width, width, 3 * LARGER**2)
-    layers: list[nn.Module] = []
-    for inside, outside in itertools.pairwise(sides):
-        layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.SiLU()]
-    return nn.Sequential(*layers[:-1], nn.PixelShuffle(LARGER))
-
-
-@functools.cache
-def _enlarger(folder: Path) -> nn.Sequential:
-    from safetensors.torch import load_file
-
-    network = enlarging_network()
-    network.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS).items()})
-    return network.requires_grad_(False).eval()
-
-
-def enlarged(pictures: Tensor, *, folder: str | Path = ENLARGER_FOLDER) -> Tensor:
-    """Draw faces at 64 × 64; for people to look at, as no reader sees them."""
-    # `pictures`: shape `(n, 3, 16, 16)`, within 0 and 1
-    found: Tensor = _enlarger(Path(folder))(_checked(pictures, FACES) * 2 - 1)
-    return (found / 2 + 0.5).clamp(0, 1)
 
 
 def read_faces(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Reading:
@@ -145,7 +121,8 @@ def read_attributes(pictures: Tensor) -> dict[str, Tensor]:
 def embed(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Tensor:
     """The network's last hidden layer, shape `(n, 80)`: a stand-in for an identity embedding."""
     # `pictures`: shape `(n, 3, side, side)`, within 0 and 1
-    found: Tensor = _network(Path(folder or reader_folder(world)), world).pixels(_checked(pictures, world))
+    network = _network(Path(folder or reader_folder(world)), world)
+    found: Tensor = network.layers[:-1](_checked(pictures, world))
     return found
 
 
@@ -212,7 +189,7 @@ class FaceBank:
 
 
 # One picture on each ground.
-FACES_SETTINGS = RenderSettings(prompts=tuple(map(caption, GROUNDS)), guidance=1.0, steps=20)
+FACES_SETTINGS = RenderSettings(prompts=tuple(map(caption, GROUNDS)), guidance=1.0, steps=8, adapters=100)
 
 
 def faces_view(
@@ -235,8 +212,7 @@ def faces_view(
         "The space is made of their weights alone.",
         directions=directions,
         labels=labels,
-        reader=Reader("the reader of drawn faces", nn.Sequential(*network.pixels, network.answers), ATTRIBUTES),
-        enlarger=_enlarger(ENLARGER_FOLDER),
+        reader=Reader("the reader of drawn faces", network.layers, ATTRIBUTES),
         settings=settings.replace(components=min(settings.components, space.components)),
         command=command,
         progress=progress,

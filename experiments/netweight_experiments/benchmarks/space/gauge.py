@@ -4,7 +4,7 @@
 
 BANKs are folders of `python -m netweight_experiments.toys.face_bank`. The subjects' attributes are read off adapters by
 ridge regression on linear kernels, penalty chosen by leaving one out within the training part, R² on adapters left out
-in five folds. A miniature: drawn faces or vehicles, 16 × 16 pixels.
+in five folds. A miniature: drawn faces or vehicles.
 
 changes    Inner products of ΔW; they do not depend on how ΔW is written as up @ down.
 factors    The reference's: all entries of both factors, standardized.

@@ -298,7 +298,7 @@ class RenderSettings(Settings):
         default=(0, 1, 2, 3), min_length=1, description="Seeds of the noises; thumbnails and the map take the first."
     )
     guidance: float = Field(default=3.0, description="Scale of classifier-free guidance; the miniature's is 1.")
-    steps: int = Field(default=50, ge=1, description="Steps of the scheduler; the miniature's are 20.")
+    steps: int = Field(default=50, ge=1, description="Steps of the scheduler; the miniature's are 8.")
     strengths: Annotated[tuple[float, ...], Cli(own=False)] = Field(
         default=tuple(half / 2 for half in range(-6, 7)), description="Standard deviations along a slider."
     )

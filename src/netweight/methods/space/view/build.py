@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +56,8 @@ class Reader:
     """Measures attributes in images, in a page that computes them."""
 
     name: str  # what it is, in a few words, with an article
-    network: nn.Sequential  # square convolutions, SiLU, Flatten and linear layers, of pictures within -1 and 1
+    # Means over squares, square convolutions, SiLU, Flatten and linear layers, of pictures within -1 and 1.
+    network: nn.Sequential
     reads: Sequence[str]  # what its first outputs are
 
 
@@ -82,7 +82,6 @@ def build_view(
     start: tuple[str, Tensor] | None = None,
     sampler: Sampler | None = None,
     reader: Reader | None = None,
-    enlarger: nn.Sequential | None = None,
     settings: RenderSettings | None = None,
     summary: str = "",
     facts: Mapping[str, str] | None = None,
@@ -91,7 +90,6 @@ def build_view(
 ) -> View:
     """Generate the images of a page."""
     # `start`: name and scores, shape `(k,)`, of the point that sliders begin at; None for the mean of the adapters
-    # `enlarger`: draws a page's own pictures larger, within -1 and 1; layers as a reader's, and PixelShuffle
     settings = settings or RenderSettings()
     steps = _steps(space, directions, min(settings.components, space.components))
     if not steps:
@@ -104,7 +102,7 @@ def build_view(
     shown = _thinned(len(space.names), settings.adapters)
     sampler = sampler or PairSampler.fit(space.scores)
     drawn = sampler.draw(settings.samples, seed=settings.seed) if settings.samples else space.scores[:0]
-    live = live_pipeline(model, space, settings, shown, reader, enlarger)
+    live = live_pipeline(model, space, settings, shown, reader)
     painted = isinstance(live, str)
     walks = [torch.stack([center + strength * step.vector for strength in settings.strengths]) for step in steps]
     total = sum(map(len, (*walks * painted, drawn, *[center[None]] * (not painted)))) * len(settings.seeds) + len(shown)
@@ -116,7 +114,7 @@ def build_view(
         ]
         samples = _samples_of(space, shown, drawn, images(drawn), settings.neighbors, sampler) if len(drawn) else None
         faces = images(space.scores[shown], seeds=1)[:, 0]
-        first = None if painted else _larger(images(center[None])[0], enlarger)
+        first = None if painted else images(center[None])[0]
     return View(
         title=title,
         traversals=traversals,
@@ -177,16 +175,6 @@ def _images(
         found.append((images * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).numpy())
         task.update(len(part) * len(chosen))
     return np.concatenate(found)
-
-
-@torch.no_grad()
-def _larger(images: NDArray[np.uint8], enlarger: nn.Sequential | None) -> NDArray[np.uint8]:
-    """Images as a page that enlarges them shows them."""
-    if enlarger is None:
-        return images
-    found = enlarger(torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1)
-    shown: NDArray[np.uint8] = ((found + 1) * 127.5).clamp(0, 255).round().byte().permute(0, 2, 3, 1).numpy()
-    return shown
 
 
 def _facts(model: TextToImage, space: WeightSpace, start: str, settings: RenderSettings) -> dict[str, str]:
@@ -267,7 +255,7 @@ def _nearest(
 
 def live_pipeline(
     model: TextToImage, space: WeightSpace, settings: RenderSettings, shown: Sequence[int],
-    reader: Reader | None = None, enlarger: nn.Sequential | None = None,
+    reader: Reader | None = None,
 ) -> LivePipeline | str:  # fmt: skip
     """Return what computes pictures of any point in a page, or in words why a page cannot."""
     # `shown`: numbers of the adapters on the map
@@ -287,16 +275,13 @@ def live_pipeline(
             return f"the space changes {name}"
         tensors |= _eight_bits(name, stack.up[full] * stack.scale[full][:, None, None], stack.down[full])
     tensors |= {"combinations": _halves(basis.weights), "scores": _floats(space.scores[list(shown)]), **course}
-    layers, weights = _layers("reader", reader.network) if reader else ([], {})
-    drawing, more = _layers("enlarger", enlarger) if enlarger else ([], {})
-    larger = math.prod(layer.upscale_factor for layer in enlarger or [] if isinstance(layer, nn.PixelShuffle))
+    layers, weights = _layers(reader.network) if reader else ([], {})
     config = {
-        "modules": modules, "reader": layers, "enlarger": drawing, "larger": larger,
-        "guidance": settings.guidance, "levels": len(unet.down_blocks),
+        "modules": modules, "reader": layers, "guidance": settings.guidance, "levels": len(unet.down_blocks),
         "groups": unet.config.norm_num_groups, "eps": unet.config.norm_eps,
         "heads": next((each.heads for each in unet.modules() if hasattr(each, "heads")), 1),
     }  # fmt: skip
-    found = LivePipeline({**tensors, **weights, **more}, config, reader.reads if reader else ())
+    found = LivePipeline({**tensors, **weights}, config, reader.reads if reader else ())
     return found if found.nbytes <= _MOST else f"it would take {found.nbytes / 1e6:.1f} MB of the page"
 
 
@@ -357,17 +342,17 @@ def _eight_bits(name: str, ups: Tensor, downs: Tensor) -> dict[str, NDArray[Any]
     return {**found, f"sizes.{name}": _floats(sizes)}
 
 
-def _layers(kind: str, network: nn.Sequential) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
-    """A network's layers, each a name, and a stride where it is a convolution; and its weights."""
+def _layers(network: nn.Sequential) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
+    """A network's layers, each a name, and a stride where it has one; and its weights."""
     layers: list[list[Any]] = []
     tensors: dict[str, Tensor] = {}
     channels = 0
     for number, layer in enumerate(network):
-        name = f"{kind}.{number}"
+        name = f"reader.{number}"
         if isinstance(layer, nn.SiLU):
             layers.append(["silu"])
-        elif isinstance(layer, nn.PixelShuffle):
-            layers.append(["shuffle", layer.upscale_factor])
+        elif isinstance(layer, nn.AvgPool2d):
+            layers.append(["means", layer.kernel_size])
         elif isinstance(layer, nn.Conv2d):
             layers.append([name, layer.stride[0]])
             tensors |= {f"{name}.{part}": value for part, value in layer.state_dict().items()}

@@ -242,15 +242,14 @@ function pixelsOf({ x, h, w }) {
   return pixels;
 }
 
-/* Channels of a place become the pixels of its square. */
-function shuffled({ x, h, w, c }, side) {
-  const own = c / side ** 2, y = new Float32Array(x.length), wide = w * side;
+/* Means over squares of places. */
+function means({ x, h, w, c }, side) {
+  const high = h / side, wide = w / side, y = new Float32Array(high * wide * c);
   for (let n = 0; n < x.length; n++) {
-    const place = Math.floor(n / c), channel = n % c, within = channel % side ** 2;
-    const row = Math.floor(place / w) * side + Math.floor(within / side), column = place % w * side + within % side;
-    y[(row * wide + column) * own + Math.floor(channel / side ** 2)] = x[n];
+    const place = Math.floor(n / c), row = Math.floor(place / w / side), column = Math.floor(place % w / side);
+    y[(row * wide + column) * c + n % c] += x[n] / side ** 2;
   }
-  return { x: y, h: h * side, w: wide, c: own };
+  return { x: y, h: high, w: wide, c };
 }
 
 /* What a network makes of a picture. */
@@ -259,18 +258,17 @@ function through(layers, pixels) {
   let map = { x: new Float32Array(h * w * 3).map((_, n) => pixels[4 * Math.floor(n / 3) + n % 3] / 127.5 - 1), h, w, c: 3 };
   for (const [name, side] of layers) {
     if (name === "silu") map.x = silu(map.x);
-    else if (name === "shuffle") map = shuffled(map, side);
+    else if (name === "means") map = means(map, side);
     else map = side ? conv(map, name, side) : { x: linear(map.x, 1, name) };
   }
   return map;
 }
 
 const read = pixels => [...through(config.reader, pixels).x];
-const enlarge = pixels => pixelsOf(through(config.enlarger, pixels));
 
 const CALLS = {
   open: parts => { ({ config } = parts); unpack(parts); },
-  become, paint, read, enlarge,
+  become, paint, read,
 };
 if (typeof onmessage !== "undefined" && typeof document === "undefined")
   onmessage = ({ data: [name, ...values] }) => postMessage(CALLS[name](...values));

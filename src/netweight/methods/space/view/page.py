@@ -183,13 +183,6 @@ class View:
         assert images is not None  # refused above
         return images.shape[-3], images.shape[-2]
 
-    @property
-    def large(self) -> tuple[int, int]:
-        """Height and width of the image of all sliders."""
-        height, width = self.size
-        larger = self.live.config.get("larger", 1) if self.live else 1
-        return height * larger, width * larger
-
     def _check_sizes(self) -> None:
         sizes = {each.name: each.images.shape[-3:-1] for each in self.traversals if each.images is not None}
         sizes |= {"the live pipeline": self.size} if self.live is not None else {}

@@ -105,8 +105,7 @@
         for (const [noise, face] of faces.entries()) {
           if (noise && next) break;
           const pixels = await call("paint", noise);
-          const shown = data.live.config.larger > 1 ? await call("enlarge", pixels) : pixels;
-          face.getContext("2d").putImageData(new ImageData(shown, face.width, face.height), 0, 0);
+          face.getContext("2d").putImageData(new ImageData(pixels, face.width, face.height), 0, 0);
           if (!noise) byId("speed").textContent = `Painted here, by the model itself, in ${Math.round(performance.now() - begun)} ms.`;
           if (reads.length) found.push(await call("read", pixels));
         }
