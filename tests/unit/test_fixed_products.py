@@ -70,9 +70,10 @@ def test_the_order_is_torchs_or_is_not_taken():
     for inputs, biased in ((1, False), (7, True)):
         sums = fixed.sums_of(300, 512, inputs, 1, biased)
         assert sums in (0, 64, 128)
-        weight, x, bias = drawn(300, 512, seed=3), drawn(inputs, 512, seed=4), drawn(300) if biased else None
-        if sums:
-            assert same(multiplied(weight, x, bias, sums, "auto"), F.linear(x, weight, bias))
+        for seed in range(10):
+            weight, x, bias = drawn(300, 512, seed=seed), drawn(inputs, 512, seed=99), drawn(300) if biased else None
+            if sums:
+                assert same(multiplied(weight, x, bias, sums, "auto"), F.linear(x, weight, bias))
     assert fixed.sums_of(300, 500, 1, 1, False) == 0
     with pytest.raises(ValueError, match="added up"):
         multiplied(drawn(4, 96), drawn(1, 96), None, 64, "auto")

@@ -358,12 +358,17 @@ def sums_of(rows: int, columns: int, inputs: int, threads: int, biased: bool) ->
     places, half = torch.randperm(columns, generator=generator), columns // 2
     noise = torch.randn(rows + half, generator=generator).bfloat16()
     other = torch.randn(inputs, half, generator=generator).bfloat16()
-    window, bias = noise.as_strided((rows, half), (1, 1)), noise[:rows] if biased else None
+    window = noise.as_strided((rows, half), (1, 1))
     weight, x = torch.cat([window, -window], 1)[:, places], torch.cat([other, other], 1)[:, places]
-    wanted, found = F.linear(x, weight, bias), torch.empty(inputs, rows, dtype=torch.bfloat16)
+    # A bias of usual size would hide these errors, one of their size does not.
+    biases = [noise[:rows], noise[:rows] * 2**-20] if biased else [None]
+    wanted, found = [F.linear(x, weight, bias) for bias in biases], torch.empty(inputs, rows, dtype=torch.bfloat16)
     for sums in known:
-        multiply(weight, rows, x, bias, sums, found, threads)
-        if torch.equal(found, wanted):
+        same = []
+        for bias, each in zip(biases, wanted, strict=True):
+            multiply(weight, rows, x, bias, sums, found, threads)
+            same.append(torch.equal(found, each))
+        if all(same):
             return sums
     return 0
 
