@@ -100,6 +100,18 @@ def test_the_number_of_workers_does_not_matter(name: str) -> None:
     same(one, three, exact=not isinstance(METHODS[name], HyperFL))
 
 
+def test_factors_of_a_round_lie_in_the_memory_of_the_round_before() -> None:
+    with engine_module.round_by_round(small_task(), METHODS["hyperfl"], seed=1, workers=1) as run_round:
+        (model,) = run_round.__self__._models  # type: ignore[attr-defined]
+        blocks = []
+        for _ in range(3):
+            run_round()
+            blocks.append({name: memory.ctypes.data for name, (memory, _) in model.memory._blocks.items()})
+            assert all(given() is None for _, given in model.memory._blocks.values())  # nothing lies in them any more
+    assert blocks[0].keys() == {"left", "base"}
+    assert blocks[0] == blocks[1] == blocks[2]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_federation_goes_on_where_it_was_stopped(name: str, tmp_path: Path) -> None:
     task = small_task(clients=5)

@@ -472,6 +472,7 @@ class _InThisProcess:
         """Let the clients whose updates were taken keep what they have learned."""
         sound = set(done.clients) - set(done.refused)
         self._private.update({one.update.client: one.private for one in self._trained if one.update.client in sound})
+        self._trained = []  # their factors lie in memory that the next round takes again
 
     def before_retry(self) -> None:
         """Wait for nothing: all clients are here."""

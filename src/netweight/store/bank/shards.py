@@ -156,14 +156,15 @@ class Rows:
             if not any(ranks):
                 continue
             for part in (self.down[name], self.up[name]):
-                data = _bytes(part)
+                data, width = memoryview(_bytes(part).reshape(-1)), part[0].nbytes
+                heads = {rank: f"{part.dtype} {rank}".encode() for rank in set(ranks)}
                 start = 0
                 for state, rank in zip(states, ranks, strict=True):
                     if not rank:  # a module that the adapter does not change
                         continue
-                    state.update(f"{part.dtype} {rank}".encode())
-                    state.update(data[start : start + rank].data)
-                    start += rank
+                    state.update(heads[rank])
+                    state.update(data[start : start + rank * width])
+                    start += rank * width
         for state, row in zip(states, _bytes(self.scale), strict=True):
             state.update(row.data)
         return [f"{ALGORITHM}:{state.hexdigest()}" for state in states]
