@@ -16,7 +16,8 @@ from netweight.plugins.flower.secure_sum import CLIP
 from netweight.plugins.flower.server import method_of, settings_of
 from netweight.store import open_store
 
-pytestmark = pytest.mark.study
+# twenty nodes are waited for longer than other tests may take
+pytestmark = [pytest.mark.study, pytest.mark.timeout(3600)]
 
 CONFIG = {"clients": 3, "epochs": 1, "seed": 520, "min-clients": 2, "method": "hyperfl"}
 TOLERANCE = 1e-5
