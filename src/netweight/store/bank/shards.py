@@ -156,7 +156,7 @@ class Rows:
             if not any(ranks):
                 continue
             for part in (self.down[name], self.up[name]):
-                data, width = memoryview(_bytes(part).reshape(-1)), part[0].nbytes
+                data, width = _bytes(part).reshape(-1).data, part[0].nbytes
                 heads = {rank: f"{part.dtype} {rank}".encode() for rank in set(ranks)}
                 start = 0
                 for state, rank in zip(states, ranks, strict=True):
