@@ -191,9 +191,8 @@ class StoredFile:
         with self._named(name):
             return codec.decode(self.raw(name), threads=threads, check=check, base=self._beneath(name, threads))
 
-    def get_rows(self, name: str, start: int, stop: int, *, threads: int = 1) -> Tensor:
+    def get_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of dimension 0, decoding only what they need."""
-        # `threads`: for decoding, at least 1
         # Returns: Shape `(stop - start, …)`, in the tensor's dtype.
         info = self.info(name)
         dtype, width = torch_dtype(info.dtype), info.nbytes // info.shape[0] if info.shape[0] else 0
@@ -470,13 +469,12 @@ class Store:
         """
         return self._place(name).get(name, threads=threads, check=check)
 
-    def get_slice(self, name: str, rows: slice, *, threads: int = 1) -> Tensor:
+    def get_slice(self, name: str, rows: slice) -> Tensor:
         """Read some rows of a tensor, decoding only the chunks that hold them.
 
         Args:
             name: Its original name.
             rows: Which rows of dimension 0; the step must be 1.
-            threads: Threads of the decoder.
 
         Returns:
             The same as `get(name)[rows]`.
@@ -493,7 +491,7 @@ class Store:
         start, stop, step = rows.indices(shape[0])
         if step != 1:
             raise UsageError(f"Rows with step {step} cannot be read.", cure="Read with step 1, then index.")
-        return place.get_rows(name, start, max(start, stop), threads=threads)
+        return place.get_rows(name, start, max(start, stop))
 
     def content(self, name: str, *, threads: int = 1, check: bool = True) -> Any:
         """Read a tensor's own bytes, decoded if need be; works for dtypes that torch lacks.

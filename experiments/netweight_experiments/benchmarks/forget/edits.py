@@ -4,8 +4,9 @@
 
 Each argument is a training of a miniature (`netweight_experiments.toys.small_diffusion FOLDER --seed N`, of captioned
 shapes, or of emoji with `--world emoji`), "shipped" the one that comes with the package. Every training is edited by
-each method with its defaults ("siss-own": without the pictures, by the model's own), all six verbatim pictures at once,
-180 ordinary captions given. Then, over three blocks of seeds that nothing else uses:
+each method with its defaults ("siss-own": without the pictures, by the model's own; "retrained": replaced by the
+training in `--without`, which never saw them), all six verbatim pictures at once, 180 ordinary captions given. Then,
+over three blocks of seeds that nothing else uses:
 
 broken     planted pictures whose images have a median NCC to them of at most 0.3
 copies     images of planted prompts that copy their picture (NCC 0.7), of 48
@@ -55,7 +56,7 @@ from netweight.toys.shapes import ShapesWorld, memorized
 from netweight_experiments.toys.drawn_worlds import EmojiWorld
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
-METHODS = ("none", "neurons", "closed-form", "esd", "distil", "siss-own", "siss")
+METHODS = ("none", "neurons", "closed-form", "esd", "distil", "siss-own", "siss", "retrained")
 BLOCKS, IMAGES = (71_000, 72_000, 73_000), 8
 CHANGED = ("held-out captions", "neighbours")
 PLACE = re.compile(r"<!-- edits.*?-->\n(.*?)\n<!-- /edits -->", re.S)  # in the page
@@ -113,8 +114,11 @@ class Training:
 opened = functools.cache(Training)
 
 
-def edited(model, training, method, folder):
+def edited(model, training, method, folder, seed, without):
     """Edit a model by a method with its defaults; a training goes on in a folder."""
+    if method == "retrained":
+        model.denoiser.load_state_dict(load_text_to_image(without, dtype=torch.float32).denoiser.state_dict())
+        return
     prompts = [each.prompt for each in training.verbatim]
     if method == "neurons":
         detection = DetectionConfig()
@@ -123,7 +127,9 @@ def edited(model, training, method, folder):
         found = [localize_prompt(model, prompt, usual, threshold, config) for prompt in prompts]
         deactivate(model, union(found))
     elif method != "none":
-        chosen = ClosedFormSettings() if method == "closed-form" else TRAINED[method.removesuffix("-own")]
+        chosen = (
+            ClosedFormSettings() if method == "closed-form" else TRAINED[method.removesuffix("-own")].replace(seed=seed)
+        )
         images = None if method == "siss-own" else torch.stack([each.image for each in training.verbatim])
         with Job.open(folder) as job:
             forget(
@@ -170,7 +176,7 @@ def changed(before, after, training):
     return shares
 
 
-def searched(model, training, attacks, pictures, folder):
+def searched(model, training, attacks, pictures, folder, seed):
     """By attack, steps until planted and never-trained pictures are back, None where they are not; best likeness."""
     never = training.never[:CONTROLS]
     targets = [Target(each.prompt, each.prompt, each.image) for each in training.verbatim[:pictures]]
@@ -181,7 +187,7 @@ def searched(model, training, attacks, pictures, folder):
             **ATTACKS[attack], rates=RATES, draws=DRAWS, first=True, guidance=GUIDANCE, generation_steps=STEPS // 2
         )
         found = compare(
-            [Subject("edited", model)], targets, training.given[:12], settings, seeds=[0], similarity=alike,
+            [Subject("edited", model)], targets, training.given[:12], settings, seeds=[seed], similarity=alike,
             measure="NCC", folder=folder, progress=Progress("plain"),
         )  # fmt: skip
         rows[attack] = {}
@@ -196,12 +202,13 @@ def searched(model, training, attacks, pictures, folder):
     return rows
 
 
-def made(name, method, job):
+def made(name, method, job, seed=0, without=None):
     """A training edited by a method, and its figures of all blocks; both remembered."""
-    key = {"training": name, "method": method}
+    key = {"training": name, "method": method, **({"seed": seed} if seed else {})}
     training = opened(name)
     model = training.model(method)
-    file = job.folder / "models" / f"{training.folder.name}-{method}.safetensors"
+    stem = f"{training.folder.name}-{method}" + f"-{seed}" * bool(seed)
+    file = job.folder / "models" / f"{stem}.safetensors"
     known = job.recorded("edits", key)
     if known is not None:
         model.denoiser.load_state_dict(load_file(file))
@@ -209,7 +216,7 @@ def made(name, method, job):
             raise UsageError(f"{file} is not the model that was measured.", cure=f"Remove {job.folder}.")
         return training, model, known
     began = time.process_time()
-    edited(model, training, method, job.folder / "edits" / f"{training.folder.name}-{method}")
+    edited(model, training, method, job.folder / "edits" / stem, seed, without)
     seconds = round(time.process_time() - began, 1)
     file.parent.mkdir(exist_ok=True)
     save_file(model.denoiser.state_dict(), file)
@@ -229,10 +236,10 @@ def made(name, method, job):
     return training, model, result
 
 
-def measured(name, method, job, attacks, pictures):
+def measured(name, method, job, attacks, pictures, seed, without):
     """One training edited by one method: figures of all blocks, and of the attacks."""
-    training, model, result = made(name, method, job)
-    back = searched(model, training, attacks, pictures, job.folder / "searches")
+    training, model, result = made(name, method, job, seed, without)
+    back = searched(model, training, attacks, pictures, job.folder / "searches", seed)
     return {**result, "back": back}
 
 
@@ -372,6 +379,8 @@ def main(
     *,
     results: Annotated[tuple[Path, ...], "files of earlier runs"] = (),
     pictures: Annotated[int, "planted ones that attacks search for"] = 6,
+    seed: Annotated[int, "of edits and searches"] = 0,
+    without: Annotated[Path | None, "a training without the pictures, for retrained"] = None,
     methods: Annotated[tuple[str, ...], METHODS] = METHODS,
     attack: Annotated[tuple[str, ...], "which methods are searched", METHODS] = METHODS[1:],
     attacks: Annotated[tuple[str, ...], "how they are searched", ATTACKS] = tuple(ATTACKS),
@@ -382,9 +391,10 @@ def main(
 ):
     with Job.open(work, key={"blocks": BLOCKS}, of="edits") as job:
         found = [
-            measured(name, method, job, attacks if method in attack else [], pictures)
+            measured(name, method, job, attacks if method in attack else [], pictures, seed, without)
             for name in map(str, trainings)
             for method in methods
+            if method != "retrained" or without
         ]
         if picture:
             grid(found, job, picture)
@@ -394,7 +404,9 @@ def main(
         for run in (json.loads(file.read_text()) for file in results)
         for each in run["results"]
     ]
-    every = list({(each["training"], each["method"]): each for each in [*earlier, *found]}.values())
+    every = list(
+        {(each["training"], each["method"], each.get("seed", 0)): each for each in [*earlier, *found]}.values()
+    )
     shown = tables(every)
     print(shown)
     if page:

@@ -22,7 +22,7 @@ from netweight.core import seeds
 from netweight.core.files import digest_config, digest_tensor, usable_cores
 from netweight.core.progress import Progress
 from netweight.data.images import Images, load
-from netweight.errors import UsageError
+from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import Federation, LocalTraining, Method, Task, train
 from netweight.methods.federate.algorithms.pfedhn import PFedHN
 from netweight.methods.federate.folder import REFERENCE_SPLIT, FederationPlan, entry_of
@@ -105,7 +105,12 @@ def _parts_of(run: FederatedRun) -> Parts:
 def run_one(run: N, *, folder: Path, parts_of: Callable[[N], Parts]) -> dict[str, Any]:
     """Train one federation, to the last round or to a plateau; return its curve as plain values."""
     task, method, settings = parts_of(run)
-    done = train(task, method, settings, folder=folder / run.name, save_every=5, progress=Progress("auto"))
+    try:
+        done = train(task, method, settings, folder=folder / run.name, save_every=5, progress=Progress("auto"))
+    except FederationStopped as stopped:
+        if run.seed != SEARCHED:
+            raise
+        return {"before": [0.0], "after": [0.0], "stopped": str(stopped)}  # a learning rate that diverges is not chosen
     evaluated = [r for r in done.rounds if r.after]
     return {
         "rounds": [r.round for r in evaluated],
@@ -244,7 +249,8 @@ def _measured(found: Curves, cells: Sequence[tuple[str, int]]) -> Measured:
             f"Mean over clients in the last of {rounds} rounds, and over seeds where several ran.",
             "Learning rates as multiples of each method's own, of "
             + ", ".join(f"{factor:g}" for factor in FACTORS)
-            + f" by accuracy after local training in {max(1, rounds // 2)} rounds of 20 clients on another split: "
+            + f" by accuracy after local training in {max(1, rounds // 2)} rounds of 20 clients on another split, 0 of "
+            + "those that diverge: "
             + ", ".join(sorted({f"{run.data} {run.method} {run.factor:g}" for run in found}))
             + ".",
         ),
