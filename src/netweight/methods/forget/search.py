@@ -274,12 +274,16 @@ class Trials:
             rows = [MaskedRow(self._prompt, trial, self._seeds[seed]) for trial, seed in (asked | ahead).values()]
             made = (yield from predicted(rows, self._costs)) if rows else ()
             found = self._seen | dict(zip(asked | ahead, made, strict=True))
-            differences, unblocked = (torch.stack([found[key] for key in new]), self._unblocked[[at for _, at in new]])
+            scored = new if together else new | ahead
+            differences, unblocked = (
+                torch.stack([found[key] for key in scored]),
+                self._unblocked[[at for _, at in scored]],
+            )
             values = similarity(differences, unblocked, together=1 if bounded else together, bound=bounded)
-            self._seen = {key: found[key] for key in (new | ahead if bounded else ahead)}
+            self._seen = {key: found[key] for key in new | ahead} if self._released else {}
             if bounded:
                 values = values - _ROUNDING
-            (self._least if bounded else self._known).update(zip(new, values.tolist(), strict=True))
+            (self._least if bounded else self._known).update(zip(scored, values.tolist(), strict=True))
         for trial in trials if together else ():
             highest = max(self._known[_key(trial), seed] for seed in chosen)
             if abs(highest - self.limit) <= _ROUNDING:
