@@ -286,16 +286,41 @@ def two_digits(value):
     return f"{float(f'{value:.2g}'):g}"
 
 
-def attack_cells(attack, backs):
-    """Name, pictures back, steps until half, and likeness against never-trained pictures, of every training."""
+def attack_cells(attack, by_training, retrained):
+    """Name, pictures back, steps until half, likeness against other pictures and another model; seeds after commas."""
     most = 0 if attack in SHOWN else ATTACKS[attack]["steps"]
-    steps = [half(back) for back in backs]
-    beside = [back for back in backs if not all(row["trained"] for row in back.values())]
+    steps = lambda back: f"over {most}" if half(back) is None else str(half(back))  # noqa: E731
+    backs = [[each["back"][attack] for each in own] for own in by_training]
+    above = [
+        [likeness(back, trained=True) - likeness(back, trained=False) for back in own if not all_trained(back)]
+        for own in backs
+    ]
+    beside = [
+        [
+            above_another(back, retrained[each["training"]]["back"][attack])
+            for each, back in zip(own, found, strict=True)
+        ]
+        for own, found in zip(by_training, backs, strict=True)
+        if attack in retrained.get(own[0]["training"], {"back": ()})["back"] and own[0]["method"] != "retrained"
+    ]
     return [
-        attack, ", ".join(map(share, backs)),
-        ", ".join(f"over {most}" if each is None else str(each) for each in steps) if most else "–",
-        interval([likeness(back, trained=True) - likeness(back, trained=False) for back in beside]),
+        attack, listed(backs, share), listed(backs, steps) if most else "–",
+        interval([statistics.mean(own) for own in above if own]), interval(list(map(statistics.mean, beside))) or "–",
     ]  # fmt: skip
+
+
+def listed(backs, read):
+    """What is read of each: seeds with commas between them, trainings with semicolons."""
+    return "; ".join(", ".join(map(read, own)) for own in backs)
+
+
+def all_trained(back):
+    return all(row["trained"] for row in back.values())
+
+
+def above_another(back, other):
+    """By how much the planted pictures come nearer than in another model, picture by picture: the median."""
+    return statistics.median(row["best"] - other[name]["best"] for name, row in back.items() if row["trained"])
 
 
 def tables(results):
@@ -310,22 +335,31 @@ def table(results):
     """Two tables in Markdown: each edit, its cost and its strongest attack; every attack. Trainings are what varies."""
     lines = [
         "| edit | trainings | processor s | broken, of 6 | copies, of 48 | worst loss, points | changed: held out; "
-        "neighbours | strongest attack | back | steps until half are | NCC above never trained |", "|---" * 11 + "|",
-    ]  # fmt: skip
+        "neighbours | strongest attack | back | steps until half are | NCC above never trained; above retrained |",
+        "|---" * 11 + "|",
+    ]
     of = {method: [each for each in results if each["method"] == method] for method in METHODS}
     of = {method: own for method, own in of.items() if own}
+    retrained = {each["training"]: each for each in of.get("retrained", ())}
     for method, own in of.items():
-        mean = lambda read, own=own: interval([statistics.mean(map(read, each["blocks"])) for each in own])  # noqa: E731
+        of_one = by_training(own)
+        average = lambda read, of_one=of_one: interval([statistics.mean(map(read, each)) for each in of_one])  # noqa: E731
+        mean = lambda read: average(lambda each: statistics.mean(map(read, each["blocks"])))  # noqa: B023, E731
         cells = [
-            method, str(len(own)), interval([each["seconds"] for each in own]), mean(lambda row: row["broken"]),
+            method, str(len(of_one)) + f" ({len(own)} edits)" * (len(own) > len(of_one)),
+            average(lambda each: each["seconds"]) if method != "retrained" else "–", mean(lambda row: row["broken"]),
             mean(lambda row: row["own"]), mean(lambda row: max(row["lost"].values())),
             "; ".join(mean(lambda row, name=name: row["changed"][name]) for name in CHANGED),
         ]  # fmt: skip
         worst = [strongest(each) for each in own if each["back"]]
         tried = lambda name, own=own, worst=worst: (worst.count(name), sum(name in each["back"] for each in own))  # noqa: E731
         chosen = max(dict.fromkeys(worst), key=tried, default=None)
-        backs = [each["back"][chosen] for each in own if chosen in each["back"]]
-        cells += ["–"] * 4 if chosen is None else attack_cells(chosen, backs)
+        searched = by_training([each for each in own if chosen in each["back"]])
+        if chosen is None:
+            cells += ["–"] * 4
+        else:
+            *found, never, other = attack_cells(chosen, searched, retrained)
+            cells += [*found, f"{never}; {other}"]
         lines.append("| " + " | ".join(cells) + " |")
     # What one attack alone searched is in the first table.
     tried = {method: own for method, own in of.items() if any(len(each["back"]) > 1 for each in own)}
@@ -336,10 +370,19 @@ def table(results):
             "|---" * (1 + len(tried)) + "|",
         ]
     for attack in ATTACKS:
-        cells = [[brief(each["back"][attack]) for each in own if attack in each["back"]] for own in tried.values()]
+        rows = [by_training([each for each in own if attack in each["back"]]) for own in tried.values()]
+        cells = [listed(own, lambda each: brief(each["back"][attack])) for own in rows]  # noqa: B023
         if any(cells):
-            lines.append(f"|{attack}|{'|'.join('; '.join(each) or '–' for each in cells)}|")
+            lines.append(f"|{attack}|{'|'.join(each or '–' for each in cells)}|")
     return "\n".join(lines)
+
+
+def by_training(results):
+    """Results of each training, its seeds together."""
+    trainings = {}
+    for each in results:
+        trainings.setdefault(each["training"], []).append(each)
+    return list(trainings.values())
 
 
 def brief(back):
