@@ -256,8 +256,9 @@ def returned(back):
 
 
 def share(back):
-    """How many of how many, as text."""
-    return f"{returned(back)} of {sum(row['trained'] for row in back.values())}"
+    """How many came back, as text, and of how many if not all were searched for."""
+    planted = sum(row["trained"] for row in back.values())
+    return f"{returned(back)}" + f" of {planted}" * (planted < 6)
 
 
 def likeness(back, *, trained):
@@ -335,7 +336,7 @@ def table(results):
     """Two tables in Markdown: each edit, its cost and its strongest attack; every attack. Trainings are what varies."""
     lines = [
         "| edit | trainings | processor s | broken, of 6 | copies, of 48 | worst loss, points | changed: held out; "
-        "neighbours | strongest attack | back | steps until half are | NCC above never trained; above retrained |",
+        "neighbours | strongest attack | back, of 6 | steps until half are | NCC above never trained; above retrained |",
         "|---" * 11 + "|",
     ]
     of = {method: [each for each in results if each["method"] == method] for method in METHODS}
@@ -360,7 +361,7 @@ def table(results):
         else:
             *found, never, other = attack_cells(chosen, searched, retrained)
             cells += [*found, f"{never}; {other}"]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append("|" + "|".join(cells) + "|")
     # What one attack alone searched is in the first table.
     tried = {method: own for method, own in of.items() if any(len(each["back"]) > 1 for each in own)}
     if tried:
