@@ -336,7 +336,7 @@ def table(results):
     """Two tables in Markdown: each edit, its cost and its strongest attack; every attack. Trainings are what varies."""
     lines = [
         "| edit | trainings | processor s | broken, of 6 | copies, of 48 | worst loss, points | changed: held out; "
-        "neighbours | strongest attack | back, of 6 | steps until half are | NCC above never trained; above retrained |",
+        "neighbours | strongest attack | back, of 6 | steps until half are | NCC above never trained; retrained |",
         "|---" * 11 + "|",
     ]
     of = {method: [each for each in results if each["method"] == method] for method in METHODS}
