@@ -108,7 +108,7 @@ def run_one(run: N, *, folder: Path, parts_of: Callable[[N], Parts]) -> dict[str
     try:
         done = train(task, method, settings, folder=folder / run.name, save_every=5, progress=Progress("auto"))
     except FederationStopped as stopped:
-        if run.seed != SEARCHED:
+        if not isinstance(run, FederatedRun) or run.seed != SEARCHED:
             raise
         return {"before": [0.0], "after": [0.0], "stopped": str(stopped)}  # a learning rate that diverges is not chosen
     evaluated = [r for r in done.rounds if r.after]
