@@ -336,7 +336,7 @@ def query(message, context):
 
 @client.train()
 def train(message, context):
-    faults = [one.split() for one in str(context.run_config["fault"]).split(";")]
+    faults = [one.split() for one in str(context.run_config["fault"]).split(";") if one.strip()]
     fault = next((name for name, *ill in faults if str(context.node_config["partition-id"]) in ill), None)
     if fault and message.metadata.group_id == "1":
         masked = message.content.config_records.get("secaggplus_configs")
