@@ -267,8 +267,8 @@ class ShardReader:
             down[name] = self._store.get_slice(f"{name}.down", piece)
             up[name] = self._store.get_slice(f"{name}.up", piece)
         rows = Rows(down, up, self._scale[start:stop, columns], self.rank[start:stop, columns])
-        some = len(columns) == len(self._modules) and stop - start < len(self._record.names)
-        if not self._intact and not (some and tuple(rows.digests()) == self._record.contents[start:stop]):
+        piecewise = len(columns) == len(self._modules) and stop - start < len(self._record.names)
+        if not self._intact and not (piecewise and tuple(rows.digests()) == self._record.contents[start:stop]):
             # Digests are of all factors of an adapter in their own dtype. For some modules, or a wider dtype, the
             # file's tells; for all adapters it is the faster one.
             if digest_file(self._path) != self._record.digest:
