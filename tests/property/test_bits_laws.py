@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.compress import inspect as bits
-from netweight.methods.compress.inspect import bit_statistics, merge
+from netweight.methods.compress import bits
+from netweight.methods.compress.bits import bit_statistics, merge
 
 # dtype -> bits of sign, exponent, mantissa; the unsigned type that holds the pattern
 FLOATS = {

@@ -7,7 +7,8 @@ import pytest
 from report_under_test import all_figures
 
 from netweight.errors import UsageError
-from netweight.methods.compress.inspect import bit_statistics, bits_figure, plot_bits
+from netweight.methods.compress.bits import bit_statistics
+from netweight.methods.compress.inspect import bits_figure, plot_bits
 from netweight.report import plots as figures
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")

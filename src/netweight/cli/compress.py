@@ -259,7 +259,8 @@ def _beside_bound(change: float, bound: float) -> str:
 
 def _plot(reports: list[TensorReport], path: Path, plot: Path) -> None:
     """Draw one row of histograms per dtype, all its tensors taken together; integers only if there is nothing else."""
-    from netweight.methods.compress.inspect import merge, plot_bits
+    from netweight.methods.compress.bits import merge
+    from netweight.methods.compress.inspect import plot_bits
 
     known = [report.bits for report in reports if report.bits is not None and report.bits.count]
     known = [bits for bits in known if bits.layout.exponent] or known

@@ -11,7 +11,8 @@ import torch
 
 from netweight.core.files import digest_file
 from netweight.errors import UsageError
-from netweight.methods.compress.inspect import BitStatistics, bit_statistics, bits_figure, merge
+from netweight.methods.compress.bits import BitStatistics, bit_statistics, merge
+from netweight.methods.compress.inspect import bits_figure
 from netweight.report.finding import Finding
 from netweight.store import open_store
 from netweight.toys import minilm

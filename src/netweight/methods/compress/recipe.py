@@ -10,9 +10,10 @@ import torch
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
 from netweight.hf.load_language_model import load_network
+from netweight.methods.compress.bits import merge
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.folder_format import MANIFEST, Manifest, make_plan
-from netweight.methods.compress.inspect import TensorReport, bits_figure, inspect_tensors, merge
+from netweight.methods.compress.inspect import TensorReport, bits_figure, inspect_tensors
 from netweight.methods.compress.runtime.model import memory_footprint
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.verify import TREATMENT, Compressed, _identity
