@@ -40,7 +40,6 @@ check-the-rest:
 	$(BIN)/lint-imports --no-cache --config pyproject.toml
 	$(BIN)/python scripts/public_names.py
 	$(BIN)/python scripts/public_docstrings.py
-	$(BIN)/python scripts/house.py
 	$(BIN)/python scripts/claims.py
 	$(BIN)/python -m mkdocs build
 
