@@ -97,18 +97,25 @@ def test_a_folder_without_a_federation_and_a_wrong_threat_are_refused(tmp_path: 
 @pytest.mark.parametrize(
     ("method", "caveat"), [("dp-fedavg", ""), ("centaur", "the head learns from the same examples")]
 )
-def test_the_command_its_json_and_its_page_say_what_noise_promises(method: str, caveat: str, tmp_path: Path) -> None:
+def test_the_command_its_json_and_its_page_state_the_epsilon(method: str, caveat: str, tmp_path: Path) -> None:
     pytest.importorskip("opacus")
-    arguments = ["run", *SMALL, "--no-audit", "--epochs", "1", "--method", method, "--epsilon", "4"]
+    noise = ["--noise-multiplier", "8"] if caveat else ["--epsilon", "4"]
+    arguments = ["run", *SMALL, "--no-audit", "--epochs", "1", "--method", method, *noise]
     said = run(*arguments, "--out", str(tmp_path / "run"))
     assert said.exit_code == 0, said.output
-    assert "at δ 1e-05 for an example, over 2 answers; σ" in said.output
-    assert "poisson sampling" in said.output
-    assert caveat in said.output
+    printed = " ".join(said.output.split())
     (promise,) = json.loads(run(*arguments, "--out", str(tmp_path / "run"), "--json").stdout)["privacy"]
-    assert 3 < promise["epsilon"] <= 4.01
-    assert promise["answers"] == 2
-    assert "What noise promises" in (tmp_path / "run" / "report.html").read_text()
+    assert (promise["unit"], promise["adjacency"]) == ("example", "added or removed")
+    if caveat:
+        assert "No ε holds (it is infinite)" in printed
+        assert caveat in printed
+        assert promise["epsilon"] is None
+    else:
+        assert "at δ 1e-05 for one example (added or removed" in printed
+        assert "Poisson sampling" in printed
+        assert 3 < promise["epsilon"] <= 4.0
+        assert promise["answers"] == 2 * promise["holders"]
+    assert "Differential privacy" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_noise_on_updates_says_its_epsilon_over_the_whole_run(tmp_path: Path) -> None:
@@ -116,10 +123,10 @@ def test_noise_on_updates_says_its_epsilon_over_the_whole_run(tmp_path: Path) ->
     arguments = ["run", *SMALL, "--no-audit", "--method", "fedavg", "--noise", "0.01", "--out", str(tmp_path / "run")]
     said = run(*arguments)
     assert said.exit_code == 0, said.output
-    assert "for a client, over 2 answers; σ 0.01" in said.output.replace("\n", " ")
+    assert "for one client (all its data replaced; " in " ".join(said.output.split())
     (promise,) = json.loads(run(*arguments, "--json").stdout)["privacy"]
-    assert promise["epsilon"] > 1000
-    assert "What noise promises" in (tmp_path / "run" / "report.html").read_text()
+    assert promise["epsilon"] > promise["epsilon_if_left_out"] > 1000
+    assert "Differential privacy" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_rehearsed_liar_is_named_by_the_command_and_its_page(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_a_step_of_the_head_goes_with_private_training_of_the_body() -> None:
 def test_epsilon_is_claimed_only_where_it_holds() -> None:
     assert epsilon_caveats(dp_fedavg(1.0).phases) == ()
     assert epsilon_caveats(fedavg().phases) == ()
+    assert [text for text in epsilon_caveats(dp_fedavg(0.0).phases) if "no noise" in text]
     assert [text for text in epsilon_caveats(dp_fedavg(1.0, sampling="shuffled").phases) if "Poisson" in text]
     assert [text for text in epsilon_caveats(centaur(1.0).phases) if "head" in text]
     assert [text for text in epsilon_caveats(ppsgd(1.0).phases) if "head" in text]

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from netweight.errors import MissingExtra, UsageError
-from netweight.methods.federate import dp as accounting
+from netweight.methods.federate import accounting
 
 installed = pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="opacus is not installed")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +164,7 @@ def _finish(
         "plan": plan.to_json(),
         "rounds": [round.to_json() for round in run.rounds],
         "audited": config is not None,
-        "privacy": [dataclasses.asdict(promise) for promise in promises(run, plan.delta)],
+        "privacy": [promise.to_json() for promise in promises(run, plan.delta)],
         "findings": [finding.to_json() for finding in findings],
         "report": str(page),
     })  # fmt: skip

@@ -20,12 +20,11 @@ from torch import nn
 from netweight.data.images import Images, load
 from netweight.methods.federate import Federation, Task, train
 from netweight.methods.federate.algorithms.direct import dp_fedavg, fedavg, local_only
-from netweight.methods.federate.defenses import spent
-from netweight.methods.federate.dp import noise_multiplier_for_all
 from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import small_cnn
+from netweight.methods.federate.task_privacy import noise_for_task, task_guarantee
 from netweight_experiments.benchmarks.script import fill
 
 CLIENTS, DELTA, HOME = 20, 1e-5, 10  # epochs at home after the federation
@@ -72,10 +71,9 @@ def private(epsilon, rounds, epochs, batch_size, lr, clip, *, seed, split, netwo
     """DP-FedAvg within a budget for all rounds, then training at home."""
     task = task_of(seed, split, network)
     training = LocalTraining(epochs=epochs, batch_size=batch_size, lr=lr)
-    sizes = [task.client(client).n for client in task.clients]
-    noise = noise_multiplier_for_all(epsilon, DELTA, sizes=sizes, batch_size=batch_size, epochs=epochs * rounds)
+    noise = noise_for_task(task, epsilon, DELTA, batch_size=batch_size, epochs=epochs * rounds)
     method = dp_fedavg(noise, training=training, clip=clip)
-    promise = spent(method, min(sizes), rounds, DELTA)
+    promise = task_guarantee(task, method, dict.fromkeys(task.clients, rounds), DELTA)
     run, shared = curve(task, method, rounds, seed)
     return {"promise": str(promise), "federation": shared, "at home": at_home(task, run, seed + 1)}
 

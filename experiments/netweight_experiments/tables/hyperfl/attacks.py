@@ -25,8 +25,8 @@ from netweight.core import seeds
 from netweight.core.progress import Progress
 from netweight.data.images import Images
 from netweight.methods.federate import ClientData, Task
+from netweight.methods.federate.accounting import noise_multiplier
 from netweight.methods.federate.algorithms.hyperfl import HYPERNETWORK
-from netweight.methods.federate.dp import noise_multiplier
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.partition import client_sizes

@@ -24,6 +24,7 @@ from netweight.core.progress import Progress
 from netweight.data.images import Images, load
 from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import Federation, LocalTraining, Method, Task, train
+from netweight.methods.federate.accounting import noise_multiplier_for_all
 from netweight.methods.federate.algorithms.pfedhn import PFedHN
 from netweight.methods.federate.folder import REFERENCE_SPLIT, FederationPlan, entry_of
 from netweight.methods.federate.partition import federated_images
@@ -46,6 +47,8 @@ def images_of(data: str) -> Images:
 
 # How often accuracy is measured in a run of 200 rounds, and in a short one.
 _EVALUATIONS, _FEW = 40, 4
+# Privacy budget of the paper's private methods.
+_EPSILON, _DELTA = 4.0, 1e-5
 # Test images of each client where a miniature says how many it trains on.
 _TESTED = 200
 
@@ -76,7 +79,7 @@ Curves = Mapping[FederatedRun, Mapping[str, Any]]
 
 def plan_of(run: FederatedRun) -> FederationPlan:
     """Return the paper's settings for a run: split, schedule, budget; of 100 clients 30 % are asked in each round."""
-    own = entry_of(run.method).training
+    own, private = entry_of(run.method).training, entry_of(run.method).private
     return FederationPlan(
         data=run.data,
         method=run.method,
@@ -86,6 +89,7 @@ def plan_of(run: FederatedRun) -> FederationPlan:
         seed=run.seed,
         evaluate_every=max(1, run.rounds // (_EVALUATIONS if run.rounds > _EVALUATIONS else _FEW)),
         lr=None if own is None or run.factor == 1 else own.lr * run.factor,
+        noise_multiplier=1.0 if private else None,  # replaced where the clients' numbers of examples are known
     )
 
 
@@ -96,6 +100,10 @@ def _parts_of(run: FederatedRun) -> Parts:
         split, sizes = REFERENCE_SPLIT + (run.seed == SEARCHED), None if run.images is None else (run.images, _TESTED)
         parts = federated_images(images_of(run.data), clients=run.clients, seed=split, per_client=sizes)
         task = dataclasses.replace(task, data=dict(enumerate(parts)))
+    if entry_of(run.method).private:  # the noise that the paper computes, each client counted on its own
+        sizes = [task.client(client).n for client in task.clients]
+        about = {"batch_size": plan.batch_size, "epochs": plan.epochs * plan.rounds}
+        plan = plan.replace(noise_multiplier=noise_multiplier_for_all(_EPSILON, _DELTA, sizes=sizes, **about))
     method = plan.make_method(task)
     if isinstance(method, PFedHN):
         method = dataclasses.replace(method, training=method.training.replace(lr=method.training.lr * run.factor))

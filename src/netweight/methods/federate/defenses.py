@@ -22,16 +22,14 @@ from torch.func import functional_call
 from netweight.attacks.gradient_inversion.analytic import hypernetwork_tensors
 from netweight.core import seeds
 from netweight.errors import UsageError
-from netweight.methods.federate.algorithms.direct import epsilon_caveats
+from netweight.methods.federate.accounting import AnswerPrivacy, Release, privacy_of
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
-from netweight.methods.federate.dp import Guarantee, Release, guarantee
 from netweight.methods.federate.local import steps_per_epoch
 from netweight.methods.federate.settings import Lie, LocalTraining
 from netweight.methods.federate.task import (
     Client,
     ClientData,
     LocalModel,
-    Method,
     Task,
     Trained,
     Wrapped,
@@ -107,6 +105,14 @@ class Hardened(Wrapped):
             for one, client in zip(trained, willing, strict=True)
         ]
 
+    def privacy(self, n: int) -> AnswerPrivacy:
+        """Return what is known of the noise in one answer of a client with `n` examples."""
+        if self.noise is None or not self.noise.multiplier:
+            return privacy_of(self.method, n)
+        # The images of a client decide by `RefusalLimits.lonely` whether it takes part, and nothing hides that.
+        reasons = () if self.refusal is None else ("whether a client refuses to take part depends on its examples",)
+        return AnswerPrivacy((Release("client", self.noise.multiplier, 1.0, 1),), "all examples", reasons)
+
     def _agrees(self, task: Task, client: Client, round: int) -> bool:
         reasons = [*self._too_few_steps(task, client.number), *self._strange(task, client, round)]
         if reasons:
@@ -131,34 +137,6 @@ class Hardened(Wrapped):
             change=_change_since(client, round),
             limits=self.refusal,
         )
-
-
-def releases_of(method: Method, n: int) -> tuple[list[Release], str, tuple[str, ...]]:
-    """Return what one answer of a client with n examples gives away, how examples are drawn, and why ε may not hold.
-
-    No release means that no noise protects the method's answers.
-    """
-    if isinstance(method, Wrapped):
-        if isinstance(method, Hardened) and method.noise is not None and method.noise.multiplier:
-            return [Release("client", method.noise.multiplier, 1.0, 1)], "all examples", ()
-        return releases_of(method.method, n)
-    phases, training = getattr(method, "phases", ()), getattr(method, "training", LocalTraining())
-    private = [phase for phase in phases if phase.privacy is not None and phase.privacy.noise_multiplier]
-    found = [
-        Release(
-            "example", phase.privacy.noise_multiplier, min(1.0, training.batch_size / n),
-            phase.epochs * steps_per_epoch(n, training.batch_size),
-        )
-        for phase in private
-    ]  # fmt: skip
-    sampling = ", ".join(sorted({phase.privacy.sampling for phase in private}))
-    return found, f"{sampling} sampling", epsilon_caveats(phases)
-
-
-def spent(method: Method, n: int, answers: int, delta: float) -> Guarantee | None:
-    """Return what a number of answers of a client with n examples give away; None without noise."""
-    releases, sampling, caveats = releases_of(method, n)
-    return guarantee(releases * answers, delta, sampling=sampling, caveats=caveats) if releases and answers else None
 
 
 def dense_tensors(tensors: Mapping[str, Tensor | LowRank], base: Tensors) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Differential privacy: the sum of clipped gradients of single examples, and how much noise a budget asks for.
+"""The sum of clipped gradients of single examples, which differentially private SGD adds noise to.
 
 A layer's input a and the gradient g of its output hold every example's gradient of its weights. For a linear layer
 that is g aᵀ, whose norm and weighted sum need no such matrix; for a convolution it is a product over the positions. So
@@ -8,13 +8,11 @@ one backward pass gives what `by_vmap` computes example by example, for models o
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Literal, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import grad_and_value, vmap
 
-from netweight.core.lazy import library
-from netweight.errors import Unsupported, UsageError
+from netweight.errors import Unsupported
 from netweight.methods.federate.settings import Trains
 from netweight.methods.federate.task import LocalModel, Statistics
 
@@ -316,128 +313,3 @@ def _patches(layer: nn.Conv2d, inputs: Tensor, height: int, width: int) -> Tenso
     shape = (len(last), height, width, *layer.kernel_size, last.shape[3])
     strides = (of_example, of_row * step_y, of_column * step_x, of_row * gap_y, of_column * gap_x, of_channel)
     return last.as_strided(shape, strides).reshape(len(last), height * width, -1)
-
-
-@cache
-def noise_multiplier(epsilon: float, delta: float, *, n: int, batch_size: int, epochs: int) -> float:
-    """Return the least noise multiplier that keeps a client's examples (ε, δ)-differentially private."""
-    # Source: Mironov et al. (arXiv 1908.10530): Rényi differential privacy, as the HyperFL paper's code counts.
-    rate, taken = _schedule(n, batch_size, epochs)
-    _check_budget(epsilon, delta, n)
-    try:
-        with _accountants() as accountants:
-            found: float = accountants.utils.get_noise_multiplier(
-                target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=taken, accountant="rdp"
-            )
-    except ValueError as error:
-        raise UsageError(
-            f"No noise keeps {taken} steps at rate {rate:.4g} within epsilon {epsilon}, delta {delta}: {error}",
-            cure="Allow a larger epsilon, or train for fewer epochs.",
-        ) from error
-    return found
-
-
-def noise_multiplier_for_all(
-    epsilon: float, delta: float, *, sizes: Iterable[int], batch_size: int, epochs: int
-) -> float:
-    """Return the least noise multiplier that keeps every client's examples (ε, δ)-differentially private."""
-    distinct = sorted(set(sizes))
-    if not distinct:
-        raise UsageError("There is no client to protect.", cure="Give each client's number of examples.")
-    found = noise_multiplier(epsilon, delta, n=distinct[0], batch_size=batch_size, epochs=epochs)
-    for n in distinct[1:]:  # a smaller client may need less, as an epoch has whole steps; so all are looked at
-        if epsilon_spent(found, delta, n=n, batch_size=batch_size, epochs=epochs) > epsilon:
-            found = max(found, noise_multiplier(epsilon, delta, n=n, batch_size=batch_size, epochs=epochs))
-    return found
-
-
-def epsilon_spent(noise: float, delta: float, *, n: int, batch_size: int, epochs: int) -> float:
-    """Return the ε that private training has spent."""
-    rate, taken = _schedule(n, batch_size, epochs)
-    if noise <= 0:
-        raise UsageError(f"With a noise multiplier of {noise} nothing is private.", cure="Give a number above 0.")
-    _check_budget(1.0, delta, n)
-    return _epsilon(((noise, rate, taken),), delta)
-
-
-@cache
-def _epsilon(history: tuple[tuple[float, float, int], ...], delta: float) -> float:
-    # Takes a third of a second, and clients of a federation are often alike.
-    with _accountants() as accountants:
-        counting = accountants.create_accountant(mechanism="rdp")
-        counting.history = list(history)
-        return float(counting.get_epsilon(delta=delta))
-
-
-@final
-@dataclass(frozen=True)
-class Release:
-    """What one answer of a client gives away of what noise protects."""
-
-    unit: Literal["example", "client"]  # what is hidden: a single example, or all that a client's update says
-    noise: float  # standard deviation of the noise as a multiple of the bound
-    rate: float  # probability with which an example takes part in a step
-    steps: int  # noisy steps of one answer
-
-
-@final
-@dataclass(frozen=True)
-class Guarantee:
-    """What noise promises of a client, over all its answers."""
-
-    unit: Literal["example", "client"]
-    epsilon: float
-    delta: float
-    noise: float  # the least noise of any answer, as a multiple of the bound
-    sampling: str  # how examples are drawn
-    answers: int  # how many answers were counted
-    caveats: tuple[str, ...] = ()  # why the ε would not hold
-
-    def __str__(self) -> str:
-        """Say it in a line."""
-        article = "an" if self.unit == "example" else "a"
-        said = (
-            f"ε {self.epsilon:.4g} at δ {self.delta:g} for {article} {self.unit}, over {self.answers} answers; "
-            f"σ {self.noise:g}, {self.sampling}"
-        )
-        return "; ".join((said, *self.caveats))
-
-
-def guarantee(releases: Sequence[Release], delta: float, *, sampling: str, caveats: Sequence[str] = ()) -> Guarantee:
-    """Return what all of a client's releases of one kind give away together, by opacus's accountant (RDP)."""
-    counted: dict[tuple[float, float], int] = {}
-    for one in releases:
-        counted[one.noise, one.rate] = counted.get((one.noise, one.rate), 0) + one.steps
-    spent = _epsilon(tuple((*each, steps) for each, steps in counted.items()), delta)
-    least = min(one.noise for one in releases)
-    return Guarantee(releases[0].unit, spent, delta, least, sampling, len(releases), tuple(caveats))
-
-
-def _schedule(n: int, batch_size: int, epochs: int) -> tuple[float, int]:
-    """Return the probability with which an example takes part in a step, and the number of steps."""
-    if min(n, batch_size, epochs) < 1:
-        raise UsageError(
-            f"n={n}, batch_size={batch_size} and epochs={epochs} describe no training.", cure="Each must be at least 1."
-        )
-    return min(1.0, batch_size / n), epochs * -(-n // batch_size)
-
-
-def _check_budget(epsilon: float, delta: float, n: int) -> None:
-    if epsilon <= 0 or not 0 < delta < 1:
-        raise UsageError(
-            f"epsilon={epsilon} with delta={delta} is no privacy budget.", cure="Use epsilon > 0, 0 < delta < 1."
-        )
-    if delta >= 1 / n:
-        raise UsageError(
-            f"With {n} examples, a delta of {delta} would allow one of them to be published outright.",
-            cure=f"Give a delta well below {1 / n:.2g}.",
-        )
-
-
-@contextmanager
-def _accountants() -> Iterator[Any]:
-    """Lend opacus's accountants, without the warning that a wider range of orders might give a smaller ε: it holds."""
-    accountants = library("opacus.accountants", "Accounting for privacy", "dp")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Optimal order is the (smallest|largest) alpha")
-        yield accountants

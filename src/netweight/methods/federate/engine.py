@@ -51,6 +51,8 @@ class Round:
     refused: Mapping[int, str] = field(default_factory=dict)  # client → why its update was left out
     attempts: int = 1  # how often the round was tried
     suspects: Mapping[int, str] = field(default_factory=dict)  # client → why its update, though sound, looks odd
+    # Client → how many answers it was asked for in all attempts of the round: what a privacy account counts.
+    answers: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def mean_before(self) -> float | None:
@@ -74,13 +76,27 @@ class Round:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Round:
         """Read what `to_json` gave: JSON's keys are text and its tuples lists."""
-        maps = ("before", "after", "loss", "epsilon", "refused", "suspects")
+        maps = ("before", "after", "loss", "epsilon", "refused", "suspects", "answers")
         numbered = {name: {int(client): value for client, value in values.get(name, {}).items()} for name in maps}
         return cls(**{**values, **numbered, "clients": tuple(values["clients"])})
 
 
 def _mean(values: Mapping[int, float]) -> float | None:
     return sum(values.values()) / len(values) if values else None
+
+
+def total_answers(rounds: Sequence[Round], attempted: Mapping[int, int]) -> dict[int, int]:
+    """Return client → number of answers in rounds and in attempts after them.
+
+    Args:
+        rounds: Finished rounds.
+        attempted: Client → answers in attempts of a round that is not finished.
+    """
+    total = dict(attempted)
+    for done in rounds:
+        for client, count in done.answers.items():
+            total[client] = total.get(client, 0) + count
+    return total
 
 
 def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 0.001) -> bool:
@@ -118,10 +134,12 @@ class Checkpoint:
     state: Tensors  # the server's tensors; by name
     private: Mapping[int, Tensors]  # each client's private tensors by name, for those that took part so far
     rounds: Sequence[Round]  # what is known of the rounds so far
+    attempted: Mapping[int, int] = field(default_factory=dict)  # client → answers in failed attempts of the next round
 
     def save(self, job: Job, settings: str) -> None:
         """Make it the state of a job; `settings` is the digest by which earlier releases know a federation."""
-        job.save({"settings": settings, "rounds": [round.to_json() for round in self.rounds]}, self._tensors())
+        about = {"rounds": [round.to_json() for round in self.rounds], "attempted": dict(self.attempted)}
+        job.save({"settings": settings, **about}, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.state.items():
@@ -146,7 +164,8 @@ class Checkpoint:
             elif kind == "private":
                 client, _, own = rest.partition("|")
                 private.setdefault(int(client), {})[own] = value
-        return cls(state, private, [Round.from_json(values) for values in about["rounds"]])
+        attempted = {int(client): count for client, count in about.get("attempted", {}).items()}
+        return cls(state, private, [Round.from_json(values) for values in about["rounds"]], attempted)
 
 
 @final
@@ -160,6 +179,14 @@ class Run:
     private: dict[int, Tensors]  # each client's private tensors by name
     rounds: tuple[Round, ...]  # what is known of each round
     seed: int  # the federation's
+    attempted: Mapping[int, int] = field(
+        default_factory=dict
+    )  # client → answers in failed attempts after the last round
+
+    @property
+    def answers(self) -> dict[int, int]:
+        """Client → how many answers it was asked for in the whole run, failed attempts included."""
+        return total_answers(self.rounds, self.attempted)
 
     def weights(self, client: int) -> Weights:
         """Return a client's personal model from the server's state and what the client keeps."""
@@ -292,19 +319,32 @@ class Rounds:
     def __init__(self, method: Method, settings: Federation, clients: Sequence[int], state: Tensors) -> None:
         self.method, self.settings, self.clients = method, settings, tuple(clients)
         self.state, self.rounds = state, list[Round]()
+        self.attempted: dict[int, int] = {}  # client → answers in attempts of the round under way
         self.kept: Kept | None = None
+        sampled = max(int(settings.fraction * len(self.clients)), 1)
+        if settings.min_clients > sampled:
+            raise UsageError(
+                f"A round needs {settings.min_clients} sound updates (min_clients) and asks {sampled} of "
+                f"{len(self.clients)} clients.",
+                cure=f"Give min_clients {sampled} or less.",
+            )
+
+    @property
+    def answers(self) -> dict[int, int]:
+        """Client → how many answers it was asked for so far, failed attempts included."""
+        return total_answers(self.rounds, self.attempted)
 
     def resume(self, kept: Kept) -> Checkpoint | None:
         """Go on from a checkpoint, if there is one, and save there from now on."""
         self.kept, saved = kept, Checkpoint.load(*kept)
         if saved is not None:
-            self.state, self.rounds = saved.state, list(saved.rounds)
+            self.state, self.rounds, self.attempted = saved.state, list(saved.rounds), dict(saved.attempted)
         return saved
 
     def save(self, private: Mapping[int, Tensors] | None = None) -> None:
         """Write a checkpoint, if there is a folder for it."""
         if self.kept is not None:
-            Checkpoint(self.state, private or {}, self.rounds).save(*self.kept)
+            Checkpoint(self.state, private or {}, self.rounds, self.attempted).save(*self.kept)
 
     @property
     def done(self) -> bool:
@@ -333,8 +373,17 @@ class Rounds:
         """Draw the clients of an attempt, and what each of them that is here is sent."""
         asked = sampled_clients(self.clients, self.settings, number, attempt)
         there = still_there(asked, self.settings, number, attempt)
-        sent = {client: self.method.message(self.state, client) for client in there if client in here}
+        most, answers = self.settings.most_answers(), self.answers
+        spent = {client for client in there if most is not None and answers.get(client, 0) >= most}
+        sent = {
+            client: self.method.message(self.state, client)
+            for client in there
+            if client in here and client not in spent
+        }
         missing = {c: absent.get(c, "vanished, as drop_out asks") for c in asked if c not in sent}
+        missing |= {c: f"has answered {most} times, for which its privacy budget was made" for c in spent}
+        for client in sent:
+            self.attempted[client] = self.attempted.get(client, 0) + 1
         return Trial(number, attempt, asked, sent, missing, time.monotonic())
 
     def last_taken(self, client: int) -> int:
@@ -378,8 +427,9 @@ class Rounds:
         }
         done = Round(
             trial.round, trial.asked, **metrics, seconds=time.monotonic() - trial.started, refused=refused,
-            attempts=trial.attempt + 1, suspects=suspects,
+            attempts=trial.attempt + 1, suspects=suspects, answers=dict(self.attempted),
         )  # fmt: skip
+        self.attempted.clear()
         self.rounds.append(done)
         means = {"before": done.mean_before, "after": done.mean_after, "loss": done.mean_loss}
         _LOG.info("Round %d: %d of %d clients; %s", done.round, len(said), len(done.clients), means)
@@ -409,7 +459,8 @@ class _InThisProcess:
         """Return what was trained, with the private tensors of clients that never took part, too."""
         private = {client: self.private(client) for client in self.task.clients}
         rounds = self.rounds
-        return Run(self.task, self.method, rounds.state, private, tuple(rounds.rounds), self.settings.seed)
+        about = tuple(rounds.rounds), self.settings.seed, dict(rounds.attempted)
+        return Run(self.task, self.method, rounds.state, private, *about)
 
     def _placed(self, tensors: Tensors) -> dict[str, Tensor]:
         return {name: value.to(self.device) for name, value in tensors.items()}

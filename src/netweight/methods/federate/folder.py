@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 PLAN_FILE = "federation.json"
 # The seed with which the HyperFL paper's code splits data, whatever the seed of the model.
 REFERENCE_SPLIT = 2022
+# ε of dp-fedavg where none is given, as in the HyperFL paper.
+DEFAULT_EPSILON = 4.0
 
 
 class _Clients(Settings):
@@ -53,13 +55,50 @@ class _Asked(Federation, _Clients):
     lr: float | None = Field(
         default=None, gt=0, description="Learning rate of what is shared, in place of the method's own."
     )
-    epsilon: float = Field(default=4.0, gt=0, description="Budget of differentially private methods, all rounds.")
-    delta: float = Field(default=1e-5, gt=0, lt=1, description="Its delta.")
+    epsilon: float | None = Field(
+        default=None, gt=0,
+        description="Privacy budget ε of dp-fedavg for one example added or removed, over all answers of all clients "
+        "that hold it; 4 by default.",
+    )  # fmt: skip
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="δ of the privacy budget.")
+    noise_multiplier: float | None = Field(
+        default=None, gt=0,
+        description="Noise of dp-fedavg, centaur or ppsgd on sums of clipped gradients, as a multiple of their clip; "
+        "in place of a budget.",
+    )  # fmt: skip
     noise: float = Field(default=0.0, ge=0, description="Noise of clients on their updates, as a multiple of --clip.")
     clip: float = Field(default=1.0, gt=0, description="Largest norm of an update's change where there is noise.")
     minimum_steps: int = Field(default=1, ge=1, description="Clients refuse to train fewer local steps.")
     refuse: bool = Field(default=False, description="Clients refuse abnormal hypernetworks.")
-    lie: Lie | None = Field(default=None, description="Rehearse clients that lie, as many as the setting liars says.")
+    lie: Lie | None = Field(default=None, description="Simulate malicious clients of this kind (how many: `liars`).")
+
+    def check(self) -> None:
+        """Refuse budgets that the method cannot keep, and rounds that cannot have enough updates."""
+        super().check()
+        sampled = max(int(self.fraction * self.clients), 1)
+        if self.min_clients > sampled:
+            raise UsageError(
+                f"A round needs {self.min_clients} sound updates (--min-clients) and asks {sampled} of "
+                f"{self.clients} clients.",
+                cure=f"Give --min-clients {sampled} or less, or more --clients.",
+            )
+        entry = entry_of(self.method)
+        if self.epsilon is not None and self.noise_multiplier is not None:
+            raise UsageError(
+                "--epsilon computes the noise that --noise-multiplier gives.", cure="Leave one of the two out."
+            )
+        if not entry.private and (self.epsilon is not None or self.noise_multiplier is not None):
+            given = "--epsilon" if self.epsilon is not None else "--noise-multiplier"
+            raise UsageError(
+                f"{self.method} adds no noise to gradients, so {given} has no effect.",
+                cure="Use --method dp-fedavg, or --noise for noise on whole updates.",
+            )
+        if entry.private and not entry.has_epsilon and self.noise_multiplier is None:
+            raise UsageError(
+                f"No ε holds for {self.method}: its head learns from the same examples without noise and steers the "
+                "body.",
+                cure="Use --method dp-fedavg with --epsilon, or give the noise itself, --noise-multiplier 8.",
+            )
 
 
 class FolderFederation(_Asked):
@@ -122,23 +161,34 @@ class FederationPlan(_Asked):
             return None
         return own.replace(epochs=self.epochs, batch_size=self.batch_size, lr=own.lr if self.lr is None else self.lr)
 
+    @property
+    def budget(self) -> float:
+        """ε of a private method whose noise is not given."""
+        return DEFAULT_EPSILON if self.epsilon is None else self.epsilon
+
+    def most_answers(self) -> int | None:
+        """Return how often a client may answer: as often as its noise was made for, attempts included."""
+        return self.rounds if entry_of(self.method).private and self.noise_multiplier is None else None
+
     def make_method(self, task: Task) -> Method:
-        """Return the method, with the protections asked for around it; noise as the budget asks of the schedule."""
+        """Return the method, with the protections asked for around it; noise as the budget asks of the schedule.
+
+        Args:
+            task: The task that the method is to train, since noise depends on who holds which examples.
+        """
         from netweight.methods.federate.defenses import Hardened, Lying, RefusalLimits, UpdateNoise
 
-        budget = None
-        if entry_of(self.method).private:
-            from netweight.methods.federate.dp import noise_multiplier_for_all
+        noise = self.noise_multiplier
+        if entry_of(self.method).private and noise is None:
+            from netweight.methods.federate.task_privacy import noise_for_task
 
-            sizes = [task.client(number).n for number in task.clients]
-            epochs = self.epochs * self.rounds
-            budget = noise_multiplier_for_all(
-                self.epsilon, self.delta, sizes=sizes, batch_size=self.batch_size, epochs=epochs
+            noise = noise_for_task(
+                task, self.budget, self.delta, batch_size=self.batch_size, epochs=self.epochs * self.rounds
             )
-        method = named_method(self.method, training=self.training(), noise_multiplier=budget)
+        method = named_method(self.method, training=self.training(), noise_multiplier=noise)
         if self.noise or self.refuse or self.minimum_steps > 1:
-            noise = UpdateNoise(self.clip, self.noise) if self.noise else None
-            method = Hardened(method, noise, self.minimum_steps, RefusalLimits() if self.refuse else None)
+            added = UpdateNoise(self.clip, self.noise) if self.noise else None
+            method = Hardened(method, added, self.minimum_steps, RefusalLimits() if self.refuse else None)
         return method if self.lie is None else Lying(method, self.lie, task.clients[-self.liars :])
 
     def save(self, folder: Path) -> None:
@@ -167,6 +217,7 @@ class Entry:
     # Its local training; None where that is of another kind than HyperFL's.
     training: LocalTraining | None = LocalTraining()
     private: bool = False  # whether local training is differentially private: it then takes a noise multiplier
+    has_epsilon: bool = True  # whether some ε holds for a private method
 
 
 # A step moves a weight that a code m generates (1 + |m|²) times as far as it would move the weight itself, about 25
@@ -190,8 +241,8 @@ METHODS: Mapping[str, Entry] = {
     "pfedhn": Entry("pfedhn:pfedhn", training=None),
     "pfedhn-pc": Entry("pfedhn:pfedhn_pc", training=None),
     "dp-fedavg": Entry("direct:dp_fedavg", private=True),
-    "centaur": Entry("direct:centaur", private=True),
-    "ppsgd": Entry("direct:ppsgd", private=True),
+    "centaur": Entry("direct:centaur", private=True, has_epsilon=False),
+    "ppsgd": Entry("direct:ppsgd", private=True, has_epsilon=False),
 }
 
 
@@ -208,8 +259,8 @@ def named_method(name: str, *, training: LocalTraining | None = None, noise_mult
     Args:
         name: A key of `METHODS`.
         training: Local training; the method's own by default.
-        noise_multiplier: Noise of a differentially private method, which `dp.noise_multiplier_for_all` computes from
-            a budget; for no other.
+        noise_multiplier: Noise of a differentially private method, which
+            `accounting.noise_multiplier_for_all` computes from a budget; for no other.
 
     Raises:
         NameNotFound: There is no such method.
@@ -219,7 +270,7 @@ def named_method(name: str, *, training: LocalTraining | None = None, noise_mult
     if entry.private and noise_multiplier is None:
         raise UsageError(
             f"{name} is differentially private and needs noise.",
-            cure="Give a noise multiplier; netweight.methods.federate.dp.noise_multiplier_for_all turns an ε into one.",
+            cure="Give a noise multiplier; `accounting.noise_multiplier_for_all` turns an ε into one.",
         )
     if not entry.private and noise_multiplier is not None:
         raise UsageError(f"{name} adds no noise.", cure="Leave the noise multiplier out, or choose a private method.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
@@ -26,12 +27,13 @@ from netweight.core import progress as shown
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
+from netweight.methods.federate.accounting import Guarantee
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
-from netweight.methods.federate.defenses import Hardened, dense_tensors, spent
-from netweight.methods.federate.dp import Guarantee
+from netweight.methods.federate.defenses import Hardened, dense_tensors
 from netweight.methods.federate.engine import Round, Run
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Client, ClientData, LocalModel, Method, Task, prefixed
+from netweight.methods.federate.task_privacy import task_guarantee
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import ends_if_enough
@@ -712,26 +714,38 @@ def exposure_section(exposures: Sequence[Exposure], *, seed: int) -> Section:
 
 
 def promises(run: Run, delta: float) -> list[Guarantee]:
-    """Return what noise promises of the client for whom it promises least, all rounds together; none without noise."""
-    taken = {client: sum(client in done.clients for done in run.rounds) for client in run.task.clients}
-    each = {spent(run.method, run.task.client(client).n, answers, delta) for client, answers in taken.items()}
-    found = [one for one in each if one is not None]
-    return [max(found, key=lambda one: one.epsilon)] if found else []
+    """Return the ε of all answers of the run together, for the example or client that they say most about.
+
+    Args:
+        run: A trained federation.
+        delta: δ, in (0, 1).
+
+    Returns:
+        One guarantee, or none if the method adds no noise.
+    """
+    found = task_guarantee(run.task, run.method, run.answers, delta)
+    return [] if found is None else [found]
 
 
 def _privacy(run: Run, delta: float) -> list[Section]:
     return [
         Section(
-            "What noise promises",
+            "Differential privacy",
             [Finding(
-                f"epsilon of a {one.unit}", one.epsilon, better="lower",
-                detail={"delta": one.delta, "sigma": one.noise, "sampling": one.sampling, "answers": one.answers,
-                        "caveats": list(one.caveats)},
+                f"ε of one {one.unit}, {one.adjacency}", one.epsilon if math.isfinite(one.epsilon) else None,
+                better="lower", detail=one.to_json(),
             )],
-            question="How much can all answers together say about one of them?", intro=f"{one}.",
+            question=f"How much can all answers together say about one {one.unit}?", intro=f"{one}\n\n{_COVERS}",
         )
         for one in promises(run, delta)
     ]  # fmt: skip
+
+
+_COVERS = (
+    "ε covers what clients send to the server. It does not cover the accuracies and losses of this report, which are "
+    "computed without noise, and it holds against readers who do not know the run's seed, from which a simulation "
+    "draws its noise."
+)
 
 
 def _odd_clients(run: Run) -> list[Table]:

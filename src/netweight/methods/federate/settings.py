@@ -37,8 +37,12 @@ class Privacy(Settings):
 class Budget(Settings):
     """What a client lets its answers give away, all of them together."""
 
-    epsilon: float = Field(gt=0, description="Largest ε; an answer that would pass it is refused.")
-    delta: float = Field(default=1e-5, gt=0, lt=1, description="Its δ.")
+    epsilon: float = Field(
+        gt=0,
+        description="Largest ε over all answers, for one example added or removed, or for all data of the client "
+        "replaced, whichever the noise protects; an answer that would pass it is refused.",
+    )
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="δ of the budget.")
 
 
 @final
@@ -115,6 +119,10 @@ class Federation(Settings):
         """Refuse noise where nothing bounds what it is to hide."""
         if self.server_noise and self.aggregator != "clipped-mean":
             raise UsageError("server_noise goes with the aggregator clipped-mean.")
+
+    def most_answers(self) -> int | None:
+        """Return how often one client may answer, attempts included; None for no limit."""
+        return None
 
     def evaluates(self, round: int) -> bool:
         """Whether accuracy is measured in the round of number `round`, counted from 1."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from netweight.errors import NameNotFound, UsageError
+from netweight.methods.federate.accounting import AnswerPrivacy, privacy_of
 from netweight.methods.federate.settings import Trains
 from netweight.methods.federate.updates import Tensors, Update
 from netweight.nn import ParameterLayout
@@ -424,3 +425,7 @@ class Wrapped:
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the method's next state."""
         return self.method.aggregate(state, updates)
+
+    def privacy(self, n: int) -> AnswerPrivacy:
+        """Return what is known of the noise in one answer of a client with `n` examples."""
+        return privacy_of(self.method, n)

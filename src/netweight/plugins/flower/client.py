@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -25,8 +26,7 @@ from torch import Tensor
 from netweight.core.files import digest_config, digest_tensor, whole_file
 from netweight.errors import UsageError
 from netweight.job import Job
-from netweight.methods.federate.defenses import releases_of
-from netweight.methods.federate.dp import Guarantee, Release, guarantee
+from netweight.methods.federate.accounting import AnswerPrivacy, Guarantee, Release, guarantee, privacy_of
 from netweight.methods.federate.engine import Answer
 from netweight.methods.federate.settings import Budget
 from netweight.methods.federate.task import Client, LocalModel, Method, Task, Trained
@@ -183,7 +183,7 @@ def client_app(
     def tell_number(message: Message, context: Context) -> Message:
         number = client_number(context)
         n = task_of(context).client(number).n
-        report = ConfigRecord({"client": number, "n": 1 if releases_of(chosen(method, context), n)[0] else n})
+        report = ConfigRecord({"client": number, "n": 1 if privacy_of(chosen(method, context), n).releases else n})
         return Message(RecordDict({REPORT: report}), reply_to=message)
 
     @app.train()
@@ -193,6 +193,11 @@ def client_app(
     def train_once(message: Message, context: Context) -> Message:
         place, number = chosen(folder, context), client_number(context)
         if place is None:
+            if budget is not None:
+                raise UsageError(
+                    "A budget has to be kept on the client's disk, and this node has no folder.",
+                    cure="Give its private-folder in --node-config.",
+                )
             return answered(message, context, None)
         with _job_of(place, number) as job:
             return answered(message, context, job)
@@ -202,8 +207,13 @@ def client_app(
         task, own_method = task_of(context), chosen(method, context)
         sent = from_record(message.content.array_records[ARRAYS])
         answers = Answers(context, job, number)
-        spent = answers.admit(order, sent, releases_of(own_method, task.client(number).n), budget, repeats)
         rehearsed: int | None = chosen(seed, context)
+        if budget is not None and rehearsed is not None:
+            raise UsageError(
+                "Noise that is drawn from a known seed can be computed and taken off, so that no budget is kept.",
+                cure="Leave the rehearsal's seed out, or the budget.",
+            )
+        spent = answers.admit(order, sent, privacy_of(own_method, task.client(number).n), budget, repeats)
         own_seed: int = answers.seed if rehearsed is None else rehearsed
         kept = (Kept.load(job, number) if job is not None else None) or Kept.of_state(context.state, number)
         start = own_method.private_start(task, number, seed=own_seed)
@@ -215,7 +225,7 @@ def client_app(
         draws = secrets.randbits(62) if rehearsed is None and spent is not None else own_seed
         trained, metrics = _trained(task, own_method, client, order, draws, torch.device(device))
         if spent is not None:  # losses and accuracies would say beside the noise what it hides
-            metrics = {"epsilon": spent.epsilon}
+            metrics = {"epsilon": spent.epsilon} if math.isfinite(spent.epsilon) else {}
         wire = to_wire(trained.update.tensors)
         check_allow_list(wire, own_method.shared, client=number)
         # Kept and counted before the update leaves: a server must not go on from what a client may have lost. What
@@ -252,12 +262,19 @@ class Answers:
         self._next: dict[str, Any] = {}
 
     def admit(
-        self, order: Order, sent: Tensors, about: tuple[list[Release], str, tuple[str, ...]], budget: Budget | None,
-        repeats: int,
-    ) -> Guarantee | None:  # fmt: skip
+        self, order: Order, sent: Tensors, about: AnswerPrivacy, budget: Budget | None, repeats: int
+    ) -> Guarantee | None:
         """Refuse an order that changes the model's shape, repeats a state too often or passes the budget.
 
-        Return what is spent with it.
+        Args:
+            order: What the server asks.
+            sent: The tensors that it sent, by name.
+            about: What is known of the noise in the answer.
+            budget: What all answers together may give away; None for no limit.
+            repeats: How often the same state is answered again.
+
+        Returns:
+            What all answers in the account give away together with this one; None if this one has no noise.
         """
         shape = digest_config({name: [*value.shape, str(value.dtype)] for name, value in sorted(sent.items())})
         if any(row.get("federation") == order.federation and row["shape"] != shape for row in self._rows):
@@ -266,23 +283,32 @@ class Answers:
         again = sum(row.get("state") == state for row in self._rows)
         if sent and again > repeats:
             raise UsageError(f"The same state was answered {again} times already; it is not answered again.")
-        releases, sampling, caveats = about
         self._next = {
-            "state": state, "round": order.round, "releases": [vars(one) for one in releases],
-            "federation": order.federation, "shape": shape,
+            "state": state, "round": order.round, "releases": [vars(one) for one in about.releases],
+            "sampling": about.sampling, "caveats": list(about.caveats), "federation": order.federation, "shape": shape,
         }  # fmt: skip
-        if not releases:
-            if budget is not None:
-                raise UsageError("There is a budget, and no noise that keeps it.", cure="Use a method that adds noise.")
-            return None
-        before = [Release(**one) for row in self._rows for one in row.get("releases", ())]
         delta = Budget.model_fields["delta"].default if budget is None else budget.delta
-        spent = guarantee([*before, *releases], delta, sampling=sampling, caveats=caveats)
+        spent = guarantee([*self._answered(), about], delta)
+        if budget is not None and spent.caveats:
+            raise UsageError(
+                f"There is a budget, and no ε holds for this client's answers: {'; '.join(spent.caveats)}.",
+                cure="Use dp-fedavg or noise on updates (`UpdateNoise`), and a folder whose account has such answers "
+                "alone; an answer that has left cannot be taken back.",
+            )
         if budget is not None and spent.epsilon > budget.epsilon:
             raise UsageError(
-                f"Another answer would spend ε {spent.epsilon:.4g}; the budget is {budget.epsilon:g} at δ {delta:g}."
+                f"Another answer would spend ε {spent.epsilon:.4g} for one {spent.unit} ({spent.adjacency}); the "
+                f"budget is {budget.epsilon:g} at δ {delta:g}."
             )
-        return replace(spent, answers=1 + sum("state" in row for row in self._rows))
+        return spent if about.releases else None
+
+    def _answered(self) -> list[AnswerPrivacy]:
+        """Return what is known of the noise in every answer of the account."""
+        return [
+            AnswerPrivacy(tuple(Release(**one) for one in row["releases"]), row["sampling"], tuple(row["caveats"]))
+            for row in self._rows
+            if "state" in row
+        ]
 
     def count(self, order: Order, spent: Guarantee | None) -> None:
         """Count the answer that is about to leave."""

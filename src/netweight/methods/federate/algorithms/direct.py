@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from netweight.core import seeds
 from netweight.errors import UsageError
+from netweight.methods.federate.accounting import AnswerPrivacy, Release
 from netweight.methods.federate.algorithms.hyperfl import HyperFL
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.local import Extra, Learner, Stream, learners_of, steps_per_epoch, train_phase
@@ -89,6 +90,21 @@ class DirectMethod:
         """Return the weighted average."""
         return aggregate(state, updates) if state else {}
 
+    def privacy(self, n: int) -> AnswerPrivacy:
+        """Return what is known of the noise in one answer of a client with `n` examples."""
+        private = [phase for phase in self.phases if phase.privacy is not None and phase.privacy.noise_multiplier]
+        size = self.training.batch_size
+        releases = tuple(
+            Release(
+                "example", phase.privacy.noise_multiplier, min(1.0, size / n), phase.epochs * steps_per_epoch(n, size)
+            )
+            for phase in private
+            if phase.privacy is not None
+        )
+        names = sorted({phase.privacy.sampling.capitalize() for phase in private if phase.privacy is not None})
+        sampling = f"{', '.join(names)} sampling" if names else ""
+        return AnswerPrivacy(releases, sampling, epsilon_caveats(self.phases) if releases else ())
+
     def _trained(self, task: Task, number: int, weights: Weights, loss: float, round: int) -> Trained:
         named = named_weights(task, weights)
         # Beside noise the exact number of examples would be a release of its own: then all clients weigh the same.
@@ -152,13 +168,19 @@ def _head_phase(training: LocalTraining) -> Phase:
 
 
 def epsilon_caveats(phases: Sequence[Phase]) -> tuple[str, ...]:
-    """Say why an accountant's ε would not hold for what clients send that train by these phases."""
+    """Return the reasons why no ε holds for what clients send that train by these phases; none without noise.
+
+    Args:
+        phases: Local training of a round.
+    """
     private = [phase for phase in phases if phase.privacy is not None]
     if not private:
         return ()
     caveats = []
     if any(phase.privacy is not None and phase.privacy.sampling == "shuffled" for phase in private):
         caveats.append("epsilon not valid: batches are shuffled, and accountants assume Poisson sampling")
+    if any(phase.privacy is not None and not phase.privacy.noise_multiplier for phase in private):
+        caveats.append("epsilon not valid: some gradients have no noise")
     if len(private) < len(phases) or any(phase.head_lr is not None for phase in private):
         caveats.append("epsilon not valid: the head learns from the same examples without noise and steers the body")
     return tuple(caveats)
