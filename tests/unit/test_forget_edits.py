@@ -9,7 +9,8 @@ from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import NameNotFound, TrainingStopped, Unsupported, UsageError
 from netweight.job import Job
 from netweight.methods.forget.distil import CHECKPOINT
-from netweight.methods.forget.edit import EditRecord, forget, undo
+from netweight.methods.forget.edit import forget, undo
+from netweight.methods.forget.records import EditRecord
 from netweight.methods.forget.settings import TRAINED, ClosedFormSettings, DistilSettings
 
 correlation = paired()

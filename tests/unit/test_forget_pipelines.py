@@ -17,7 +17,8 @@ from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image
 from netweight.methods.forget.detect import Threshold, detect
-from netweight.methods.forget.edit import forget, undo, undo_folder
+from netweight.methods.forget.edit import forget, undo
+from netweight.methods.forget.edited_folder import undo_folder
 from netweight.methods.forget.folder import forget_folder
 from netweight.methods.forget.layers import measure_statistics, value_layers
 from netweight.methods.forget.localize import localize_prompt

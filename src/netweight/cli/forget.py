@@ -31,6 +31,7 @@ from netweight.settings import options
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
+    from netweight.hf.pipeline_settings import PipelineSettings
     from netweight.methods.forget.detect import Threshold
 
 _results = click.option(
@@ -61,7 +62,7 @@ def statistics(pipeline: Path, settings: FolderStatistics, overwrite: bool, out:
 
     refuse_existing(out, overwrite=overwrite)
     texts = read_prompts(settings.prompts, column=settings.column)
-    model = _load(pipeline, settings.device)
+    model = _load(pipeline, settings.pipeline)
     found = measure_statistics(model, texts, scope=settings.scope, progress=output.progress)
     found.write(out, overwrite=overwrite)
     widths = {name: mean.numel() for name, mean in found.means.items()}
@@ -91,7 +92,7 @@ def detect(pipeline: Path, settings: FolderDetection, out: Path, output: Output)
     if both:
         raise UsageError(f"The prompt {both[0]!r} is in --ordinary and in --held-out.", cure="Leave it out of one.")
     given = None if settings.threshold is None else _threshold(settings.threshold)
-    model, config = _load(pipeline, settings.device), settings.detection
+    model, config = _load(pipeline, settings.pipeline), settings.detection
     identity, look = model.digest(), look_of(model, config)
     if given is not None:
         check_threshold(given, identity, look)
@@ -140,7 +141,7 @@ def localize(
     from netweight.methods.forget.localize import write_published, write_results
 
     texts, limit = read_prompts(settings.prompts, column=settings.column), _threshold(settings.threshold)
-    model, config, file = _load(pipeline, settings.device), settings.localization, settings.statistics
+    model, config, file = _load(pipeline, settings.pipeline), settings.localization, settings.statistics
     layers = value_layers(model.denoiser, scope=config.scope)
     usual = Statistics.read_published(file, layers) if file.suffix == ".pt" else Statistics.read(file)
     found = find(model, texts, usual, limit, config, folder=out, progress=output.progress)
@@ -181,6 +182,14 @@ def apply(pipeline: Path, destination: Path, settings: FolderForgetting, card: b
     else:
         what = f"{len(record.prompts)} prompts led elsewhere"
     output.line(f"{what}: {destination}", bold=True)
+    files = record.files
+    variants = sorted({variant or "the usual files" for variant in files.read.values()})
+    output.line(f"Read: {', '.join(variants)}. Edited: {', '.join(files.edited)}. All other files are copies.")
+    if files.unedited:
+        output.warn(
+            f"{', '.join(files.unedited)} hold or may hold the weights from before the edit and are not edited. "
+            "Leave them out of the folder that is published: --other-weights leave-out."
+        )
     left = record.settings.get("unresolved", [])
     for prompt in left:
         output.line(f"Images like the memorized one still come for: {prompt}")
@@ -190,7 +199,8 @@ def apply(pipeline: Path, destination: Path, settings: FolderForgetting, card: b
     )
     output.result({"pipeline": str(destination), "method": record.method, "neurons": len(record.units),
                    "factor": record.factor, "before": record.before, "after": record.after,
-                   "unresolved": left})  # fmt: skip
+                   "unresolved": left, "edited": list(files.edited), "read": dict(files.read),
+                   "unedited": list(files.unedited), "left_out": list(files.left_out)})  # fmt: skip
 
 
 @forget.command()
@@ -198,13 +208,28 @@ def apply(pipeline: Path, destination: Path, settings: FolderForgetting, card: b
 @click.argument("destination", type=NEW)
 @output_option
 def undo(pipeline: Path, destination: Path, output: Output) -> None:
-    """Take back the last edit of PIPELINE, bit for bit, and write the result to DESTINATION."""
-    from netweight.methods.forget.edit import undo_folder
+    """Undo the last edit of PIPELINE and write the pipeline as it was before to DESTINATION.
 
-    record = undo_folder(pipeline, destination)
-    what = f"{len(record.units)} neurons are" if record.method == "neurons" else f"{len(record.rows)} weights are"
-    output.line(f"{what} as they were: {destination}", bold=True)
-    output.result({"pipeline": str(destination), "neurons": len(record.units), "model": record.before})
+    The digest of every file is compared with the one from before the edit.
+    """
+    from netweight.methods.forget.edited_folder import undo_folder
+
+    done = undo_folder(pipeline, destination)
+    record = done.record
+    output.line(
+        f"{done.equal} of {len(record.files.digests)} files are as they were before the edit, byte for byte: "
+        f"{destination}",
+        bold=True,
+    )
+    if done.absent:
+        output.warn(f"The edit left out {', '.join(done.absent)}, which cannot be restored.")
+    if done.newer:
+        output.line(f"Copied as found, since they came or changed after the edit: {', '.join(done.newer)}.")
+    output.result({
+        "pipeline": str(destination), "method": record.method, "neurons": len(record.units), "model": record.before,
+        "equal": done.equal, "files": len(record.files.digests), "absent": list(done.absent),
+        "newer": list(done.newer),
+    })  # fmt: skip
 
 
 @forget.command()
@@ -239,10 +264,10 @@ def audit(context: click.Context, /, edited: Path, settings: FolderAudit, out: P
     )  # fmt: skip
 
 
-def _load(folder: Path, device: str) -> PipelineModel:
-    from netweight.hf.load_pipeline import load_text_to_image
+def _load(folder: Path, settings: PipelineSettings) -> PipelineModel:
+    from netweight.hf.load_pipeline import open_pipeline
 
-    return load_text_to_image(folder, device=device)
+    return open_pipeline(folder, settings)
 
 
 def _threshold(text: str) -> Threshold:

@@ -4,8 +4,9 @@
     model.generate(model.embed(["a red square"]), seeds=[0])
 
 Stable Diffusion and its like (`UNet2DConditionModel`), SDXL with its two text encoders, PixArt-Alpha and -Sigma are
-supported; other denoisers are refused by name. Networks may predict noise, velocity or the sample. A LoRA that lies in
-the folder as `pytorch_lora_weights.safetensors` is merged when it is opened.
+supported; other denoisers are refused by name. Networks may predict noise, velocity or the sample. Every part is opened
+in the dtype that it is stored in (see `pipeline_files`). A LoRA that lies in the folder as
+`pytorch_lora_weights.safetensors` is merged when it is opened. A safety checker, which blackens images, is not opened.
 """
 
 from __future__ import annotations
@@ -27,22 +28,35 @@ from netweight.core.files import digest_config, digest_tensor
 from netweight.core.lazy import library, open_compressed_with
 from netweight.core.progress import quiet_imports, silent_bars
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
+from netweight.hf.pipeline_files import PipelineFiles
+from netweight.hf.pipeline_files import check_pipeline as check_pipeline
+from netweight.hf.pipeline_settings import PipelineSettings
 from netweight.nn.hooks import hooked
 from netweight.nn.text_to_image import Prediction, Text
 
 _PARTS = ("vae", "text_encoder", "tokenizer", "scheduler")
-_STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-_LORA = "pytorch_lora_weights.safetensors"
+LORA = "pytorch_lora_weights.safetensors"
+# Parts of a pipeline that no method here uses.
+_UNUSED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False, "image_encoder": None}
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 @final
 class PipelineModel:
-    """A pipeline as a `TextToImage`; made by `text_to_image`. It shares the pipeline's parts."""
+    """A pipeline as a `TextToImage`; made by `text_to_image` or `load_text_to_image`. It shares the pipeline's parts.
+
+    Attributes:
+        pipeline: The pipeline of diffusers.
+        name: What it is called in reports.
+        files: The files that it was read from; None for a pipeline that was given in memory.
+        lora: Whether a LoRA of the folder was merged, so that the weights are not those of the files.
+    """
 
     def __init__(self, pipeline: Any, kind: _UNet | _XLUNet | _PixArt, name: str) -> None:
         self.pipeline = pipeline
         self.name = name
+        self.files: PipelineFiles | None = None
+        self.lora = False
         self._kind = kind
 
     @property
@@ -60,6 +74,12 @@ class PipelineModel:
     def latent_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of the latents of one image."""
         return self._kind.latent_shape
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images that it makes, in pixels."""
+        _, height, width = self.latent_shape
+        return height * self._kind.scale, width * self._kind.scale
 
     @property
     def levels(self) -> int:
@@ -149,8 +169,9 @@ class PipelineModel:
         with self._decoder() as vae:
             found = vae.encode((images * 2 - 1).to(device=self._device, dtype=vae.dtype))
         latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latents
-        shifted: Tensor = (latents.float() - self._shift) * self.pipeline.vae.config.scaling_factor
-        return shifted
+        mean, deviation = self._latent_statistics(latents)
+        scaled: Tensor = (latents.float() - mean) * (self.pipeline.vae.config.scaling_factor / deviation)
+        return scaled
 
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """Return clean latents at the noise level of a timestep, a scalar or shape `(n,)`."""
@@ -167,11 +188,37 @@ class PipelineModel:
         scheduler = self._scheduler(steps)
         latents = latents.to(self._device) * scheduler.init_noise_sigma
         empty = self.embed([""]).rows([0] * len(text)) if guidance > 1 else None
-        extra = {} if "generator" not in inspect.signature(scheduler.step).parameters else {"generator": generators}
+        extra = self._step_options(scheduler, generators)
         for timestep in scheduler.timesteps:
             output = self._guided(scheduler.scale_model_input(latents, timestep), timestep, text, empty, guidance)
             latents = scheduler.step(output, timestep, latents, return_dict=False, **extra)[0]
+        if not latents.isfinite().all():
+            raise UsageError(self._not_finite(scheduler), cure=self._cure_of_infinity(scheduler))
         return self.to_images(latents)
+
+    @staticmethod
+    def _step_options(scheduler: Any, generators: list[torch.Generator]) -> dict[str, Any]:
+        """What a pipeline's own call gives to the scheduler's step: random numbers, and an eta of 0."""
+        # Schedulers such as TCD have another default of eta, which the pipelines of diffusers do not use.
+        given = {"generator": generators, "eta": 0.0}
+        known = inspect.signature(scheduler.step).parameters
+        return {name: value for name, value in given.items() if name in known}
+
+    def _not_finite(self, scheduler: Any) -> str:
+        return (
+            f"The images of {self.name} are NaN or infinite with its {type(scheduler).__name__} (prediction_type "
+            f"{self._prediction_type}, {str(next(self.denoiser.parameters()).dtype).removeprefix('torch.')})."
+        )
+
+    def _cure_of_infinity(self, scheduler: Any) -> str:
+        file = "scheduler/scheduler_config.json"
+        if self._prediction_type == "epsilon" and float(scheduler.alphas_cumprod[-1]) < 1e-6:
+            return (
+                "At zero terminal SNR the first step sees pure noise, of which a prediction of noise says nothing. "
+                f'Models trained so predict velocity: write "prediction_type": "v_prediction" into {file}; otherwise '
+                'write "rescale_betas_zero_snr": false.'
+            )
+        return "Check the weights for NaN, and try another variant of the pipeline, such as one in fp32."
 
     def save(self, folder: str | Path) -> None:
         """Write the pipeline as diffusers does: an ordinary folder, weights as safetensors."""
@@ -190,7 +237,7 @@ class PipelineModel:
 
     def to_images(self, latents: Tensor) -> Tensor:
         """Return images of clean latents, shape `(n, 3, height, width)`, within 0 and 1, on the CPU; gradients flow."""
-        latents = latents / self.pipeline.vae.config.scaling_factor + self._shift
+        latents = self._unscaled(latents)
         with self._decoder() as vae:
             images: Tensor = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
         return (images.float() / 2 + 0.5).clamp(0, 1).cpu()
@@ -222,17 +269,40 @@ class PipelineModel:
     def _prediction_type(self) -> str:
         return str(self.pipeline.scheduler.config.prediction_type)
 
-    @property
-    def _shift(self) -> float:
-        return float(getattr(self.pipeline.vae.config, "shift_factor", None) or 0.0)
+    def _unscaled(self, latents: Tensor) -> Tensor:
+        """Latents as the autoencoder decodes them."""
+        mean, deviation = self._latent_statistics(latents)
+        return latents * (deviation / self.pipeline.vae.config.scaling_factor) + mean
+
+    def _latent_statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the autoencoder's latents, by channel where its configuration says them."""
+        config = self.pipeline.vae.config
+        mean, deviation = (config.get(name) for name in ("latents_mean", "latents_std"))
+        if mean is not None and deviation is not None:
+            return tuple(torch.tensor(each).to(latents.device).reshape(1, -1, 1, 1) for each in (mean, deviation))  # type: ignore[return-value]
+        shift = torch.tensor(float(config.get("shift_factor") or 0.0), device=latents.device)
+        return shift, torch.ones_like(shift)
 
     @property
     def _device(self) -> torch.device:
         return self._kind.device
 
 
-def text_to_image(pipeline: Any, *, name: str | None = None) -> PipelineModel:
-    """Make a `TextToImage` of a diffusers pipeline."""
+def text_to_image(pipeline: Any, *, name: str | None = None, size: tuple[int, int] | None = None) -> PipelineModel:
+    """Make a `TextToImage` of a diffusers pipeline.
+
+    Args:
+        pipeline: The pipeline; its parts are put into evaluation mode.
+        name: What it is called in reports; by default the name of its folder.
+        size: Height and width of its images in pixels; by default what the configuration of the denoiser says.
+
+    Returns:
+        The model, which shares the pipeline's parts.
+
+    Raises:
+        UsageError: The pipeline lacks a part, the size is unknown, or the autoencoder cannot make it.
+        Unsupported: The denoiser or the scheduler is of a kind that is not supported.
+    """
     missing = [part for part in _PARTS if getattr(pipeline, part, None) is None]
     if missing:
         raise UsageError(
@@ -241,6 +311,7 @@ def text_to_image(pipeline: Any, *, name: str | None = None) -> PipelineModel:
         )
     kind = _denoiser_of(pipeline)
     _check_scheduler(pipeline.scheduler)
+    kind.choose_size(size)
     for network in (kind.network, pipeline.vae, pipeline.text_encoder):
         network.eval()
     source = str(getattr(pipeline, "name_or_path", "") or "")
@@ -248,42 +319,100 @@ def text_to_image(pipeline: Any, *, name: str | None = None) -> PipelineModel:
 
 
 def load_text_to_image(
-    folder: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu", name: str | None = None
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    name: str | None = None,
+    variant: str | None = None,
+    size: tuple[int, int] | None = None,
 ) -> PipelineModel:
-    """Open a pipeline's folder."""
+    """Open a pipeline's folder.
+
+    Args:
+        folder: A folder with `model_index.json`. Weights are safetensors files, or `.bin` files where a part has no
+            others; no code in them is run.
+        dtype: The dtype of all parts; by default each part has the one that it is stored in, and the widest of them
+            where its tensors are stored in several, so that no number is rounded.
+        device: Where the pipeline goes, such as `cuda`.
+        name: What the model is called in reports; by default the folder's name.
+        variant: Which weights are read where a part has several, such as `fp16`; by default the usual files.
+        size: Height and width of images in pixels; by default what the configuration of the denoiser says.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: The folder is none of a pipeline, or something in it cannot be opened.
+        NameNotFound: There are no weights of the variant.
+        Unsupported: A part is of a kind that is not supported.
+    """
     folder = Path(folder)
-    check_pipeline(folder)
+    files = PipelineFiles(folder, variant)
     diffusers = _diffusers()
     with quiet_imports():
         open_compressed_with("diffusers")
         _import_parts(folder / "model_index.json")
+    unused = {part: value for part, value in _UNUSED.items() if part in _index_of(folder)}
     try:
-        with silent_bars("transformers", "diffusers"):
+        with silent_bars("transformers", "diffusers"), files.as_diffusers_expects() as view:
             pipeline = diffusers.DiffusionPipeline.from_pretrained(
-                folder,
+                view,
                 local_files_only=True,
-                use_safetensors=True,
-                dtype=dtype or _stored_dtype(folder),
+                dtype=dtype or _dtypes(files),
                 low_cpu_mem_usage=importlib.util.find_spec("accelerate") is not None,  # else diffusers warns
+                **unused,
             )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(
             f"{folder} cannot be opened as a diffusion pipeline: {error}",
-            cure="Check that all its parts are there, with weights as safetensors.",
+            cure="Check that all its parts are there.",
         ) from error
     _decompress(pipeline)
-    _merge_lora(pipeline, folder)
-    model = text_to_image(pipeline.to(device), name=name or folder.resolve().name)
+    lora = _merge_lora(pipeline, folder)
+    model = text_to_image(pipeline.to(device), name=name or folder.resolve().name, size=size)
+    model.files, model.lora = files, lora
     pipeline.set_progress_bar_config(disable=True)
     return model
 
 
-def _import_parts(index: Path) -> None:
-    """Import the classes that a pipeline names before it is loaded, so that warnings of loading stay visible."""
+def open_pipeline(folder: str | Path, settings: PipelineSettings, *, name: str | None = None) -> PipelineModel:
+    """Open a pipeline's folder as settings say; see `load_text_to_image`."""
+    return load_text_to_image(folder, device=settings.device, name=name, variant=settings.variant, size=settings.pixels)
+
+
+def _dtypes(files: PipelineFiles) -> dict[str, torch.dtype]:
+    """The dtype that each part is opened in."""
+    packed = files.compressed
+    return {part: _packed_dtype(files, part) if part in packed else files.dtype(part) for part in files.parts} | {
+        "default": torch.float32
+    }
+
+
+def _packed_dtype(files: PipelineFiles, part: str) -> torch.dtype:
+    """The dtype of a part that netweight has compressed."""
+    from netweight.store import open_store
+
+    known = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+    stored = set()
+    for file in files.chosen(part):
+        store = open_store(files.folder / file.path)
+        stored |= {known[dtype] for name in store.names() if (dtype := store.info(name).dtype) in known}
+    return torch.float32 if len(stored) != 1 else stored.pop()
+
+
+def _index_of(folder: Path) -> dict[str, Any]:
+    index = folder / "model_index.json"
     try:
-        named = json.loads(index.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(f"{index} is not JSON: {error}.", cure="Fetch the pipeline again.") from error
+    return found
+
+
+def _import_parts(index: Path) -> None:
+    """Import the classes that a pipeline names before it is loaded, so that warnings of loading stay visible."""
+    named = _index_of(index.parent)
     parts = [("diffusers", named.get("_class_name")), *(part for part in named.values() if isinstance(part, list))]
     for home, name in parts:
         if home in ("diffusers", "transformers") and isinstance(name, str):
@@ -302,29 +431,17 @@ def _check_scheduler(scheduler: Any) -> None:
         )
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the denoiser's first floating tensor on the disk."""
-    from netweight.store import open_store
-
-    for part in ("unet", "transformer"):
-        for path in sorted((folder / part).glob("*.safetensors")):
-            store = open_store(path)
-            for name in store.names():
-                if (stored := store.info(name).dtype) in _STORED:
-                    return _STORED[stored]
-    return torch.float32
-
-
-def _merge_lora(pipeline: Any, folder: Path) -> None:
-    """Merge the LoRA that lies in a pipeline's folder as diffusers' `save_lora_weights` names it."""
-    if not (folder / _LORA).is_file():
-        return
+def _merge_lora(pipeline: Any, folder: Path) -> bool:
+    """Merge the LoRA that lies in a pipeline's folder as diffusers' `save_lora_weights` names it, if there is one."""
+    if not (folder / LORA).is_file():
+        return False
     if importlib.util.find_spec("peft") is None:
-        raise MissingExtra(f"{folder / _LORA} needs peft, which is not installed.", cure="Run: pip install peft")
+        raise MissingExtra(f"{folder / LORA} needs peft, which is not installed.", cure="Run: pip install peft")
     with silent_bars("transformers", "diffusers"):
-        pipeline.load_lora_weights(folder, weight_name=_LORA)
+        pipeline.load_lora_weights(folder, weight_name=LORA)
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
+    return True
 
 
 def _decompress(pipeline: Any) -> None:
@@ -345,15 +462,6 @@ def trained_prediction(model: PipelineModel) -> Literal["velocity", "noise", "sa
         "epsilon": "noise", "v_prediction": "velocity", "sample": "sample",
     }  # fmt: skip
     return kinds[str(model.pipeline.scheduler.config.prediction_type)]
-
-
-def check_pipeline(folder: Path) -> None:
-    """Refuse a folder that is no pipeline's."""
-    if not (folder / "model_index.json").is_file():
-        raise UsageError(
-            f"{folder} is no pipeline's folder: it holds no model_index.json.",
-            cure="Name a folder that a diffusers pipeline was saved in.",
-        )
 
 
 def check_lengths(model: PipelineModel, prompts: Sequence[str]) -> None:
@@ -406,9 +514,9 @@ def _denoiser_of(pipeline: Any) -> _UNet | _XLUNet | _PixArt:
     unet, transformer = (getattr(pipeline, part, None) for part in ("unet", "transformer"))
     if isinstance(unet, diffusers.UNet2DConditionModel):
         _refuse_conditions(unet, pipeline)
-        return _XLUNet(unet, pipeline) if _is_xl(unet, pipeline) else _UNet(unet)
+        return _XLUNet(unet, pipeline) if _is_xl(unet, pipeline) else _UNet(unet, pipeline)
     if isinstance(transformer, diffusers.PixArtTransformer2DModel):
-        return _PixArt(transformer)
+        return _PixArt(transformer, pipeline)
     found = unet if unet is not None else transformer
     if hasattr(found, "_orig_mod"):
         raise Unsupported(
@@ -452,16 +560,39 @@ def _refuse_conditions(unet: Any, pipeline: Any) -> None:
 
 
 class _Network:
-    """The denoiser of a pipeline."""
+    """The denoiser of a pipeline, and the size of its latents."""
 
-    def __init__(self, network: Any) -> None:
+    def __init__(self, network: Any, pipeline: Any) -> None:
         self.network = network
+        self.scale = 2 ** (len(pipeline.vae.config.block_out_channels) - 1)
+        self._size: tuple[int, int] | None = None
+        # What the pipeline's own class takes where the network's configuration does not say it.
+        self._usual = getattr(pipeline, "default_sample_size", None)
+
+    def choose_size(self, size: tuple[int, int] | None) -> None:
+        """Fix the size of images in pixels: the one given, or what the configuration says."""
+        if size is not None:
+            if any(side < self.scale or side % self.scale for side in size):
+                raise UsageError(
+                    f"Images of {size[0]} × {size[1]} pixels cannot be made: sides are multiples of {self.scale}.",
+                    cure="Give another --size.",
+                )
+            self._size = size[0] // self.scale, size[1] // self.scale
+            return
+        given = self.network.config.get("sample_size") or self._usual
+        if given is None:
+            raise UsageError(
+                f"The configuration of the {type(self.network).__name__} has no sample_size, so that the size of its "
+                "images is not known.",
+                cure="Say it in pixels: --size 512.",
+            )
+        height, width = (given, given) if isinstance(given, int) else given
+        self._size = int(height), int(width)
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        size = self.network.config.sample_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return int(self.network.config.in_channels), int(height), int(width)
+        assert self._size is not None  # see `text_to_image`
+        return (int(self.network.config.in_channels), *self._size)
 
     @property
     def device(self) -> torch.device:
@@ -491,9 +622,8 @@ class _XLUNet(_UNet):
     """SDXL's: states of two encoders, pooled text, and the image's size, uncropped, as its pipeline gives them."""
 
     def __init__(self, network: Any, pipeline: Any) -> None:
-        super().__init__(network)
+        super().__init__(network, pipeline)
         self._zeros = bool(pipeline.config.get("force_zeros_for_empty_prompt", True))
-        self._scale = float(2 ** (len(pipeline.vae.config.block_out_channels) - 1))
 
     def text(self, encoded: Any, prompts: Sequence[str]) -> Text:
         given = torch.tensor([bool(prompt) or not self._zeros for prompt in prompts], device=encoded[0].device)
@@ -501,7 +631,7 @@ class _XLUNet(_UNet):
 
     def conditions(self, latents: Tensor, text: Text) -> dict[str, Tensor] | None:
         assert text.pooled is not None  # see `text`
-        height, width = (side * self._scale for side in latents.shape[-2:])
+        height, width = (float(side * self.scale) for side in latents.shape[-2:])
         sizes = torch.tensor([[height, width, 0, 0, height, width]], dtype=self.network.dtype, device=latents.device)
         pooled = text.pooled.to(device=latents.device, dtype=self.network.dtype)
         return {"text_embeds": pooled, "time_ids": sizes.repeat(len(latents), 1)}

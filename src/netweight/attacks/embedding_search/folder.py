@@ -56,7 +56,7 @@ class Prepared:
 
 def prepare(search: FolderSearch, model: Path) -> Prepared:
     """Read models, images and prompts."""
-    from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
+    from netweight.hf.load_pipeline import open_pipeline, trained_prediction
 
     check_figures()
     if search.base is None:
@@ -66,7 +66,7 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
     unrelated = PLAIN_PROMPTS if search.unrelated is None else tuple(read_prompts(search.unrelated))
     descriptor: Descriptor = CenteredPixels() if search.sscd is None else sscd(search.sscd, str(search.sscd_sha256))
     folders = {"original": search.base, "edited": model, **search.also}
-    models = {name: load_text_to_image(folder, device=search.device, name=name) for name, folder in folders.items()}
+    models = {name: open_pipeline(folder, search.pipeline, name=name) for name, folder in folders.items()}
     kinds = {trained_prediction(one) for one in models.values()}
     if len(kinds) > 1:
         raise UsageError("The models predict different things, so they are not edits of one another.")

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, final
 from pydantic import DirectoryPath, Field, FilePath
 
 from netweight.errors import UsageError
+from netweight.hf.pipeline_settings import PipelineSettings
 from netweight.settings import Cli, Settings
 
 # Where a search for embeddings begins: the target's own prompt, one that has nothing to do with it, or noise. Further
@@ -128,7 +129,7 @@ class FolderSearch(Settings):
         description="Least steps that further pipelines must need, as a multiple of the edited one's; the finding "
         "fails below it.",
     )  # fmt: skip
-    device: str = Field("cpu", description="Where pipelines go, such as cuda.")
+    pipeline: PipelineSettings = Field(default=PipelineSettings(), description="How pipelines are opened.")
 
     def check(self) -> None:
         """Refuse what could only fail later."""

@@ -1,116 +1,34 @@
-"""Records of edits, which undo them to the last bit; and neurons scaled for a block or for good.
-
-A pipeline's folder holds one record per edit in `forget/`: `001.json` and the weights as they were, `001.safetensors`.
-A further edit adds the next number; undoing takes the last one away. Whoever has the weights can undo the edit, so a
-folder that is published goes without them.
-"""
+"""Edits of a model in memory: prompts led elsewhere, neurons scaled for a block or for good, and their undoing."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from netweight.core.environment import describe
-from netweight.core.files import read_record, whole_file, write_record
 from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.hf.load_pipeline import PipelineModel, load_text_to_image
-from netweight.job import Job, check_destination
+from netweight.job import Job
 from netweight.methods.forget.distil import distil
 from netweight.methods.forget.layers import ValueLayer, attended, check_units, value_layers
 from netweight.methods.forget.localize import Localization, read_neurons
+from netweight.methods.forget.records import EditRecord
 from netweight.methods.forget.settings import ClosedFormSettings, DistilSettings
 from netweight.metrics.copies import CenteredPixels, described
 from netweight.nn.hooks import edit_outputs
 from netweight.nn.text_to_image import Batches, Text, TextToImage, generated
-from netweight.store.reader import open_store
 
-FOLDER = "forget"  # in a pipeline's folder
-_VERSION = 1
 _CANDIDATES = 24  # ordinary prompts among which anchors are looked for
 _CHECKED, _BROKEN = 8, 0.3  # images of each prompt after an edit, and the upper quartile of their NCC to those before
 _DRAWN: Any = {"guidance": 3.0, "steps": 20}  # how their images are generated
-
-
-@final
-@dataclass(frozen=True)
-class EditRecord:
-    """One edit."""
-
-    units: Units  # the neurons, by layer
-    factor: float  # what they were multiplied with
-    before: str  # digest of the denoiser before
-    after: str
-    thresholds: Mapping[str, Any]  # what they were found with, in words or numbers; empty if unknown
-    prompts: Sequence[str]  # that they were found for; empty if unknown
-    environment: Mapping[str, Any]  # versions and machine
-    # What the edit changed, as it was: of neurons the rows from `scale_rows_`, weights of shape `(neurons, inputs)` and
-    # biases of shape `(neurons,)`; of other methods whole weights by name. Empty if it was not kept.
-    rows: Mapping[str, Tensor]
-    method: str = "neurons"
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of another method, with anchors and what was measured
-
-    def write(self, folder: str | Path, number: int) -> Path:
-        """Write the record into a folder of records, which is made."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{number:03d}.json"
-        values = {
-            "units": json.loads(self.units.to_json())["units"],
-            "factor": self.factor,
-            "before": self.before,
-            "after": self.after,
-            "thresholds": dict(self.thresholds),
-            "prompts": list(self.prompts),
-            "environment": dict(self.environment),
-        }
-        if self.method != "neurons":  # as records of earlier releases are
-            values |= {"method": self.method, "settings": dict(self.settings)}
-        rows = {name: value.contiguous() for name, value in self.rows.items()}
-        with whole_file(path.with_suffix(".safetensors")) as file:
-            file.write(safetensors.torch.save(rows))
-        write_record(path, values, version=_VERSION, overwrite=False)
-        return path
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read a record and its rows."""
-        path = Path(path)
-
-        def made(values: dict[str, Any]) -> Self:
-            rows = _rows(path)
-            return cls(units=Units(values.pop("units")), rows=rows, **values)
-
-        try:
-            return read_record(path, made, version=_VERSION, of="an edit")
-        except safetensors.SafetensorError as error:
-            raise CorruptBlob(f"The rows beside {path} are damaged: {error}.") from error
-
-
-def _rows(path: Path) -> dict[str, Tensor]:
-    """The rows beside a record, plain or as `netweight compress` stores them."""
-    packed = path.with_suffix(".net.safetensors")
-    if not packed.is_file():
-        return safetensors.torch.load_file(path.with_suffix(".safetensors"))
-    with open_store(packed) as store:
-        return {name: store.get(name) for name in store.names()}
-
-
-def read_records(folder: str | Path) -> list[EditRecord]:
-    """Read the records of a pipeline's folder, the first edit first; none if it was not edited."""
-    return [EditRecord.read(path) for path in sorted((Path(folder) / FOLDER).glob("[0-9][0-9][0-9].json"))]
 
 
 def forget(
@@ -411,22 +329,6 @@ def _scaling(width: int, indices: Tensor, factor: float) -> Callable[[Tensor], T
     return scale
 
 
-def undo_folder(source: str | Path, destination: str | Path) -> EditRecord:
-    """Take back the last edit of a pipeline's folder, and write the pipeline as a folder of its own."""
-    source, destination = Path(source), Path(destination)
-    check_destination(destination, overwrite=None)
-    records = read_records(source)
-    if not records:
-        raise UsageError(
-            f"{source} holds no record of an edit in its folder {FOLDER!r}.", cure="Was it made by forget apply?"
-        )
-    model = load_text_to_image(source)
-    undo(model, records[-1])
-    with Job.beside(destination, overwrite=None) as job:
-        publish(job, model, records[:-1], destination)
-    return records[-1]
-
-
 def switch_off(model: TextToImage, neurons: Path, earlier: Sequence[EditRecord], *, factor: float) -> EditRecord:
     """Scale the neurons of a file in a model's weights; each once."""
     # A table of the paper's code names no layers: its lists are those of the way down and the middle.
@@ -458,12 +360,3 @@ def apply_found_(
         model, units, factor=factor, thresholds={"neurons": file, "found": [each.to_json() for each in found]},
         prompts=[each.prompt for each in found if each.neurons],
     )  # fmt: skip
-
-
-def publish(job: Job, model: PipelineModel, records: Sequence[EditRecord], destination: Path) -> None:
-    """Write a pipeline with its records as the folder that a job makes."""
-    shutil.rmtree(job.tree)  # what a run left that was killed here
-    model.save(job.tree)
-    for number, record in enumerate(records, start=1):
-        record.write(job.tree / FOLDER, number)
-    job.publish(destination, overwrite=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -25,15 +25,17 @@ from netweight.hf.load_pipeline import (
     PipelineModel,
     check_lengths,
     check_pipeline,
-    load_text_to_image,
+    open_pipeline,
     trained_prediction,
 )
 from netweight.job import Job, check_destination
 from netweight.methods.forget.detect import Score, Threshold, calibrate, detect_resumably, look_of
-from netweight.methods.forget.edit import FOLDER, EditRecord, apply_found_, forget, publish, read_records, switch_off
+from netweight.methods.forget.edit import apply_found_, forget, switch_off
+from netweight.methods.forget.edited_folder import write_edited
 from netweight.methods.forget.layers import changed_neurons, measure_statistics
 from netweight.methods.forget.localize import Localization, localize, union
 from netweight.methods.forget.mitigations import Deactivated, neuron_counts, random_units
+from netweight.methods.forget.records import FOLDER, EditRecord, read_records
 from netweight.methods.forget.report import (
     DETECTION,
     IMAGES,
@@ -77,7 +79,7 @@ def forget_folder(
     source, destination = Path(source), Path(destination)
     check_destination(destination, overwrite=None)
     prompts, ordinary, anchors = _asked(settings)
-    model, earlier = load_text_to_image(source, device=settings.device), read_records(source)
+    model, earlier = open_pipeline(source, settings.pipeline), read_records(source)
     check_lengths(model, [*prompts, *(anchors or [])])
     with Job.beside(destination, overwrite=None) as job:
         if settings.neurons is not None:
@@ -86,8 +88,7 @@ def forget_folder(
             record = _neurons_off(model, prompts, ordinary, settings, job, progress)
         else:
             record = _led_elsewhere(model, prompts, anchors, ordinary, settings, job, progress)
-        publish(job, model, [*earlier, record if settings.undo else replace(record, rows={})], destination)
-    return record
+        return write_edited(job, model, record, destination, other_weights=settings.other_weights, undo=settings.undo)
 
 
 def _neurons_off(
@@ -346,7 +347,7 @@ def _examine(
     """Gather the subject of an audit; generated images stay beside the folder."""
     beside = _beside(destination)
     models = {
-        name: load_text_to_image(folder, device=settings.device, name=name)
+        name: open_pipeline(folder, settings.pipeline, name=name)
         for name, folder in (("original", source), ("edited", destination))
     }
     if audit == DETECTION:
@@ -396,7 +397,7 @@ def _card(folder: Path) -> CardEntry | None:
         f"Memorized training images are suppressed under their prompts: {done}. Other text embeddings may still bring "
         "them back."
     )
-    if all(record.rows for record in records):
+    if all(record.undoable for record in records):
         text += (
             " The folder keeps what was changed: `netweight forget undo FOLDER NEW` takes the last edit back to the "
             "last bit, and so can everybody who has it."

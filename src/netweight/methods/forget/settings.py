@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, DirectoryPath, Field, FilePath
 
 from netweight.attacks.embedding_search.settings import FolderSearch, PredictionKind
 from netweight.errors import UsageError
+from netweight.hf.pipeline_settings import PipelineSettings
 from netweight.settings import Cli, Settings
 
 Scope = Literal["down+mid", "all"]
@@ -32,7 +33,7 @@ _FIDELITY: Any = Field(
 _COLUMN: Any = Field(
     "prompt", description="Column of prompts in tables; of several, as caption,prompt, the first that a file has."
 )
-_DEVICE: Any = Field("cpu", description="Where the pipeline goes, such as cuda.")
+_PIPELINE: Any = Field(default=PipelineSettings(), description="How the pipeline is opened.")
 
 
 def _numbered(seeds: Any) -> Any:
@@ -191,7 +192,7 @@ class FolderStatistics(Settings):
     prompts: FilePath = Field(description="Ordinary prompts, 1,000 or more.")
     column: str = _COLUMN
     scope: Scope = _SCOPE
-    device: str = _DEVICE
+    pipeline: PipelineSettings = _PIPELINE
 
 
 @final
@@ -212,7 +213,7 @@ class FolderDetection(Settings):
     )  # fmt: skip
     column: str = _COLUMN
     detection: DetectionConfig = Field(default=DetectionConfig(), description="How prompts are scored.")
-    device: str = _DEVICE
+    pipeline: PipelineSettings = _PIPELINE
 
     def check(self) -> None:
         """Require one source of the threshold."""
@@ -231,7 +232,7 @@ class FolderLocalization(Settings):
     )
     column: str = _COLUMN
     localization: LocalizationConfig = Field(default=LocalizationConfig(), description="How neurons are searched for.")
-    device: str = _DEVICE
+    pipeline: PipelineSettings = _PIPELINE
 
 
 @final
@@ -261,6 +262,11 @@ class FolderForgetting(Settings):
         True,
         description="Keep the weights as they were, to undo the edit. Whoever has them can undo it: publish without.",
     )
+    other_weights: Literal["copy", "leave-out"] = Field(
+        "copy",
+        description="Files that hold weights from before the edit and cannot be edited, such as a .ckpt at the top: "
+        "copied and named, or left out of the new folder.",
+    )
     neurons: FilePath | None = Field(
         None, description="neurons.json or .csv of netweight forget localize: switch these off, and find none."
     )
@@ -273,7 +279,7 @@ class FolderForgetting(Settings):
     images: int = Field(8, ge=1, description="Images per prompt that audits generate.")
     guidance: float = Field(7.0, description="Guidance scale of these images.")
     steps: int = Field(50, ge=1, description="Scheduler steps of these images.")
-    device: str = _DEVICE
+    pipeline: PipelineSettings = _PIPELINE
 
     def check(self) -> None:
         """Require what the method needs."""

@@ -1,0 +1,45 @@
+"""Settings of how a pipeline's folder is opened; torch is not imported."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, final
+
+from pydantic import Field
+
+from netweight.errors import UsageError
+from netweight.settings import Cli, Settings
+
+_PIXELS = re.compile(r"(\d+)(?:\s*[x×,]\s*(\d+))?")
+
+
+@final
+class PipelineSettings(Settings):
+    """How a pipeline's folder is opened."""
+
+    device: str = Field("cpu", description="Where the pipeline goes, such as cuda.")
+    variant: str | None = Field(
+        None,
+        description="Which weights are read where a part has several, such as fp16; by default the usual files.",
+    )
+    size: Annotated[str | None, Cli(metavar="SIDE|HEIGHTxWIDTH")] = Field(
+        None, description="Size of its images in pixels; by default what the configuration of the denoiser says."
+    )
+
+    def check(self) -> None:
+        """Refuse a size that is none."""
+        if self.size is not None:
+            parsed_size(self.size)
+
+    @property
+    def pixels(self) -> tuple[int, int] | None:
+        """Height and width in pixels, or None."""
+        return None if self.size is None else parsed_size(self.size)
+
+
+def parsed_size(text: str) -> tuple[int, int]:
+    """Return height and width of a size such as `512` or `512x768`."""
+    found = _PIXELS.fullmatch(text.strip().lower())
+    if found is None or not int(found[1]) or found[2] == "0":
+        raise UsageError(f"The size {text!r} is none.", cure="Write pixels, such as 512, or HEIGHTxWIDTH: 512x768.")
+    return int(found[1]), int(found[2] or found[1])
