@@ -9,42 +9,31 @@ import sys
 from typing import Any
 
 
-class _Finder:
-    """Finds modules under their former names, and sees transformers and diffusers come; what that takes comes then."""
-
-    packages = frozenset(
-        "attacks core.units data evidence generate hf integrations methods moved nn probe store zoo".split()
-    )
-    waits = False  # for those libraries, of which `autoload.py` tells more
+class _Waiting:
+    """Stands in `sys.meta_path` until transformers or diffusers is imported; `netweight.autoload` does the rest."""
 
     @classmethod
-    def find_spec(cls, fullname: str, path: Any, target: Any = None) -> Any:
-        if cls.waits and fullname in ("transformers", "diffusers"):
-            cls.waits = False
+    def find_spec(cls, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname in ("transformers", "diffusers"):
+            sys.meta_path.remove(cls)
             from netweight.autoload import install
 
             install()
-        top, _, former = fullname.partition(".")
-        if top != "netweight" or not cls.packages & {former, former.partition(".")[0]}:
-            return None
-        from netweight.autoload import FORMER
-
-        return FORMER.find_spec(fullname, path, target)
-
-
-sys.meta_path.insert(0, _Finder)  # before paths: former packages lead to those of today, and what is in them
 
 
 def _autoload() -> None:
-    """What torch calls while it is imported, as an entry point of its group `torch.backends`."""
+    """Register netweight with transformers and diffusers: what torch calls while it is imported.
+
+    It is an entry point of torch's group `torch.backends`. Nothing is added to `sys.meta_path` without torch.
+    """
     if os.environ.get("NETWEIGHT_AUTOLOAD") == "0":
         return
     if "transformers" in sys.modules or "diffusers" in sys.modules:
         from netweight.autoload import install
 
         install()
-    else:
-        _Finder.waits = True
+    elif _Waiting not in sys.meta_path:
+        sys.meta_path.insert(0, _Waiting)
 
 
 def _names() -> Any:
@@ -117,10 +106,6 @@ def __getattr__(name: str) -> Any:
         from netweight.core.environment import netweight_version
 
         return netweight_version()
-    if name == "prefer_":  # former name of `set_layout_`
-        from importlib import import_module
-
-        return import_module("netweight.methods.compress.runtime.model").prefer_
     find, _, public = _names()
     return [*public, "__version__"] if name == "__all__" else find(name)
 

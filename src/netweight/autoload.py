@@ -1,4 +1,4 @@
-"""What importing brings: compressed models in programs that import only transformers or diffusers; former names.
+"""Import hooks that register netweight with transformers and diffusers, in programs that import only those.
 
 torch calls `netweight._autoload`, an entry point of its group `torch.backends`, while it is imported. When one of those
 libraries comes, `install` waits for a few modules of it, and once they are there tells them whom to call for compressed
@@ -10,20 +10,15 @@ models; only then is more of netweight imported. `NETWEIGHT_AUTOLOAD=0` switches
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
 from glob import escape, glob
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 METHOD = "netweight"
-autoload = sys.modules[METHOD]._autoload  # where entry points of earlier installations lead
 # The method that compressed folders name: a sentence, which loaders show where netweight is not installed. It must stay
 # as it is, so that folders stay readable.
 HINT = (
@@ -161,48 +156,3 @@ _TELL: dict[str, Callable[[Any], None]] = {
     ),
     "transformers.trainer": _trainer,
 }
-
-
-# ---- modules under the names that the documentation of 0.1.0 gave them -----------------------------------------------
-
-# Importing one warns and gives the module of today. `moved.txt` has a line for each: the former name, and that of
-# today. They go with release 0.3.
-
-_MOVED: dict[str, str] = dict(
-    line.split() for line in Path(__file__).with_name("moved.txt").read_text("ascii").splitlines()
-)
-
-
-def current_name(module: str) -> str:
-    """Return the name that a module has today; records and ledgers may hold the one that it had."""
-    known = module.startswith("netweight.") and _MOVED.get(module.removeprefix("netweight."))
-    return f"netweight.{known}" if known else module
-
-
-class _Moved(MetaPathFinder, Loader):
-    """Finds modules under their former names."""
-
-    def __init__(self) -> None:
-        self._own: dict[str, ModuleSpec | None] = {}  # specifications of modules that are being imported
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Take what is in the table, and leave the rest to others."""
-        known = fullname.startswith("netweight.") and fullname.removeprefix("netweight.") in _MOVED
-        return spec_from_loader(fullname, self) if known else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import the module under its present name."""
-        warnings.warn(f"{spec.name} is {current_name(spec.name)} now.", DeprecationWarning, stacklevel=2)
-        found = import_module(current_name(spec.name))
-        self._own[spec.name] = found.__spec__
-        return found
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own specification back, which importing it under another name replaced."""
-        if module.__spec__ is not None:
-            module.__spec__ = self._own.pop(module.__spec__.name, module.__spec__)
-
-
-FORMER = _Moved()  # asked by `netweight/__init__.py`

@@ -362,11 +362,8 @@ class Job:
                 job._claim(key, of, state)
             yield job
 
-    def load(self, same: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    def load(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Read the state: its account and its tensors.
-
-        Args:
-            same: Entries that the account must have; for states of earlier releases, which name no key.
 
         Returns:
             The account and the tensors by name, or None before the first `save`.
@@ -377,14 +374,14 @@ class Job:
         """
         if not self._state.exists():
             return None
-        with self._opened(same) as (about, store, names):
+        with self._opened() as (about, store, names):
             about.pop(_JOB, None)
             return about, {name: store.get(name, check=True) for name in names}
 
     @contextmanager
-    def _opened(self, same: Mapping[str, Any] | None = None) -> Iterator[tuple[dict[str, Any], Store, list[str]]]:
+    def _opened(self) -> Iterator[tuple[dict[str, Any], Store, list[str]]]:
         try:
-            with open_checkpoint(self._state, same, refusal="holds work with other settings or inputs") as opened:
+            with open_checkpoint(self._state, None, refusal="holds work with other settings or inputs") as opened:
                 yield opened
         except (CorruptBlob, UnsafeInput, ValueError, KeyError) as error:
             reason = error.reason if isinstance(error, CorruptBlob | UnsafeInput) else f"{self._state}: {error!r}"
@@ -490,7 +487,7 @@ class Job:
                 )
 
     def _held_keys(self) -> Iterator[Any]:
-        """The keys of the state and of the records; a state of earlier releases names none."""
+        """Yield the keys of the state and of the records."""
         cure = f"Delete {self.folder} to begin anew, or use the version of netweight that wrote it."
         if self._state.exists():
             with self._opened() as (about, _, _):

@@ -288,10 +288,3 @@ def test_where_kernels_run_layers_multiply_without_decoding(launched):  # noqa: 
     model(IDS.repeat(13, 1))
     assert launched == ["decode_fixed", "decode_fixed"]
     assert not differing(dense, model)
-
-
-def test_the_former_name_of_set_layout_warns():
-    model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
-    netweight.compress_(model)
-    with pytest.warns(DeprecationWarning, match="set_layout_"):
-        assert netweight.prefer_(model, "speed") == ("0.weight",)

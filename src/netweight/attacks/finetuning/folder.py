@@ -70,7 +70,7 @@ _SEARCH_STEPS = 200  # most steps on the base
 _FINAL_SEEDS = 5  # of each of a search's best attacks
 _TEMPLATES: Mapping[str, Template | Literal["chat"]] = {"chat": "chat", "question": QUESTION_AND_ANSWER}
 _CONTROLS = ("random weights", "relearn ceiling")
-_FACTORY = "netweight.zoo.attack_subjects:subject_from_files"  # its name in all ledgers since 0.1.0; see `moved`
+_FACTORY = "netweight.attacks.finetuning.folder:subject_from_files"
 
 
 @final

@@ -18,7 +18,6 @@ from typing import Any, final
 from netweight.attacks.finetuning.attack import AttackResult, check_attack, parts_of, run_attack, telling_tokens
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
-from netweight.autoload import current_name
 from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.files import canonical_json, digest_config
 from netweight.core.lazy import import_named
@@ -94,8 +93,7 @@ def make_subject(factory: str, arguments: Mapping[str, Any]) -> Subject:
 
 @functools.lru_cache(maxsize=1)  # a second model might not fit beside the first
 def _made(factory: str, arguments: str) -> Subject:
-    module, colon, name = factory.partition(":")
-    made = import_named(current_name(module) + colon + name, "The subject's factory")(**json.loads(arguments))
+    made = import_named(factory, "The subject's factory")(**json.loads(arguments))
     if not isinstance(made, Subject):
         raise UsageError(f"The factory {factory!r} makes a {type(made).__name__}, not a Subject.")
     return made

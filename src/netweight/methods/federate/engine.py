@@ -151,7 +151,7 @@ class Checkpoint:
     @classmethod
     def load(cls, job: Job, settings: str) -> Checkpoint | None:
         """Read a job's state, if there is one."""
-        found = job.load({"settings": settings})
+        found = job.load()
         if found is None:
             return None
         about, tensors = found

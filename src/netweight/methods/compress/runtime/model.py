@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -269,17 +268,6 @@ def set_layout_(model: nn.Module, prefer: Prefer) -> tuple[str, ...]:
             at.parameter.stored.transcode(fixed=prefer == "speed" and at.name in linear)
             fixed += [at.name] * at.parameter.stored.fixed
     return tuple(fixed)
-
-
-def prefer_(model: nn.Module, prefer: Prefer) -> tuple[str, ...]:
-    """Deprecated name of `set_layout_`.
-
-    Args:
-        model: See `set_layout_`.
-        prefer: See `set_layout_`.
-    """
-    warnings.warn("netweight.prefer_ is now netweight.set_layout_.", DeprecationWarning, stacklevel=2)
-    return set_layout_(model, prefer)
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:

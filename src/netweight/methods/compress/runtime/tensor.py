@@ -460,8 +460,4 @@ def _rebuild(stored: CompressedStorage, requires_grad: bool, parameter: bool, ro
     return tensor.requires_grad_(requires_grad)
 
 
-_FORMER = "netweight.methods.compress.memory"  # where pickles of version 0.1.0 have these
-torch.serialization.add_safe_globals(
-    [CompressedStorage, CompressedTensor, _rebuild, (CompressedStorage, f"{_FORMER}.box.Box"),
-     (_rebuild, f"{_FORMER}.tensor._rebuild")]
-)  # fmt: skip
+torch.serialization.add_safe_globals([CompressedStorage, CompressedTensor, _rebuild])
