@@ -43,6 +43,9 @@ def _names() -> Any:
     return lazy_names(
         __name__,
         {
+            # a label for any model
+            "Label": "netweight.labels.label",
+            "label": "netweight.labels.measure",
             # compress
             "CompressedTensor": "netweight.methods.compress.runtime.tensor",
             "LayerwiseOptimizer": "netweight.methods.compress.runtime.layerwise",

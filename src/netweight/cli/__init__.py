@@ -37,6 +37,7 @@ INTERRUPTED = 130
 
 # Each command's home, `"module:attribute"`, and its line in `netweight --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "label": ("netweight.cli.label:label", "Show what is in a model's files, as a nutrition label."),
     "compress": ("netweight.cli.compress:compress", "Make a model's files smaller, bit for bit."),
     "decompress": ("netweight.cli.compress:decompress", "Restore the original files of a compressed model."),
     "inspect": ("netweight.cli.compress:inspect", "Show what is in weight files, tensor by tensor."),

@@ -56,6 +56,22 @@ def add_evidence(folder: str | Path, run: str | Path) -> Path:
     return _write(folder, _with(text, "evidence", _evidence(read_report(run))))
 
 
+def add_section(folder: str | Path, key: str, lines: Sequence[str]) -> Path:
+    """Write or replace a marked section of the card and leave the rest of it as it is.
+
+    Args:
+        folder: The model's folder.
+        key: Name of the section, which stands in its marks.
+        lines: Its lines, in Markdown.
+
+    Returns:
+        The card.
+    """
+    folder = Path(folder)
+    text = _text(folder) or f"# {folder.resolve().name}\n"
+    return _write(folder, _with(text, key, lines))
+
+
 def _evidence(report: Report) -> list[str]:
     lines = ["## Evidence", "", f"From the report {report.title!r} of {report.provenance.created[:10]}."]
     if report.summary:

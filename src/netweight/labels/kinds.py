@@ -1,0 +1,320 @@
+"""What a path holds, judged by its content and not by its name: a model, a pipeline, adapters, a federation.
+
+A path that holds something else is refused with what it was recognized as, why there is no label, and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, final
+
+from netweight.core.files import parse_json
+from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
+from netweight.store.safetensors import is_pickle, read_header
+
+Kind = Literal["language model", "model", "pipeline", "weights", "adapter", "adapters", "federation"]
+
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+# The first bytes of files that hold weights in a form that is not read here → what they are, and the cure.
+_FOREIGN_STARTS = {
+    b"GGUF": ("a GGUF file, whose weights are quantized in blocks", "Label the safetensors files it was made from."),
+    b"\x89HDF": ("an HDF5 file (Keras or TensorFlow)", "Save the model as safetensors and label that."),
+    b"\x93NUM": ("a numpy array", "Save the arrays as safetensors and label that."),
+}
+_FOREIGN_NAMES = {
+    ".onnx": "an ONNX graph",
+    ".msgpack": "a Flax checkpoint",
+    ".tflite": "a TensorFlow Lite model",
+    ".pb": "a TensorFlow graph",
+    ".mlmodel": "a Core ML model",
+    ".engine": "a TensorRT engine",
+    ".npz": "an archive of numpy arrays",
+    ".keras": "a Keras model",
+}
+
+
+@final
+@dataclass(frozen=True)
+class Subject:
+    """What a label is about."""
+
+    path: Path
+    """The file or folder."""
+    kind: Kind
+    """What it is."""
+    weights: tuple[Path, ...] = ()
+    """The safetensors files that are measured, in the order of their names."""
+    pickles: tuple[Path, ...] = ()
+    """The PyTorch pickles that are measured, where there are no safetensors files."""
+    copies: tuple[Path, ...] = ()
+    """Further files of the same weights, such as `.fp16` variants or `.bin` files, which are counted but not read."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The folder's `config.json` or `model_index.json`; empty for a file."""
+    adapters: tuple[Path, ...] = ()
+    """The adapters of a folder of adapters."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the files lie in."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def name(self) -> str:
+        """The name that people know it by."""
+        resolved = self.path.resolve()
+        return resolved.name if self.path.is_dir() else resolved.stem
+
+
+def identify(path: str | Path) -> Subject:
+    """Return what a path holds.
+
+    Args:
+        path: A file or folder.
+
+    Returns:
+        The subject, with the files that are measured.
+
+    Raises:
+        UsageError: There is no such path, or it holds nothing that a label can describe.
+        Unsupported: It holds weights in a form that is not read here.
+        CorruptBlob: A file that should hold weights is damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
+    return _identify_file(path) if path.is_file() else _identify_folder(path)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return the JSON object of a configuration file.
+
+    Args:
+        file: The file.
+
+    Returns:
+        Its content; empty if there is no such file.
+
+    Raises:
+        CorruptBlob: It is not a JSON object.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        value = parse_json(file.read_bytes())
+    except ValueError as error:
+        raise CorruptBlob(f"{file} is not JSON: {error}.", cure="Fetch the file again.") from None
+    if not isinstance(value, dict):
+        raise CorruptBlob(f"{file} holds no JSON object.", cure="Fetch the file again.")
+    return value
+
+
+def is_adapter_file(file: Path) -> bool:
+    """Return whether a safetensors file holds a LoRA or one of its relatives, by the names of its tensors.
+
+    Args:
+        file: A safetensors file.
+    """
+    try:
+        names = [span.name for span in read_header(file).spans]
+    except NetweightError:
+        return False
+    marks = ("lora_", ".lora.", "_lora.", "hada_w", "lokr_w", ".oft_", "lora_A", "lora_down")
+    of_adapter = sum(any(mark in name for mark in marks) for name in names)
+    return bool(names) and 2 * of_adapter > len(names)
+
+
+def _identify_file(file: Path) -> Subject:
+    if file.suffix == ".safetensors":
+        kind: Kind = "adapter" if is_adapter_file(file) else "weights"
+        return Subject(file, kind, weights=(file,), adapters=(file,) if kind == "adapter" else ())
+    with file.open("rb") as opened:
+        start = opened.read(64)
+    for mark, (what, cure) in _FOREIGN_STARTS.items():
+        if start.startswith(mark):
+            raise Unsupported(f"{file} is {what}; such files get no label.", cure=cure)
+    if is_pickle(start) or _is_torch_archive(file):
+        return Subject(file, "weights", pickles=(file,))
+    if file.suffix in _FOREIGN_NAMES:
+        raise Unsupported(
+            f"{file} is {_FOREIGN_NAMES[file.suffix]}; such files get no label.",
+            cure="Save the weights as safetensors and label that.",
+        )
+    if file.suffix == ".json" and file.name.endswith(".index.json"):
+        raise UsageError(f"{file} is the index of a sharded model.", cure=f"Label its folder, {file.parent}.")
+    try:
+        read_header(file)
+    except NetweightError:
+        raise UsageError(
+            f"{file} holds no weights that are known here: it is neither a safetensors file nor a PyTorch checkpoint.",
+            cure="Give a .safetensors file, a .bin, .pt, .pth or .ckpt file, or a model's folder.",
+        ) from None
+    return Subject(file, "adapter" if is_adapter_file(file) else "weights", weights=(file,))
+
+
+def _is_torch_archive(file: Path) -> bool:
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return any(name.endswith("data.pkl") for name in archive.namelist())
+
+
+def _identify_folder(folder: Path) -> Subject:
+    if (folder / "federation.json").is_file():
+        return Subject(folder, "federation", config=read_config(folder / "federation.json"))
+    if (folder / "model_index.json").is_file():
+        files, pickles, copies = _weights_of(folder, deep=True)
+        config = read_config(folder / "model_index.json")
+        return Subject(folder, "pipeline", tuple(files), tuple(pickles), tuple(copies), config)
+    if (folder / "adapter_config.json").is_file():
+        files, pickles, copies = _weights_of(folder)
+        config = read_config(folder / "adapter_config.json")
+        return Subject(folder, "adapter", tuple(files), tuple(pickles), tuple(copies), config, (folder,))
+    config = read_config(folder / "config.json")
+    files, pickles, copies = _weights_of(folder)
+    if config and (files or pickles):
+        heads = config.get("architectures") or []
+        causal = any("CausalLM" in str(head) or "ConditionalGeneration" in str(head) for head in heads)
+        kind: Kind = "language model" if causal else "model"
+        return Subject(folder, kind, tuple(files), tuple(pickles), tuple(copies), config)
+    adapters = _adapters_of(folder)
+    if len(adapters) == 1 and len(files) == 1 and not pickles:
+        return Subject(folder, "adapter", tuple(files), adapters=tuple(adapters))
+    if adapters:
+        return Subject(folder, "adapters", adapters=tuple(adapters))
+    if files or pickles:
+        return Subject(folder, "weights", tuple(files), tuple(pickles), tuple(copies), config)
+    raise _no_weights(folder, config)
+
+
+def _no_weights(folder: Path, config: dict[str, Any]) -> NetweightError:
+    names = sorted(entry.name for entry in folder.iterdir())
+    for name in names:
+        if name.endswith(".gguf"):
+            return Unsupported(
+                f"{folder} holds GGUF files ({name}), whose weights are quantized in blocks; such files get no label.",
+                cure="Label the safetensors files that they were made from.",
+            )
+        suffix = Path(name).suffix
+        if suffix in _FOREIGN_NAMES or suffix == ".h5":
+            what = _FOREIGN_NAMES.get(suffix, "a Keras or TensorFlow checkpoint")
+            return Unsupported(
+                f"{folder} holds {what} ({name}) and no safetensors files or PyTorch checkpoints.",
+                cure="Save the weights as safetensors and label that.",
+            )
+    if not names:
+        return UsageError(f"The folder {folder} is empty.", cure="Check the path.")
+    if config:
+        return UsageError(
+            f"{folder} holds a config.json and no weights.", cure="Fetch the model's .safetensors files, too."
+        )
+    models = [name for name in names if (folder / name / "config.json").is_file()]
+    models += [name for name in names if (folder / name / "model_index.json").is_file()]
+    cure = "Check the path."
+    if models:
+        cure = f"It holds models in folders of their own, such as {models[0]}: give one of them, or --all."
+    return UsageError(f"{folder} holds no weights: no safetensors files and no PyTorch checkpoints.", cure=cure)
+
+
+def _weights_of(folder: Path, *, deep: bool = False) -> tuple[list[Path], list[Path], list[Path]]:
+    """The safetensors files to measure, the pickles if there are none, and further files of the same weights."""
+    files: list[Path] = []
+    pickles: list[Path] = []
+    copies: list[Path] = []
+    folders = [folder]
+    if deep:
+        folders += sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    for place in folders:
+        entries = sorted(entry for entry in place.iterdir() if entry.is_file())
+        plain = [entry for entry in entries if entry.suffix == ".safetensors"]
+        indexed = _indexed(place)
+        chosen = [entry for entry in plain if entry.name in indexed] if indexed else plain
+        variants = [entry for entry in chosen if _variant_of(entry.name) is not None]
+        own = [entry for entry in chosen if entry not in variants] or variants[:1]
+        if deep or len(own) < len(chosen):  # a folder of one model's files: a variant is the same weights once more
+            files += own
+            copies += [entry for entry in plain if entry not in own]
+        else:
+            files += chosen
+            copies += [entry for entry in plain if entry not in chosen]
+        pickled = [entry for entry in entries if entry.suffix in _PICKLED and _looks_pickled(entry)]
+        if own:
+            copies += [entry for entry in pickled if entry.name.startswith(("pytorch_model", "diffusion_pytorch"))]
+        else:
+            pickles += pickled
+    return files, pickles, copies
+
+
+def _looks_pickled(file: Path) -> bool:
+    with file.open("rb") as opened:
+        start = opened.read(64)
+    return is_pickle(start) or start.startswith(b"PK")
+
+
+def _indexed(folder: Path) -> set[str]:
+    """The files that a folder's index names; empty without an index."""
+    named: set[str] = set()
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        weights = read_config(index).get("weight_map")
+        if isinstance(weights, dict):
+            named |= {str(name) for name in weights.values()}
+    return named
+
+
+def _variant_of(name: str) -> str | None:
+    """The variant that a file's name states, such as "fp16" in `model.fp16.safetensors`; None without one."""
+    parts = name.removesuffix(".safetensors").split(".")
+    last = parts[-1].split("-0")[0] if len(parts) > 1 else ""
+    return last if last in ("fp16", "bf16", "fp32", "non_ema", "ema", "8bit") else None
+
+
+def _adapters_of(folder: Path) -> list[Path]:
+    """The adapters that lie in a folder and its subfolders: files, and folders of peft."""
+    found: list[Path] = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            if (entry / "adapter_config.json").is_file():
+                found.append(entry)
+            elif not (entry / "config.json").is_file() and not (entry / "model_index.json").is_file():
+                found += _adapters_of(entry)
+        elif entry.suffix == ".safetensors" and is_adapter_file(entry):
+            found.append(entry)
+    return found
+
+
+def title_of(subject: Subject) -> str:
+    """Return the kind in words, with the class that the configuration names.
+
+    Args:
+        subject: What the label is about.
+    """
+    config = subject.config
+    named = config.get("architectures") or config.get("_class_name") or config.get("peft_type") or ""
+    named = named[0] if isinstance(named, list) and named else named
+    words = {"adapter": "adapter (LoRA)", "adapters": "folder of adapters (LoRA)", "federation": "federation run"}
+    title = words.get(subject.kind, subject.kind)
+    return f"{title}: {named}" if isinstance(named, str) and named and named != "LORA" else title
+
+
+def canonical(value: Any) -> str:
+    """Return a configuration value as short text for a row.
+
+    Args:
+        value: Any JSON value.
+    """
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def labelled_below(folder: Path) -> list[Path]:
+    """Return what lies directly in a folder and may get a label: folders, and files of weights.
+
+    Args:
+        folder: A folder of models or adapters.
+    """
+    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    suffixes = (".safetensors", *_PICKLED, *_FOREIGN_NAMES, ".gguf", ".h5")
+    return [entry for entry in entries if entry.is_dir() or entry.suffix in suffixes]

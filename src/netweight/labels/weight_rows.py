@@ -1,0 +1,171 @@
+"""Rows of a label about the weights: gross and net weight, where the bits go, and what could be left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from netweight.labels.kinds import Subject
+from netweight.labels.label import Group, Row
+from netweight.labels.units import count, many, percent, size
+from netweight.labels.weights import TensorFacts, WeightFacts, merged_bits
+from netweight.methods.compress.bits import BitStatistics
+
+_SHOWN = 3  # names that are listed in a row
+_LEAST_SHARE = 0.01  # of the gross weight, from which a type or a finding gets a row of its own
+
+
+def weight_group(subject: Subject, facts: WeightFacts) -> Group:
+    """Return the rows about size.
+
+    Args:
+        subject: What the label is about.
+        facts: What the pass over its tensors found.
+    """
+    gross, net = facts.gross, facts.net
+    tare = 1 - net / gross if gross else 0.0
+    stored = sum(tensor.stat().st_size for tensor in (*subject.weights, *subject.pickles))
+    rows = [
+        Row(key="gross_weight", title="Gross weight", value=size(gross), number=gross, unit="bytes", strong=True),
+        Row(
+            key="net_weight", title="Net weight, lossless", value=size(net), number=net, unit="bytes", strong=True,
+            basis="every tensor compressed by the codec's default level, in memory",
+        ),
+        Row(
+            key="tare", title="Tare (could be saved)", value=percent(tare), number=100 * tare, unit="percent",
+            strong=True,
+        ),
+    ]  # fmt: skip
+    if gross and abs(stored - gross) > gross / 20 and stored < gross:
+        rows.append(Row(
+            key="stored_weight", title="Stored (compressed already)", value=size(stored), number=stored, unit="bytes",
+            indent=1,
+        ))  # fmt: skip
+    if subject.copies:
+        nbytes = sum(file.stat().st_size for file in subject.copies)
+        rows.append(Row(
+            key="copies", title=f"Copies beside it, {many(len(subject.copies), 'file')}", value=size(nbytes),
+            number=nbytes, unit="bytes", indent=1, state="warning",
+            basis="counted, not read: variants and pickles of the same weights",
+            detail={"files": [file.name for file in subject.copies]},
+        ))  # fmt: skip
+    return Group(title="Weight", anchor="weight", rows=tuple(rows), basis=coverage(facts))
+
+
+def coverage(facts: WeightFacts) -> str:
+    """Return how much was read, such as "all 290 tensors, 494 million numbers".
+
+    Args:
+        facts: What the pass over the tensors found.
+    """
+    numbers = sum(tensor.count for tensor in facts.tensors)
+    return f"all {many(len(facts.tensors), 'tensor')}, {count(numbers)} numbers"
+
+
+def bits_group(facts: WeightFacts) -> Group:
+    """Return the rows about where the bits go and what could be left out.
+
+    Args:
+        facts: What the pass over the tensors found.
+    """
+    rows: list[Row] = []
+    for number, (dtype, tensors) in enumerate(facts.by_dtype().items()):
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if number and nbytes < _LEAST_SHARE * facts.gross:
+            continue  # positions, counters and the like, which nobody asks about; `ingredients` lists their types
+        if bits := merged_bits(tensors):
+            rows += _dtype_rows(dtype, tensors, bits, nbytes, facts.gross)
+        else:
+            rows.append(Row(
+                key=f"bits_{dtype.lower()}", title=f"{dtype} numbers", value=size(nbytes), number=nbytes, unit="bytes",
+                basis="the codec has no histogram for this type",
+            ))  # fmt: skip
+    rows += _narrower_rows(facts)
+    rows += _duplicate_rows(facts)
+    rows += _row_rows(facts)
+    rows += _not_finite_rows(facts)
+    return Group(title="Where the bits go", anchor="bits", rows=tuple(rows), basis=coverage(facts))
+
+
+def _dtype_rows(dtype: str, tensors: Sequence[TensorFacts], bits: BitStatistics, nbytes: int, gross: int) -> list[Row]:
+    numbers = sum(tensor.count for tensor in tensors)
+    sampled = f"histogram of {percent(bits.count / numbers)} of the {count(numbers)} numbers"
+    net = sum(tensor.net for tensor in tensors)
+    rows = [Row(
+        key=f"bits_{dtype.lower()}", title=f"{dtype} numbers, bits each",
+        value=f"{8 * net / numbers:.2f} of {bits.layout.bits}", number=8 * net / numbers, unit="bits per number",
+        basis=f"{size(nbytes)}, {percent(nbytes / gross)} of the weight" if gross else "",
+    )]  # fmt: skip
+    for part, entropy in bits.entropies.items():
+        width = getattr(bits.layout, part)
+        if width and (bits.layout.exponent or part == "mantissa"):
+            title = part.capitalize() if bits.layout.exponent else "Entropy"
+            rows.append(Row(
+                key=f"{part}_{dtype.lower()}", title=title, value=f"{entropy:.2f} of {width}", number=entropy,
+                unit="bits per number", indent=1, basis=sampled,
+            ))  # fmt: skip
+    return rows
+
+
+def _narrower_rows(facts: WeightFacts) -> list[Row]:
+    rows = []
+    for dtype in ("F64", "F32"):
+        wide = [tensor for tensor in facts.tensors if tensor.dtype == dtype and tensor.count]
+        for narrow in ("BF16", "F16", "F32"):
+            fitting = [tensor for tensor in wide if tensor.narrower == narrow]
+            nbytes = sum(tensor.nbytes for tensor in fitting)
+            if fitting and nbytes >= _LEAST_SHARE * facts.gross:
+                rows.append(Row(
+                    key=f"{dtype}_holds_{narrow}".lower(), title=f"{dtype} that holds {narrow} values exactly",
+                    value=size(nbytes), number=nbytes, unit="bytes", state="warning",
+                    basis=f"{len(fitting)} of {len(wide)} {dtype} tensors",
+                    detail={"tensors": [tensor.name for tensor in fitting[:100]]},
+                ))  # fmt: skip
+    return rows
+
+
+def _duplicate_rows(facts: WeightFacts) -> list[Row]:
+    groups = facts.duplicates
+    if not groups:
+        return [Row(key="duplicates", title="Equal tensors stored twice", value="none", number=0, unit="bytes")]
+    nbytes = sum(tensor.nbytes for group in groups for tensor in group[1:])
+    names = [" = ".join(tensor.name for tensor in group[:2]) for group in groups]
+    return [Row(
+        key="duplicates", title="Equal tensors stored twice", value=size(nbytes), number=nbytes, unit="bytes",
+        state="warning", basis=_some(names), detail={"groups": [[each.name for each in group] for group in groups]},
+    )]  # fmt: skip
+
+
+def _row_rows(facts: WeightFacts) -> list[Row]:
+    tensors = [tensor for tensor in facts.tensors if tensor.rows]
+    zero = sum(tensor.zero_rows for tensor in tensors)
+    alike = sum(tensor.constant_rows - tensor.zero_rows for tensor in tensors)
+    total = sum(tensor.rows for tensor in tensors)
+    rows = []
+    of_zeros = [tensor.name for tensor in tensors if tensor.zero_rows]
+    of_one_value = [tensor.name for tensor in tensors if tensor.constant_rows > tensor.zero_rows]
+    for key, title, number, names in (
+        ("zero_rows", "Rows that are all zero", zero, of_zeros),
+        ("alike_rows", "Rows of one value", alike, of_one_value),
+    ):
+        rows.append(Row(
+            key=key, title=title, value=f"{number:,} of {total:,}" if number else "none", number=number, unit="rows",
+            basis=_some(names) if names else "", state="warning" if number else "measured",
+        ))  # fmt: skip
+    return rows
+
+
+def _not_finite_rows(facts: WeightFacts) -> list[Row]:
+    bad = [tensor for tensor in facts.tensors if tensor.nans or tensor.infinities]
+    if not bad:
+        return [Row(key="not_finite", title="NaN and infinities", value="none", number=0)]
+    nans, infinities = sum(tensor.nans for tensor in bad), sum(tensor.infinities for tensor in bad)
+    return [Row(
+        key="not_finite", title="NaN and infinities", value=f"{nans:,} NaN, {infinities:,} infinite",
+        number=nans + infinities, state="warning", strong=True, basis=_some([tensor.name for tensor in bad]),
+        detail={"tensors": [tensor.name for tensor in bad[:100]]},
+    )]  # fmt: skip
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return f"in {', '.join(names[:_SHOWN])}{more}"

@@ -1,0 +1,216 @@
+"""Odd inputs: every one gets a label, or a refusal that names it."""
+
+import json
+import pickle
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from netweight.errors import NetweightError
+from netweight.labels.measure import label
+
+W = {"model.layers.0.mlp.weight": torch.arange(4096.0).reshape(64, 64), "model.norm.weight": torch.ones(64)}
+
+
+def write(folder, name, content):
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif isinstance(content, str):
+        file.write_text(content, encoding="utf-8")
+    else:
+        file.write_text(json.dumps(content), encoding="utf-8")
+    return file
+
+
+def weights(folder, name="model.safetensors", tensors=W, metadata=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / name, metadata)
+    return folder / name
+
+
+def lora(folder, name="lora.safetensors", prefix="lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"):
+    tensors = {
+        f"{prefix}.lora_down.weight": torch.ones(4, 16),
+        f"{prefix}.lora_up.weight": torch.ones(16, 4),
+        f"{prefix}.alpha": torch.tensor(2.0),
+    }
+    return weights(folder, name, tensors)
+
+
+def header(entries, data=b""):
+    raw = json.dumps(entries).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+class Runs:
+    def __reduce__(self):
+        return (print, ("this must not run",))
+
+
+# name → how it is made; each returns the path that is labelled, and what the label's kind begins with
+LABELLED = {
+    "plain file": lambda d: (weights(d), "weights"),
+    "file without suffix": lambda d: (weights(d, "model"), "weights"),
+    "folder of one file": lambda d: (weights(d).parent, "weights"),
+    "folder without config, two shards": lambda d: (
+        weights(d, "a.safetensors") and weights(d, "b.safetensors", {"x": torch.ones(3)}).parent, "weights"),
+    "model with config": lambda d: (
+        write(d, "config.json", {"architectures": ["BertModel"]}) and weights(d).parent, "model: BertModel"),
+    "language model": lambda d: (
+        write(d, "config.json", {"architectures": ["LlamaForCausalLM"], "vocab_size": 10}) and weights(d).parent,
+        "language model: LlamaForCausalLM"),
+    "config without architectures": lambda d: (
+        write(d, "config.json", {"model_type": "llama"}) and weights(d).parent, "model"),
+    "multimodal": lambda d: (
+        write(d, "config.json", {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"vocab_size": 5}})
+        and weights(d).parent, "language model"),
+    "null architectures": lambda d: (
+        write(d, "config.json", {"architectures": None}) and weights(d).parent, "model"),
+    "checkpoint": lambda d: (torch.save(W, d / "model.pt") or d / "model.pt", "weights"),
+    "old checkpoint": lambda d: (
+        torch.save(W, d / "old.bin", _use_new_zipfile_serialization=False) or d / "old.bin", "weights"),
+    "nested checkpoint": lambda d: (
+        torch.save({"optimizer": [{"state": W}], "epoch": 1}, d / "c.ckpt") or d / "c.ckpt", "weights"),
+    "folder of a checkpoint": lambda d: (
+        torch.save(W, d / "pytorch_model.bin") or write(d, "config.json", {"model_type": "gpt2"}).parent, "model"),
+    "safetensors beside its pickle": lambda d: (
+        torch.save(W, d / "pytorch_model.bin") or (write(d, "config.json", {"model_type": "x"}) and weights(d).parent),
+        "model"),
+    "two variants": lambda d: (
+        weights(d, "model.fp16.safetensors", {"a": torch.ones(64, dtype=torch.half)})
+        and write(d, "config.json", {"model_type": "x"}) and weights(d).parent, "model"),
+    "only a variant": lambda d: (
+        write(d, "config.json", {"model_type": "x"}) and weights(d, "model.fp16.safetensors").parent, "model"),
+    "pipeline": lambda d: (
+        weights(d / "unet", "diffusion_pytorch_model.safetensors")
+        and write(d, "model_index.json", {"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "U"],
+                                          "vae": ["diffusers", "V"], "safety_checker": [None, None]}).parent,
+        "pipeline: StableDiffusionPipeline"),
+    "kohya file": lambda d: (lora(d), "adapter (LoRA)"),
+    "folder of one LoRA": lambda d: (lora(d).parent, "adapter (LoRA)"),
+    "folder of two LoRAs": lambda d: (lora(d, "a.safetensors") and lora(d, "b.safetensors").parent, "folder of adap"),
+    "LoRAs in subfolders": lambda d: (
+        lora(d / "x", "a.safetensors") and lora(d / "y", "b.safetensors").parent.parent, "folder of adapters"),
+    "folder of peft": lambda d: (
+        write(d, "adapter_config.json", {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q"],
+                                         "base_model_name_or_path": "some/base"})
+        and weights(d, "adapter_model.safetensors", {
+            "base_model.model.q.lora_A.weight": torch.ones(2, 8), "base_model.model.q.lora_B.weight": torch.ones(8, 2)
+        }).parent, "adapter (LoRA)"),
+    "a LoRA that no reader knows": lambda d: (
+        weights(d, "odd.safetensors", {"who.knows.lora_X": torch.ones(2), "who.lora_Y": torch.ones(2)}), "adapter"),
+    "federation": lambda d: (write(d, "federation.json", {"method": "hyperfl", "clients": 3}).parent, "federation run"),
+    "no elements": lambda d: (weights(d, tensors={"a": torch.ones(0, 4), "b": torch.ones(3)}), "weights"),
+    "scalar": lambda d: (weights(d, tensors={"a": torch.tensor(1.0)}), "weights"),
+    "only NaN": lambda d: (weights(d, tensors={"a": torch.full((4, 4), float("nan"))}), "weights"),
+    "fp8": lambda d: (weights(d, tensors={"a": torch.ones(64, 64).to(torch.float8_e4m3fn)}), "weights"),
+    "int8 codes": lambda d: (weights(d, tensors={"a": torch.ones(64, 64, dtype=torch.int8)}), "weights"),
+    "truth values": lambda d: (weights(d, tensors={"a": torch.ones(64, 64, dtype=torch.bool)}), "weights"),
+    "complex": lambda d: (weights(d, tensors={"a": torch.ones(8, dtype=torch.complex64)}), "weights"),
+    "names in Chinese": lambda d: (weights(d / "模型", "权重.safetensors", {"层.0.权重": torch.ones(4, 4)}), "weights"),
+    "name with markup": lambda d: (
+        weights(d / "<b>&amp;'\"", "model.safetensors", {"<script>": torch.ones(4, 4)}).parent, "weights"),
+    "card without end": lambda d: (
+        write(d, "README.md", "---\nlicense: mit\n") and write(d, "config.json", {"a": 1}) and weights(d).parent,
+        "model"),
+    "card with broken YAML": lambda d: (
+        write(d, "README.md", "---\nlicense: [\n---\n") and write(d, "config.json", {"a": 1}) and weights(d).parent,
+        "model"),
+    "card in Latin-1": lambda d: (
+        write(d, "README.md", b"---\nlicense: mit\n---\n\xe9") and write(d, "config.json", {"a": 1})
+        and weights(d).parent, "model"),
+    "tokenizer without vocabulary": lambda d: (
+        write(d, "config.json", {"architectures": ["XForCausalLM"]}) and write(d, "tokenizer.json", {"model": {}})
+        and weights(d).parent, "language model"),
+    "damaged tokenizer": lambda d: (
+        write(d, "config.json", {"architectures": ["XForCausalLM"]}) and write(d, "tokenizer.json", "{")
+        and weights(d).parent, "language model"),
+    "tokenizer as a list": lambda d: (
+        write(d, "config.json", {"architectures": ["XForCausalLM"], "vocab_size": 9})
+        and write(d, "tokenizer.json", {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}, "added_tokens": [{"id": 8}]})
+        and weights(d).parent, "language model"),
+    "remote code": lambda d: (
+        write(d, "config.json", {"auto_map": {"AutoModel": "modeling.X"}}) and write(d, "modeling.py", "import os")
+        and weights(d).parent, "model"),
+    "template that escapes": lambda d: (
+        write(d, "config.json", {"architectures": ["XForCausalLM"]})
+        and write(d, "tokenizer_config.json", {"chat_template": "{{ x.__class__.__mro__ }}"}) and weights(d).parent,
+        "language model"),
+    "several templates": lambda d: (
+        write(d, "config.json", {"architectures": ["XForCausalLM"]})
+        and write(d, "tokenizer_config.json", {"chat_template": [{"name": "default", "template": "system tools"}]})
+        and weights(d).parent, "language model"),
+    "several ends": lambda d: (
+        write(d, "config.json", {"architectures": ["XForCausalLM"]})
+        and write(d, "generation_config.json", {"eos_token_id": [1, 2]}) and weights(d).parent, "language model"),
+    "optimizer beside the model": lambda d: (
+        torch.save({"state": {0: torch.ones(4)}}, d / "optimizer.pt")
+        or (write(d, "config.json", {"model_type": "x"}) and weights(d).parent), "model"),
+}  # fmt: skip
+
+# name → how it is made; each returns the path, and a word that the refusal must hold
+REFUSED = {
+    "no such path": lambda d: (d / "nothing", "no file or folder"),
+    "empty folder": lambda d: ((d / "e").mkdir() or d / "e", "empty"),
+    "config alone": lambda d: (write(d, "config.json", {"architectures": ["X"]}).parent, "no weights"),
+    "text": lambda d: (write(d, "notes.txt", "hello"), "notes.txt"),
+    "empty file": lambda d: (write(d, "model.safetensors", b""), "model.safetensors"),
+    "short file": lambda d: (write(d, "model.safetensors", b"\x08\0\0\0\0\0\0\0{"), "model.safetensors"),
+    "cut file": lambda d: (
+        write(d, "model.safetensors", header({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}, b"1")),
+        "model.safetensors"),
+    "header that is too long": lambda d: (write(d, "model.safetensors", struct.pack("<Q", 1 << 40)), "model.safet"),
+    "GGUF": lambda d: (write(d, "model.gguf", b"GGUF" + bytes(64)), "GGUF"),
+    "folder of GGUF": lambda d: (write(d, "model.gguf", b"GGUF" + bytes(64)).parent, "GGUF"),
+    "ONNX": lambda d: (write(d, "model.onnx", bytes(64)), "ONNX"),
+    "HDF5": lambda d: (write(d, "model.h5", b"\x89HDF\r\n\x1a\n" + bytes(64)), "HDF5"),
+    "Keras folder": lambda d: (write(d, "tf_model.h5", b"\x89HDF").parent, "tf_model.h5"),
+    "Flax": lambda d: (write(d, "flax_model.msgpack", bytes(8)), "Flax"),
+    "numpy": lambda d: (np.save(d / "x.npy", np.ones(3)) or d / "x.npy", "numpy"),
+    "numpy archive": lambda d: (np.savez(d / "x.npz", a=np.ones(3)) or d / "x.npz", "numpy"),
+    "zip": lambda d: (zipfile.ZipFile(d / "x.zip", "w").writestr("a", "b") or d / "x.zip", "x.zip"),
+    "pickle that runs code": lambda d: (write(d, "evil.bin", pickle.dumps(Runs())), "evil.bin"),
+    "checkpoint that runs code": lambda d: (torch.save(Runs(), d / "evil.pt") or d / "evil.pt", "evil.pt"),
+    "checkpoint without tensors": lambda d: (torch.save({"epoch": 3}, d / "c.pt") or d / "c.pt", "no tensors"),
+    "index file": lambda d: (write(d, "model.safetensors.index.json", {"weight_map": {}}), "index"),
+    "damaged config": lambda d: (write(d, "config.json", "{") and weights(d).parent, "config.json"),
+    "config that is a list": lambda d: (write(d, "config.json", []) and weights(d).parent, "config.json"),
+    "folder of models": lambda d: (
+        write(d / "one", "config.json", {"a": 1}) and weights(d / "one").parent.parent, "one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_gets_a_label(name, tmp_path, capsys):
+    from netweight.labels.files import write_label
+    from netweight.labels.terminal import lines
+
+    path, kind = LABELLED[name](tmp_path)
+    made = label(path, threads=1)
+    assert made.kind.startswith(kind)
+    assert all(row.value for row in made.rows)
+    write_label(made, tmp_path / "out")  # reads back what it wrote
+    assert all(len(line) <= 60 for line in plain(lines(made)))
+    assert "must not run" not in capsys.readouterr().out
+
+
+def plain(lines):
+    import click
+
+    return [click.unstyle(line) for line in lines]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_by_name(name, tmp_path, capsys):
+    path, word = REFUSED[name](tmp_path)
+    with pytest.raises(NetweightError) as caught:
+        label(path, threads=1)
+    assert word in str(caught.value)
+    assert caught.value.cure
+    assert "must not run" not in capsys.readouterr().out
