@@ -223,6 +223,34 @@ def token_ids(folder: Path) -> set[int] | None:
     Args:
         folder: The model's folder.
     """
+    content = _tokenizer(folder)
+    if content is None:
+        return None
+    model = content.get("model", {})
+    vocabulary = model.get("vocab", {}) if isinstance(model, dict) else {}
+    if isinstance(vocabulary, dict):
+        ids = {int(each) for each in vocabulary.values() if isinstance(each, int)}
+    else:
+        ids = set(range(len(vocabulary)))
+    return ids | set(added_tokens(folder))
+
+
+def added_tokens(folder: Path) -> dict[int, str]:
+    """Return the texts of the tokens that `tokenizer.json` adds to its vocabulary, by their ids.
+
+    Args:
+        folder: The model's folder.
+    """
+    added = (_tokenizer(folder) or {}).get("added_tokens") or []
+    return {
+        token["id"]: str(token.get("content", ""))
+        for token in added
+        if isinstance(token, dict) and isinstance(token.get("id"), int)
+    }
+
+
+def _tokenizer(folder: Path) -> dict[str, Any] | None:
+    """The content of `tokenizer.json`; None if it is missing or damaged."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -230,14 +258,7 @@ def token_ids(folder: Path) -> set[int] | None:
         content = json.loads(file.read_bytes())
     except ValueError:
         return None
-    model = content.get("model", {}) if isinstance(content, dict) else {}
-    vocabulary = model.get("vocab", {}) if isinstance(model, dict) else {}
-    if isinstance(vocabulary, dict):
-        ids = {int(each) for each in vocabulary.values() if isinstance(each, int)}
-    else:
-        ids = set(range(len(vocabulary)))
-    added = content.get("added_tokens") or []
-    return ids | {int(token["id"]) for token in added if isinstance(token, dict) and isinstance(token.get("id"), int)}
+    return content if isinstance(content, dict) else None
 
 
 def embedding_rows(subject: Subject, facts: WeightFacts) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from netweight.labels.ingredients import chat_template
+from netweight.labels.ingredients import added_tokens, chat_template
 from netweight.labels.kinds import Subject, canonical, read_config
 from netweight.labels.label import Group, Row
 from netweight.labels.units import many
@@ -76,7 +76,7 @@ def _token_names(subject: Subject) -> dict[int, str]:
     for number, token in (decoder if isinstance(decoder, dict) else {}).items():
         if str(number).isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):
             names[int(number)] = token["content"]
-    return names
+    return names or added_tokens(subject.folder)
 
 
 def _context_rows(config: dict[str, Any]) -> list[Row]:
