@@ -212,7 +212,8 @@ def _folder_rows(
         bases = Counter(each.base or "not stated" for each in facts)
         yield Row(
             key="bases", title="Made for",
-            value=", ".join(f"{base} ({number})" for base, number in bases.most_common(3)), indent=1, state="warning" if len(bases) > 1 else "measured", number=len(bases),
+            value=", ".join(f"{base} ({number})" for base, number in bases.most_common(3)), indent=1,
+            state="warning" if len(bases) > 1 else "measured", number=len(bases),
             basis=many(len(bases), "base model"),
         )  # fmt: skip
         strengths = sorted(each.strength for each in facts)
