@@ -18,7 +18,11 @@ export NO_MKDOCS_2_WARNING := 1
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src experiments toys -type f \
 	! -name '*.pyc' ! -name '*.so' 2>/dev/null)
 
-.PHONY: tour test check check-types check-the-rest docs study bench bench-gpu clean
+# Figures in pages that come from result files; see scripts/figures.py.
+PAGES := README.md $(wildcard docs/*.md)
+COG := $(BIN)/cog --verbosity=0 -I scripts -p 'from figures import *'
+
+.PHONY: tour test check check-types check-the-rest figures docs study bench bench-gpu clean
 
 tour: $(VENV)/tour.stamp
 	$(BIN)/netweight tour
@@ -40,8 +44,11 @@ check-the-rest:
 	$(BIN)/lint-imports --no-cache --config pyproject.toml
 	$(BIN)/python scripts/public_names.py
 	$(BIN)/python scripts/public_docstrings.py
-	$(BIN)/python scripts/claims.py
+	$(COG) --check --check-fail-msg='Run make figures.' $(PAGES)
 	$(BIN)/python -m mkdocs build
+
+figures: $(VENV)/dev.stamp
+	$(COG) -r $(PAGES)
 
 docs: $(VENV)/dev.stamp
 	$(BIN)/python -m mkdocs build

@@ -1,0 +1,91 @@
+"""Figures of README.md and docs, taken from result files by cog: `make figures` writes them, `make check` compares.
+
+A page holds the text with places for figures, in a comment, and below it the text as readers see it:
+
+    <!-- [[[cog
+    text(\"""
+    On one core, generation runs at {speed:.2f} × the speed of the dense model.
+    \""", speed=value("generation-2026-11-27.json|inference|batch 1, 8 tokens after 8|compressed|median"))
+    ]]] -->
+    On one core, generation runs at 0.58 × the speed of the dense model.
+    <!-- [[[end]]] -->
+
+Edit the text in the comment, then run `make figures`. Where a table has many figures, name the files that they are
+from instead: `text(\"""…\""", "immunize/content-delay-2026-11-27.json")`; a figure that none of them holds is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cog
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAPERS = ROOT / "experiments" / "netweight_experiments"  # below it: published/PAPER-TABLE.json
+# What is no measured figure: code, links, what is in square brackets (a paper's), targets, versions.
+APART = re.compile(
+    r"```.*?```|`[^`]*`|\]\([^)]*\)|\[[^]]*\](?!\()|[≤≥] ?[\d.]+|95 %|N\([^)]*\)|\b[A-Za-z-]+ \d+\.[\d.]+\.\d+", re.S
+)
+MEASURED = re.compile(r"(?<![\w.,/-])(?:\d[\d,]*)?\.\d+(?![\w/-]|\.\d)|(?<![\w.,/-])\d[\d,]*(?= ?%|×)")
+
+
+def read(file: str) -> Any:
+    """Return the content of a result file, or of a paper's table (`published/…`)."""
+    return json.loads(((PAPERS if file.startswith("published/") else RESULTS) / file).read_text())
+
+
+def value(path: str) -> float:
+    """Return a value of a result: a file, then keys, joined by `|`. `#` counts; of a list the median is taken."""
+    file, *keys = path.split("|")
+    node = read(file)
+    for key in keys:
+        node = len(node) if key == "#" else node[int(key)] if isinstance(node, list) else node[key]
+    return statistics.median(node) if isinstance(node, list) else float(node)
+
+
+def cell(page: str, row: str, column: str) -> float:
+    """Return a number of the first table with this row and column in a page that is made from results."""
+    head: list[str] = []
+    for line in (ROOT / "docs" / page).read_text().splitlines():
+        cells = [each.strip() for each in line.strip().strip("|").split("|")]
+        head = [] if not line.startswith("|") else head or cells
+        if cells[0] == row and column in head:
+            return float(re.sub(r"[^\d.]", "", cells[head.index(column)]))
+    raise KeyError(f"docs/{page} has no cell {row!r}, {column!r}")
+
+
+def leaves(node: Any) -> Iterator[float]:
+    """Yield all numbers of a result, those in intervals such as "0.2-0.3" (with a dash) included."""
+    if isinstance(node, dict | list):
+        for each in node.values() if isinstance(node, dict) else node:
+            yield from leaves(each)
+    elif isinstance(node, str) and re.fullmatch(r"[\d.]+\u2013[\d.]+", node):
+        yield from map(float, node.split("\u2013"))
+    elif isinstance(node, int | float) and not isinstance(node, bool):
+        yield float(node)
+
+
+def absent(shown: str, files: tuple[str, ...]) -> list[str]:
+    """Return the measured figures of a text that are no value of these files, as it is or in percent."""
+    numbers = {abs(scale * number) for file in files for number in leaves(read(file)) for scale in (1, 100)}
+    lost = []
+    for figure in MEASURED.findall(APART.sub(" ", shown)):
+        plain = figure.replace(",", "")
+        half = 0.5 * 10.0 ** -len(plain.partition(".")[2]) * (1 + 1e-6)
+        if not any(abs(number - float(plain)) <= half for number in numbers):
+            lost.append(figure)
+    return lost
+
+
+def text(template: str, *files: str, **figures: float) -> None:
+    """Write a text into a page, its places filled with figures; with files, check its other figures against them."""
+    template = template.strip("\n")
+    if files and (lost := absent(re.sub(r"\{\w+:[^}]*\}", " ", template), files)):
+        raise ValueError(f"{', '.join(lost)}: in none of {', '.join(files)}")
+    cog.out(template.format(**figures) + "\n")
