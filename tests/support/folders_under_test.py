@@ -7,7 +7,19 @@ from pathlib import Path
 
 import numpy
 
-WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I64": 8, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4}
+WIDTHS = {
+    "F32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "F64": 8,
+    "I64": 8,
+    "U8": 1,
+    "I8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I32": 4,
+}
 
 
 def weights(dtype, shape, seed=0):

@@ -30,8 +30,8 @@ from netweight.methods.compress.folder_format import (
 )
 def test_names_and_variants(name, variant, stored):
     assert variant_of(name) == variant
-    assert stored_name(name, diffusers=False) == stored
-    assert stored_name(name, diffusers=True) == name
+    assert stored_name(name, keeps_name=False) == stored
+    assert stored_name(name, keeps_name=True) == name
     assert is_index(name) == name.endswith(".json")
 
 
@@ -87,6 +87,6 @@ def test_what_is_no_configuration_stays(content):
 
 def test_an_index_names_the_stored_tensors():
     index = {"metadata": {"total_size": 10, "total_parameters": 5}, "weight_map": {"a": "m-00001-of-00001.safetensors"}}
-    written = json.loads(rewrite_index(json.dumps(index).encode(), diffusers=False, total_size=7))
+    written = json.loads(rewrite_index(json.dumps(index).encode(), keeps_names=False, total_size=7))
     assert written["metadata"] == {"total_size": 7, "total_parameters": 5}
     assert written["weight_map"] == {"a.net": "m-00001-of-00001.net.safetensors"}

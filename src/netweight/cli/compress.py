@@ -57,6 +57,8 @@ def compress(src: str, dst: Path, settings: CompressSettings, overwrite: bool, c
     if card:
         write_card(dst, output)
     _show(output, summary, f"{_size(summary.nbytes)} -> {_size(summary.stored_nbytes)}")
+    for line in summary.notes():
+        output.line(line, fg="yellow")
     if summary.rounded:
         output.line(
             f"Lossy: {summary.rounded} of {summary.tensors} tensors are rounded to "
@@ -207,7 +209,8 @@ def _show(output: Output, summary: Summary, sizes: str) -> None:
         output.line(f"{summary.resumed} files were done by an earlier, interrupted run.")
     for path in summary.left_out:
         output.line(f"Left out: {path}")
-    values = {**vars(summary), "source": str(summary.source), "target": str(summary.target), "ratio": summary.ratio}
+    paths = {"source": str(summary.source), "target": str(summary.target), "base": summary.base and str(summary.base)}
+    values = {**vars(summary), **paths, "ratio": summary.ratio, "notes": summary.notes()}
     output.result(values)
 
 

@@ -25,7 +25,15 @@ from netweight.core.lazy import extra
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.runtime.model import decompress_, place
 from netweight.methods.compress.runtime.tensor import CompressedTensor
-from netweight.plugins.loading import NetweightConfig, Weights, computing, refuse_disk, save_folder, untied
+from netweight.plugins.loading import (
+    NetweightConfig,
+    Weights,
+    computing,
+    refuse_disk,
+    refuse_quantized,
+    save_folder,
+    untied,
+)
 from netweight.store.reader import StoredFile
 from netweight.store.safetensors import SUFFIX
 
@@ -205,6 +213,7 @@ def save_pretrained(
     # folder of its own.
     if not safe_serialization:
         raise Unsupported("Compressed models are not saved as pickles.", cure="Leave safe_serialization=True.")
+    refuse_quantized(self, self.config)
     if not is_main_process:
         return
 

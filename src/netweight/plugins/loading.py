@@ -27,6 +27,7 @@ from netweight.core.lazy import extra
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
+from netweight.methods.compress.quantized import foreign_method
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.model import Prefer, check_prefer, choose_weights, linear_weights, place
 from netweight.methods.compress.runtime.storage import CompressedStorage, pack
@@ -300,6 +301,20 @@ def save_folder(
         _move_into(compressed, target, f"{name.removesuffix('.safetensors')}*.safetensors*")
     if push is not None:
         _push(target, **push)
+
+
+def refuse_quantized(model: nn.Module, config: Any) -> None:
+    """Refuse to save a model of which another library holds weights quantized, which only that library can save."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None or isinstance(settings, NetweightConfig):
+        return
+    method = foreign_method({"quantization_config": settings if isinstance(settings, Mapping) else settings.to_dict()})
+    if method is not None:
+        raise Unsupported(
+            f"This {type(model).__name__} is quantized by {method}, and some of its other weights are compressed: a "
+            "compressed folder cannot hold both.",
+            cure="Call netweight.decompress_(model) before save_pretrained.",
+        )
 
 
 def untied(tensors: Mapping[str, torch.Tensor], tied: Container[str] = ()) -> dict[str, torch.Tensor]:

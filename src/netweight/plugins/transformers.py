@@ -26,7 +26,15 @@ from netweight.codec.header import torch_dtype
 from netweight.core.lazy import extra
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.runtime.model import decompress_
-from netweight.plugins.loading import NetweightConfig, Weights, computing, refuse_disk, save_folder, untied
+from netweight.plugins.loading import (
+    NetweightConfig,
+    Weights,
+    computing,
+    refuse_disk,
+    refuse_quantized,
+    save_folder,
+    untied,
+)
 from netweight.store.reader import StoredFile, weight_map
 from netweight.store.safetensors import SUFFIX
 
@@ -206,6 +214,7 @@ def save_pretrained(
     **kwargs: Any,
 ) -> None:
     """Save a compressed model as a compressed folder: what `save_pretrained` of transformers' models does with them."""
+    refuse_quantized(self, self.config)
     if not is_main_process:
         return
 

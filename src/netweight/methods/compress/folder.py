@@ -19,11 +19,11 @@ from netweight.errors import UsageError
 from netweight.job import Job, check_destination
 from netweight.methods.compress.folder_format import (
     MANIFEST,
+    NOTE,
     FileEntry,
     FolderPlan,
     Manifest,
     PlannedFile,
-    lies_in_diffusers_model,
     make_plan,
     mark_config,
     rewrite_index,
@@ -44,28 +44,88 @@ _FINISHED = "files"  # the job's record of finished files
 _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
 
 
+_MUCH = 0.02  # of the weights' bytes: copied files that take more are worth a sentence
+_SHOWN = 3  # files that the sentence names
+_BYTES_ONLY = (
+    "its bytes were compressed without loss and its configuration was left as it is. Before use, restore it: "
+    "netweight decompress FOLDER NEW_FOLDER."
+)
+
+
 @final
 @dataclass(frozen=True)
 class Summary:
     """What a run did."""
 
-    source: Path  # what was read
-    target: Path  # what was written
-    tensors: int  # number of tensors
-    nbytes: int  # bytes of the plain weight files
-    stored_nbytes: int  # bytes of the compressed weight files
-    files: int  # number of all files of the plain folder
-    resumed: int  # how many of them an earlier, interrupted run had finished
-    left_out: tuple[str, ...]  # files left out by variant or exclusion
-    seconds: float  # time taken
-    rounded: int = 0  # number of tensors that are rounded
-    bound: float = 0.0  # how much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded
-    worst_change: float = 0.0  # how much it did change one at most
+    source: Path
+    """What was read."""
+    target: Path
+    """What was written."""
+    tensors: int
+    """Number of tensors."""
+    nbytes: int
+    """Bytes of the plain weight files."""
+    stored_nbytes: int
+    """Bytes of the compressed weight files."""
+    files: int
+    """Number of all files of the plain folder."""
+    resumed: int
+    """How many of the files an earlier, interrupted run had finished."""
+    left_out: tuple[str, ...]
+    """Files left out by variant or exclusion."""
+    seconds: float
+    """Time taken."""
+    rounded: int = 0
+    """Number of tensors that are rounded."""
+    bound: float = 0.0
+    """How much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded."""
+    worst_change: float = 0.0
+    """How much rounding did change a weight at most, relative to it."""
+    copied: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Files that were only copied, with their sizes in bytes, the largest first."""
+    bytes_only: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Folders of quantized weights that must be decompressed before use; see `Manifest.bytes_only`."""
+    base: Path | None = None
+    """The base that was given; None if there was none, or the result is not bound to it."""
+    differences: int = 0
+    """Number of tensors that are stored as differences from the base."""
+    unlike_base: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Tensors that have no counterpart in the base, counted by the reason."""
 
     @property
     def ratio(self) -> float:
-        """Plain bytes per compressed byte; 1 if there are none."""
+        """Plain bytes per compressed byte of the weight files; 1 if there are none."""
         return self.nbytes / self.stored_nbytes if self.stored_nbytes else 1.0
+
+    @property
+    def folder_nbytes(self) -> int:
+        """Bytes of all files of the plain folder, but for small configuration files."""
+        return self.nbytes + sum(self.copied.values())
+
+    @property
+    def folder_stored_nbytes(self) -> int:
+        """Bytes of all files of the compressed folder, but for small configuration files."""
+        return self.stored_nbytes + sum(self.copied.values())
+
+    def notes(self) -> list[str]:
+        """Say, in sentences for a person, what the sizes of the weights alone do not show.
+
+        Returns:
+            A line each for: parts that must be decompressed before use; files of some size that were only copied, with
+            the folder's totals; a base of which few tensors or none made use.
+        """
+        lines = [f"{_where(self.target, at)} {reason}: {_BYTES_ONLY}" for at, reason in self.bytes_only.items()]
+        copied = sum(self.copied.values())
+        if copied > _MUCH * max(self.nbytes, 1):
+            shown = [f"{path} ({_size(size)})" for path, size in [*self.copied.items()][:_SHOWN]]
+            others = len(self.copied) - len(shown)
+            more = f" and {others} other {'file' if others == 1 else 'files'}" if others else ""
+            lines.append(
+                f"Only weights in safetensors files are compressed. {_size(copied)} were copied as they are: "
+                f"{', '.join(shown)}{more}. The folder as a whole went from {_size(self.folder_nbytes)} to "
+                f"{_size(self.folder_stored_nbytes)}."
+            )
+        return lines
 
 
 def compress_folder(
@@ -128,11 +188,15 @@ def compress_folder(
         compression = _Compression(source, plan, settings, blobs, work, task)
         resumed = compression.run()
         entries = tuple(compression.done[item.path] for item in plan.items)
-        manifest = Manifest(settings.level, entries, plan.folders, plan.left_out, _precision(settings))
+        precision = _precision(settings)
+        manifest = Manifest(settings.level, entries, plan.folders, plan.left_out, precision, plan.bytes_only)
         _write(work.tree / MANIFEST, manifest.to_json().encode())
-        _finish(work, [MANIFEST, *(entry.stored for entry in entries)], plan.folders)
+        if plan.bytes_only:
+            _write(work.tree / NOTE, manifest.note().encode())
+        _finish(work, manifest.stored_names, plan.folders)
         work.publish(target, overwrite=overwrite)
-    return _summary(source, target, entries, started, resumed, plan.left_out)
+    summary = _summary(source, target, entries, started, resumed, plan.left_out)
+    return dataclasses.replace(summary, bytes_only=plan.bytes_only)
 
 
 def decompress_folder(
@@ -249,7 +313,24 @@ def _summary(
         rounded=sum(file.rounded for file in weights),
         bound=max((file.bound for file in weights), default=0.0),
         worst_change=max((file.worst_change for file in weights), default=0.0),
+        copied=_by_size(file for file in files if isinstance(file, FileEntry) and file.kind == "carried"),
     )
+
+
+def _by_size(files: Iterable[FileEntry]) -> dict[str, int]:
+    return {file.path: file.nbytes for file in sorted(files, key=lambda file: -file.nbytes)}
+
+
+def _where(target: Path, at: str) -> str:
+    return str(target if at == "." else target / at)
+
+
+def _size(nbytes: int) -> str:
+    """A size as people write it, in units of 1000."""
+    for unit, width in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= width:
+            return f"{nbytes / width:.3g} {unit}"
+    return f"{nbytes} bytes"
 
 
 @dataclass
@@ -329,7 +410,7 @@ class _Compression:
         total = sum(entry.payload for path, entry in self.done.items() if path in shards)
         content = file.read_bytes()
         return self._rewrite(
-            item, content, rewrite_index(content, diffusers=lies_in_diffusers_model(file), total_size=total)
+            item, content, rewrite_index(content, keeps_names=item.stored == item.path, total_size=total)
         )
 
     def _config(self, item: PlannedFile) -> FileEntry:

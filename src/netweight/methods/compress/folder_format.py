@@ -2,14 +2,14 @@
 
 `netweight.json` says what the folder holds and what it was made from, enough to restore every file:
 
-{"format": "netweight-folder", "version": 3, "level": "default",
+{"format": "netweight-folder", "version": 1, "level": "default",
  "files": [{"path": "model.safetensors", "kind": "compressed", "stored": "model.net.safetensors", ...},
            {"path": "config.json", "kind": "rewritten", "stored": "config.json", "original": "...", ...},
            {"path": "vocab.txt", "kind": "carried", "stored": "vocab.txt", ...}],
- "folders": ["empty"], "left_out": []}
+ "folders": ["empty"], "left_out": [], "bytes_only": {}}
 
-Where tensors are rounded, their files' entries say by how much, and "rounding" says how. Versions 1 and 2 kept no
-permissions.
+Where tensors are rounded, their files' entries say by how much, and "rounding" says how. "bytes_only" names folders of
+weights that another method had quantized, with the reason: they must be decompressed before use.
 
 Loaders in the wild warn about keys that they miss and go on with random weights. So that none of them does so with a
 compressed folder, three things are changed, each of which alone stops a loader that heeds it (all tried, see
@@ -22,10 +22,13 @@ compressed folder, three things are changed, each of which alone stops a loader 
    `quantization_config`, or in an adapter's `peft_type`. diffusers and peft refuse it and show it. transformers
    shows it in a warning, and fails on the weights that it does not find under their usual name;
    `quantization_config.weights` holds the real one, which the registered quantizer puts back in
-   `update_attn_implementation`, before files are looked for. (Folders of earlier releases have `netweight` there,
-   and the sentence in `transformers_weights`.)
+   `update_attn_implementation`, before files are looked for.
 3. **The weights' own metadata** hold what transformers up to 4.57 and diffusers' LoRA loader refuse and show (see
    `store/safetensors.py`).
+
+Weights that another method has quantized (see `quantized.py`) are compressed as bytes alone. Their configuration stays
+as it is, since it describes the model that comes back, all weights go by the other name, in diffusers models, too, so
+that no loader finds them, and `DECOMPRESS_BEFORE_USE.txt` says what to do.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -46,13 +49,16 @@ from pydantic.dataclasses import dataclass
 
 from netweight.autoload import HINT
 from netweight.codec import Precision
+from netweight.codec.lossy import LOSSLESS_BITS
 from netweight.core.files import is_text, parse_json, read_object
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, Unsupported, UsageError
+from netweight.methods.compress.quantized import quantization_of
 from netweight.methods.compress.settings import CompressSettings
 from netweight.store.reader import weight_map
 from netweight.store.safetensors import (
     KEY,
     MAX_HEADER,
+    Header,
     deflate_text,
     inflate_text,
     is_pickle,
@@ -66,8 +72,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 Kind = Literal["compressed", "rewritten", "carried"]
 
-_FORMAT, _VERSION = "netweight-folder", 3
-_MODES = 3  # version from which on files keep their permissions
+# What a person reads in a folder of which a part is of no use before it is decompressed.
+NOTE = "DECOMPRESS_BEFORE_USE.txt"
+
+_FORMAT, _VERSION = "netweight-folder", 1
 
 _INDEX = re.compile(r"^(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>\w+))?\.json$")
 _SHARD = r"-\d{5}-of-\d{5}"
@@ -122,7 +130,9 @@ class Manifest:
     folders: tuple[str, ...] = ()  # its empty folders
     left_out: tuple[str, ...] = ()  # its files that were left out on request
     precision: Precision | None = None  # how tensors were rounded; None if none was, or if they had been rounded before
-    keeps_modes: bool = True  # whether stored files have the permissions of the original ones
+    # Folders, as paths within this one, whose weights another method had quantized, with the reason to think so: they
+    # are compressed as bytes alone.
+    bytes_only: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
         """Write the manifest."""
@@ -133,6 +143,7 @@ class Manifest:
             "files": [{key: value for key, value in asdict(file).items() if value} for file in self.files],
             "folders": list(self.folders),
             "left_out": list(self.left_out),
+            "bytes_only": dict(self.bytes_only),
             **({} if self.precision is None else {"rounding": asdict(self.precision)}),
         }
         return json.dumps(fields, indent=1, ensure_ascii=False) + "\n"
@@ -149,19 +160,23 @@ class Manifest:
             fields = read_object(path, limit=MAX_HEADER)
             if fields["format"] != _FORMAT:
                 raise ValueError(f"its format is {fields['format']!r}")
-            if type(fields["version"]) is not int or not 1 <= fields["version"] <= _VERSION:
+            if fields["version"] != _VERSION:
                 raise Unsupported(
-                    f"{path} is of version {fields['version']!r}; this release reads up to version {_VERSION}.",
-                    cure="Upgrade netweight: pip install --upgrade netweight.",
+                    f"{path} is of version {fields['version']!r}; this release reads version {_VERSION}.",
+                    cure="Install a newer release of netweight.",
                 )
             files = tuple(FileEntry(**{"stored_nbytes": 0, "nbytes": 0, **entry}) for entry in fields["files"])
             folders, left_out = (tuple(map(str, fields[key])) for key in ("folders", "left_out"))
             precision = Precision(**fields["rounding"]) if "rounding" in fields else None
-            kept = fields["version"] >= _MODES
-            manifest = cls(str(fields["level"]), files, folders, left_out, precision, kept)
+            bytes_only = {str(at): str(reason) for at, reason in fields["bytes_only"].items()}
+            manifest = cls(str(fields["level"]), files, folders, left_out, precision, bytes_only)
         except (UsageError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptBlob(f"{path} is damaged ({error!r}).", cure="Fetch the file again.") from error
-        for name in (*manifest.folders, *(name for file in files for name in (file.path, file.stored))):
+        for name in (
+            *manifest.folders,
+            *(at for at in manifest.bytes_only if at != "."),
+            *(name for file in files for name in (file.path, file.stored)),
+        ):
             if not _inside(name):
                 raise UnsafeInput(f"{path} points outside its folder: {name!r}.", cure="Do not use this model.")
         for names in (
@@ -172,6 +187,22 @@ class Manifest:
                 raise CorruptBlob(f"{path} gives {clash!r} to several files.", cure="Fetch the file again.")
         return manifest
 
+    @property
+    def stored_names(self) -> set[str]:
+        """The paths of all files that belong into the compressed folder."""
+        return {MANIFEST, *(entry.stored for entry in self.files), *([NOTE] if self.bytes_only else [])}
+
+    def note(self) -> str:
+        """Say, for a person who opens the folder, which parts must be decompressed before use, and how."""
+        parts = "\n".join(f"- {_part(at)} {reason}." for at, reason in self.bytes_only.items())
+        return (
+            "Decompress this folder before use\n\n"
+            "netweight compressed the bytes of these quantized weights without loss. No program opens them in this "
+            f"form:\n\n{parts}\n\n"
+            "This command restores every file byte for byte:\n\n"
+            "    netweight decompress THIS_FOLDER NEW_FOLDER\n"
+        )
+
     def check_present(self, folder: Path) -> None:
         """Check that all stored files are there, and that none is a link to a place outside."""
         missing = [entry.stored for entry in self.files if not (folder / entry.stored).is_file()]
@@ -181,6 +212,10 @@ class Manifest:
             )
         for entry in self.files:
             check_place(folder, folder / entry.stored)
+
+
+def _part(at: str) -> str:
+    return "The model" if at == "." else at
 
 
 def clashing(names: Iterable[str]) -> str | None:
@@ -235,9 +270,9 @@ def variant_of(name: str) -> str | None:
     return None if weights is None else weights["before"] or weights["after"]
 
 
-def stored_name(name: str, *, diffusers: bool) -> str:
-    """The name under which a weights file or an index is stored."""
-    if diffusers:
+def stored_name(name: str, *, keeps_name: bool) -> str:
+    """The name under which a weights file or an index is stored; `keeps_name` where diffusers is to find it."""
+    if keeps_name:
         return name
     if (index := _INDEX.match(name)) is not None:
         variant = f".{index['variant']}" if index["variant"] else ""
@@ -264,19 +299,21 @@ def mark_config(name: str, content: bytes, weights: Iterable[str]) -> bytes | No
     if name == ADAPTER_CONFIG:
         config["peft_type"] = HINT
         return _json_bytes(config)
-    stored = stored_name(_main_weights(config, list(weights)), diffusers="_class_name" in config)
-    config["quantization_config"] = {"quant_method": HINT, "version": 1, "weights": stored}
+    stored = stored_name(_main_weights(config, list(weights)), keeps_name="_class_name" in config)
+    # A configuration of ours, of a model that was compressed in memory, holds settings for loading, which stay.
+    own = config.get("quantization_config") or {}
+    config["quantization_config"] = {**own, "quant_method": HINT, "version": 1, "weights": stored}
     config.pop("transformers_weights", None)  # the plug-in puts it back
     return _json_bytes(config)
 
 
-def rewrite_index(content: bytes, *, diffusers: bool, total_size: int) -> bytes:
+def rewrite_index(content: bytes, *, keeps_names: bool, total_size: int) -> bytes:
     """Write the index of the compressed shards."""
     index = parse_json(content)
     about = index.get("metadata")
     index["metadata"] = {**(about if isinstance(about, dict) else {}), "total_size": total_size}
     index["weight_map"] = {
-        f"{name}.net": stored_name(file, diffusers=diffusers) for name, file in index["weight_map"].items()
+        f"{name}.net": stored_name(file, keeps_name=keeps_names) for name, file in index["weight_map"].items()
     }
     return _json_bytes(index)
 
@@ -328,6 +365,7 @@ class FolderPlan:
     items: tuple[PlannedFile, ...]  # the files to take, in order
     folders: tuple[str, ...]  # its empty folders
     left_out: tuple[str, ...]  # files left out by `variant` or `exclude`
+    bytes_only: Mapping[str, str]  # folders of quantized weights, see `Manifest.bytes_only`
 
 
 def make_plan(source: Path, settings: CompressSettings) -> FolderPlan:
@@ -337,15 +375,26 @@ def make_plan(source: Path, settings: CompressSettings) -> FolderPlan:
     taken = [path for path in files if not any(fnmatch(path, pattern) for pattern in settings.exclude)]
     if settings.variant is not None:
         taken = _of_variant(taken, settings.variant, source)
-    problems = [problem for path in taken if (problem := _problem(source, path)) is not None]
+    headers: dict[str, dict[str, Header]] = {}  # of each folder's weights files
+    problems = [problem for path in taken if (problem := _problem(source, path, headers)) is not None]
     if not problems and not any(path.endswith(".safetensors") for path in taken):
         problems.append(UsageError(f"{source} holds no safetensors weights.", cure="Check the path."))
     if problems:
         raise _joined(problems)
-    items, kept = tuple(_items(source, taken)), set(taken)
-    if clash := clashing([*folders, *(item.stored for item in items)]):
+    bytes_only = {
+        at: reason for at, its in headers.items() if (reason := quantization_of(source / at, its)) is not None
+    }
+    if bytes_only and settings.mantissa_bits != LOSSLESS_BITS:
+        at, reason = next(iter(bytes_only.items()))
+        raise Unsupported(
+            f"{source if at == '.' else source / at} {reason}: rounding would change the scales of all its weights.",
+            cure="Leave mantissa_bits (--mantissa-bits) out: the bytes are then compressed without loss.",
+        )
+    items, kept = tuple(_items(source, taken, bytes_only)), set(taken)
+    stored = [*folders, *(item.stored for item in items), *([NOTE] if bytes_only else [])]
+    if clash := clashing(stored):
         raise UsageError(f"Several files of {source} would be stored as {clash}.", cure="Exclude one of them.")
-    return FolderPlan(items, tuple(folders), tuple(path for path in files if path not in kept))
+    return FolderPlan(items, tuple(folders), tuple(path for path in files if path not in kept), bytes_only)
 
 
 def _walk(source: Path) -> tuple[list[str], list[str]]:
@@ -384,8 +433,8 @@ def _of_variant(paths: list[str], variant: str, source: Path) -> list[str]:
     return [path for path in paths if path not in dropped]
 
 
-def _problem(source: Path, path: str) -> NetweightError | None:
-    """Say why a file cannot be taken; None if it can."""
+def _problem(source: Path, path: str, headers: dict[str, dict[str, Header]]) -> NetweightError | None:
+    """Say why a file cannot be taken; None if it can. The header of a weights file is added to those of its folder."""
     file = source / path
     try:
         check_place(source, file)
@@ -394,8 +443,10 @@ def _problem(source: Path, path: str) -> NetweightError | None:
         if path == MANIFEST:
             raise UsageError(f"{source} is compressed already.", cure="Decompress it first.")
         if path.endswith(".safetensors"):
-            if KEY in read_header(file).metadata:
+            header = read_header(file)
+            if KEY in header.metadata:
                 raise UsageError(f"{file} is compressed already.", cure="Decompress it first.")
+            headers.setdefault(Path(path).parent.as_posix(), {})[file.name] = header
         elif is_index(file.name):
             _check_index(file)
         elif _is_pickled_weights(file):
@@ -434,16 +485,18 @@ def _joined(problems: Sequence[NetweightError]) -> NetweightError:
     return type(first)(f"{len(problems)} problems:{others}")
 
 
-def _items(source: Path, paths: list[str]) -> Iterator[PlannedFile]:
+def _items(source: Path, paths: list[str], bytes_only: Mapping[str, str]) -> Iterator[PlannedFile]:
     with_weights = {Path(path).parent for path in paths if path.endswith(".safetensors")}
     for path in paths:
         file, parent = source / path, Path(path).parent
+        opens = parent.as_posix() not in bytes_only
         role: Role = "other"
         stored = path
         if path.endswith(".safetensors") or is_index(file.name):
             role = "index" if is_index(file.name) else "weights"
-            stored = (parent / stored_name(file.name, diffusers=lies_in_diffusers_model(file))).as_posix()
-        elif file.name in (MODEL_CONFIG, ADAPTER_CONFIG) and parent in with_weights:
+            keeps_name = opens and lies_in_diffusers_model(file)
+            stored = (parent / stored_name(file.name, keeps_name=keeps_name)).as_posix()
+        elif file.name in (MODEL_CONFIG, ADAPTER_CONFIG) and parent in with_weights and opens:
             role = "config"
         status = file.stat()
         yield PlannedFile(path, role, stored, status.st_size, status.st_mtime_ns)

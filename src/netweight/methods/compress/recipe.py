@@ -51,11 +51,15 @@ def _card(folder: Path) -> CardEntry | None:
         if rounded
         else "Nothing is lost: every file comes back byte for byte."
     )
-    text = (
-        f"{kept} The weights are ordinary safetensors files with compressed tensors. They load with transformers and "
-        "diffusers after `import netweight.plugins.transformers` (or `.diffusers`) and stay compressed in memory; "
-        "`netweight decompress FOLDER NEW` restores the original files, `netweight verify FOLDER` checks all digests."
+    opened = (
+        "The weights are quantized, and no program opens them in this form: `netweight decompress FOLDER NEW` restores "
+        "the original files, `netweight verify FOLDER` checks all digests."
+        if manifest.bytes_only
+        else "The weights are ordinary safetensors files with compressed tensors. They load with transformers and diffusers "
+        "where netweight is installed, and stay compressed in memory; `netweight decompress FOLDER NEW` restores the "
+        "original files, `netweight verify FOLDER` checks all digests."
     )
+    text = f"{kept} {opened}"
     facts = (
         ("weights before", _bytes(before)),
         ("weights as stored", f"{_bytes(after)} ({after / before:.1%})" if before else _bytes(after)),
@@ -110,6 +114,14 @@ def _outputs(subject: Compressed, config: CompressSettings, *, seed: int, progre
     """Whether a model of transformers computes the same numbers with weights that stay compressed in memory."""
     title, question = "Outputs", "Does the compressed model compute what the original computes?"
     name = "numbers that differ in any bit, run compressed"
+    manifest = Manifest.read(subject.path) if (subject.path / MANIFEST).exists() else None
+    if manifest is not None and manifest.bytes_only:
+        return Section(
+            title, question=question, outcome="told",
+            conclusion="Nothing runs compressed: " + "; ".join(
+                f"{'the model' if at == '.' else at} {reason}" for at, reason in manifest.bytes_only.items()
+            ) + ", and must be decompressed before use.",
+        )  # fmt: skip
     try:
         models = [load_network(folder) for folder in (subject.source, subject.path)]
     except NetweightError as error:

@@ -107,7 +107,6 @@ class _Side:
     entries: Mapping[str, FileEntry] = field(default_factory=dict)  # what the manifest says of them
     left_out: tuple[str, ...] = ()
     strays: tuple[str, ...] = ()  # files in a compressed folder that its manifest does not name
-    keeps_modes: bool = True  # whether its files have the permissions that they had before compression
 
     @classmethod
     def open(cls, path: Path) -> _Side:
@@ -120,20 +119,18 @@ class _Side:
         entries: dict[str, FileEntry] = {}
         left_out: tuple[str, ...] = ()
         strays: tuple[str, ...] = ()
-        keeps_modes = True
         if (path / MANIFEST).exists():
             manifest = Manifest.read(path)
             manifest.check_present(path)
             left_out, entries = manifest.left_out, {entry.path: entry for entry in manifest.files}
-            keeps_modes = manifest.keeps_modes
-            named = {MANIFEST, *(entry.stored for entry in manifest.files)}
+            named = manifest.stored_names
             strays = tuple(name for name in files if name not in named and not _OF_HUBS.match(name))
             files = {name: path / entry.stored for name, entry in entries.items()}
             weights = {name: file for name, file in files.items() if entries[name].kind == "compressed"}
         else:
             weights = {name: file for name, file in files.items() if name.endswith(".safetensors")}
         others = {name: file for name, file in files.items() if name not in weights}
-        return cls(path, weights, others, entries, left_out, strays, keeps_modes)
+        return cls(path, weights, others, entries, left_out, strays)
 
     @property
     def compressed(self) -> bool:
@@ -248,8 +245,7 @@ class _Comparison:
         if other is not None:
             mine, theirs = ({**side.weights, **side.others} for side in (subject, other))
             self.one_sided += sorted((mine.keys() ^ theirs.keys()) - {*subject.left_out, *other.left_out})
-            both = mine.keys() & theirs.keys() if subject.keeps_modes and other.keeps_modes else ()
-            for name in sorted(both):
+            for name in sorted(mine.keys() & theirs.keys()):
                 modes = mode_of(mine[name]), mode_of(theirs[name])
                 if modes[0] != modes[1]:
                     self.other_modes.append(f"{name or mine[name].name}: {modes[0]:o} against {modes[1]:o}")

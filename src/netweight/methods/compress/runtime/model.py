@@ -398,6 +398,10 @@ def _plan(
                 reason = "excluded"
             elif isinstance(parameter, CompressedTensor):
                 twice.append(at.name)
+            elif (method := _quantized_by(at)) is not None:
+                reason = f"{layer} holds a weight that {method} has quantized"
+                if at.path in matched:
+                    refused.append(f"{at.name} of {layer}, which {method} has quantized")
             elif _kind(at) is None:
                 reason = f"{layer} is not a layer that can run compressed"
                 if at.path in matched:
@@ -439,6 +443,17 @@ def _refuse_unroundable(weights: list[list[_Place]], precision: Precision) -> No
 
 def _few(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 5 else f"{', '.join(names[:4])} and {len(names) - 4} others"
+
+
+def _quantized_by(at: _Place) -> str | None:
+    """By what a weight was quantized: codes mean nothing without the scales beside them, which change with them."""
+    kind = type(at.parameter)
+    if kind is not nn.Parameter and kind is not CompressedTensor and kind.__module__.partition(".")[0] != "torch":
+        return kind.__name__  # of bitsandbytes, torchao and others, whose layers are subclasses of torch's
+    names = (*at.module._parameters, *at.module._buffers)
+    if at.parameter.dtype.itemsize == 1 and any("scale" in name.lower() or name == "SCB" for name in names):
+        return type(at.module).__name__
+    return None
 
 
 def _kind(at: _Place) -> str | None:
