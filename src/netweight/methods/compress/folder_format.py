@@ -160,7 +160,7 @@ class Manifest:
             fields = read_object(path, limit=MAX_HEADER)
             if fields["format"] != _FORMAT:
                 raise ValueError(f"its format is {fields['format']!r}")
-            if fields["version"] != _VERSION:
+            if type(fields["version"]) is not int or fields["version"] != _VERSION:
                 raise Unsupported(
                     f"{path} is of version {fields['version']!r}; this release reads version {_VERSION}.",
                     cure="Install a newer release of netweight.",
