@@ -56,8 +56,8 @@ def _card(folder: Path) -> CardEntry | None:
         "the original files, `netweight verify FOLDER` checks all digests."
         if manifest.bytes_only
         else "The weights are ordinary safetensors files with compressed tensors. They load with transformers and "
-        "diffusers where netweight is installed, and stay compressed in memory; `netweight decompress FOLDER NEW` restores the "
-        "original files, `netweight verify FOLDER` checks all digests."
+        "diffusers where netweight is installed, and stay compressed in memory; `netweight decompress FOLDER NEW` "
+        "restores the original files, `netweight verify FOLDER` checks all digests."
     )
     text = f"{kept} {opened}"
     facts = (
