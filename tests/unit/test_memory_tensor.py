@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 from collections import deque
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -123,19 +122,24 @@ def test_what_needs_dense_memory_is_refused_by_name(use):
         use(compressed.detach())
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_safetensors_is_told_what_to_do(tmp_path):
-    file = tmp_path / "model.safetensors"
-    for make in (Tied, stack):
-        dense, model = pair(make)
-        with pytest.raises(DenseOnly, match=r"save_checkpoint.*dense_state_dict"):
-            safetensors.torch.save_file(model.state_dict(), file)
-        with pytest.raises(DenseOnly, match=r"save_checkpoint.*dense_state_dict"):
-            safetensors.torch.save_model(model, str(file))
-        assert not file.exists()
-    safetensors.torch.save_file(netweight.dense_state_dict(model), file)
-    loaded = safetensors.torch.load_file(file)
-    assert all(same(loaded[name], value) for name, value in dense.state_dict().items())
+def test_safetensors_writes_dense_weights(tmp_path):
+    dense, model = pair(stack)
+    for each, name in ((dense, "dense"), (model, "compressed")):
+        safetensors.torch.save_model(each, str(tmp_path / name))
+    assert (tmp_path / "dense").read_bytes() == (tmp_path / "compressed").read_bytes()
+    _, tied = pair(Tied)
+    with pytest.raises(RuntimeError, match="share memory"):
+        safetensors.torch.save_file(tied.state_dict(), tmp_path / "tied")
+
+
+def test_the_storage_is_an_address_and_no_more():
+    _, compressed = two()
+    place = compressed.detach().storage()
+    assert place.data_ptr() == compressed.data_ptr()
+    with pytest.raises(DenseOnly, match=r"no dense memory for storage\(\)"):
+        place.tolist()
+    with pytest.raises(DenseOnly, match=r"no dense memory for storage\(\)"):
+        place[0]
 
 
 def test_a_part_of_a_weight_takes_no_other_data():
@@ -183,13 +187,6 @@ def test_hooks_survive_conversions_and_can_be_removed():
             model.eval()
         else:
             [handle.remove() for handle in handles]
-
-
-def test_state_dicts_that_version_0_1_saved_load():
-    file = Path(__file__).parents[1] / "golden" / "states" / "compressed-0.1.0.pt"
-    weight = torch.load(file, weights_only=True)["0.weight"]
-    assert isinstance(weight, CompressedTensor)
-    assert same(weight, torch.linspace(-1, 1, 4096).reshape(64, 64).bfloat16())
 
 
 def test_state_dicts_of_both_forms_load_into_both_kinds_of_model():

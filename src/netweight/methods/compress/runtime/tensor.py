@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NoReturn, final
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 
@@ -421,11 +422,34 @@ def _address(tensor: CompressedTensor) -> int:
     return 1 << 62 | tensor.payload.data_ptr()
 
 
+@final
+class _Place:
+    """What stands for the storage of a compressed weight where libraries look for tied weights: an address, no bytes."""
+
+    def __init__(self, tensor: CompressedTensor) -> None:
+        self._tensor = tensor
+
+    def data_ptr(self) -> int:
+        return _address(self._tensor)
+
+    def size(self) -> int:
+        return self._tensor.numel()
+
+    def nbytes(self) -> int:
+        return self.size() * self._tensor.dtype.itemsize
+
+    def __getattr__(self, name: str) -> Any:
+        _no_memory(f"storage().{name}")
+
+    def __getitem__(self, index: Any) -> Any:
+        _no_memory("storage()[...]")
+
+
 def _no_memory(what: str, *_: Any, **__: Any) -> NoReturn:
     raise DenseOnly(
         f"A compressed weight has no dense memory for {what}.",
-        cure="Use `weight.dense()` for a decoded copy; to save, netweight.save_checkpoint, or safetensors with "
-        "netweight.dense_state_dict(model); or netweight.decompress_(model) for good.",
+        cure="Use `weight.dense()` for a decoded copy, netweight.dense_state_dict(model) for all of them, or "
+        "netweight.decompress_(model) for good.",
     )
 
 
@@ -438,11 +462,36 @@ _WITHOUT_OPERATOR: dict[Any, Callable[..., Any]] = {
     torch.Tensor.is_shared: lambda tensor: tensor.payload.is_shared(),
     torch.Tensor.numpy: partial(_no_memory, "numpy()"),
     torch.Tensor.__array__: partial(_no_memory, "numpy.asarray"),
-    torch.Tensor.storage: partial(_no_memory, "storage(), which safetensors asks for, too"),
+    torch.Tensor.storage: _Place,
     torch.Tensor.__dlpack__: partial(_no_memory, "__dlpack__()"),
     torch.Tensor.narrow: fsdp.refuse_columns,
     torch.Tensor.pin_memory: fsdp.refuse_pinning,
 }
+
+
+def _serialize_dense(flatten: Callable[..., Any]) -> Callable[..., Any]:
+    """Let safetensors write compressed weights as it writes dense ones; tied weights are tied to it."""
+
+    @wraps(flatten)
+    def flattened(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensors, dict) and any(isinstance(value, CompressedTensor) for value in tensors.values()):
+            wholes: dict[int, torch.Tensor] = {}
+            dense: dict[str, torch.Tensor] = {}
+            for name, value in tensors.items():
+                if isinstance(value, CompressedTensor):
+                    whole = wholes.get(id(value.stored))
+                    whole = wholes.setdefault(id(value.stored), _whole(value.stored) if whole is None else whole)
+                    dense[name] = _cut(whole, value.views)
+            tensors = tensors | dense
+        return flatten(tensors, *args, **kwargs)
+
+    return flattened
+
+
+# All functions of safetensors that save, under whatever name they were imported, call this one for the bytes; up to
+# safetensors 0.7 it had the shorter name.
+for _name in {"_flatten", "_flatten_as_ptr"} & vars(safetensors.torch).keys():
+    setattr(safetensors.torch, _name, _serialize_dense(getattr(safetensors.torch, _name)))
 
 
 def _rows_of_shard(tensor: CompressedTensor) -> int | None:
