@@ -1,4 +1,4 @@
-"""Libraries that save a compressed model's weights write what they write of the dense twin: peft, Trainer and others."""
+"""Libraries save a compressed model as they save its dense twin: peft, Trainer, accelerate, safetensors and others."""
 
 import shutil
 
@@ -125,9 +125,7 @@ def test_trainer_checkpoints_and_resumes_alike(folders, tmp_path, adapter):
 
         trainer(2).train()
         trainer(4).train(resume_from_checkpoint=True)
-        saved[kind] = {
-            step: load_file(folder / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 4)
-        }
+        saved[kind] = {step: load_file(folder / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 4)}
     for step in (2, 4):
         assert_alike({"weights": saved["dense"][step]}, {"weights": saved["net"][step]})
 

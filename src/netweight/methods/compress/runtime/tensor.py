@@ -424,7 +424,7 @@ def _address(tensor: CompressedTensor) -> int:
 
 @final
 class _Place:
-    """What stands for the storage of a compressed weight where libraries look for tied weights: an address, no bytes."""
+    """Stands for the storage of a compressed weight where libraries look for tied weights: an address without bytes."""
 
     def __init__(self, tensor: CompressedTensor) -> None:
         self._tensor = tensor
