@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from netweight.core.engines import send_message
 from netweight.job import map_runs
 
 
@@ -46,6 +47,15 @@ def work(config: Config) -> dict[str, int]:
 def unsendable(config: Config) -> object:
     """Return what does not pickle."""
     return lambda: config
+
+
+def report_twice(number: int) -> int:
+    """Send two messages before the end; a number below zero then dies."""
+    for step in range(2):
+        send_message(f"{number}, step {step}")
+    if number < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import runs_under_test
-from runs_under_test import Config, unsendable, work
+from runs_under_test import Config, report_twice, unsendable, work
 
 from netweight.core.engines import in_process, local_processes
 from netweight.errors import CorruptBlob, UsageError
@@ -56,6 +56,17 @@ def test_worker_processes_survive_failure_exit_and_death_of_single_runs(tmp_path
     assert times_run(traces)[0] == 1
 
 
+def test_messages_of_a_run_arrive_before_its_outcome_and_those_of_a_dead_worker_too():
+    events = []
+    runs = local_processes(report_twice, [3, -1, 4], workers=2, on_message=lambda *message: events.append(message))
+    for index, outcome in runs:
+        assert events.count((index, f"{[3, -1, 4][index]}, step 1")) == 1
+        assert outcome.value == {0: 3, 2: 4}.get(index)
+        assert (outcome.error is None) == (index != 1)
+    assert sorted(events) == [(at, f"{n}, step {step}") for at, n in enumerate([3, -1, 4]) for step in range(2)]
+    assert report_twice(5) == 5  # outside a worker messages go nowhere
+
+
 def test_stopping_early_keeps_what_is_done_and_leaves_no_worker(tmp_path, traces):
     results = map_runs(work, [Config(number, str(traces)) for number in range(4)], ledger=tmp_path / "l", engine=TWO)
     next(results)
@@ -92,7 +103,7 @@ def test_a_killed_study_continues_and_leaves_no_worker_behind(tmp_path, traces):
     workers = children_of(study.pid)
     study.send_signal(signal.SIGKILL)
     _, complaints = study.communicate()
-    assert complaints == ""
+    assert "Traceback" not in complaints  # semaphores of a killed process are cleaned up, with a warning
     wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
     done = ledger.read_bytes().count(b"\n")
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -12,13 +12,12 @@ must have netweight and see the same files under the same paths.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import multiprocessing
 import os
 import pickle
-import signal
+import queue
 import sys
 import tempfile
 import threading
@@ -26,11 +25,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.context import AuthenticationError, BaseContext
 from typing import Any, Protocol, TypeVar, cast, final
 
 from netweight.core.files import usable_cores
@@ -45,9 +44,12 @@ C = TypeVar("C")
 class Outcome:
     """How one run ended, as an engine reports it."""
 
-    value: Any  # what the function returned; None if it failed
-    error: str | None  # the traceback, or what is known of a worker that died; None if the run succeeded
-    seconds: float  # wall-clock time of the run
+    value: Any
+    """What the function returned; None if it failed."""
+    error: str | None
+    """The traceback, or how the worker process died; None if the run succeeded."""
+    seconds: float
+    """Wall-clock time of the run."""
 
 
 class Engine(Protocol):
@@ -59,7 +61,7 @@ class Engine(Protocol):
 
 
 def _run_one(fn: Callable[[C], Any], item: C) -> Outcome:
-    """Run one item; whatever it raises becomes the outcome's error, save a wish to stop the whole process."""
+    """Run one item; an exception becomes the outcome's error; KeyboardInterrupt and SystemExit propagate."""
     started = time.perf_counter()
     try:
         value, error = fn(item), None
@@ -74,14 +76,6 @@ def in_process(fn: Callable[[C], Any], items: Sequence[C], /) -> Iterator[tuple[
         yield index, _run_one(fn, item)
 
 
-def _leave_with_parent() -> None:
-    """End this worker as soon as its parent is gone, so that a killed study leaves nothing running behind it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
 def limit_threads(threads: int) -> None:
     """Compute with so many threads in this process, also in what is imported later."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -89,114 +83,146 @@ def limit_threads(threads: int) -> None:
         sys.modules["torch"].set_num_threads(threads)
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What a run told before its end."""
-
-    value: Any
+# ---- pickled tasks and outcomes, which cross to another process ------------------------------------------------------
 
 
-_pipe: Connection | None = None  # of a worker, to its parent
+def pickled_tasks(
+    fn: Callable[[C], Any], items: Sequence[C], *, dumps: Callable[[Any], bytes] = pickle.dumps
+) -> list[bytes]:
+    """Pickle the runs of a function on items, as tasks for `run_pickled`."""
+    try:
+        return [dumps((fn, item)) for item in items]
+    except Exception as error:
+        raise UsageError(
+            f"{getattr(fn, '__qualname__', fn)!r} cannot be sent to worker processes: {error}.",
+            cure="Define it and its configuration's type at the top level of a module, or use engine=in_process.",
+        ) from error
 
 
-def tell(value: Any) -> None:
-    """Hand a value over from within a run of `local_processes`, before it ends; elsewhere nothing happens."""
-    if _pipe is not None:
-        _pipe.send(_Told(value))
+def run_pickled(task: bytes, *, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
+    """Run a pickled task in a worker and pickle its outcome; what does not unpickle or pickle there has failed."""
+    try:
+        fn, item = pickle.loads(task)
+    except Exception:
+        return dumps(Outcome(None, traceback.format_exc(), 0.0))
+    outcome = _run_one(fn, item)
+    try:
+        return dumps(outcome)
+    except Exception:
+        error = f"The run's value cannot be pickled.\n{traceback.format_exc()}"
+        return dumps(Outcome(None, error, outcome.seconds))
+
+
+# ---- worker processes on this machine --------------------------------------------------------------------------------
+
+
+class _Parent:
+    """A worker's connection to the process that started it, for values that a run sends before it ends."""
+
+    connection: Connection | None = None
+    address: tuple[Any, bytes] | None = None  # where the parent listens, and the key that it asks for; None elsewhere
+    index = 0  # of the item that the worker is at
+
+
+def send_message(value: Any) -> None:
+    """Send a value from a run of `local_processes` to its `on_message`, before the run ends.
+
+    It returns when the parent has the value, so that no message is lost or comes after the outcome. In a process that
+    is no worker nothing happens.
+    """
+    if _Parent.address is None:
+        return
+    if _Parent.connection is None:
+        address, key = _Parent.address
+        _Parent.connection = Client(address, authkey=key)
+    _Parent.connection.send((_Parent.index, value))
+    _Parent.connection.recv()
+
+
+def _exit_with_parent() -> None:
+    """End this worker as soon as its parent is gone, so that a killed study leaves nothing running behind it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _start_worker(threads: int, environment: dict[str, str], address: tuple[Any, bytes]) -> None:
+    """Prepare a worker process; pebble calls it once in each, and has Ctrl-C go to the parent alone."""
+    os.environ.clear()
+    os.environ.update(environment)
+    _Parent.address = address
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    limit_threads(threads)
+
+
+def _work(index: int, task: bytes) -> bytes:
+    """Do a run in a worker process; a run that leaves by `sys.exit` ends its worker."""
+    _Parent.index = index
+    try:
+        return run_pickled(task)
+    except SystemExit as error:
+        os._exit(error.code if isinstance(error.code, int) else 1)
+
+
+class _Events:
+    """Ends of runs and messages of workers in one queue, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[tuple[int, Any, bool]] = queue.SimpleQueue()  # index, value, whether it ended
+        self._listener = Listener(authkey=os.urandom(16))
+        self.address = (self._listener.address, cast("bytes", self._listener._authkey))  # type: ignore[attr-defined]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except AuthenticationError:
+                continue
+            except (OSError, EOFError):  # it was closed, or a worker died while it connected
+                if self._listener._listener is None:  # type: ignore[attr-defined]
+                    return
+                continue
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError), connection:  # the worker has ended
+            while True:
+                self.queue.put((*connection.recv(), False))
+                connection.send(None)
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._listener.close()
 
 
 # What takes seconds to import, and starts no threads.
 _LARGE = ("torch", "transformers.models.llama.modeling_llama", "peft")
 
 
-def _context(imports: Sequence[str]) -> BaseContext:
-    """Workers are forks of a process that has imported large libraries once and done nothing else."""
+def _context(preload: Sequence[str]) -> BaseContext:
+    """Return how processes start: as forks of a process that has imported large libraries and done nothing else."""
     # Elsewhere libraries that are imported may not survive a fork, or there is none; a socket's path has 107 bytes.
     if sys.platform != "linux" or len(os.fsencode(tempfile.gettempdir())) > 70:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*(name for name in _LARGE if name in sys.modules), *imports])
+    context.set_forkserver_preload([*(name for name in _LARGE if name in sys.modules), *preload])
     return context
 
 
-def _work(pipe: Connection, threads: int, environment: dict[str, str]) -> None:
-    """Serve runs in a worker process: receive a pickled `(fn, item)`, answer with an `Outcome`, until stopped."""
-    global _pipe
-    _pipe = pipe
-    os.environ.clear()
-    os.environ.update(environment)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its workers
-    limit_threads(threads)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
-        while True:
-            pipe.send_bytes(answer(attempt(pipe.recv_bytes())))
+def _outcome_of(future: Future[bytes], seconds: float) -> Outcome:
+    """Return how a run ended; of one whose worker died, how the worker died."""
+    from pebble import ProcessExpired
 
-
-def answer(outcome: Outcome, *, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
-    """Pickle an outcome in a worker; one that does not pickle has failed."""
-    try:
-        return dumps(outcome)
-    except Exception:
-        return dumps(Outcome(None, f"The run's value cannot be pickled.\n{traceback.format_exc()}", 0.0))
-
-
-def attempt(task: bytes) -> Outcome:
-    """Unpickle a task in a worker and run it; a task that cannot be unpickled here has failed."""
-    try:
-        fn, item = pickle.loads(task)
-    except Exception:
-        return Outcome(None, traceback.format_exc(), 0.0)
-    return _run_one(fn, item)
-
-
-class _Worker:
-    """One worker process and this side of its pipe."""
-
-    def __init__(self, threads: int, imports: Sequence[str]) -> None:
-        context = _context(imports)
-        self.pipe, theirs = context.Pipe()
-        # Not a daemon, because a run may need processes of its own (data loaders); hence the care at exit.
-        self.process: BaseProcess = context.Process(target=_work, args=(theirs, threads, dict(os.environ)))  # type: ignore[attr-defined]
-        self.process.start()
-        atexit.register(self.stop)
-        theirs.close()
-        self.index: int | None = None
-        self.started = 0.0
-
-    def give(self, index: int, task: bytes) -> None:
-        """Hand over a task; a worker that is dead already is noticed when its answer is taken."""
-        self.index, self.started = index, time.perf_counter()
-        try:
-            self.pipe.send_bytes(task)
-        except BrokenPipeError:
-            self.process.join()
-
-    def take(self) -> Outcome | _Told | None:
-        """Take the answer that is ready, or what the run tells; None if the worker died instead."""
-        try:
-            answer = pickle.loads(self.pipe.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            return None
-        assert isinstance(answer, Outcome | _Told)
-        return answer
-
-    def obituary(self) -> Outcome:
-        """Describe the death of this worker as the outcome of the run that it was doing."""
-        self.process.join()
-        self.stop()
-        code = self.process.exitcode or 0
+    error = future.exception()
+    if error is None:
+        return cast("Outcome", pickle.loads(future.result()))
+    if isinstance(error, ProcessExpired):
+        code = error.exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        return Outcome(None, f"The worker process {how} during this run.", time.perf_counter() - self.started)
-
-    def stop(self) -> None:
-        """End the process: at once if it is at work, else as a process ends that has nothing to do."""
-        atexit.unregister(self.stop)
-        self.pipe.close()
-        if self.index is None:
-            self.process.join(5)
-        self.process.terminate()
-        self.process.join()
+        return Outcome(None, f"The worker process {how} during this run.", seconds)
+    return Outcome(None, "".join(traceback.format_exception(error)), seconds)
 
 
 def local_processes(
@@ -205,55 +231,71 @@ def local_processes(
     /,
     *,
     workers: int | None = None,
-    told: Callable[[int, Any], object] = lambda index, value: None,
-    imports: Sequence[str] = (),
+    on_message: Callable[[int, Any], object] = lambda index, value: None,
+    preload: Sequence[str] = (),
 ) -> Iterator[tuple[int, Outcome]]:
-    """Run items in worker processes on this machine: the default engine."""
-    # A worker lives for many runs; one that dies (out of memory, a crash in native code) fails its run only and is
-    # replaced. The machine's cores are shared out among the workers. To choose their number, pass
-    # `functools.partial(local_processes, workers=4)` as the engine. `told` takes what runs `tell`, as they do. Of
-    # `imports`, modules that runs need, those that are installed are imported once for all workers.
+    """Run items in worker processes on this machine: the default engine.
+
+    A worker lives for many runs. One that dies (out of memory, a crash in native code) fails its run only and is
+    replaced. The machine's cores are divided among the workers. Stopping the iteration early stops the workers.
+
+    Args:
+        fn: A function that pickles, of one item.
+        items: Values that pickle.
+        workers: Number of processes, at least 1; None for one per core. Pass
+            `functools.partial(local_processes, workers=4)` as an engine to choose it.
+        on_message: Receives the index of an item and each value that its run passes to `send_message`.
+        preload: Modules that runs need; those that are installed are imported once for all workers.
+
+    Yields:
+        The index of an item and its `Outcome`, in the order in which runs end.
+
+    Raises:
+        UsageError: `workers` is below 1, or `fn` or an item does not pickle.
+    """
+    from pebble import ProcessPool
+
     if workers is not None and workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}.")
+    tasks = pickled_tasks(fn, items)
+    if not tasks:
+        return
     cores = usable_cores()
     count = min(workers or cores, len(items))
-    threads = max(1, cores // max(1, count))
-    waiting = list(enumerate(sendable(fn, items)))[::-1]
-    pool = {worker.pipe: worker for worker in (_Worker(threads, imports) for _ in range(count))}
+    threads = max(1, cores // count)
+    events = _Events()
+    pool = ProcessPool(
+        count,
+        initializer=_start_worker,
+        initargs=(threads, dict(os.environ), events.address),
+        context=_context(preload),
+    )
+    started = dict.fromkeys(range(len(tasks)), time.perf_counter())
     try:
-        for worker in pool.values():
-            worker.give(*waiting.pop())
-        while busy := [worker.pipe for worker in pool.values() if worker.index is not None]:
-            for pipe in cast("list[Connection]", wait(busy)):
-                worker = pool[pipe]
-                index, outcome = cast("int", worker.index), worker.take()
-                if isinstance(outcome, _Told):
-                    told(index, outcome.value)
-                    continue
-                worker.index = None
-                if outcome is None:
-                    outcome = pool.pop(pipe).obituary()
-                    worker = _Worker(threads, imports)
-                    pool[worker.pipe] = worker
-                if waiting:
-                    worker.give(*waiting.pop())
-                yield index, outcome
+        waiting = list(enumerate(tasks))[::-1]
+
+        def schedule() -> None:
+            index, task = waiting.pop()
+            started[index] = time.perf_counter()
+            future = pool.schedule(_work, args=(index, task))
+            future.add_done_callback(lambda future: events.queue.put((index, future, True)))
+
+        for _ in range(count):
+            schedule()
+        left = len(tasks)
+        while left:
+            index, value, ended = events.queue.get()
+            if not ended:
+                on_message(index, value)
+                continue
+            left -= 1
+            if waiting:
+                schedule()
+            yield index, _outcome_of(value, time.perf_counter() - started[index])
     finally:
-        for worker in pool.values():
-            worker.stop()
-
-
-def sendable(
-    fn: Callable[[C], Any], items: Sequence[C], *, dumps: Callable[[Any], bytes] = pickle.dumps
-) -> list[bytes]:
-    """Pickle the runs of a function on items: tasks for `attempt`."""
-    try:
-        return [dumps((fn, item)) for item in items]
-    except Exception as error:
-        raise UsageError(
-            f"{getattr(fn, '__qualname__', fn)!r} cannot be sent to worker processes: {error}.",
-            cure="Define it and its configuration's type at the top level of a module, or use engine=in_process.",
-        ) from error
+        pool.stop()
+        pool.join()
+        events.close()
 
 
 # ---- Ray -------------------------------------------------------------------------------------------------------------
@@ -309,14 +351,14 @@ def _connect(address: str | None, workers: int | None, cpus: int) -> None:
 def _serve(task: bytes, threads: int) -> bytes:
     """Do a run in a worker of Ray."""
     limit_threads(threads)
-    return answer(attempt(task), dumps=_ray().cloudpickle.dumps)
+    return run_pickled(task, dumps=_ray().cloudpickle.dumps)
 
 
 def _run(
     fn: Callable[[C], Any], items: Sequence[C], /, *, workers: int | None, cpus: int, gpus: float
 ) -> Iterator[tuple[int, Outcome]]:
     ray = _ray()
-    waiting = list(enumerate(sendable(fn, items, dumps=ray.cloudpickle.dumps)))[::-1]
+    waiting = list(enumerate(pickled_tasks(fn, items, dumps=ray.cloudpickle.dumps)))[::-1]
     serve = ray.remote(_serve).options(num_cpus=cpus, num_gpus=gpus, max_retries=0)
     under_way: dict[Any, tuple[int, float]] = {}
     try:
@@ -333,11 +375,11 @@ def _run(
 
 
 def _outcome(reference: Any, since: float) -> Outcome:
-    """What a run said; of one whose worker died, what Ray says, and as its time that since it was handed over."""
+    """Return a run's outcome; of one whose worker died, Ray's message and the time since it was handed over."""
     ray = _ray()
     try:
-        said = ray.cloudpickle.loads(ray.get(reference))
+        outcome = ray.cloudpickle.loads(ray.get(reference))
     except ray.exceptions.RayError as error:
         return Outcome(None, f"Ray lost the run's worker process: {error}", time.perf_counter() - since)
-    assert isinstance(said, Outcome)
-    return said
+    assert isinstance(outcome, Outcome)
+    return outcome

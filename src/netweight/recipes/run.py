@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, final
 
 from tqdm import tqdm
 
-from netweight.core.engines import local_processes, tell
+from netweight.core.engines import local_processes, send_message
 from netweight.core.files import digest_config, digest_file
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, NetweightError
@@ -300,7 +300,7 @@ def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress:
                 progress.note(f"{plan.parts[number].recipe.name}: {value}")
 
         work = partial(_tell_all, every=2.0 if progress.mode == "bar" else 30.0)
-        for number, outcome in local_processes(work, plan.parts, workers=jobs, told=told, imports=_IMPORTED):
+        for number, outcome in local_processes(work, plan.parts, workers=jobs, on_message=told, preload=_IMPORTED):
             if isinstance(outcome.value, NetweightError):
                 raise outcome.value
             if outcome.error is not None:
@@ -314,7 +314,7 @@ class _Telling(io.StringIO):
 
     def write(self, text: str) -> int:
         if text.strip():
-            tell(text.strip())
+            send_message(text.strip())
         return len(text)
 
 
@@ -322,7 +322,7 @@ def _tell_all(plan: Plan, *, every: float) -> NetweightError | None:
     """Run a chapter in a worker; return what it was refused for."""
     try:
         for entry in _run(plan, Progress("plain", stream=_Telling(), every=every)):
-            tell(entry)
+            send_message(entry)
     except NetweightError as error:
         return error
     return None
