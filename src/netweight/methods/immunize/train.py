@@ -430,10 +430,10 @@ class _Training:
         """Go back to what was kept, which the first process reads for all; False if there is nothing."""
         if self.kept is None:
             return False
-        (identity, jobs), tensors = self.kept, dict[str, Tensor]()
+        (_, jobs), tensors = self.kept, dict[str, Tensor]()
 
         def read() -> tuple[dict[str, Any], set[str]] | None:
-            found = jobs[0].load({"identity": identity})
+            found = jobs[0].load()
             tensors.update(found[1] if found else {})
             return found and (found[0], set(tensors))
 
