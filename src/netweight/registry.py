@@ -1,24 +1,260 @@
-"""What netweight can do with models, by name: methods with their audits, and attacks; found by entry point.
+"""The commands of netweight: each is registered once, and the registration serves every way of calling it.
 
-A package adds a method by an entry point of the group `netweight.methods` that names a `Method`, and an attack by one
-of `netweight.attacks` that names an `Attack`. It then has a command, a verb in recipes and their schema, sections in
-reports, and entries in model cards. netweight's own methods are found the same way.
+A registration is one of three kinds. A `Command` takes arguments and settings and returns a `Result`. A `Method` is a
+command that treats a model's files, and names the audits that test what it made. An `Attack` is a command that tests a
+model. From a registration follow the command with its help, the verb in recipes with its schema, the rows of the tables
+in the documentation, and the call in Python:
+
+    netweight.command("attack finetune")("my-model", out="attacks", harmful="rows.jsonl")
+
+A package registers by an entry point: in the group `netweight.methods` its name is the first word of the command, and
+it names a registration or a tuple of them; in the group `netweight.attacks` it names an `Attack`. netweight's own
+commands are found in the same way.
+
+Modules of registrations import neither torch nor settings: `lazy("module:name")` stands for a function or a class that
+is imported when it is used, so that `netweight --help` is quick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+import inspect
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, final
 
-from netweight.core.progress import Progress
+from netweight.core.declared import declare_audits
+from netweight.core.lazy import lazy as lazy
+from netweight.core.lazy import value_of
+from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
-from netweight.report.audit import Audit, declare_audits
-from netweight.report.finding import Section
+
+if TYPE_CHECKING:
+    from netweight.report.audit import Audit
+    from netweight.report.finding import Section
 
 S = TypeVar("S")
+
+
+# ---- what a command takes --------------------------------------------------------------------------------------------
+
+Kind: TypeAlias = Literal["model", "file", "folder", "path", "new", "text", "integer", "flag"]
+
+
+@final
+@dataclass(frozen=True)
+class Argument:
+    """A positional argument of a command, or an option that is none of its settings, such as where results go."""
+
+    name: str
+    """The name by which `run` receives the value."""
+    kind: Kind = "model"
+    """What is given: a "model" is a folder, a file or the id of a model on the Hugging Face hub; "file", "folder" and
+    "path" exist; "new" is written; "flag" is given or not."""
+    help: str = ""
+    """What it is, for an option's help."""
+    option: str = ""
+    """The option's name, such as "--out"; without it the argument is positional."""
+    metavar: str = ""
+    """What stands for the value in the help; by default the name in capitals."""
+    many: bool = False
+    """Whether several may be given."""
+    required: bool = True
+    """Whether the command needs it."""
+    default: Any = None
+    """The value where none is given."""
+
+    def named(self, name: str, **changes: Any) -> Argument:
+        """Return this argument under another name, with further changes."""
+        return replace(self, name=name, **changes)
+
+
+MODEL = Argument("model")
+SOURCE = Argument("source")
+DESTINATION = Argument("destination", "new")
+RESULTS = Argument("out", "new", "Folder for the results.", "--out", metavar="FOLDER")
+OVERWRITE = Argument("overwrite", "flag", "Replace what is there.", "--overwrite", required=False, default=False)
+SEED = Argument("seed", "integer", "Seed of every random choice.", "--seed", required=False, default=0)
+
+
+# ---- what a command returns ------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Rows:
+    """A table for people."""
+
+    headers: Sequence[str]
+    """Headings of the columns; none for a table without a first line."""
+    rows: Sequence[Sequence[object]]
+    """The cells, as many in every row as there are headings."""
+
+
+@final
+@dataclass(frozen=True)
+class Result:
+    """What a command did, for people, for machines and for Python."""
+
+    lines: Sequence[str | Rows] = ()
+    """Sentences and tables for people, in their order."""
+    sections: Sequence[Section] = ()
+    """What was measured; their findings decide the verdict and the exit code."""
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    """What `--json` writes, beside findings, verdict and paths."""
+    written: Sequence[Path] = ()
+    """Files and folders that were made, the most important first."""
+    report: Path | None = None
+    """The page of a report that was written."""
+    warnings: Sequence[str] = ()
+    """Sentences that a reader must not miss."""
+    next: Sequence[str] = ()
+    """Command lines to go on with."""
+    shown: bool = False
+    """Whether the lines show the findings already."""
+
+
+@final
+@dataclass(frozen=True)
+class Context:
+    """How a command is run: where progress is shown, and what called it."""
+
+    progress: Progress = QUIET
+    """Where progress is shown."""
+    command: str | None = None
+    """The command line, for reports and cards."""
+
+
+# ---- registrations ---------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Group:
+    """Commands that share their first word, such as `netweight space fit` and `netweight space sample`."""
+
+    name: str
+    """The first word."""
+    summary: str
+    """What the commands are for, in a line."""
+    description: str = ""
+    """Further sentences for the group's help."""
+
+
+@dataclass(frozen=True)
+class Command(Generic[S]):
+    """Something that netweight does: its name, what it takes and what runs it."""
+
+    name: str
+    """The words of the command, such as "space neighbors"."""
+    settings: type[S] | Any = None
+    """The class of its settings, `lazy` or itself; None where it has none."""
+    _: KW_ONLY
+    run: Callable[..., Result] | None = None
+    """Takes `(settings, context, **arguments)`; without settings `(context, **arguments)`."""
+    summary: str = ""
+    """What it does, in a line; by default the first line of the settings' docstring."""
+    description: str = ""
+    """Further sentences for its help."""
+    example: str = ""
+    """A command line that works."""
+    arguments: tuple[Argument, ...] = ()
+    """Its positional arguments in their order, and options that are no settings."""
+    skip: tuple[str, ...] = ()
+    """Settings that the command lacks."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of the command."""
+        return tuple(self.name.split())
+
+    @property
+    def settings_class(self) -> type[Any] | None:
+        """The class of its settings, imported."""
+        kind: type[Any] | None = value_of(self.settings)
+        return kind
+
+    @property
+    def line(self) -> str:
+        """What it does, in a line."""
+        return self.summary or (inspect.getdoc(self.settings_class) or "").partition("\n")[0]
+
+    def execute(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
+        """Run the command on checked settings, and arguments of which models may be ids on the hub."""
+        from netweight.core.hub import local_model
+
+        exclude = getattr(settings, "exclude", ())
+        models = [each.name for each in self.arguments if each.kind == "model" and arguments.get(each.name)]
+        named = () if not isinstance(self, Method) else value_of(self.named)
+        found = {
+            name: Path(text) if text in named else local_model(text, exclude=exclude)
+            for name, text in ((name, str(arguments[name])) for name in models)
+        }
+        return self.perform(settings, context, {**arguments, **found})
+
+    def perform(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
+        """Run the command on checked settings and arguments."""
+        run: Any = self.run
+        if run is None:
+            raise UsageError(f"The command {self.name!r} has no `run`.", cure="Register it with one.")
+        made: Result = run(context, **arguments) if self.settings is None else run(settings, context, **arguments)
+        return made
+
+    def __call__(self, *positional: Any, progress: Progress = QUIET, **given: Any) -> Result:
+        """Run the command in Python.
+
+        Args:
+            positional: The positional arguments, in their order.
+            progress: Where progress is shown.
+            given: Arguments and settings by name; paths may be texts.
+
+        Returns:
+            What the command did.
+
+        Raises:
+            UsageError: An argument is missing or unknown, or a setting is refused.
+        """
+        arguments = self._arguments(positional, given)
+        if isinstance(self, Method) and "audit" in given:
+            arguments["audit"] = given.pop("audit")
+        settings = None if self.settings_class is None else self.settings_class.of(given)
+        if self.settings_class is None and given:
+            raise UsageError(f"The command {self.name!r} has no argument {sorted(given)[0]!r}.")
+        return self.execute(settings, Context(progress), arguments)
+
+    def _arguments(self, positional: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
+        """Take the arguments out of what was given."""
+        places = [each for each in self.arguments if not each.option]
+        if len(positional) > len(places):
+            raise UsageError(f"The command {self.name!r} takes {len(places)} positional arguments.")
+        values = dict(zip([each.name for each in places], positional, strict=False))
+        for each in self.arguments:
+            value = values.get(each.name, given.pop(each.name, each.default))
+            if value is None and each.required:
+                raise UsageError(f"The command {self.name!r} needs the argument {each.name!r}.")
+            if each.many:
+                values[each.name] = tuple(map(Path, value or ())) if each.kind != "text" else tuple(value or ())
+            elif value is not None and each.kind in ("file", "folder", "path", "new"):
+                values[each.name] = Path(value)
+            else:
+                values[each.name] = value
+        return values
+
+
+@final
+@dataclass(frozen=True)
+class CardEntry:
+    """What a method did to a model, for the model's card."""
+
+    title: str
+    """In a few words."""
+    text: str
+    """What it means, and what it does not."""
+    facts: tuple[tuple[str, str], ...]
+    """Names and values."""
+    tags: tuple[str, ...]
+    """Tags of the model's page on the hub."""
 
 
 def _as_it_is(audit: str, destination: Path, source: Path, settings: S, progress: Progress) -> tuple[Any, S]:
@@ -27,58 +263,54 @@ def _as_it_is(audit: str, destination: Path, source: Path, settings: S, progress
 
 @final
 @dataclass(frozen=True)
-class CardEntry:
-    """What a method did to a model, for the model's card."""
+class Method(Command[S]):
+    """A treatment of a model's files, with the audits that test what it made: a command and a step of recipes.
 
-    title: str  # in a few words
-    text: str  # what it means, and what it does not
-    facts: tuple[tuple[str, str], ...]  # names and values
-    tags: tuple[str, ...]  # for the hub
-
-
-@final
-@dataclass(frozen=True)
-class Method(Generic[S]):
-    """A treatment of files, with the audits that prove it: what a command or a recipe applies.
-
-    Attributes:
-        verb: Its key in recipes and its command's name.
-        config: The class of its settings.
-        apply: Takes `(source, destination, settings, progress)` and makes `destination`, which does not exist, whole
-            or not at all; it never changes `source`.
-        audits: Name → the audit; None for one that an attack holds or that needs what only its user has.
-        examine: Takes `(audit, destination, source, settings, progress)` and returns the subject and the config that
-            the audit of that name takes, `(destination, source)` and the settings by default. It may work, such as
-            generate images: what an earlier run's audits returned is remembered, and it is not called for them.
-        by_attack: Audits that an attack holds where a recipe has it: audit's name → the attack's verb.
-        check: Takes `(source, settings)` and raises what work could only find out later; `source` is None where an
-            earlier step makes it.
-        reads: Takes the settings and returns files that they lead to without naming them, such as the images of a
-            table: another content makes another step.
-        takes: What it can be applied to: the kinds that methods before it make.
-        makes: What comes out: "model", "bank", "space", "points", "adapters" or "federation".
-        named: Subjects that it knows by name and that are no files here.
-        card: Reads the method's record in a folder and returns an entry for the model's card; None where it left none.
+    Its command takes SOURCE and DESTINATION and has the options `--audit` and, where it writes a card, `--card`.
 
     Raises:
         UsageError: It has no audit.
     """
 
-    verb: str
-    config: type[S]
-    apply: Callable[[Path, Path, S, Progress], object]
-    audits: Mapping[str, Audit | None]
+    apply: Callable[[Path, Path, S, Progress], Any] = lambda *given: None
+    """Takes `(source, destination, settings, progress)` and makes `destination`, which does not exist, whole or not at
+    all; it never changes `source`. What it returns may be a `Result`, for the command."""
+    audits: Mapping[str, Audit | Any] = field(default_factory=dict)
+    """Name → the audit; None for one that an attack makes or that needs what only its user has."""
+    _: KW_ONLY
+    verb: str = ""
+    """Its key in recipes; by default the command's words, joined by dashes."""
+    audited: bool | None = True
+    """Whether the command runs the audits unless `--audit` or `--no-audit` is given; None where it has no such
+    option."""
+    audits_itself: bool = False
+    """Whether `run` takes `audit`, whether to audit, and makes the sections of audits itself."""
     examine: Callable[[str, Path, Path, S, Progress], tuple[Any, Any]] = _as_it_is
+    """Takes `(audit, destination, source, settings, progress)` and returns the subject and the settings that the audit
+    of that name takes; by default `(destination, source)` and the settings. It may work, such as generate images: the
+    section of an audit that ended is kept, and it is not called again for that."""
     by_attack: Mapping[str, str] = field(default_factory=dict)
+    """Audits that an attack makes where a recipe has it: the audit's name → the attack's verb."""
     check: Callable[[Path | None, S], object] | None = None
+    """Takes `(source, settings)` and raises what work could only find out later; `source` is None where an earlier step
+    makes it."""
     reads: Callable[[S], Iterable[Path]] | None = None
+    """Takes the settings and returns files that they lead to without naming them, such as the images of a table."""
     takes: tuple[str, ...] = ("model",)
+    """What it can be applied to: kinds that methods before it make."""
     makes: str = "model"
-    named: Container[str] = ()
+    """What comes out: "model", "bank", "space", "points", "adapters" or "federation"."""
+    named: Container[str] | Any = ()
+    """Subjects that it knows by name and that are no files here."""
     card: Callable[[Path], CardEntry | None] | None = None
+    """Reads the method's record in a folder and returns an entry for the model's card; None where it left none."""
 
     def __post_init__(self) -> None:
         """Declare the audits: no treatment without its audit."""
+        if not self.verb:
+            object.__setattr__(self, "verb", "-".join(self.words))
+        if not self.arguments:
+            object.__setattr__(self, "arguments", (SOURCE, DESTINATION))
         declare_audits(self.verb, self.audits)
 
     @property
@@ -86,77 +318,191 @@ class Method(Generic[S]):
         """The names of the audits that a recipe or a command can run."""
         return tuple(name for name, audit in self.audits.items() if audit is not None)
 
+    def perform(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
+        """Apply the method to the source, and run its audits if the call asks for them."""
+        values = dict(arguments)
+        audited = values.pop("audit", self.audited)
+        if self.run is not None and self.audits_itself:
+            whole: Result = self.run(settings, context, **values, audit=audited)
+            return whole
+        if self.run is not None:
+            result: Result = self.run(settings, context, **values)
+        else:
+            source, destination = values["source"], values["destination"]
+            _refuse_existing(destination)
+            if self.check is not None:
+                self.check(source, settings)
+            made = self.apply(source, destination, settings, context.progress)
+            result = made if isinstance(made, Result) else Result()
+            result = result if result.written else replace(result, written=(destination,))
+        if not audited or not self.runnable:
+            return result
+        from netweight.report.audit import run_audits
+
+        source, destination = (values[each.name] for each in self.arguments[:2])
+        sections = []
+        for name in self.runnable:
+            subject, config = self.examine(name, destination, source, settings, context.progress)
+            sections += run_audits(
+                self.verb, subject, config, seed=0, only=[name], progress=context.progress
+            ).values()  # fmt: skip
+        return replace(result, sections=(*result.sections, *sections))
+
+
+def _refuse_existing(destination: Path) -> None:
+    from netweight.core.files import refuse_existing
+
+    refuse_existing(destination, overwrite=None)
+
 
 @final
 @dataclass(frozen=True)
 class Target:
-    """What an attack of a recipe is about."""
+    """What an attack is run on."""
 
-    model: Path  # the model that the recipe's last method made, or its subject where it has none
-    before: Path | None  # the recipe's subject, if a method came between
-    output: Path  # the recipe's folder: ledgers go there
-    seed: int  # the recipe's
+    model: Path
+    """The model that is attacked: in a recipe what the last method made, or the subject where there is none."""
+    before: Path | None
+    """The recipe's subject, if a method came between."""
+    output: Path
+    """The folder of results: ledgers go there."""
+    seed: int
+    """Root of every random choice."""
 
 
 @final
 @dataclass(frozen=True)
-class Attack(Generic[S]):
-    """An attack on files.
+class Attack(Command[S]):
+    """A test of a model by attacking it: a command, `netweight attack VERB`, and an entry in recipes.
 
-    Attributes:
-        verb: Its key in recipes.
-        config: The class of its settings.
-        run: Takes `(target, settings, progress)` and returns a section. It continues what was stopped; the section of
-            an attack that ended is remembered.
-        check: Takes `(model, settings)` and raises what work could only find out later; `model` is None where a
-            method makes it.
-        reads: As of `Method`.
-        takes: The kinds of results that it can be run on.
+    Its command takes the attacked model and writes a report into `--out`.
     """
 
-    verb: str
-    config: type[S]
-    run: Callable[[Target, S, Progress], Section]
+    attack: Callable[[Target, S, Progress], Section | Sequence[Section] | Result] = lambda *given: ()
+    """Takes `(target, settings, progress)` and returns a section, sections, or a `Result` with sections. It continues
+    what was stopped; what an attack that ended returned is kept."""
+    _: KW_ONLY
+    title: str = ""
+    """Heading of the report, before the name of what is attacked."""
     check: Callable[[Path | None, S], object] | None = None
+    """Takes `(model, settings)` and raises what work could only find out later; `model` is None where a method makes
+    it."""
     reads: Callable[[S], Iterable[Path]] | None = None
+    """As of `Method`."""
     takes: tuple[str, ...] = ("model",)
+    """The kinds of results that it can be run on."""
+
+    def __post_init__(self) -> None:
+        """Take the usual arguments: what is attacked, the folder of results and the seed."""
+        if len(self.words) == 1:
+            object.__setattr__(self, "name", f"attack {self.name}")
+        if not self.arguments:
+            object.__setattr__(self, "arguments", (MODEL, RESULTS, SEED))
+
+    @property
+    def verb(self) -> str:
+        """Its key in recipes."""
+        return self.words[-1]
+
+    def on(self, target: Target, settings: S, progress: Progress) -> Result:
+        """Attack a target."""
+        made: Any = self.attack(target, settings, progress)
+        if isinstance(made, Result):
+            return made
+        return Result(sections=tuple(made) if isinstance(made, (list, tuple)) else (made,))
+
+    def perform(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
+        """Attack a model and write the report."""
+        from netweight.core.files import digest_file
+        from netweight.report.report import Report
+
+        model, out, seed = arguments[self.arguments[0].name], arguments["out"], arguments["seed"]
+        if self.check is not None:
+            self.check(model, settings)
+        result = self.on(Target(model, None, out, seed), settings, context.progress)
+        files = [model] if model.is_file() else []
+        files += getattr(settings, "files", [value for value in vars(settings).values() if isinstance(value, Path)])
+        report = Report(
+            f"{self.title or self.line.rstrip('.')}: {model.resolve().name}", command=context.command, seeds=(seed,),
+            inputs={path.name: digest_file(path) for path in files if path.is_file()},
+        )  # fmt: skip
+        for section in result.sections:
+            report.add(section)
+        return replace(result, report=report.write(out), written=result.written or (out,))
 
 
-_METHODS: dict[str, Method[Any]] = {}
-_ATTACKS: dict[str, Attack[Any]] = {}
+Entry: TypeAlias = "Command[Any] | Group"
+METHODS, ATTACKS = "netweight.methods", "netweight.attacks"
+_REGISTERED: dict[str, Entry] = {}
+_LOADED: dict[EntryPoint, tuple[Entry, ...]] = {}
 
 
-def register(entry: Method[Any] | Attack[Any]) -> None:
-    """Add an `entry`, a method or an attack, in this process; packages use entry points.
+def register(entry: Entry) -> None:
+    """Add an `entry` in this process; packages use entry points.
 
     Raises:
-        UsageError: Another one has its verb.
+        UsageError: Another one has its name.
     """
-    known: dict[str, Any] = _METHODS if isinstance(entry, Method) else _ATTACKS
-    if entry.verb in known:
-        kind = "method" if isinstance(entry, Method) else "attack"
-        raise UsageError(f"The {kind} {entry.verb!r} is registered already.", cure="Choose another verb.")
-    known[entry.verb] = entry
+    if entry.name in _REGISTERED:
+        raise UsageError(f"The command {entry.name!r} is registered already.", cure="Choose another name.")
+    _REGISTERED[entry.name] = entry
+
+
+def points(group: str) -> list[EntryPoint]:
+    """Return the entry points of a group, netweight's own first; nothing is imported."""
+    found = entry_points(group=group)
+    return sorted(found, key=lambda point: not is_own(point))
+
+
+def is_own(point: EntryPoint) -> bool:
+    """Whether an entry point is netweight's own, which can be loaded at no cost."""
+    return point.dist is not None and point.dist.name == "netweight"
+
+
+def loaded(point: EntryPoint) -> tuple[Entry, ...]:
+    """Return what an entry point registers."""
+    if point not in _LOADED:
+        made = point.load()
+        _LOADED[point] = tuple(made) if isinstance(made, (list, tuple)) else (made,)
+    return _LOADED[point]
+
+
+def commands(word: str | None = None) -> Mapping[str, Command[Any]]:
+    """Return all commands by name, or those whose first word this is; others are not imported."""
+    found = [entry for entry in _REGISTERED.values() if word in (None, entry.name.split()[0])]
+    for group in (METHODS, ATTACKS):
+        for point in points(group):
+            first = "attack" if group == ATTACKS else point.name
+            if word in (None, first):
+                found += loaded(point)
+    return {entry.name: entry for entry in found if isinstance(entry, Command)}
+
+
+def groups() -> Mapping[str, Group]:
+    """Return the groups of commands by their first word; packages of others are not imported."""
+    own = [entry for point in points(METHODS) if is_own(point) for entry in loaded(point)]
+    return {entry.name: entry for entry in (*own, *_REGISTERED.values()) if isinstance(entry, Group)}
+
+
+def command(name: str) -> Command[Any]:
+    """Return the command of a name, such as "attack finetune"; it can be called.
+
+    Raises:
+        NameNotFound: There is no such command.
+    """
+    found = commands(name.split()[0]) if name.split() else {}
+    if name not in found:
+        from netweight.core.names import not_found
+
+        raise not_found(f"There is no command {name!r}.", name, commands())
+    return found[name]
 
 
 def known_methods() -> Mapping[str, Method[Any]]:
-    """Return all methods by verb; importing them takes seconds."""
-    return _loaded("netweight.methods", _METHODS)
+    """Return all methods by their verbs in recipes."""
+    return {each.verb: each for each in commands().values() if isinstance(each, Method)}
 
 
 def known_attacks() -> Mapping[str, Attack[Any]]:
-    """Return all attacks by verb; importing them takes seconds."""
-    return _loaded("netweight.attacks", _ATTACKS)
-
-
-def entry_named(verb: str, *, attacks: bool) -> Any:
-    """Return a method, or an attack, by its verb; others are not imported."""
-    group, known = ("netweight.attacks", _ATTACKS) if attacks else ("netweight.methods", _METHODS)
-    return _loaded(group, known, verb)[verb]
-
-
-def _loaded(group: str, known: dict[str, Any], only: str | None = None) -> Mapping[str, Any]:
-    for point in entry_points(group=group):
-        if point.name not in known and only in (None, point.name):
-            register(point.load())
-    return known
+    """Return all attacks by their verbs in recipes."""
+    return {each.verb: each for each in commands("attack").values() if isinstance(each, Attack)}

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_spaces import known_scores
+from netweight.methods.space.recipe import neighbor_findings, spread_findings
 
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import fit_direction
@@ -18,7 +19,6 @@ from netweight.methods.space.points import (
     nearest_distances,
     row_of,
 )
-from netweight.methods.space.recipe import neighbor_findings, spread_findings
 from netweight.methods.space.settings import SampleSettings
 
 few = settings(max_examples=20, deadline=None)

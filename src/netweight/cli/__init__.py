@@ -1,6 +1,6 @@
-"""The command `netweight`: a table of commands, each imported only when it is called, one place for errors and output.
+"""The command `netweight`: which commands there are, each imported only when it is called, errors and output.
 
-Commands share the kinds of paths that they take, `--json` and what they write; `settings.options` makes the rest.
+Commands of methods and attacks are generated from their registrations (`generate.py`); the others are in this package.
 
 Exit codes: 0 done, 1 a finding failed, 2 wrong usage, 3 corrupt or unsafe input, 130 interrupted.
 """
@@ -16,7 +16,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
@@ -25,39 +24,49 @@ import click
 from netweight.core.environment import netweight_version
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, NetweightError, UsageError
+from netweight.registry import METHODS, Group, groups, is_own, loaded, points
 
 if TYPE_CHECKING:
     from netweight.report.finding import Finding
-    from netweight.report.report import Report
+    from netweight.report.verdict import Verdict
 
 # Exit code of a command that did its work and found something that failed.
 FINDING_FAILED = 1
 # Exit code of a command that was stopped with Ctrl-C, as shells have it.
 INTERRUPTED = 130
+# The home of the documentation on the web, for help and messages; empty until there is one.
+DOCUMENTATION = ""
 
-# Each command's home, `"module:attribute"`, and its line in `netweight --help`.
-COMMANDS: dict[str, tuple[str, str]] = {
+# Commands that treat and attack nothing themselves: home, `"module:attribute"`, and line in `netweight --help`.
+OWN: dict[str, tuple[str, str]] = {
     "label": ("netweight.cli.label:label", "Show what is in a model's files, as a nutrition label."),
-    "compress": ("netweight.cli.compress:compress", "Make a model's files smaller, bit for bit."),
-    "decompress": ("netweight.cli.compress:decompress", "Restore the original files of a compressed model."),
-    "inspect": ("netweight.cli.compress:inspect", "Show what is in weight files, tensor by tensor."),
-    "verify": ("netweight.cli.compress:verify", "Prove that a compressed model is intact and identical."),
-    "immunize": ("netweight.cli.method:immunize", "Make a language model resist harmful fine-tuning."),
-    "attack": ("netweight.cli.attack:attack", "Attack a model or an update, to see what it gives away."),
-    "federate": ("netweight.cli.federate:federate", "Train across clients, and audit what a server could see."),
-    "forget": ("netweight.cli.forget:forget", "Find what a diffusion model memorized, and switch it off."),
-    "space": ("netweight.cli.space:space", "See many customized models as one space."),
-    "tour": ("netweight.cli.run:tour", "Show everything at work on a small real model."),
-    "init": ("netweight.cli.run:init", "Write recipes and small files to run and to change."),
+    "init": ("netweight.cli.init:init", "Write recipes and small files to run and to change."),
     "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
+    "report": ("netweight.cli.run:report", "Show the verdict and findings of a run, and write its page again."),
+    "tour": ("netweight.cli.run:tour", "Show everything at work on a small real model."),
+    "doctor": ("netweight.cli.doctor:doctor", "Report what is installed, what runs here and what is missing."),
     "reproduce": (
         "netweight_experiments.cli:reproduce",
-        "Measure a table of a paper again, beside what was published.",
+        "Measure a table of a paper again.",
     ),
-    "report": ("netweight.cli.run:report", "Show or rewrite the report of a run."),
     "benchmark": ("netweight_experiments.cli:benchmark", "Measure speed and size against peers on this machine."),
-    "doctor": ("netweight.cli.doctor:doctor", "Say what is installed, what runs here and what is missing."),
 }
+# Commands that are listed only where another package is installed: the package's module, and how it is installed.
+NEEDS = {
+    "tour": ("netweight_toys", 'pip install "netweight[tour]"'),
+    "reproduce": ("netweight_experiments", "pip install ./experiments (in a clone of netweight's source)"),
+    "benchmark": ("netweight_experiments", "pip install ./experiments (in a clone of netweight's source)"),
+}
+# The order of `netweight --help`; what other packages bring comes after these.
+SECTIONS = {
+    "Look": ("label", "inspect"),
+    "Compress": ("compress", "decompress", "verify"),
+    "Treat": ("immunize", "forget", "federate", "space"),
+    "Attack": ("attack",),
+    "Recipes and publishing": ("init", "run", "report", "publish"),
+    "This installation": ("doctor", "tour", "reproduce", "benchmark"),
+}
+EXAMPLE = "netweight compress my-model my-model-compressed"
 
 
 def _report(error: NetweightError, as_json: bool) -> None:
@@ -69,33 +78,57 @@ def _report(error: NetweightError, as_json: bool) -> None:
 
 
 def _foreign() -> dict[str, str]:
-    """The methods that other installed packages bring, and those packages' own summaries; nothing is imported."""
-    points = entry_points(group="netweight.methods")
-    brought = [(point.name, point.dist) for point in points if point.dist is not None]
-    return {name: dist.metadata["Summary"] for name, dist in brought if dist.name != "netweight"}
+    """The commands that other installed packages bring, and those packages' own summaries; nothing is imported."""
+    brought = [(point.name, point.dist) for point in points(METHODS) if not is_own(point) and point.dist is not None]
+    return {name: dist.metadata["Summary"] for name, dist in brought}
 
 
-class _Commands(click.Group):
-    """A group that imports a command when it is called or its own help is asked for, and not before."""
+def _lines() -> dict[str, str]:
+    """Every first word of a command, and what it is for; packages of others are not imported."""
+    own = {name: line for name, (_, line) in OWN.items() if name not in NEEDS or _installed(name)}
+    for point in points(METHODS):
+        if is_own(point):
+            first = next(iter(loaded(point)))
+            own[point.name] = first.summary if isinstance(first, Group) else first.line
+    own["attack"] = ATTACK.summary
+    registered = {name: entry.summary for name, entry in groups().items() if name not in own}
+    return {**_foreign(), **registered, **own}
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(NEEDS[name][0]) is not None
+
+
+ATTACK = Group(
+    "attack",
+    "Attack a model or an update, to measure what it reveals.",
+    "An attack measures and discards: no attacked model is written. Each writes a report into --out and exits with 1 "
+    "if a target is missed or could not be measured.",
+)
+
+
+class Commands(click.Group):
+    """The group `netweight`: a command is imported when it is called or its own help is asked for, and not before."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """List all commands in the table's order."""
-        return list(COMMANDS)
+        """List all commands, in the order of the help."""
+        lines = _lines()
+        ordered = [name for names in SECTIONS.values() for name in names if name in lines]
+        return ordered + [name for name in lines if name not in ordered]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command; None for a name that is not in the table."""
-        if cmd_name not in COMMANDS:
-            if cmd_name not in _foreign():
-                return None
-            made = importlib.import_module("netweight.cli.method").command_of(cmd_name)
-            assert isinstance(made, click.Command)
+        """Import one command; None for a name that there is not."""
+        if cmd_name not in OWN:
+            made = importlib.import_module("netweight.cli.generate").command_of(cmd_name)
+            assert made is None or isinstance(made, click.Command)
             return made
-        module, attribute = COMMANDS[cmd_name][0].split(":")
-        if module.startswith("netweight_experiments.") and importlib.util.find_spec("netweight_experiments") is None:
+        if cmd_name in NEEDS and not _installed(cmd_name):
+            package, how = NEEDS[cmd_name]
             raise MissingExtra(
-                f"`netweight {cmd_name}` is in the package netweight-experiments, which is not installed.",
-                cure="In a clone of netweight's source, run: pip install ./experiments",
+                f"`netweight {cmd_name}` needs the package {package.replace('_', '-')}, which is not installed.",
+                cure=f"Run: {how}",
             )
+        module, attribute = OWN[cmd_name][0].split(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
@@ -104,17 +137,29 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that was asked for; an unknown one is answered with the nearest names."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-") and args[0] not in _foreign():
+        if args and not args[0].startswith("-") and args[0] not in {**OWN, **_lines()}:
             from netweight.core.names import nearest
 
-            ctx.fail(f"There is no command {args[0]!r}. {nearest(args[0], COMMANDS)}")
+            ctx.fail(f"There is no command {args[0]!r}. {nearest(args[0], _lines())}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands from the table, importing none."""
-        with formatter.section("Commands"):
-            known = {name: summary for name, (_, summary) in COMMANDS.items()}
-            formatter.write_dl(list({**_foreign(), **known}.items()))
+        """Write the commands in sections, importing none."""
+        lines = _lines()
+        for title, names in SECTIONS.items():
+            shown = [(name, lines.pop(name)) for name in names if name in lines]
+            if shown:
+                with formatter.section(title):
+                    formatter.write_dl(shown)
+        if lines:
+            with formatter.section("From other packages"):
+                formatter.write_dl(list(lines.items()))
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write an example, and where the documentation is if it has a home."""
+        write_example(formatter, EXAMPLE)
+        if DOCUMENTATION:
+            formatter.write(f"\nDocumentation: {DOCUMENTATION}\n")
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; errors of netweight and refusals of the system become messages and exit codes."""
@@ -149,13 +194,13 @@ def _show_version(context: click.Context, parameter: click.Parameter, value: boo
 _WIDTH = max(20, min(shutil.get_terminal_size().columns, 80) - 2)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "terminal_width": _WIDTH})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "terminal_width": _WIDTH})
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
 @click.option("-v", "--verbose", count=True, help="Log to standard error, and say where errors come from; -vv for all.")
 def netweight(verbose: int) -> None:
-    """Treat model weights before you ship them, and attack the result before somebody else does."""
+    """Compress, protect and edit the weights of PyTorch models, and attack the result before somebody else does."""
     if verbose:
         import logging
 
@@ -213,12 +258,17 @@ class Output:
             for number, text in enumerate(aligned(headers, rows, indent=indent)):
                 click.secho(text, bold=bool(headers) and number == 0)
 
-    def findings(self, findings: Iterable[Finding], *, indent: int = 2, **words: str) -> None:
-        """Write findings as a table; `words` as for `report.text.finding_row`."""
+    def findings(self, findings: Iterable[Finding], *, indent: int = 2) -> None:
+        """Write findings as a table."""
         if not self.as_json:
             from netweight.report.text import finding_row
 
-            self.table((), [finding_row(finding, **words) for finding in findings], indent=indent)
+            self.table((), [finding_row(finding) for finding in findings], indent=indent)
+
+    def verdict(self, verdict: Verdict) -> None:
+        """Write the verdict in the words of reports and cards."""
+        color = {"passed": "green", "failed": "red", "none": "yellow"}[verdict.outcome]
+        self.line(verdict.publish, fg=color, bold=True)
 
     def result(self, payload: Mapping[str, Any]) -> None:
         """Write the command's result as one JSON object, if a machine reads."""
@@ -248,47 +298,14 @@ def command_line() -> str:
     return shlex.join(["netweight", *sys.argv[1:]])
 
 
-def card_option(command: F) -> F:
-    """Give a command the flag `--card`."""
-    return click.option(
-        "--card", is_flag=True, help="Say in the folder's README.md what was done; see docs/ecosystem.md."
-    )(command)
-
-
-def write_card(folder: Path, output: Output) -> None:
-    """Write or update the card of a folder that a command has just written."""
-    from netweight.plugins.model_card import update_card
-
-    card = update_card(folder, command=command_line())
-    output.line(f"Card: {card}")
-
-
-def new_report(title: str, summary: str, *, seed: int, files: Iterable[Path]) -> Report:
-    """Begin a report of this command line."""
-    from netweight.core.files import digest_file
-    from netweight.report.report import Report
-
-    command = command_line()
-    inputs = {path.name: digest_file(path) for path in files}
-    return Report(title, summary=summary, command=command, seeds=(seed,), inputs=inputs)
-
-
-def end_attack(
-    context: click.Context,
-    output: Output,
-    report: Report,
-    findings: Sequence[Finding],
-    *,
-    out: Path,
-    verdicts: Iterable[str],
-    result: Mapping[str, Any],
-) -> None:
-    """Write the report and tell what was found; exits with 1 if a finding failed."""
-    page = report.write(out)
-    output.findings(findings)
-    for verdict in verdicts:
-        output.line(verdict, bold=True)
-    output.line(f"Report: {page}")
-    output.result({**result, "findings": [finding.to_json() for finding in findings], "report": str(page)})
-    if any(finding.passed is False for finding in findings):
-        context.exit(FINDING_FAILED)
+def write_example(formatter: click.HelpFormatter, example: str) -> None:
+    """Write an example below a command's options; one that is longer than a line is broken as shells take it."""
+    if example:
+        formatter.write("\nExample:\n")
+        width = max(20, formatter.width - 4)
+        lines = [""]
+        for word in example.split(" "):
+            if lines[-1] and len(lines[-1]) + len(word) + 3 > width:
+                lines.append("    ")
+            lines[-1] += f" {word}" if lines[-1].strip() else word
+        formatter.write(" \\\n".join(f"  {line}" for line in lines) + "\n")

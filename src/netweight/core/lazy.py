@@ -1,13 +1,15 @@
-"""What is imported when it is first used: public names of a package (PEP 562), what a user names, what extras bring."""
+"""Imports at first use: public names of a package (PEP 562), places of registrations, names of users, extras."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, final
 
 
 def lazy_names(
@@ -26,16 +28,80 @@ def lazy_names(
     return find, lambda: sorted({*homes, *vars(sys.modules[package])}), sorted(homes)
 
 
-def import_named(name: str, what: str) -> Any:
-    """Import what a user names as `module:name`; `what` it is, is for the error."""
-    from pkgutil import resolve_name  # not at start-up, which this module is part of
+@final
+@dataclass(frozen=True)
+class Lazy:
+    """A function or a class by its place, "module:name"; imported when it is called or its `value` is read."""
 
+    place: str
+
+    @property
+    def value(self) -> Any:
+        """What lies at the place."""
+        from pkgutil import resolve_name  # not at start-up, which this module is part of
+
+        return resolve_name(self.place)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what lies at the place."""
+        return self.value(*args, **kwargs)
+
+
+def lazy(place: str) -> Any:
+    """Return what stands for the function or class at a place, "module:name", until it is used."""
+    return Lazy(place)
+
+
+def value_of(given: Any) -> Any:
+    """Return what is given, imported where it is lazy."""
+    return given.value if isinstance(given, Lazy) else given
+
+
+def import_named(name: str, what: str) -> Any:
+    """Import what a user names as "module:name", from the current folder or from what is installed.
+
+    Args:
+        name: The name as the user wrote it.
+        what: What it is, for the error, such as "The reader".
+
+    Raises:
+        UsageError: The name is not written as "module:name", there is no such module, the module lacks the name, or the
+            module fails while it is imported. Each has a message of its own.
+    """
     from netweight.errors import UsageError
 
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise UsageError(f"{what} {name!r} is not written as MODULE:NAME.", cure="Write it so, as in mynet:make.")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does; it stays, since what is imported may import its neighbors later
     try:
-        return resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"{what} {name!r} cannot be imported: {error}.", cure="Write it as MODULE:NAME.") from error
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+            raise UsageError(
+                f"{what} {name!r} cannot be imported: {module} needs {error.name}, which is not installed.",
+                cure=f"Install {error.name}.",
+            ) from error
+        raise UsageError(
+            f"{what} {name!r} cannot be imported: there is no module {error.name!r} in {here} or among the installed "
+            "packages.",
+            cure=f"Run the command in the folder of {error.name.replace('.', '/')}.py, or set PYTHONPATH to it.",
+        ) from error
+    except Exception as error:  # what a user's own module does while it is imported
+        raise UsageError(
+            f"{what} {name!r} cannot be imported: {type(error).__name__} in {module}: {error}.",
+            cure=f"See why: python -c 'import {module}'.",
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(
+                f"{what} {name!r} cannot be imported: {getattr(found, '__name__', module)} has no {part!r}.",
+                cure=f"The module lies in {getattr(sys.modules[module], '__file__', module)}.",
+            )
+        found = getattr(found, part)
+    return found
 
 
 @contextmanager

@@ -7,14 +7,15 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO, TypeVar, final
 
 from tqdm import tqdm
 
-Mode = Literal["auto", "bar", "plain", "off"]
+Mode = Literal["auto", "bar", "plain", "off", "events"]
 T = TypeVar("T")
 
 
@@ -24,19 +25,52 @@ def _amount(count: float, unit: str) -> str:
 
 
 @final
+@dataclass(frozen=True)
+class Event:
+    """How far a task is, or a note; what a `Progress` hands to its listener, also from one process to another."""
+
+    description: str
+    """What is worked on, or the text of the note."""
+    done: int = 0
+    """Units that are done."""
+    total: int | None = None
+    """All units; None where that is unknown."""
+    unit: str = ""
+    """What a unit is; "B" for bytes."""
+    seconds: float = 0.0
+    """Time since the task began."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time until the end at the pace so far; None where it is unknown."""
+        return self.seconds / self.done * (self.total - self.done) if self.total and self.done else None
+
+    def __str__(self) -> str:
+        if not self.unit:
+            return self.description
+        if not self.total:
+            return f"{self.description}: {_amount(self.done, self.unit)} in {tqdm.format_interval(self.seconds)}"
+        done = _amount(self.done, self.unit) if self.unit == "B" else f"{self.done:,}"
+        line = f"{self.description}: {done} of {_amount(self.total, self.unit)}"
+        left = self.seconds_left
+        return f"{line}, about {tqdm.format_interval(left)} left" if left else line
+
+
+@final
 class Task:
     """One piece of work under way; made by `Progress.task` and used as a context manager."""
 
     # The methods may be called whatever the mode; in mode `"off"` they do nothing but count.
 
     def __init__(
-        self, description: str, total: int | None, unit: str, mode: Mode, stream: TextIO, every: float
-    ) -> None:
+        self, description: str, total: int | None, unit: str, mode: Mode, stream: TextIO, every: float,
+        listener: Callable[[Event], object] | None = None,
+    ) -> None:  # fmt: skip
         self.description = description
         self.total = total
         self.unit = unit
         self.done = 0
-        self._mode = mode
+        self._listener = listener if mode == "events" else self._print if mode == "plain" else None
         self._stream = stream
         self._every = every
         self._started = self._last_line = time.monotonic()
@@ -49,24 +83,19 @@ class Task:
         self.done += amount
         if self._bar is not None:
             self._bar.update(amount)
-        elif self._mode == "plain" and time.monotonic() - self._last_line >= self._every:
+        elif self._listener is not None and time.monotonic() - self._last_line >= self._every:
             self._last_line = time.monotonic()
-            print(self._line(), file=self._stream, flush=True)
+            seconds = max(time.monotonic() - self._started, 1e-9)
+            self._listener(Event(self.description, self.done, self.total, self.unit, seconds))
+
+    def _print(self, event: Event) -> None:
+        print(event, file=self._stream, flush=True)
 
     def describe(self, description: str) -> None:
         """Change what the bar says is being worked on."""
         self.description = description
         if self._bar is not None:
             self._bar.set_description(description)
-
-    def _line(self) -> str:
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        if not self.total:
-            return f"{self.description}: {_amount(self.done, self.unit)} in {tqdm.format_interval(seconds)}"
-        done = _amount(self.done, self.unit) if self.unit == "B" else f"{self.done:,}"
-        line = f"{self.description}: {done} of {_amount(self.total, self.unit)}"
-        left = seconds / self.done * (self.total - self.done) if self.done else 0
-        return f"{line}, about {tqdm.format_interval(left)} left" if left > 0 else line
 
     def __enter__(self) -> Self:
         """Start the task."""
@@ -84,16 +113,23 @@ class Task:
 class Progress:
     """Where progress is shown; hand it to library code, which opens tasks on it."""
 
-    # `every`: least seconds between two plain lines of one task; shorter tasks print nothing
+    # `every`: least seconds between two plain lines, or events, of one task; shorter tasks print nothing.
+    # `listener`: gets events in place of lines, such as those of a worker process.
 
-    def __init__(self, mode: Mode = "auto", *, stream: TextIO | None = None, every: float = 30.0) -> None:
+    def __init__(
+        self, mode: Mode = "auto", *, stream: TextIO | None = None, every: float = 60.0,
+        listener: Callable[[Event], object] | None = None,
+    ) -> None:  # fmt: skip
         self._stream = stream if stream is not None else sys.stderr
+        if listener is not None:
+            mode = "events"
         self.mode: Mode = mode if mode != "auto" else ("bar" if self._stream.isatty() else "plain")
         self._every = every
+        self._listener = listener
 
     def task(self, description: str, total: int | None = None, *, unit: str = "B") -> Task:
         """Open a task."""
-        return Task(description, total, unit, self.mode, self._stream, self._every)
+        return Task(description, total, unit, self.mode, self._stream, self._every, self._listener)
 
     def track(self, items: Iterable[T], description: str, total: int | None = None, *, unit: str = "it") -> Iterator[T]:
         """Yield `items` one by one, counting each as one unit of a task."""
@@ -104,7 +140,9 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print one line above any bar; nothing in mode `"off"`."""
-        if self.mode != "off":
+        if self._listener is not None:
+            self._listener(Event(text))
+        elif self.mode != "off":
             tqdm.write(text, file=self._stream)
 
 

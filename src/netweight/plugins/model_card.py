@@ -12,6 +12,7 @@ from netweight.methods.compress.folder import write_side_file
 from netweight.registry import CardEntry, known_methods
 from netweight.report.report import Report, read_report
 from netweight.report.text import markdown_table, render_markdown
+from netweight.report.verdict import decide
 
 
 def entries_of(folder: Path) -> list[CardEntry]:
@@ -73,7 +74,13 @@ def add_section(folder: str | Path, key: str, lines: Sequence[str]) -> Path:
 
 
 def _evidence(report: Report) -> list[str]:
-    lines = ["## Evidence", "", f"From the report {report.title!r} of {report.provenance.created[:10]}."]
+    lines = [
+        "## Evidence",
+        "",
+        f"**{decide(report.sections).publish}**",
+        "",
+        f"From the report {report.title!r} of {report.provenance.created[:10]}.",
+    ]
     if report.summary:
         lines += ["", report.summary]
     for section in report.sections:

@@ -10,28 +10,19 @@ import importlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar, final
+from typing import Any, Generic, Literal, TypeVar, cast, final
 
 import yaml
 from pydantic import Field
 
+from netweight.core.hub import is_hub_id, local_model
+from netweight.core.lazy import value_of
 from netweight.core.names import nearest, not_found
 from netweight.errors import NetweightError, UsageError
-from netweight.registry import Attack, Method, entry_named, known_attacks, known_methods
+from netweight.registry import Attack, Method, known_attacks, known_methods
 from netweight.settings import Settings
 
-
-class Entry(Protocol):
-    """What an entry may name: its key in the YAML file, and its class of settings."""
-
-    @property
-    def verb(self) -> str: ...
-
-    @property
-    def config(self) -> type[Settings]: ...
-
-
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", Method[Any], Attack[Any])
 
 
 @final
@@ -51,15 +42,15 @@ class Chosen(Generic[E]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the verb and the settings that were given: what it names is registered in another process, too."""
         attacks = isinstance(self.what, Attack)
-        work: Any = getattr(self.what, "run" if attacks else "apply")
+        work: Any = getattr(self.what, "attack" if attacks else "apply")
         given = self.config.given  # alone: other defaults may depend on it
         return _chosen_again, (self.what.verb, attacks, work.__module__, given)
 
 
 def _chosen_again(verb: str, attacks: bool, module: str, given: dict[str, Any]) -> Chosen[Any]:
     importlib.import_module(module)  # which registers what has no entry point
-    what = entry_named(verb, attacks=attacks)
-    return Chosen(what, what.config.of(given))
+    what: Any = (known_attacks() if attacks else known_methods())[verb]
+    return Chosen(what, what.settings_class.of(given))
 
 
 @final
@@ -221,8 +212,8 @@ def _read_steps(
     if fields is not None:
         texts: Any = {key: getattr(fields, key, "") for key in ("title", "summary", "question", "intro")}
         recipe = Recipe(
-            Path(fields.subject), treatments, attacks, fields.audits, output or Path(fields.output), fields.seed, name,
-            **texts,
+            _subject(fields.subject, found), treatments, attacks, fields.audits, output or Path(fields.output),
+            fields.seed, name, **texts,
         )  # fmt: skip
         found += _path_problems(recipe)
         found += _chain_problems(recipe)
@@ -246,7 +237,9 @@ def choose(entry: Any, known: Mapping[str, E], where: str, kind: str, problems: 
     if verb not in known:
         problems.append(f"{where}: there is no {kind} {verb!r}. {nearest(str(verb), known, 2)}")
         return None
-    config = known[verb].config.checked({} if settings is None else settings, f"{where}.{verb}.", problems)
+    config = cast("type[Settings]", known[verb].settings_class).checked(
+        {} if settings is None else settings, f"{where}.{verb}.", problems
+    )
     return None if config is None else Chosen(known[verb], config)
 
 
@@ -267,9 +260,20 @@ def refusal(path: str | Path, problems: Sequence[str], *, cure: str | None = Non
     return UsageError(f"The recipe {path} has {count}:\n{listed}", cure=cure)
 
 
+def _subject(text: str, problems: list[str]) -> Path:
+    """The subject's path; a model on the hub is fetched into its cache, or found there."""
+    if not is_hub_id(text):
+        return Path(text)
+    try:
+        return local_model(text)
+    except NetweightError as error:
+        problems.append(f"subject: {error}")
+        return Path(text)
+
+
 def _is_there(recipe: Recipe) -> bool:
     """Whether the subject is a file or folder, or something that the first treatment knows by name."""
-    named = recipe.treatments[0].what.named if recipe.treatments else ()
+    named = value_of(recipe.treatments[0].what.named) if recipe.treatments else ()
     return recipe.subject.exists() or str(recipe.subject) in named
 
 
@@ -349,9 +353,9 @@ def recipe_schema() -> dict[str, Any]:
     }
 
 
-def _entry(entry: Entry, definitions: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def _entry(entry: Method[Any] | Attack[Any], definitions: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """What may stand in a list for a verb: a mapping from it to its settings, or it alone where none is needed."""
-    settings = entry.config.json_schema()
+    settings = cast("type[Settings]", entry.settings_class).json_schema()
     definitions.update(settings.pop("$defs", {}))
     settings["title"] = entry.verb
     definitions[entry.verb] = settings

@@ -5,9 +5,6 @@ Results are known again by digests of all that they were made from.
 
 from __future__ import annotations
 
-import io
-import re
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +16,7 @@ from tqdm import tqdm
 
 from netweight.core.engines import local_processes, send_message
 from netweight.core.files import digest_config, digest_file
-from netweight.core.progress import QUIET, Progress
+from netweight.core.progress import QUIET, Event, Progress
 from netweight.errors import CorruptBlob, NetweightError
 from netweight.job import Job
 from netweight.recipes.recipe import Chosen, Recipe
@@ -124,7 +121,7 @@ class Plan:
                 )
                 for step, key in zip(self.steps, keys, strict=False)
             ]
-            return found + [Known(section_of(job, key) is not None, ()) for key in keys[len(self.steps) :]]
+            return found + [Known(sections_of(job, key) is not None, ()) for key in keys[len(self.steps) :]]
 
     def result(self, step: Step, key: Key) -> Path:
         """Where a treatment's result lies: another input or setting has another place."""
@@ -182,9 +179,15 @@ def audit_key(treated: Key, audit: str, plan: Plan) -> Key:
 
 
 def section_of(job: Job, key: Key) -> Section | None:
-    """The section that an audit or an attack of this key returned; earlier releases kept none."""
+    """The section that an audit of this key returned; None where it has not ended."""
     held = (job.recorded(LEDGER, key) or {}).get("section")
     return None if held is None else Section.from_json(held)
+
+
+def sections_of(job: Job, key: Key) -> list[Section] | None:
+    """The sections that an attack of this key returned; None where it has not ended."""
+    held = job.recorded(LEDGER, key)
+    return None if held is None else [Section.from_json(each) for each in held["sections"]]
 
 
 def digest_of(path: Path, progress: Progress = QUIET) -> str:
@@ -214,6 +217,40 @@ def _contents(config: Any, reads: Callable[[Any], Iterable[Path]] | None, progre
     return {**found, "reads": further} if further else found
 
 
+def size_of(path: Path) -> int:
+    """The bytes of a file, or of all files in a folder."""
+    files = [path] if path.is_file() else path.rglob("*") if path.is_dir() else []
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+@final
+@dataclass(frozen=True)
+class Estimate:
+    """How long a step will take, by what the same treatment or attack took in an earlier run of the recipe."""
+
+    seconds: float | None
+    """Seconds on this machine; None where no earlier run recorded any."""
+    reason: str
+    """What the estimate rests on, or why there is none."""
+
+
+def estimates(plan: Plan) -> list[Estimate]:
+    """Return an estimate for each treatment, then for each attack; nothing is run."""
+    with Job.open(plan.recipe.output, reading=True) as job:
+        rows = job.records(LEDGER)
+    size, results = size_of(plan.recipe.subject), []
+    for step in (*plan.steps, *plan.attacks):
+        key = "treatment" if isinstance(step, Step) else "attack"
+        earlier = [row for row in rows if row.get(key) == step.verb and row.get("seconds")]
+        if not earlier:
+            results.append(Estimate(None, f"unknown: no earlier run of this recipe recorded it for {step.verb}"))
+            continue
+        row = earlier[-1]
+        scale = size / row["bytes"] if row.get("bytes") else 1.0
+        results.append(Estimate(row["seconds"] * scale, f"an earlier run took {row['seconds']:.0f} s"))
+    return results
+
+
 @final
 @dataclass(frozen=True)
 class Done:
@@ -230,11 +267,6 @@ class Done:
     def findings(self) -> dict[str, list[Finding]]:
         """The findings by audit."""
         return {name: list(section.findings) for name, section in self.sections.items()}
-
-    @property
-    def failed(self) -> list[Finding]:
-        """The findings that missed their targets."""
-        return [finding for found in self.findings.values() for finding in found if finding.passed is False]
 
 
 def run(
@@ -290,7 +322,7 @@ def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress:
     under_way: dict[int, str] = {}
     with progress.task(plan.recipe.title, len(plan.parts), unit="chapters") as task:
 
-        def told(number: int, value: Done | str) -> None:
+        def told(number: int, value: Done | Event) -> None:
             if isinstance(value, Done):
                 take(number, value)
             elif progress.mode == "bar":
@@ -299,7 +331,7 @@ def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress:
             else:
                 progress.note(f"{plan.parts[number].recipe.name}: {value}")
 
-        work = partial(_tell_all, every=2.0 if progress.mode == "bar" else 30.0)
+        work = partial(_tell_all, every=2.0 if progress.mode == "bar" else 60.0)
         for number, outcome in local_processes(work, plan.parts, workers=jobs, on_message=told, preload=_IMPORTED):
             if isinstance(outcome.value, NetweightError):
                 raise outcome.value
@@ -309,19 +341,10 @@ def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress:
             task.update()
 
 
-class _Telling(io.StringIO):
-    """The stream of a progress whose lines are told to the process that started this one."""
-
-    def write(self, text: str) -> int:
-        if text.strip():
-            send_message(text.strip())
-        return len(text)
-
-
 def _tell_all(plan: Plan, *, every: float) -> NetweightError | None:
-    """Run a chapter in a worker; return what it was refused for."""
+    """Run a chapter in a worker, whose events and results go to the process that started it; return a refusal."""
     try:
-        for entry in _run(plan, Progress("plain", stream=_Telling(), every=every)):
+        for entry in _run(plan, Progress(every=every, listener=send_message)):
             send_message(entry)
     except NetweightError as error:
         return error
@@ -356,14 +379,15 @@ def _run(plan: Plan, progress: Progress) -> Iterator[Done]:
             source = path
         for attack, key in zip(plan.attacks, keys[len(plan.steps) :], strict=True):
             target = Target(source, recipe.subject if plan.steps else None, recipe.output, recipe.seed)
-            section = section_of(job, key)
-            remembered = section is not None
-            if section is None:
-                section = attack.chosen.what.run(target, attack.chosen.config, progress)
-                job.record(
-                    LEDGER, {"step": attack.number, "attack": attack.verb, "section": section.to_json()}, key=key
-                )
-            yield Done(attack, source, {attack.verb: section}, remembered, recipe.name, subject)
+            sections = sections_of(job, key)
+            remembered = sections is not None
+            if sections is None:
+                began = time.monotonic()
+                sections = attack.chosen.what.on(target, attack.chosen.config, progress).sections
+                row = {"step": attack.number, "attack": attack.verb, "seconds": time.monotonic() - began}
+                job.record(LEDGER, {**row, "sections": [each.to_json() for each in sections]}, key=key)
+            named = {attack.verb if not n else f"{attack.verb} {n + 1}": each for n, each in enumerate(sections)}
+            yield Done(attack, source, named, remembered, recipe.name, subject)
 
 
 def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: Progress) -> bool:
@@ -373,9 +397,11 @@ def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: P
         if record["result"] != digest_of(path, progress):
             raise CorruptBlob(f"{path} was changed after it was made.", cure="Delete it to have it made again.")
         return True
+    began = time.monotonic()
     if not path.exists():  # it is there without a record when a kill fell between the two
         step.chosen.what.apply(source, path, step.chosen.config, progress)
-    job.record(LEDGER, {"step": step.number, "result": digest_of(path, progress)}, key=key)
+    row = {"step": step.number, "treatment": step.verb, "seconds": time.monotonic() - began, "bytes": size_of(source)}
+    job.record(LEDGER, {**row, "result": digest_of(path, progress)}, key=key)
     return False
 
 
@@ -409,7 +435,7 @@ def _shown(done: Done, plan: Plan) -> list[Section]:
     first, *others = [
         replace(section, title=f"{heading}: {section.title}") for section in done.sections.values()
     ] or [Section(heading)]  # fmt: skip
-    made = f"{step.verb} made {done.path}."
+    made = f"{step.verb} wrote {done.path}."
     first = replace(first, intro=f"{made}\n\n{first.intro}".strip())
     return [of_treatment(first, step.verb, (*step.audits, *step.by_attack)), *others]
 
@@ -423,66 +449,3 @@ def _chapter(plan: Plan, sections: list[Section], command: str | None) -> Chapte
         title=recipe.title, question=recipe.question, intro=recipe.intro, conclusion=conclusion, verdict=verdict,
         outcome=outcome, command=command,
     )  # fmt: skip
-
-
-# What a plan will cost: every step is begun on the subject in a temporary folder, for seconds.
-_COUNTED = re.compile(r"([\d,]+) of ([\d,]+) (\w+)")
-_LONG_ENOUGH = 3.0  # seconds of work after its first unit; shorter work is run to its end
-
-
-class _Measured(BaseException):
-    """The pace is known; no handler of errors may take it for one."""
-
-
-@final
-@dataclass(frozen=True)
-class Cost:
-    """What one step will take; of several loops, the first that counts its rounds."""
-
-    runs: int  # rounds of the loop
-    unit: str  # what they are
-    seconds: float  # of all of them, on this machine
-
-
-class _Watch(io.StringIO):
-    """The stream of a progress: reads its lines, and stops the work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.began = time.monotonic()
-        self.first: tuple[float, int, str] | None = None  # when the first round ended, its number and what it was
-
-    def write(self, text: str) -> int:
-        found = _COUNTED.search(text)
-        if found is not None:
-            done, total, unit = int(found[1].replace(",", "")), int(found[2].replace(",", "")), found[3]
-            now = time.monotonic()
-            if self.first is None or self.first[2] != unit:
-                self.first = (now, done, unit)
-            elif now - self.first[0] > _LONG_ENOUGH and done > self.first[1]:
-                pace = (now - self.first[0]) / (done - self.first[1])
-                raise _Measured(Cost(total, unit, pace * total))
-        return len(text)
-
-
-def measure(plan: Plan) -> list[Cost | None]:
-    """Begin every treatment, then every attack; None where a step takes what only an earlier step makes."""
-    steps: tuple[Step | AttackStep, ...] = (*plan.steps, *plan.attacks)
-    kinds = set(steps[0].chosen.what.takes)
-    with tempfile.TemporaryDirectory(prefix="netweight-") as folder:
-        return [_cost(plan, step, Path(folder)) if kinds & set(step.chosen.what.takes) else None for step in steps]
-
-
-def _cost(plan: Plan, step: Step | AttackStep, folder: Path) -> Cost:
-    recipe, chosen, watch = plan.recipe, step.chosen, _Watch()
-    progress = Progress("plain", stream=watch, every=0)
-    try:
-        if isinstance(step, Step):
-            step.chosen.what.apply(recipe.subject, folder / str(step.number), chosen.config, progress)
-        else:
-            before = recipe.subject if plan.steps else None
-            step.chosen.what.run(Target(recipe.subject, before, folder, recipe.seed), chosen.config, progress)
-    except _Measured as found:
-        cost: Cost = found.args[0]
-        return cost
-    return Cost(1, "run", time.monotonic() - watch.began)

@@ -6,14 +6,17 @@ what a treatment names with what was run, and a report shows the difference in r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from netweight.core.declared import AUDITS
+from netweight.core.declared import declare_audits as declare_audits
+from netweight.core.lazy import value_of
 from netweight.core.names import not_found
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import NameNotFound, UsageError
+from netweight.errors import NameNotFound
 from netweight.report.finding import Section
 
 
@@ -27,20 +30,9 @@ class Audit(Protocol):
         """
 
 
-_AUDITS: dict[str, dict[str, Audit | None]] = {}  # of each treatment by name; None for what others hold
-
-
-def declare_audits(treatment: str, audits: Mapping[str, Audit | None]) -> None:
-    """Name the audits that prove a treatment; a `registry.Method` does so when it is made."""
-    if not audits:
-        raise UsageError(f"Treatment {treatment!r} names no audit.", cure="No treatment without its audit: name one.")
-    if _AUDITS.setdefault(treatment, dict(audits)) != audits:
-        raise UsageError(f"Treatment {treatment!r} was declared with other audits.", cure="Declare it once.")
-
-
 def audits_of(treatment: str) -> dict[str, Audit]:
     """Return the audits of a treatment that can be run, by name, in the order in which it names them."""
-    return {name: audit for name, audit in _declared(treatment).items() if audit is not None}
+    return {name: value_of(audit) for name, audit in _declared(treatment).items() if audit is not None}
 
 
 def missing_audits(treatment: str, ran: Iterable[str]) -> tuple[str, ...]:
@@ -75,10 +67,13 @@ def run_audits(
 
 
 def _declared(treatment: str) -> dict[str, Audit | None]:
-    if treatment not in _AUDITS:  # a method declares its audits when it is loaded
-        for method in entry_points(group="netweight.methods", name=treatment):
-            method.load()
-    if treatment not in _AUDITS:
-        more = "" if _AUDITS else "Import the method first."
-        raise not_found(f"No treatment {treatment!r} is declared.", treatment, _AUDITS, more)
-    return _AUDITS[treatment]
+    if treatment not in AUDITS:  # a method declares its audits when it is loaded; netweight's own are quick to load
+        points = entry_points(group="netweight.methods")
+        for point in sorted(points, key=lambda point: point.name not in treatment):
+            point.load()
+            if treatment in AUDITS:
+                break
+    if treatment not in AUDITS:
+        more = "" if AUDITS else "Import the method first."
+        raise not_found(f"No treatment {treatment!r} is declared.", treatment, AUDITS, more)
+    return AUDITS[treatment]

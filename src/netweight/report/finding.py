@@ -190,6 +190,9 @@ class Finding(_Part):
         target: What the value should be. A number is a bound, inclusive, in the direction of `better`; without
             `better` it must be equalled. A pair `(low, high)` is an inclusive range, whatever `better` says.
         baseline: The same quantity for the thing compared with, in the same unit.
+        control: Whether the same attack broke what it must break to show anything, such as the undefended model:
+            "broken" or "held"; None where the measurement needs no control. A target that is met counts only where the
+            control is not "held".
         seeds: Every random seed that the value depends on.
         detail: Further facts, JSON values only (numbers, texts, truth values, None, lists, dicts with text keys).
         command: The command line that makes this number, when it differs from the report's.
@@ -219,6 +222,7 @@ class Finding(_Part):
         Target | None, PlainValidator(_target), _JSON, WithJsonSchema({"anyOf": [*_schema("null")["anyOf"], _PAIR]})
     ] = None
     baseline: Annotated[Number | None, PlainValidator(_number), _JSON, _REAL] = None
+    control: Literal["broken", "held"] | None = None
     seeds: Annotated[tuple[Annotated[int, BeforeValidator(_plain)], ...], _AS_TUPLE] = ()
     detail: Annotated[Mapping[str, Any], PlainValidator(_details), _JSON, WithJsonSchema({"type": "object"})] = (
         dataclasses.field(default_factory=dict, hash=False)
@@ -244,12 +248,19 @@ class Finding(_Part):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool | None:
-        """Whether the value meets its target; None when there is no target or nothing was measured.
+        """Whether the value meets its target; None without target, measurement, or broken control.
 
-        NaN meets no target.
+        NaN meets no target. A value that misses its target misses it, whatever the control did.
         """
         if self.target is None or self.value is None:
             return None
+        return None if self._meets and self.control == "held" else self._meets
+
+    @property
+    def _meets(self) -> bool:
+        """Whether the value meets the target; both are there."""
+        assert self.value is not None
+        assert self.target is not None
         if isinstance(self.target, tuple):
             return self.target[0] <= self.value <= self.target[1]
         if self.better == "higher":

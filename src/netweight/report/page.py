@@ -18,7 +18,9 @@ from markupsafe import Markup
 
 from netweight.errors import UsageError
 from netweight.report.finding import Chapter, Figure, Finding, Section, Table, decode_json
-from netweight.report.text import format_number, verdict
+from netweight.report.numbers import format_number
+from netweight.report.text import conclusion_of
+from netweight.report.verdict import decide, mark_of
 
 
 def render(document: Any) -> str:
@@ -39,7 +41,9 @@ def render(document: Any) -> str:
         seen |= {alike} if alike == "Histograms" else set()
     template = page_template("netweight.report", "template.html")
     return template.render(
-        report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment),
+        report=document, verdict=decide(document.sections),
+        verdict_kind=_KINDS[decide(document.sections).outcome], chapters=chapters, sections=sections,
+        environment=_flat(document.provenance.environment),
         left=_left(document),
     )  # fmt: skip
 
@@ -56,11 +60,16 @@ def _left(document: Any) -> list[str]:
     audits = [f"{each.title}: {audit}" for each in document.sections for audit in each.missing_audits]
     single = len({seed for _, each in findings for seed in each.seeds}) == 1
     return [
-        *listed("Missed targets, to be mended or stated:", [n for n, e in aimed if e.passed is False]),
-        *listed("To be measured, since there is a target:", [n for n, e in aimed if e.value is None]),
+        *listed("Missed targets, to be mended or stated:", [n for n, e in aimed if mark_of(e) == "missed"]),
+        *listed("To be measured, since there is a target:", [n for n, e in aimed if mark_of(e) == "not measured"]),
+        *listed("To be attacked again until the control breaks:", [n for n, e in aimed if mark_of(e) == "no control"]),
         *listed("Audits to be run:", audits),
         *(["To be run again from other seeds: all of this is of one."] if single else []),
     ]
+
+
+_KINDS = {"passed": "pass", "failed": "fail", "none": "none"}
+_SIGNS = {"met": "✓", "missed": "✗", "not measured": "?", "no control": "?", "no target": "–"}
 
 
 @cache
@@ -109,12 +118,14 @@ def _paragraphs(text: str) -> list[str]:
 
 def _section(section: Section, number: int, command: str | None) -> dict[str, Any]:
     """A section as the template takes it; `command` is that of its chapter and need not be repeated."""
-    kind, sentence = verdict(section)
+    verdict = decide(section)
+    kind, sentence = _KINDS[verdict.outcome], verdict.sentence
     return {
         "anchor": f"section-{number}-{re.sub(r'[^a-z0-9]+', '-', section.title.lower()).strip('-')}",
         "part": section,
         "kind": kind,
         "verdict": sentence,
+        "conclusion": conclusion_of(section),
         "paragraphs": _paragraphs(section.intro),
         "findings": [_finding(finding, command) for finding in section.findings],
         "figures": [_figure(figure) for figure in section.figures],
@@ -124,7 +135,8 @@ def _section(section: Section, number: int, command: str | None) -> dict[str, An
 
 def _finding(finding: Finding, command: str | None) -> dict[str, Any]:
     ends = finding.interval
-    kind = {True: "pass", False: "fail", None: "none"}[finding.passed]
+    mark = mark_of(finding)
+    kind = {"met": "pass", "no target": "none"}.get(mark, "fail")
     return {
         "name": finding.name,
         "value": _telling(finding.value, finding.target),
@@ -134,9 +146,7 @@ def _finding(finding: Finding, command: str | None) -> dict[str, Any]:
         "baseline": format_number(finding.baseline),
         "target": _target(finding.target, finding.better),
         "kind": kind,
-        "mark": {"pass": "✓ met", "fail": "✗ missed", "none": "– no target"}[kind]
-        if finding.value is not None
-        else "? not measured",
+        "mark": f"{_SIGNS[mark]} {mark}",
         "seeds": ", ".join(str(seed) for seed in finding.seeds),
         "detail": {key: _say(value) for key, value in finding.detail.items()},
         "command": finding.command if finding.command != command else None,

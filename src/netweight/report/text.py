@@ -18,9 +18,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 from netweight.report.finding import Better, Finding, Outcome, Section
+from netweight.report.numbers import format_number as format_number
+from netweight.report.verdict import decide, mark_of
 
 Words: TypeAlias = tuple[Outcome, str]
 _KNOWN: dict[str, Conclusion] = {}
@@ -45,7 +47,10 @@ class Criterion:
         if finding is None or finding.value is None or bound is None or isinstance(bound, str):
             return None, [self.name] * self.needed
         gain = (finding.value - bound) * (1 if self.better == "higher" else -1) + self.margin
-        return gain > 0 or (gain == 0 and not self.strict), []
+        good = gain > 0 or (gain == 0 and not self.strict)
+        if good and finding.control == "held":
+            return None, [f"{self.name} (the same attack did not break its control)"]
+        return good, []
 
 
 @final
@@ -122,81 +127,38 @@ def known() -> Mapping[str, Conclusion]:
 _NUMBER = re.compile(r"[-\u2212]?\d[\d.,\u2009e+-]*[×%]?|[-\u2013]?|inf|nan")  # or nothing, or a dash
 
 
-def format_number(value: Any, digits: int = 4) -> str:
-    """Write a cell of a table for people: integers in full, other numbers with at least `digits` significant digits."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}".replace(",", "\u2009").replace("-", "\u2212")
-    if not isinstance(value, float):
-        return str(value)
-    if not math.isfinite(value):
-        return {"nan": "not a number", "inf": "∞", "-inf": "\u2212∞"}[str(value)]
-    if value and not 1e-4 <= abs(value) < 1e7:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{mantissa} × 10^{int(exponent)}".replace("-", "\u2212")
-    # Digits before the point; for 0.05 it is -2, so that digits are counted from the first that is not 0.
-    whole = len(f"{abs(value):.0f}") - 1 if abs(value) >= 1 else int(f"{value:e}".split("e")[1]) if value else 0
-    return f"{value:,.{max(0, digits - 1 - whole)}f}".replace(",", "\u2009").replace("-", "\u2212")
-
-
-def verdict(section: Section) -> tuple[Literal["pass", "fail", "none"], str]:
-    """Return the verdict on a section, its kind and one sentence, from its findings with targets."""
-    # A missing audit fails a section, whatever its findings say; so does a target that could not be measured.
-    judged = [finding for finding in section.findings if finding.target is not None]
-    missed = [finding.name for finding in judged if finding.passed is False]
-    unmeasured = [finding.name for finding in judged if finding.passed is None]
-    parts = []
-    if missed:
-        parts.append(f"{len(missed)} of {len(judged)} target{'s' * (len(judged) > 1)} missed: {_list(missed)}.")
-    if unmeasured:
-        parts.append(f"Not measured: {_list(unmeasured)}.")
-    if section.missing_audits:
-        parts.append(f"Not audited: {_list(section.missing_audits)}.")
-    if parts:
-        return "fail", " ".join(parts)
-    if not judged:
-        return "none", "Nothing here has a target; the numbers are reported as they are."
-    return "pass", "The target is met." if len(judged) == 1 else f"All {len(judged)} targets are met."
-
-
 def chapter_verdict(sections: Sequence[Section]) -> tuple[Outcome, str, str]:
     """Return how a chapter of these sections ends, in words, and what its other sections conclude."""
-    # A section that misses a target is broken, whatever its words say. The first of the worst sections gives its first
-    # sentence as the verdict.
-    told: list[tuple[Outcome, str]] = []
+    # A section that fails is broken, whatever its words say. The first of the worst sections gives its first sentence.
+    judged: list[tuple[Outcome, str]] = []
     rest = []
     for section in sections:
-        kind, sentence = verdict(section)
+        verdict = decide(section)
         outcome: Outcome | None = (
-            "broken" if kind == "fail" else section.outcome or ("holds" if kind == "pass" else None)
+            "broken" if verdict.failed else section.outcome or ("holds" if verdict.outcome == "passed" else None)
         )
         if outcome is not None:
-            told.append((outcome, sentence if kind == "fail" or not section.conclusion else section.conclusion))
-        if section.conclusion:
-            rest.append(section.conclusion)
-    last = worst(outcome for outcome, _ in told) or "told"
-    words = next((words for outcome, words in told if outcome == last), "Nothing here is judged.")
+            words = verdict.sentence if verdict.failed or not section.conclusion else section.conclusion
+            judged.append((outcome, words))
+        if conclusion := conclusion_of(section):
+            rest.append(conclusion)
+    last = worst(outcome for outcome, _ in judged) or "told"
+    words = next((words for outcome, words in judged if outcome == last), "Nothing here is judged.")
     return last, words.split(". ")[0].rstrip(".") + ".", " ".join(rest) or words
 
 
-def _list(names: Sequence[str], most: int = 4) -> str:
-    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
-
-
-def finding_row(finding: Finding, *, met: str = "as wanted", missed: str = "NOT AS WANTED") -> tuple[str, str, str]:
-    """Return a finding as a row for the terminal: name, value, and interval with verdict, or why it has no value."""
+def finding_row(finding: Finding) -> tuple[str, str, str]:
+    """Return a finding as a row for the terminal: name, value, and interval with mark, or why it has no value."""
+    mark = {"no target": "", "missed": "MISSED"}.get(mark_of(finding), mark_of(finding))
     if finding.value is None:
-        return finding.name, "–", str(finding.detail.get("reason", ""))
+        reason = str(finding.detail.get("reason", ""))
+        return finding.name, "–", ": ".join(part for part in (mark, reason) if part)
     ends = ""
     if finding.interval is not None:
         low, high = finding.interval
         ends = f"{low:.4g} to {'no bound' if math.isinf(high) else f'{high:.4g}'}"
     value = f"{finding.value:.4g}" if isinstance(finding.value, float) else format_number(finding.value)
-    verdict = {True: met, False: missed, None: ""}[finding.passed]
-    return finding.name, f"{value} {finding.unit}".rstrip(), f"{ends} {verdict}".strip()
+    return finding.name, f"{value} {finding.unit}".rstrip(), f"{ends} {mark}".strip()
 
 
 def aligned(headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent: int = 0) -> list[str]:
@@ -217,13 +179,19 @@ def aligned(headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent:
     ]
 
 
+def conclusion_of(section: Section) -> str:
+    """Return what a section concludes; nothing where that would praise what an attack without control cannot show."""
+    uncontrolled = any(mark_of(finding) == "no control" for finding in section.findings)
+    return "" if uncontrolled and section.outcome != "broken" else section.conclusion
+
+
 def render_markdown(section: Section) -> list[str]:
     """Return the lines of a section below its heading in a model card; none if it has nothing to say."""
     lines = []
     if section.missing_audits:
-        lines += [f"**Not proved**: {section.treatment} without its audits {', '.join(section.missing_audits)}.", ""]
-    if section.conclusion:
-        lines += [section.conclusion, ""]
+        lines += [f"**Not tested**: {section.treatment} by: {', '.join(section.missing_audits)}.", ""]
+    if conclusion := conclusion_of(section):
+        lines += [conclusion, ""]
     rows = [_markdown_row(finding) for finding in section.findings]
     return [*lines, *markdown_table(("finding", "value", "95 % interval", "target", ""), rows)]
 
@@ -232,7 +200,7 @@ def _markdown_row(finding: Finding) -> tuple[str, ...]:
     interval = " to ".join(format_number(end) for end in finding.interval or ())
     ends = finding.target if isinstance(finding.target, tuple) else (finding.target,)
     target = "" if finding.target is None else " to ".join(format_number(end) for end in ends)
-    verdict = {True: "passed", False: "**missed**", None: ""}[finding.passed]
+    verdict = {"no target": "", "met": "met"}.get(mark_of(finding), f"**{mark_of(finding)}**")
     return finding.name, f"{format_number(finding.value)} {finding.unit}".rstrip(), interval, target, verdict
 
 

@@ -24,6 +24,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, UsageError
 from netweight.report.finding import Finding
 from netweight.report.report import make_folder, read_report, write_text
+from netweight.report.verdict import Verdict, decide
 
 MODELS = "models"
 MARK = ".made-by-the-tour"  # in the folder of models, which is emptied only where it lies; locked while a tour runs
@@ -38,15 +39,11 @@ class Tour:
     """What the tour showed."""
 
     report: Path  # the page
+    verdict: Verdict  # on all of it
     verdicts: dict[str, str]  # of each chapter, by title
     findings: tuple[Finding, ...]
     seconds: float  # time taken
     taken_over: tuple[str, ...]  # steps that an interrupted tour had made
-
-    @property
-    def passed(self) -> bool:
-        """Whether every target was met."""
-        return all(finding.passed is not False for finding in self.findings)
 
 
 def run_tour(
@@ -89,7 +86,9 @@ def run_tour(
     report = read_report(out)
     taken_over = tuple(f"{each.chapter}: {each.step.verb}" for each in done if each.remembered)
     verdicts = {chapter.title: chapter.verdict for chapter in report.chapters}
-    return Tour(out / "report.html", verdicts, report.findings, time.monotonic() - started, taken_over)
+    return Tour(
+        out / "report.html", decide(report.sections), verdicts, report.findings, time.monotonic() - started, taken_over
+    )
 
 
 def recipe(models: Path) -> str:

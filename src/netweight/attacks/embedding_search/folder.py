@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from netweight.attacks.embedding_search.report import Wanted, search_section
-from netweight.attacks.embedding_search.search import Comparison, Subject, Target, compare, paired, turned
+from netweight.attacks.embedding_search.report import Wanted, search_section, verdict
+from netweight.attacks.embedding_search.search import SEARCHES, Comparison, Subject, Target, compare, paired, turned
 from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
 from netweight.core.progress import QUIET, Progress
 from netweight.data.text import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
 from netweight.metrics.copies import CenteredPixels, Descriptor, sscd
-from netweight.registry import Attack
-from netweight.registry import Target as Recipe
-from netweight.report.finding import Section
+from netweight.registry import Result
+from netweight.registry import Target as Attacked
 from netweight.report.plots import check_figures
 
 # Prompts to start from where the user names none: they have nothing to do with most images.
@@ -86,15 +85,23 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
     )  # fmt: skip
 
 
-def _attack(recipe: Recipe, settings: FolderSearch, progress: Progress) -> Section:
-    prepared = prepare(settings.replace(base=settings.base or recipe.before), recipe.model)
-    folder = recipe.output / "embedding"
-    found = prepared.compare(range(recipe.seed, recipe.seed + settings.seeds), folder=folder, progress=progress)
-    section = search_section(found, prepared.targets, prepared.wanted, folder=folder, seed=recipe.seed)
-    return replace(section, intro=f"{section.intro}\n\nBrought back means: {prepared.goal}.")
+def attack(target: Attacked, settings: FolderSearch, progress: Progress) -> Result:
+    """Search a pipeline folder for embeddings, as the command and recipes do."""
+    prepared = prepare(settings.replace(base=settings.base or target.before), target.model)
+    names = ", ".join(subject.name for subject in prepared.subjects)
+    planted, controls = len(prepared.pairs), len(prepared.targets) - len(prepared.pairs)
+    progress.note(f"{planted} memorized images and {controls} controls, searched in: {names}.")
+    folder, seeds = target.output / "embedding", range(target.seed, target.seed + settings.seeds)
+    comparison = prepared.compare(seeds, folder=folder, progress=progress)
+    section = search_section(comparison, prepared.targets, prepared.wanted, folder=folder, seed=target.seed)
+    section = replace(section, intro=f"{section.intro}\n\nBrought back means: {prepared.goal}.")
+    verdicts = {name: verdict(comparison, name)[1] for name in comparison.subjects}
+    lines = [f"{name}: {words}" for name, words in verdicts.items()]
+    return Result(lines, [section], {"verdicts": verdicts, "ledger": str(folder / f"{SEARCHES}.jsonl")})
 
 
-def _check(model: Path | None, settings: FolderSearch) -> None:
+def check(model: Path | None, settings: FolderSearch) -> None:
+    """Refuse before any work what is no pipeline, and tables that cannot be used."""
     from netweight.hf.load_pipeline import check_pipeline
 
     if model is not None:
@@ -105,6 +112,6 @@ def _check(model: Path | None, settings: FolderSearch) -> None:
         check_pairs(table)
 
 
-EMBEDDING = Attack(
-    "embedding", FolderSearch, _attack, check=_check, reads=lambda settings: image_files(*settings.tables)
-)
+def read_files(settings: FolderSearch) -> list[Path]:
+    """The images that the tables name."""
+    return list(image_files(*settings.tables))

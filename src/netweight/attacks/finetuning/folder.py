@@ -21,6 +21,7 @@ from netweight.attacks.finetuning.resistance import measure_kept, stability_find
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
 from netweight.attacks.finetuning.sweep import (
+    ATTACKS,
     Found,
     SubjectName,
     calibrate,
@@ -50,7 +51,7 @@ from netweight.hf.load_language_model import (
     task_findings,
 )
 from netweight.job import Job
-from netweight.registry import Attack, Target
+from netweight.registry import Result, Target
 from netweight.report.finding import Finding, Section
 from netweight.report.plots import check_figures
 
@@ -111,7 +112,7 @@ def attack_folders(
     """
     if settings.also and settings.base is None:
         raise UsageError("Further defended models are compared with a base, and there is none.", cure="Give the base.")
-    _check(Path(model), settings, earlier=earlier)
+    check(Path(model), settings, earlier=earlier)
     with settings.running() as engine:
         plan = _plan(settings, Path(model), folder=folder, engine=engine, seed=seed, progress=progress)
         planned(plan)
@@ -144,7 +145,7 @@ def _with_costs(section: Section, plan: SweepPlan) -> Section:
     return replace(section, findings=[*section.findings, *costs])
 
 
-def _check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) -> None:
+def check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) -> None:
     """Refuse before hours of work what would fail after them, or say nothing."""
     check_figures()
     if settings.lm_eval:
@@ -475,11 +476,19 @@ def _texts(file: str, other: str) -> list[TextExample]:
     return text_examples(file, columns={"response": other} if "response" not in found and other in found else None)
 
 
-def _run(target: Target, settings: FolderAttack, progress: Progress) -> Section:
+def attack(target: Target, settings: FolderAttack, progress: Progress) -> Result:
+    """Attack a model folder, as the command and recipes do."""
     own, settings = settings.base, settings.replace(base=settings.base or target.before)
     how: Any = {"folder": target.output, "seed": target.seed, "progress": progress, "earlier": own is None}
-    plan, section = attack_folders(settings, target.model, **how)
-    return replace(section, intro=f"{section.intro}\n\nRecovered means: {plan.recovered}.".strip())
+    plan, section = attack_folders(settings, target.model, planned=partial(_announce, progress), **how)
+    section = replace(section, intro=f"{section.intro}\n\nRecovered means: {plan.recovered}.".strip())
+    payload = {
+        "threshold": plan.goal.threshold, "recovered": plan.recovered,
+        "ledger": str(target.output / f"{ATTACKS}.jsonl"),
+    }  # fmt: skip
+    return Result([f"Recovered means: {plan.recovered}."], [section], payload)
 
 
-FINETUNE = Attack("finetune", FolderAttack, _run, check=_check)
+def _announce(progress: Progress, plan: SweepPlan) -> None:
+    names = ", ".join(subject.name for subject in plan.subjects)
+    progress.note(f"{len(plan.attacks)} attacks on: {names}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from netweight.errors import UsageError
 from netweight.metrics.images import image_findings, match_images, write_png
 from netweight.report.finding import Figure, Finding, Section
 from netweight.report.plots import image_grid, lines
-from netweight.report.report import Report, make_folder
+from netweight.report.report import make_folder
 from netweight.report.text import Conclusion, Measured, Words
 
 _SHOWN = 12  # images in the picture of a report; all are written as files
@@ -53,31 +52,25 @@ def findings_of(
     return findings + measured
 
 
-def write_findings(
-    folder: Path,
-    found: Reconstruction,
-    images: Tensor,
-    reference: Tensor | None,
-    findings: list[Finding],
-    *,
-    command: str | None = None,
-    inputs: Mapping[str, str] | None = None,
-    seed: int,
-) -> Path:
-    """Write the images as PNG files, `image-0.png` and so on, and the report."""
+def write_images(folder: Path, images: Tensor) -> None:
+    """Write reconstructed images `(n, c, h, w)` as PNG files, `image-0.png` and so on."""
     make_folder(folder)
     for number, image in enumerate(images):
         write_png(folder / f"image-{number}.png", image)
+
+
+def inversion_section(
+    found: Reconstruction, images: Tensor, reference: Tensor | None, findings: list[Finding]
+) -> Section:
+    """Return what an attack reconstructed as a section of a report."""
     measured = {finding.name: finding.value or 0.0 for finding in findings}
     facts = {"db": f"{measured.get('PSNR', 0.0):.1f}", "alike": f"{measured.get('SSIM', 0.0):.2f}"}
-    report = Report(f"Gradient inversion: {found.attack}", command=command, seeds=(seed,), inputs=inputs)
-    report.add(Section(
+    return Section(
         "What the update gives away", findings, figures=_figures(found, images, reference),
         question="Can the private images be reconstructed from what the client sent?",
         conclusion=_CONCLUSION(findings, **facts)[1],
         intro="Better means a better attack, unless a limit was set. PSNR and SSIM compare with the true images.",
-    ))  # fmt: skip
-    return report.write(folder)
+    )  # fmt: skip
 
 
 def _words(psnr: bool, ssim: bool, *, db: str, alike: str) -> Words:

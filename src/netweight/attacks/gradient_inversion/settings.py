@@ -19,7 +19,6 @@ class InversionSettings(Settings):
     """An attack on the update of one client."""
 
     model: Annotated[str, Cli(metavar="MODULE:NAME")] = Field(description="A module, or a function that makes one.")
-    update: _File = Field(description="What the client sent, as .safetensors.")
     params: _File | None = Field(
         default=None, description="What the client started from; by default the weights the model is made with."
     )
@@ -91,5 +90,5 @@ class InversionSettings(Settings):
     @property
     def files(self) -> list[Path]:
         """The files that the attack reads."""
-        paths = (self.update, self.params, self.reference, self.lpips_backbone, self.lpips_heads)
+        paths = (self.params, self.reference, self.lpips_backbone, self.lpips_heads)
         return [path for path in paths if path is not None and path.is_file()]

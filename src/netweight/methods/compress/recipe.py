@@ -16,28 +16,28 @@ from netweight.methods.compress.folder_format import MANIFEST, Manifest, make_pl
 from netweight.methods.compress.inspect import TensorReport, bits_figure, inspect_tensors
 from netweight.methods.compress.runtime.model import memory_footprint
 from netweight.methods.compress.settings import CompressSettings
-from netweight.methods.compress.verify import TREATMENT, Compressed, _identity
-from netweight.registry import CardEntry, Method
+from netweight.methods.compress.verify import Compressed
+from netweight.registry import CardEntry
 from netweight.report.finding import Column, Finding, Section, Table
 from netweight.report.text import Conclusion, Criterion, Words, by_targets
 
 
-def _compress(source: Path, destination: Path, settings: CompressSettings, progress: Progress) -> None:
+def apply(source: Path, destination: Path, settings: CompressSettings, progress: Progress) -> None:
     compress_folder(source, destination, settings, progress=progress)
 
 
-def _examine(
+def examine(
     audit: str, destination: Path, source: Path, settings: CompressSettings, progress: Progress
 ) -> tuple[Compressed, CompressSettings]:
     return Compressed(destination, source), settings
 
 
-def _check(source: Path | None, settings: CompressSettings) -> None:
+def check(source: Path | None, settings: CompressSettings) -> None:
     if source is not None and source.is_dir():
         make_plan(source, settings)
 
 
-def _card(folder: Path) -> CardEntry | None:
+def card(folder: Path) -> CardEntry | None:
     if not (folder / MANIFEST).exists():
         return None
     manifest = Manifest.read(folder)
@@ -73,7 +73,7 @@ def _bytes(count: int) -> str:
     return f"{count:,} bytes"
 
 
-def _size(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
+def size(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
     """How much smaller a model is, in bytes and in bits per weight, and why."""
     found = list(inspect_tensors(subject.path, progress=progress))
     plain, stored = (sum(getattr(each.info, name) for each in found) for name in ("nbytes", "stored_nbytes"))
@@ -110,7 +110,7 @@ _RATIO = "size of the tensors, plain by compressed"
 _SMALLER = Conclusion("compress: size", [Criterion(_RATIO, "higher", than=1.0, strict=True)], _saved)
 
 
-def _outputs(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
+def outputs(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
     """Whether a model of transformers computes the same numbers with weights that stay compressed in memory."""
     title, question = "Outputs", "Does the compressed model compute what the original computes?"
     name = "numbers that differ in any bit, run compressed"
@@ -146,15 +146,3 @@ def _outputs(subject: Compressed, config: CompressSettings, *, seed: int, progre
 
 
 _SAME = by_targets("compress: outputs", met="The outputs are equal to the last bit.", missed="The outputs differ.")
-
-
-COMPRESS = Method(
-    TREATMENT,
-    CompressSettings,
-    audits={"identity": _identity, "size": _size, "outputs": _outputs},
-    apply=_compress,
-    examine=_examine,
-    check=_check,
-    takes=("model", "adapters"),
-    card=_card,
-)

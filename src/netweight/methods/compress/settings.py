@@ -38,3 +38,43 @@ class CompressSettings(Settings):
         default=512, ge=0, description="Weights that share a normalizer when rounded; 0 for no normalizers."
     )
     fidelity: Literal["corrected", "reference"] = Field(default="corrected", description="The arithmetic of rounding.")
+
+
+class _Compressed(Settings):
+    """What commands on compressed models share."""
+
+    base: Annotated[Path | None, Cli(metavar="BASE")] = Field(
+        default=None, description="The model that the stored differences are from, if it has moved."
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="Threads of the codec; by default all cores that may be used."
+    )
+
+
+@final
+class DecompressSettings(_Compressed):
+    """How the original files of a compressed model are restored."""
+
+
+@final
+class VerifySettings(_Compressed):
+    """What a compressed model is compared with."""
+
+    against: Annotated[Path | None, Cli(metavar="SRC")] = Field(
+        default=None, description="The original: compare every bit with it."
+    )
+
+
+@final
+class InspectSettings(Settings):
+    """Which tensors of weight files are shown."""
+
+    tensor: Annotated[str | None, Cli(metavar="PATTERN")] = Field(
+        default=None, description="Only tensors whose names match, e.g. '**.attention.**'."
+    )
+    plot: Annotated[Path | None, Cli(metavar="FILE")] = Field(
+        default=None, description="Draw the histograms of sign, exponent and mantissa here."
+    )
+    base: Annotated[Path | None, Cli(metavar="BASE")] = Field(
+        default=None, description="The model that the stored differences are from, if it has moved."
+    )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, final
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, final
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ from netweight.core.lazy import import_named
 from netweight.core.names import not_found
 from netweight.errors import UsageError
 from netweight.methods.federate.settings import Federation, Lie, LocalTraining
-from netweight.settings import Settings
+from netweight.settings import Cli, Settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,6 +111,19 @@ class FolderFederation(_Asked):
     def plan(self, data: str) -> FederationPlan:
         """Return what decides the federation."""
         return FederationPlan(data=data, **{name: getattr(self, name) for name in _Asked.model_fields})
+
+
+@final
+class FederationAudit(Settings):
+    """Which updates of a federation are attacked, and by which servers."""
+
+    images: int = Field(default=16, ge=1, description="Attacked updates per threat model.")
+    threats: Annotated[tuple[str, ...], Cli(name="--threat", metavar="BATCHxSTEPS[xCLIENTS][+WORD]")] = Field(
+        default=(),
+        description="A threat model: local batch size, local steps, clients in a sum; then what the server knows and "
+        "does: +first round, +known embeddings, +asked=K times, +malicious, +thresholds, +fishing. May be repeated.",
+    )
+    seed: int = Field(default=0, description="Seed of the choice of images and of the attacks.")
 
 
 @final

@@ -27,18 +27,16 @@ from netweight.methods.federate.report import (
     AuditConfig,
     Exposure,
     ThreatModel,
-    accuracy,
     cosine,
     exposure,
     exposure_findings,
     exposure_table,
-    gradient_inversion,
     mean_finding,
     observe,
     own_threat,
     read_update,
 )
-from netweight.registry import Attack, Method, Target
+from netweight.registry import Target
 from netweight.report.finding import Figure, Finding, Section, Table
 from netweight.report.plots import image_grid
 from netweight.report.text import worst
@@ -72,7 +70,7 @@ def _beside(folder: Path, method: str, work: Path, progress: Progress) -> Run:
         return train(task, plan.make_method(task), plan, folder=job, progress=progress)
 
 
-def _attack(target: Target, settings: ServerAttack, progress: Progress) -> Section:
+def attack(target: Target, settings: ServerAttack, progress: Progress) -> Section:
     run, seed = trained(target.model), target.seed
     name = run.method.name
     runs = {name: run}
@@ -169,17 +167,14 @@ def _grid(seen: Mapping[str, Exposure]) -> Figure | None:
     )  # fmt: skip
 
 
-def _check(model: Path | None, settings: ServerAttack) -> None:
+def check_server(model: Path | None, settings: ServerAttack) -> None:
     if settings.beside is not None:
         entry_of(settings.beside)
     if model is not None:
         FederationPlan.load(model)
 
 
-SERVER = Attack("server", ServerAttack, _attack, check=_check, takes=("federation",))
-
-
-def _federate(source: Path, destination: Path, settings: FolderFederation, progress: Progress) -> None:
+def apply(source: Path, destination: Path, settings: FolderFederation, progress: Progress) -> None:
     """Train beside the destination, resumably, and move the whole there when it is done."""
     plan = _plan(source, settings)
     task = plan.task()
@@ -197,13 +192,13 @@ def _plan(source: Path, settings: FolderFederation) -> FederationPlan:
     return settings.plan(str(source.resolve() if source.exists() else source))  # a folder before a data set's name
 
 
-def _subject(
+def examine(
     audit: str, destination: Path, source: Path, settings: FolderFederation, progress: Progress
 ) -> tuple[Any, Any]:
     return trained(destination), AuditConfig(threats=(ThreatModel(first_round=True),), images=settings.images)
 
 
-def _check_source(source: Path | None, settings: FolderFederation) -> None:
+def check(source: Path | None, settings: FolderFederation) -> None:
     entry_of(settings.method)
     if source is None or not source.exists():
         return
@@ -211,17 +206,3 @@ def _check_source(source: Path | None, settings: FolderFederation) -> None:
         raise UsageError(
             f"{source} holds no folder of images per class.", cure=f"Name such a folder, or one of {', '.join(NAMES)}."
         )
-
-
-FEDERATE = Method(
-    "federate",
-    FolderFederation,
-    audits={"accuracy": accuracy, "gradient-inversion": gradient_inversion},
-    apply=_federate,
-    examine=_subject,
-    by_attack={"gradient-inversion": "server"},
-    check=_check_source,
-    takes=("images",),
-    makes="federation",
-    named=NAMES,
-)

@@ -61,7 +61,7 @@ from netweight.methods.forget.settings import (
 )
 from netweight.metrics.copies import Clip, Memorized
 from netweight.nn.text_to_image import TextToImage
-from netweight.registry import CardEntry, Method
+from netweight.registry import CardEntry
 from netweight.report.audit import of_treatment
 from netweight.report.finding import Finding
 from netweight.report.report import Report
@@ -337,11 +337,11 @@ def _units(model: Path) -> Units:
     return found
 
 
-def _apply(source: Path, destination: Path, settings: FolderForgetting, progress: Progress) -> None:
+def apply(source: Path, destination: Path, settings: FolderForgetting, progress: Progress) -> None:
     forget_folder(source, destination, settings, progress=progress)
 
 
-def _examine(
+def examine(
     audit: str, destination: Path, source: Path, settings: FolderForgetting, progress: Progress
 ) -> tuple[Any, Any]:
     """Gather the subject of an audit; generated images stay beside the folder."""
@@ -375,13 +375,13 @@ def _beside(destination: Path) -> Path:
     return destination.with_name(f"{destination.name}-images")
 
 
-def _check(source: Path | None, settings: FolderForgetting) -> None:
+def check(source: Path | None, settings: FolderForgetting) -> None:
     if source is not None:
         check_pipeline(source)
     _prompts(settings.targets, settings.ordinary, settings.column)
 
 
-def _card(folder: Path) -> CardEntry | None:
+def card(folder: Path) -> CardEntry | None:
     if not (folder / FOLDER).exists():
         return None
     records = read_records(folder)
@@ -412,14 +412,6 @@ def _card(folder: Path) -> CardEntry | None:
     return CardEntry("Memorization switched off", text, facts, ("unlearning",))
 
 
-FORGET = Method(
-    TREATMENT,
-    FolderForgetting,
-    audits={DETECTION: detection, NEURONS: neurons, IMAGES: images, SEARCH: None},
-    apply=_apply,
-    examine=_examine,
-    by_attack={SEARCH: "embedding"},
-    check=_check,
-    reads=lambda settings: image_files(*([settings.targets] if settings.targets else [])),
-    card=_card,
-)
+def read_files(settings: FolderForgetting) -> list[Path]:
+    """The images that the table of targets names."""
+    return list(image_files(*([settings.targets] if settings.targets else [])))

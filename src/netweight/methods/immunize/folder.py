@@ -17,20 +17,18 @@ from netweight.errors import UsageError
 from netweight.hf.load_language_model import check_finite, check_folder, context_of, load_causal_lm
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.depth import (
-    ATTACKED,
     DEPTH,
     LEAST_PAIRS,
     REPORT,
     TREATMENT,
     DepthAnalysis,
     analyze_layers,
-    depth_audit,
     depth_section,
     weight_changes,
 )
 from netweight.methods.immunize.settings import ImmunizeSettings
 from netweight.methods.immunize.train import RECORD, Record, immunize
-from netweight.registry import CardEntry, Method
+from netweight.registry import CardEntry
 from netweight.report.audit import of_treatment
 from netweight.report.finding import Column, Section, Table
 from netweight.report.plots import missing_for_figures
@@ -137,11 +135,11 @@ def _report(
     return report.add(of_treatment(section, TREATMENT, (DEPTH,) if analyzed else ()))
 
 
-def _apply(source: Path, destination: Path, settings: ImmunizeSettings, progress: Progress) -> None:
+def apply(source: Path, destination: Path, settings: ImmunizeSettings, progress: Progress) -> None:
     immunize_folder(source, destination, settings, progress=progress)
 
 
-def _check(source: Path | None, settings: ImmunizeSettings) -> None:
+def check(source: Path | None, settings: ImmunizeSettings) -> None:
     if source is not None:
         check_folder(source)
     _check_count(len(text_pairs(settings.pairs)), settings)
@@ -157,7 +155,7 @@ def _check_count(pairs: int, settings: ImmunizeSettings) -> None:
         )
 
 
-def _card(folder: Path) -> CardEntry | None:
+def card(folder: Path) -> CardEntry | None:
     if not (folder / RECORD).exists():
         return None
     record = Record.read(folder / RECORD)
@@ -173,9 +171,3 @@ def _card(folder: Path) -> CardEntry | None:
           if name in record.settings),
     )  # fmt: skip
     return CardEntry("Immunized", text, facts, ("immunized",))
-
-
-IMMUNIZE = Method(
-    TREATMENT, ImmunizeSettings, apply=_apply, audits={DEPTH: depth_audit, ATTACKED: None},
-    by_attack={ATTACKED: "finetune"}, check=_check, card=_card,
-)  # fmt: skip

@@ -126,7 +126,7 @@ def fit_folder(
     bank: Path, settings: FolderFit, progress: Progress, *, work: Path | None, engine: Engine | None = None
 ) -> WeightSpace:
     """Fit a bank."""
-    how = {name: value for name, value in settings if name != "standalone"}
+    how = {name: value for name, value in settings if name not in ("standalone", "work", "processes")}
     return WeightSpace.fit(AdapterBank.open(bank), folder=work, engine=engine, progress=progress, **how)
 
 

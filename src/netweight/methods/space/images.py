@@ -20,15 +20,16 @@ from netweight.core.lazy import import_named
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image
+from netweight.methods.space.audits import LEAST_AUDITED, spread_findings
 from netweight.methods.space.edits import EditCurve, curve_findings, edit_curve
 from netweight.methods.space.folder import invert_files
 from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.points import Direction, NamedPoints, nearest
-from netweight.methods.space.recipe import LEAST_AUDITED, directions_in, points_in, spread_findings
 from netweight.methods.space.settings import FolderInversion
 from netweight.methods.space.space import WeightSpace
+from netweight.methods.space.steps import directions_in, points_in
 from netweight.nn.text_to_image import TextToImage
-from netweight.registry import Attack, Target
+from netweight.registry import Target
 from netweight.report.finding import Figure, Finding, Section
 from netweight.report.plots import image_grid
 from netweight.report.text import Conclusion, Criterion, Words, worst
@@ -77,7 +78,7 @@ class _World:
         return self.read(images.flatten(0, 1)).view(len(scores), len(self.settings.prompts), -1).mean(1)
 
 
-def _attack(target: Target, settings: PointImages, progress: Progress) -> Section:
+def attack(target: Target, settings: PointImages, progress: Progress) -> Section:
     space, _, points = points_in(target.model, "mean")
     model = load_text_to_image(settings.pipeline, dtype=torch.float32, device=settings.device)
     world = _World(model, space, settings, ())
@@ -186,11 +187,8 @@ _INVERTED = "attributes of the inverted image, mean error as a share of their ra
 _FOUND = Conclusion("space: inversion", [Criterion(_INVERTED, "lower", strict=True)], _inversion)
 
 
-def _check(model: Path | None, settings: PointImages) -> None:
+def check(model: Path | None, settings: PointImages) -> None:
     if settings.reader is not None:
         import_named(settings.reader, "The reader")
     elif settings.image is not None:
         raise UsageError("An image is inverted, and nothing reads what comes of it.", cure="Name a reader.")
-
-
-IMAGES = Attack("images", PointImages, _attack, check=_check, takes=("space", "points"))

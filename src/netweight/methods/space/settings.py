@@ -19,6 +19,11 @@ Unit: TypeAlias = Literal["deviations", "reach", "raw"]
 _NAME_COLUMN = "The column that names the model."
 
 
+def _always(value: object) -> bool:
+    """Leave a setting out of records: it does not change what is made."""
+    return True
+
+
 class FitSettings(Settings):
     """How a space is fitted."""
 
@@ -52,6 +57,11 @@ class FolderFit(FitSettings):
     standalone: bool = Field(
         default=False, description="Copy the adapters into the space, so that it opens without its bank."
     )
+    work: Path | None = Field(
+        default=None, exclude_if=_always,
+        description="Where to keep finished parts, to fit a bank again that has grown.",
+    )  # fmt: skip
+    processes: int | None = Field(default=None, ge=2, exclude_if=_always, description="Processes that share the work.")
 
 
 class CorrectionSettings(Settings):
@@ -161,10 +171,15 @@ class SampleSettings(Settings):
 
 
 class EditSettings(Settings):
-    """How points are moved along directions found from labels."""
+    """How points are moved along directions."""
 
-    labels: FilePath = Field(description="Attributes of the space's models, a file with one row per model.")
-    moves: Mapping[str, float] = Field(description="Step along each attribute's direction; negative goes back.")
+    moves: Annotated[Mapping[str, float], Cli(name="--move", metavar="DIRECTION=STRENGTH")] = Field(
+        description="Step along a direction; negative goes back. A direction is a file of `netweight space direction`, "
+        "or an attribute of the labels, whose direction is fitted. May be repeated; the order does not matter."
+    )
+    labels: FilePath | None = Field(
+        default=None, description="Attributes of the space's models, a file with one row per model."
+    )
     unit: Unit = Field(
         default="deviations", description="What that counts: models' deviations, their farthest, or the vector."
     )
@@ -173,7 +188,9 @@ class EditSettings(Settings):
         description="Where to start in a space: a model or mean; points of an earlier step are all moved.",
     )
     kind: FittedKind = Field(default="encoder", description="How directions are found.")
-    confounders: tuple[str, ...] = Field(default=(), description="Attributes that are to stay as they are.")
+    confounders: Annotated[tuple[str, ...], Cli(name="--confounder", metavar="COLUMN")] = Field(
+        default=(), description="Attributes that are to stay as they are."
+    )
     name_column: str = Field(default="name", description=_NAME_COLUMN)
     folds: int = Field(default=5, ge=2, description="Folds of the cross-validation of directions.")
     seed: int = Field(default=0, description="Seed of the folds.")
@@ -181,7 +198,17 @@ class EditSettings(Settings):
     def check(self) -> None:
         """There is a move."""
         if not self.moves:
-            raise UsageError("There is no move.", cure="Write moves: {ATTRIBUTE: STRENGTH}.")
+            raise UsageError("There is no move.", cure="Give one: DIRECTION=STRENGTH.")
+        if self.fitted and self.labels is None:
+            raise UsageError(
+                f"{self.fitted[0]!r} is not a file, and there are no labels to fit a direction of that name to.",
+                cure="Give a file of `netweight space direction`, or labels.",
+            )
+
+    @property
+    def fitted(self) -> list[str]:
+        """The moves along attributes of the labels; the others name files."""
+        return [name for name in self.moves if not Path(name).is_file()]
 
 
 class ExportSettings(Settings):
@@ -346,3 +373,63 @@ class FolderView(RenderSettings):
         noises = self.noises or len(given.get("seeds", ())) or max(len(prompts), len(usual.seeds))
         several = tuple(prompts[number % len(prompts)] for number in range(noises if len(prompts) > 1 else 1))
         return usual.replace(**{"seeds": tuple(range(noises)), **given, "prompts": several})
+
+
+class NeighborSettings(Settings):
+    """Which neighbors of a point are listed."""
+
+    count: int = Field(default=5, ge=1, description="How many models.")
+    measure: Literal["cosine", "distance"] = Field(default="cosine", description="How nearness is measured.")
+
+
+class SimilarSettings(Settings):
+    """How many similar adapters are listed."""
+
+    count: int = Field(default=10, ge=1, description="How many adapters.")
+
+
+class DuplicateSettings(Settings):
+    """When two adapters count as copies of each other."""
+
+    least: float = Field(default=0.98, gt=0, le=1, description="The least cosine of what two adapters change.")
+
+
+class ExtractSettings(ExportSettings):
+    """How the difference of two models is written as a LoRA."""
+
+
+class InfoSettings(Settings):
+    """What is checked of a bank."""
+
+    verify: bool = Field(default=False, description="Compare every shard with its digest.")
+
+
+class IngestSettings(Settings):
+    """Which adapters are collected into a bank, and how."""
+
+    compress: bool = Field(default=False, description="Keep the adapters compressed, bit for bit.")
+    skip_bad: bool = Field(default=False, description="Leave out adapters that cannot be used, and list them.")
+    select: Annotated[str | None, Cli(name="--modules", metavar="PATTERN")] = Field(
+        default=None, description="Keep these modules only, as in unet.**.attn2.*."
+    )
+    base: str | None = Field(default=None, description="The model that all were trained on, whatever their files say.")
+    convert: Annotated[int | None, Cli(metavar="RANK")] = Field(
+        default=None, ge=1, description="Make LoRAs of LoHa, LoKr, DoRA and full differences, at most of this rank."
+    )
+    weights: Annotated[Path | None, Cli(metavar="BASE")] = Field(
+        default=None, description="The base model, which DoRA's change depends on."
+    )
+    stable_diffusion: bool = Field(
+        default=False,
+        description="SRC is a matrix published by weights2weights without weight_dimensions.pt: take Stable Diffusion "
+        "1's order of weights.",
+    )
+
+
+class ImportSettings(Settings):
+    """How the published space of weights2weights is read."""
+
+    components: int | None = Field(default=None, ge=1, description="How many; else as many as models have scores of.")
+    stable_diffusion: bool = Field(
+        default=False, description="Take Stable Diffusion 1's order of weights where weight_dimensions.pt is missing."
+    )

@@ -1,0 +1,106 @@
+"""Gradient inversion on files: what `netweight attack gradient-inversion` and recipes do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from netweight.attacks.gradient_inversion.client import LocalUpdate, gradient_of, known_parameters, sgd_difference
+from netweight.attacks.gradient_inversion.matching import run_attack
+from netweight.attacks.gradient_inversion.report import findings_of, in_order, inversion_section, write_images
+from netweight.attacks.gradient_inversion.settings import InversionSettings
+from netweight.core.lazy import import_named
+from netweight.core.progress import Progress
+from netweight.errors import UsageError
+from netweight.registry import Result, Target
+from netweight.report.plots import check_figures
+from netweight.store import open_store
+
+
+def attack(target: Target, settings: InversionSettings, progress: Progress) -> Result:
+    """Reconstruct images from the update of one client, a safetensors file."""
+    check_figures()
+    shape, seed = settings.shape, target.seed
+    mean, std = (torch.tensor(values).reshape(-1, 1, 1) for values in (settings.mean, settings.std))
+    reference = _reference(settings.reference, shape)
+    model = _model(settings.model, settings.params)
+    _try(model, shape)
+    inversion = run_attack(
+        settings.attack, _client(model, settings), known_parameters(model), _tensors(target.model), shape=shape,
+        labels=None if settings.labels is None else torch.tensor(settings.labels), classes=settings.classes,
+        layer=settings.layer, bounds=(-mean / std, (1 - mean) / std), steps=settings.steps, restarts=settings.restarts,
+        total_variation=settings.total_variation, seed=seed, progress=progress,
+    )  # fmt: skip
+    images = (inversion.images.cpu().float() * std + mean).clamp(0, 1)
+    order = torch.arange(len(images)) if reference is None else in_order(images, reference)
+    images = images[order]
+    findings = findings_of(
+        inversion, images, reference, max_psnr=settings.max_psnr, backbone=settings.lpips_backbone,
+        heads=settings.lpips_heads, seed=seed,
+    )  # fmt: skip
+    write_images(target.output, images)
+    labels = inversion.labels.cpu()[order]
+    labels = labels if labels.ndim == 1 else labels.argmax(1)
+    line = f"{inversion.attack}: {len(images)} images, labels {', '.join(map(str, labels.tolist()))}"
+    section = inversion_section(inversion, images, reference, findings)
+    return Result([line], [section], {"attack": inversion.attack, "labels": labels.tolist()})
+
+
+def check(update: Path | None, settings: InversionSettings) -> None:
+    """Refuse before any work a model that cannot be imported."""
+    import_named(settings.model, "--model")
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    with open_store(path) as store:
+        return {name: store.get(name) for name in store.names()}
+
+
+def _reference(path: Path | None, shape: tuple[int, ...]) -> Tensor | None:
+    if path is None:
+        return None
+    tensors = _tensors(path)
+    fitting = [tensor for tensor in tensors.values() if tuple(tensor.shape) == shape]
+    if len(fitting) != 1 or not fitting[0].is_floating_point() or fitting[0].min() < 0 or fitting[0].max() > 1:
+        raise UsageError(
+            f"{path} does not hold one tensor of shape {shape} within 0 and 1.",
+            cure="Save the true images before normalization, divided by 255.",
+        )
+    return fitting[0].float()
+
+
+def _model(where: str, params: Path | None) -> nn.Module:
+    """Import and make the user's model, with the parameters the client started from."""
+    made = import_named(where, "--model")
+    model = made() if callable(made) and not isinstance(made, nn.Module) else made
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"--model {where!r} is neither a torch module nor a function that makes one.")
+    if params is not None:
+        try:
+            model.load_state_dict(_tensors(params))
+        except RuntimeError as error:
+            raise UsageError(f"{params} does not fit the model: {error}.") from error
+    return model
+
+
+def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Refuse a shape that the model does not take, before an attack meets it somewhere inside."""
+    like = next(model.parameters(), torch.zeros(()))
+    copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    try:
+        with torch.no_grad():
+            functional_call(model, copies, (torch.zeros(shape).to(like),))
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"The model does not take images of shape {shape}: {error}.") from error
+
+
+def _client(model: nn.Module, settings: InversionSettings) -> LocalUpdate:
+    if settings.lr is None:
+        return gradient_of(model)
+    return sgd_difference(
+        model, lr=settings.lr, steps=settings.local_steps, batch_size=settings.batch_size, momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+    )  # fmt: skip

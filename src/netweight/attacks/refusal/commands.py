@@ -1,0 +1,28 @@
+"""What `netweight attack refusal` and `netweight attack safeguards` do, as commands and in recipes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from netweight.attacks.finetuning.folder import attack_folders
+from netweight.attacks.refusal.folder import attack_refusal
+from netweight.attacks.refusal.settings import RefusalSettings, SafeguardSettings
+from netweight.core.progress import Progress
+from netweight.registry import Target
+from netweight.report.finding import Section
+
+
+def attack(target: Target, settings: RefusalSettings, progress: Progress) -> Section:
+    """Remove refusal from a model folder, as the command and recipes do."""
+    settings = settings.replace(base=settings.base or target.before)
+    return attack_refusal(settings, target.model, seed=target.seed, progress=progress)
+
+
+def attack_safeguards(target: Target, settings: SafeguardSettings, progress: Progress) -> list[Section]:
+    """Attack what keeps a model from harm, by fine-tuning and by edits without training."""
+    own, settings = settings.base, settings.replace(base=settings.base or target.before)
+    how: Any = {"seed": target.seed, "progress": progress}
+    sections = [attack_folders(settings, target.model, folder=target.output, earlier=own is None, **how)[1]]
+    if settings.refused:
+        sections.append(attack_refusal(settings, target.model, **how))
+    return sections

@@ -1,0 +1,30 @@
+"""The registrations of `netweight attack refusal` and `netweight attack safeguards`; they import nothing heavy."""
+
+from netweight.registry import Attack, lazy
+
+_COMMANDS, _SETTINGS = "netweight.attacks.refusal.commands", "netweight.attacks.refusal.settings"
+
+REFUSAL: Attack = Attack(
+    "refusal",
+    lazy(f"{_SETTINGS}:RefusalSettings"),
+    attack=lazy(f"{_COMMANDS}:attack"),
+    title="Refusal",
+    summary="Remove refusal from a language model without training, and measure how much of it is left.",
+    description="MODEL is a folder of a transformers model, or its id on the hub. Directions are projected out of "
+    "every layer's output, neurons are switched off, a base is mixed in. Every edit is measured and undone; no edited "
+    "model is written. OUT receives a report.",
+    example="netweight attack refusal my-model --refused refused.jsonl --ordinary ordinary.jsonl --out refusal",
+)
+
+SAFEGUARDS: Attack = Attack(
+    "safeguards",
+    lazy(f"{_SETTINGS}:SafeguardSettings"),
+    attack=lazy(f"{_COMMANDS}:attack_safeguards"),
+    title="Safeguards",
+    summary="Attack a language model's safeguards in all known ways, and report what it took to break them.",
+    description="Searches for the fine-tuning attack that needs fewest steps, beside the base, random weights and a "
+    "domain that was never learned where these are given, and removes refusal without training. OUT receives "
+    "attacks.jsonl, from which a second call continues, and one report.",
+    example="netweight attack safeguards my-model --harmful harmful.jsonl --refused refused.jsonl "
+    "--ordinary ordinary.jsonl --out safeguards",
+)

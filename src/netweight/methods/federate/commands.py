@@ -1,0 +1,127 @@
+"""What `netweight federate run` and `audit` do, and what they say about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from netweight.errors import UsageError
+from netweight.methods.federate.engine import CHECKPOINT, Run, train
+from netweight.methods.federate.folder import FederationAudit, FederationPlan, FolderFederation
+from netweight.methods.federate.report import (
+    AuditConfig,
+    ThreatModel,
+    add_sections,
+    exposure_table,
+    promises,
+)
+from netweight.methods.federate.report import audit as attack_run
+from netweight.registry import Context, Result, Rows
+from netweight.report.finding import Table
+from netweight.report.report import Report
+from netweight.report.text import format_number
+
+_MOST_ROUNDS = 12  # rounds in the table of a run
+
+
+def run(settings: FolderFederation, context: Context, source: str, destination: Path, audit: bool) -> Result:
+    """Train a federation in a folder, and audit it if that is asked for."""
+    plan = settings.plan(str(source))
+    task = plan.task()
+    method = plan.make_method(task)
+    if not (destination / CHECKPOINT).exists():
+        plan.save(destination)  # so that a run that is stopped can be audited; settings that do not fit replace none
+    done = train(
+        task, method, plan, folder=destination, workers=settings.workers, device=settings.device,
+        progress=context.progress,
+    )  # fmt: skip
+    plan.save(destination)
+    config = AuditConfig(threats=(ThreatModel(first_round=True),), images=settings.images) if audit else None
+    return _result(done, plan, destination, config, context, _rounds(done))
+
+
+def audit(settings: FederationAudit, context: Context, folder: Path) -> Result:
+    """Attack what a federation's server could have seen."""
+    plan = FederationPlan.load(folder)
+    task = plan.task()
+    done = train(task, plan.make_method(task), plan, folder=folder, progress=context.progress)
+    config = AuditConfig(images=settings.images, further=True)
+    if settings.threats:
+        config = AuditConfig(threats=tuple(map(_threat, settings.threats)), images=settings.images)
+    return _result(done, plan, folder, config, context, [], seed=settings.seed)
+
+
+def _threat(text: str) -> ThreatModel:
+    schedule, *words = text.split("+")
+    parts = schedule.split("x")
+    changes: dict[str, Any] = {}
+    for word in words:
+        name, _, count = word.partition("=")
+        if word in ("malicious", "thresholds", "fishing"):
+            changes["server"] = word
+        elif word in ("known", "first"):
+            changes[{"known": "known", "first": "first_round"}[word]] = True
+        elif name == "asked" and count.isdecimal():
+            changes["asked"] = int(count)
+        else:
+            parts = []
+    if not 2 <= len(parts) <= 3 or not all(part.isdecimal() for part in parts):
+        raise UsageError(
+            f"--threat {text!r} is not a threat model.",
+            cure="Give BATCHxSTEPS[xCLIENTS], such as 1x1, then +first, +known, +asked=K, +malicious, +thresholds, "
+            "+fishing.",
+        )
+    batch, steps, *clients = (int(part) for part in parts)
+    return ThreatModel(batch, steps, summed_over=clients[0] if clients else 1, **changes)
+
+
+def _rounds(run: Run) -> list[str | Rows]:
+    measured = [round for round in run.rounds if round.after]
+    shown = measured if len(measured) <= _MOST_ROUNDS else measured[:: -(-len(measured) // _MOST_ROUNDS)]
+    if shown[-1] is not measured[-1]:
+        shown.append(measured[-1])
+    rows = [
+        (r.round, f"{100 * (r.mean_before or 0):.2f}", f"{100 * (r.mean_after or 0):.2f}", f"{r.mean_loss:.3f}")
+        for r in shown
+    ]
+    lines: list[str | Rows] = [f"{run.method.name}, {len(run.task.clients)} clients: mean accuracy in %"]
+    lines.append(Rows(("round", "before local training", "after", "loss"), rows))
+    for round in run.rounds:
+        lines += [f"Round {round.round}: client {client} left out: {why}." for client, why in round.refused.items()]
+        lines += [
+            f"Round {round.round}: client {client} is suspicious: {why}." for client, why in round.suspects.items()
+        ]
+    return lines
+
+
+def _result(
+    run: Run, plan: FederationPlan, folder: Path, config: AuditConfig | None, context: Context,
+    lines: list[str | Rows], *, seed: int = 0,
+) -> Result:  # fmt: skip
+    """Audit if asked, write the report, and say how it ended."""
+    exposures = attack_run(run, config, seed=seed, progress=context.progress) if config else []
+    report = Report(f"Federation: {plan.method} on {plan.data}", command=context.command, seeds=(plan.seed,))
+    add_sections(report, run, exposures, seed=seed, delta=plan.delta)
+    privacy = promises(run, plan.delta)
+    lines += [str(promise) for promise in privacy]
+    if config is not None:
+        lines += _exposures(exposure_table(exposures))
+    warnings = [] if config else ["Nothing was audited: what the server could have seen of the data is unknown."]
+    return Result(
+        lines, report.sections, report=report.write(folder), written=(folder,), warnings=warnings,
+        next=() if config else (f"netweight federate audit {folder}",),
+        payload={
+            "plan": plan.to_json(),
+            "rounds": [round.to_json() for round in run.rounds],
+            "audited": config is not None,
+            "privacy": [promise.to_json() for promise in privacy],
+        },
+    )  # fmt: skip
+
+
+def _exposures(table: Table) -> list[str | Rows]:
+    headers = [
+        column if isinstance(column, str) else f"{column.name} {column.unit}".strip() for column in table.columns
+    ]
+    rows = [(*row[:2], *(format_number(cell) for cell in row[2:-1])) for row in table.rows]
+    return [table.title, Rows(headers[:-1], rows), *(f"{row[0]}: {row[-1]}" for row in table.rows)]

@@ -1,0 +1,64 @@
+"""The registrations of `netweight federate run|audit` and `netweight attack server`; they import nothing heavy."""
+
+from netweight.registry import Argument, Attack, Command, Group, Method, lazy
+
+_COMMANDS, _RECIPE = "netweight.methods.federate.commands", "netweight.methods.federate.recipe"
+_REPORT = "netweight.methods.federate.report"
+
+SERVER: Attack = Attack(
+    "server",
+    lazy(f"{_RECIPE}:ServerAttack"),
+    attack=lazy(f"{_RECIPE}:attack"),
+    title="What the server sees",
+    summary="Reconstruct clients' images from what a federation's server sees.",
+    description="MODEL is the folder of a federation that ended. The attack reads gradients and images from what "
+    "clients send, also through noise and secure sums, and with a server that deviates from the protocol.",
+    example="netweight attack server federation --out attacks",
+    check=lazy(f"{_RECIPE}:check_server"),
+    takes=("federation",),
+)
+
+COMMANDS = (
+    Group("federate", "Train a personalized model across clients, and audit what a server could see of their data."),
+    Method(
+        "federate run",
+        lazy("netweight.methods.federate.folder:FolderFederation"),
+        lazy(f"{_RECIPE}:apply"),
+        {"accuracy": lazy(f"{_REPORT}:accuracy"), "gradient-inversion": lazy(f"{_REPORT}:gradient_inversion")},
+        verb="federate",
+        run=lazy(f"{_COMMANDS}:run"),
+        summary="Train a federation in this process and audit it.",
+        description="The audit at the end attacks the run's own schedule and a single step; `netweight federate audit` "
+        "attacks more. Nothing is downloaded for the default data, scikit-learn's handwritten digits. The same command "
+        "resumes a run that was stopped. The same methods run under Flower, with clients on other machines.",
+        example="netweight federate run --method hyperfl --clients 20 --rounds 20 --out federation",
+        arguments=(
+            Argument(
+                "source", "text", "A data set by name, or a folder with a subfolder of images for each class.",
+                "--data", required=False, default="digits",
+            ),
+            Argument(
+                "destination", "new", "Folder of the checkpoint and the report; a run that was stopped continues from "
+                "there.", "--out", required=False, default="federation",
+            ),
+        ),
+        audits_itself=True,
+        examine=lazy(f"{_RECIPE}:examine"),
+        by_attack={"gradient-inversion": "server"},
+        check=lazy(f"{_RECIPE}:check"),
+        takes=("images",),
+        makes="federation",
+        named=lazy("netweight.data.images:NAMES"),
+    ),
+    Command(
+        "federate audit",
+        lazy("netweight.methods.federate.folder:FederationAudit"),
+        run=lazy(f"{_COMMANDS}:audit"),
+        summary="Attack what the server of a federation could have seen.",
+        description="Attacks the run's own schedule and some shorter ones: how much of a client's gradient an update "
+        "reveals, and which images can be reconstructed from it. Exits with 1 if the run's own schedule reveals more "
+        "than its published aggregate does.",
+        example="netweight federate audit federation --threat 1x1+first",
+        arguments=(Argument("folder", "folder", required=False, default="federation"),),
+    ),
+)  # fmt: skip

@@ -1,0 +1,25 @@
+"""What `netweight immunize` does, and what it says about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from netweight.methods.immunize.folder import immunize_folder
+from netweight.methods.immunize.settings import ImmunizeSettings
+from netweight.methods.immunize.train import RECORD
+from netweight.registry import Context, Result, Rows
+
+
+def immunize(settings: ImmunizeSettings, context: Context, model: Path, destination: Path) -> Result:
+    """Train a defense into a model and say how its loss developed."""
+    done = immunize_folder(model, destination, settings, command=context.command, progress=context.progress)
+    rows = [(name, f"{first:.4g}", f"{last:.4g}") for name, first, last in done.record.ends]
+    lines: list[str | Rows] = [Rows(("term of the loss", "first step", "last step"), rows)] if rows else []
+    lines.append(f"The record of the training is {destination / RECORD}.")
+    if done.not_analyzed:
+        lines.append(f"The report does not show the depth of the defense: {done.not_analyzed}.")
+    attack = f"netweight attack finetune {destination} --base {model} --trained-on {settings.pairs} --out attacks"
+    return Result(
+        lines, written=(destination,), report=done.report, next=(f"{attack} --harmful ROWS",),
+        payload={"model": str(destination), "record": str(destination / RECORD), "steps": len(done.record.steps)},
+    )  # fmt: skip

@@ -1,0 +1,24 @@
+"""The registration of `netweight immunize`; it imports nothing heavy."""
+
+from netweight.registry import MODEL, Argument, Method, lazy
+
+_FOLDER = "netweight.methods.immunize.folder"
+
+IMMUNIZE: Method = Method(
+    "immunize",
+    lazy("netweight.methods.immunize.settings:ImmunizeSettings"),
+    lazy(f"{_FOLDER}:apply"),
+    {"depth": lazy("netweight.methods.immunize.depth:depth_audit"), "fine-tuning attack": None},
+    run=lazy("netweight.methods.immunize.commands:immunize"),
+    summary="Train a language model to resist harmful fine-tuning.",
+    description="MODEL is a folder of a transformers model, or its id on the hub, and is not changed. DESTINATION is a "
+    "new folder with the defended model, the record of its training (immunize.json) and a report of what the training "
+    "changed inside the model (immunize-report). The same command continues a run that was stopped. `netweight attack "
+    "finetune` then measures how long the defense delays an attack.",
+    example="netweight immunize my-model defended --pairs pairs.jsonl --defense repnoise",
+    arguments=(MODEL, Argument("destination", "new")),
+    audited=False,
+    by_attack={"fine-tuning attack": "finetune"},
+    check=lazy(f"{_FOLDER}:check"),
+    card=lazy(f"{_FOLDER}:card"),
+)

@@ -1,0 +1,415 @@
+"""What `netweight space` does, command by command, and what it says about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from netweight.core.files import refuse_existing
+from netweight.errors import UsageError
+from netweight.methods.space.audits import LEAST_AUDITED, neighbor_findings
+from netweight.methods.space.fit import Accuracy
+from netweight.methods.space.folder import (
+    convert_file,
+    draw,
+    export_record,
+    find_direction,
+    find_duplicates,
+    find_similar,
+    invert_files,
+    merge_files,
+    moved,
+    places_of,
+    points_of,
+    predict_files,
+    view_folder,
+)
+from netweight.methods.space.points import nearest, write_direction, write_points
+from netweight.methods.space.settings import (
+    ConvertSettings,
+    DirectionSettings,
+    DuplicateSettings,
+    EditSettings,
+    ExtractSettings,
+    FolderExport,
+    FolderFit,
+    FolderInversion,
+    FolderView,
+    ImportSettings,
+    InfoSettings,
+    IngestSettings,
+    MergeSettings,
+    NeighborSettings,
+    PredictSettings,
+    RenderSettings,
+    SampleSettings,
+    SimilarSettings,
+)
+from netweight.methods.space.space import WeightSpace, read_about, read_published
+from netweight.methods.space.steps import fit as fit_step
+from netweight.methods.space.steps import moves_of
+from netweight.methods.space.view.page import View, write_view
+from netweight.registry import Context, Result, Rows
+from netweight.report.finding import Section
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.bank.published import import_published, stable_diffusion_dimensions
+from netweight.store.lora_formats.files import Exported, differences, export_adapter
+
+_SHOWN = 20  # adapters that are listed
+_WIDE = 48  # characters of what their files say
+
+
+def _opened(space: Path, bank: Path | None) -> WeightSpace:
+    return WeightSpace.open(space, None if bank is None else AdapterBank.open(bank))
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def fit(settings: FolderFit, context: Context, bank: Path, space: Path) -> Result:
+    """Fit a space to a bank, resumably, and say how good the fit is."""
+    refuse_existing(space, overwrite=None)
+    fit_step(bank, space, settings, context.progress)
+    return _space(space, written=True)
+
+
+def direction(
+    settings: DirectionSettings, context: Context, space: Path, bank: Path | None, out: Path, overwrite: bool
+) -> Result:
+    """Find the direction of an attribute."""
+    refuse_existing(out, overwrite=overwrite)
+    opened, column = _opened(space, bank), settings.column
+    line, findings, labeled = find_direction(opened, settings, context.progress)
+    write_direction(line, out, overwrite=overwrite)
+    return Result(
+        [
+            f"{column} ({line.kind}): {labeled} of {len(opened.names)} models have a label.",
+            f"One standard deviation of the models is {line.deviation:.4g}, the farthest model is at {line.reach:.4g}.",
+        ],
+        [Section("Direction", findings)],
+        payload={"direction": str(out), "column": column, "kind": line.kind, "known": labeled,
+                 "deviation": line.deviation, "reach": line.reach},
+        written=(out,), next=(f"netweight space edit {space} mean --move {out} 2 --out points.json",),
+    )  # fmt: skip
+
+
+def edit(
+    settings: EditSettings, context: Context, space: Path, point: str, bank: Path | None, out: Path, overwrite: bool
+) -> Result:
+    """Move points along directions."""
+    refuse_existing(out, overwrite=overwrite)
+    opened = _opened(space, bank)
+    steps = moves_of(opened, settings)
+    after = moved(points_of(opened, point), steps, point)
+    write_points(after, out, overwrite=overwrite)
+    words = ", ".join(f"{step.direction.name} {step.strength:+g}" for step in steps)
+    return Result(
+        [f"{_many(len(after.names), 'point')} moved by {words} ({settings.unit})."],
+        payload={"points": str(out), "names": list(after.names), "moves": after.origin["moves"]}, written=(out,),
+        next=(f"netweight space export {space} {out} adapter",),
+    )  # fmt: skip
+
+
+def sample(
+    settings: SampleSettings, context: Context, space: Path, bank: Path | None, out: Path, overwrite: bool
+) -> Result:
+    """Draw points of a space."""
+    refuse_existing(out, overwrite=overwrite)
+    opened = _opened(space, bank)
+    points = draw(opened, settings)
+    write_points(points, out, overwrite=overwrite)
+    enough = min(settings.count, len(opened.names)) >= LEAST_AUDITED
+    sections = [Section("Neighbors", neighbor_findings(points.scores, opened.scores))] if enough else []
+    return Result(
+        [f"{_many(settings.count, 'point')} drawn by {settings.sampler}."], sections,
+        payload={"points": str(out), "names": list(points.names)}, written=(out,),
+        next=(f"netweight space export {space} {out} adapters",),
+    )  # fmt: skip
+
+
+def neighbors(settings: NeighborSettings, context: Context, space: Path, point: str, bank: Path | None) -> Result:
+    """List the models nearest to points."""
+    opened = _opened(space, bank)
+    points = points_of(opened, point)
+    near = nearest(points.scores, opened.scores, opened.names, count=settings.count, measure=settings.measure)
+    pairs = list(zip(points.names, near, strict=True))
+    rows = [
+        (name, each.name, "–" if math.isnan(each.cosine) else f"{each.cosine:.3f}", f"{each.distance:.4g}")
+        for name, part in pairs
+        for each in part
+    ]
+    payload = {
+        name: [{**vars(each), "cosine": None if math.isnan(each.cosine) else each.cosine} for each in part]
+        for name, part in pairs
+    }
+    return Result([Rows(("point", "model", "cosine", "distance"), rows)], payload=payload)
+
+
+def invert(
+    settings: FolderInversion, context: Context, space: Path, images: tuple[Path, ...], bank: Path | None, out: Path,
+    overwrite: bool,
+) -> Result:  # fmt: skip
+    """Find the points whose models generate images."""
+    refuse_existing(out, overwrite=overwrite)
+    points = invert_files(images, settings, lambda: _opened(space, bank), out=out, progress=context.progress)
+    write_points(points, out, overwrite=overwrite)
+    distances, improvements = points.origin["distances"], points.origin["improvements"]
+    rows = [(name, f"{distances[name]:.2f}", f"{improvements[name]:.2f}") for name in points.names]
+    return Result(
+        [Rows(("target", "distance from the mean, in deviations", "loss at first over last"), rows)],
+        payload={"points": str(out), "distances": distances, "improvements": improvements}, written=(out,),
+        next=(f"netweight space export {space} {out} adapter",),
+    )  # fmt: skip
+
+
+def export(
+    settings: FolderExport, context: Context, space: Path, point: str, destination: Path, bank: Path | None,
+    overwrite: bool,
+) -> Result:  # fmt: skip
+    """Write points as adapters."""
+    opened = _opened(space, bank)
+    points = points_of(opened, point)
+    made: dict[str, Exported] = {}
+    how: Any = {name: value for name, value in settings if name != "point"}
+    for name, place, scores in zip(points.names, places_of(points), points.scores, strict=True):
+        path = destination if len(points.names) == 1 else destination / place
+        made[name] = opened.point(scores).export(path, overwrite=overwrite, **how)
+        if path.is_dir():
+            export_record(opened, name, made[name]).write(path)
+    return Result(
+        [Rows(("point", "rank", "relative error", "where"), [(name, *_cells(each)) for name, each in made.items()])],
+        payload={name: _payload(each) for name, each in made.items()},
+        written=tuple(each.path for each in made.values()),
+    )  # fmt: skip
+
+
+def merge(
+    settings: MergeSettings, context: Context, adapters: tuple[Path, ...], destination: Path, overwrite: bool
+) -> Result:
+    """Merge adapters of one base model into one."""
+    return _written(merge_files(adapters, destination, settings, overwrite=overwrite))
+
+
+def convert(settings: ConvertSettings, context: Context, adapter: Path, destination: Path, overwrite: bool) -> Result:
+    """Convert an adapter to another layout, rank or kind."""
+    return _written(convert_file(adapter, destination, settings, overwrite=overwrite))
+
+
+def extract(
+    settings: ExtractSettings, context: Context, source: Path, tuned: Path, destination: Path, overwrite: bool
+) -> Result:
+    """Write what training changed as a LoRA."""
+    how = {**dict(settings), "base": settings.base or str(source)}
+    return _written(export_adapter(differences(source, tuned), destination, overwrite=overwrite, **how))
+
+
+def predict(settings: PredictSettings, context: Context, bank: Path, adapters: tuple[Path, ...]) -> Result:
+    """Predict attributes from weights alone."""
+    predicted = predict_files(bank, adapters, settings, context.progress)
+    rows = [
+        (name, *(f"{values[column]:.3g}" for column in settings.columns)) for name, values in predicted.values.items()
+    ]
+    return Result(
+        [Rows(("adapter", *settings.columns), rows)], [Section("Held-out scores", predicted.findings)],
+        payload={"predicted": dict(predicted.values)},
+    )  # fmt: skip
+
+
+def similar(settings: SimilarSettings, context: Context, adapter: Path, bank: Path) -> Result:
+    """List the adapters of a bank that are most similar to one."""
+    near = find_similar(adapter, bank, settings.count, context.progress)
+    rows = [(each.name, f"{each.cosine:.4f}", f"{each.shared_cosine:.4f}", f"{each.shared:.1%}") for each in near]
+    heads = ("adapter", "cosine", "in shared modules", "of FILE in these")
+    return Result([Rows(heads, rows)], payload={"similar": [vars(each) for each in near]})
+
+
+def dedupe(settings: DuplicateSettings, context: Context, folder: Path) -> Result:
+    """List adapters that change what another one changes."""
+    pairs, bad = find_duplicates(folder, settings.least, context.progress)
+    rows = [(each.name, each.of, f"{each.cosine:.4f}", f"{each.ranks[0]} and {each.ranks[1]}") for each in pairs]
+    warnings = [f"{name} cannot be read: {reason}" for name, reason in list(bad.items())[:_SHOWN]]
+    return Result(
+        [Rows(("adapter", "is nearly", "cosine", "ranks"), rows)], warnings=warnings,
+        payload={"duplicates": [vars(each) for each in pairs], "unread": bad},
+    )  # fmt: skip
+
+
+def view(
+    settings: FolderView, context: Context, space: Path | None, bank: Path | None, out: Path, overwrite: bool
+) -> Result:
+    """Write a page about a space."""
+    refuse_existing(out, overwrite=overwrite)
+    how: Any = {"command": context.command, "progress": context.progress}
+    if space is None:
+        shown = _miniature(settings, bank, how)
+    else:
+        shown = view_folder(space, _opened(space, bank), settings, **how)
+    write_view(shown, out, overwrite=overwrite)
+    sliders = [each.name for each in shown.traversals]
+    return Result(
+        [f"The page has {_many(len(sliders), 'slider')}: {', '.join(sliders)}."], written=(out,),
+        payload={"page": str(out), "sliders": sliders, "nbytes": out.stat().st_size, "facts": dict(shown.facts)},
+    )  # fmt: skip
+
+
+def _miniature(settings: FolderView, bank: Path | None, how: Mapping[str, Any]) -> View:
+    from netweight.core.lazy import lazy
+
+    allowed = {*RenderSettings.model_fields, "noises", "name_column", "device"} - {"prompts"}
+    given = ["bank"] * (bank is not None) + [name for name in settings.given if name not in allowed]
+    if given:
+        option = given[0] if given[0] == "labels" else given[0].rstrip("s")
+        raise UsageError(
+            f"There is no SPACE, and --{option} belongs to one.",
+            cure="Name the folder of a space; without one, the page is about the miniature as it is.",
+        )
+    usual = lazy("netweight.toys.faces_pipeline:FACES_SETTINGS").value
+    shown: View = lazy("netweight.toys.faces_pipeline:faces_view")(settings=settings.rendering(usual), **how)
+    return shown
+
+
+def ingest(settings: IngestSettings, context: Context, source: Path, destination: Path) -> Result:
+    """Collect adapters into a bank."""
+    how = {name: value for name, value in settings if name != "stable_diffusion"}
+    if not settings.stable_diffusion:
+        return _bank(AdapterBank.ingest(source, destination, progress=context.progress, **how), written=True)
+    known = {"compress": settings.compress, "skip_bad": settings.skip_bad, "progress": context.progress}
+    import_published(source, destination, dimensions=stable_diffusion_dimensions(), **known)
+    return _bank(AdapterBank.open(destination), written=True)
+
+
+def import_space(settings: ImportSettings, context: Context, source: Path, space: Path) -> Result:
+    """Convert the published space of weights2weights."""
+    refuse_existing(space, overwrite=None)
+    read_published(source, components=settings.components, stable_diffusion=settings.stable_diffusion).save(space)
+    return _space(space, written=True)
+
+
+def info(settings: InfoSettings, context: Context, folder: Path) -> Result:
+    """Show what a bank of adapters holds, or how good the fit of a space is."""
+    if (folder / "space.json").is_file() and not settings.verify:
+        return _space(folder)
+    bank = AdapterBank.open(folder)
+    if settings.verify:
+        bank.verify(progress=context.progress)
+    return _bank(bank, verified=settings.verify)
+
+
+def _cells(made: Exported) -> tuple[str, str, str]:
+    low, high = made.ranks
+    return (f"{low}" if low == high else f"{low} to {high}", f"{made.relative_error:.2e}", str(made.path))
+
+
+def _payload(made: Exported) -> dict[str, Any]:
+    return {"path": str(made.path), "ranks": list(made.ranks), "relative_error": made.relative_error}
+
+
+def _written(made: Exported) -> Result:
+    rows = Rows(("rank", "relative error", "where"), [_cells(made)])
+    return Result([rows], payload=_payload(made), written=(made.path,))
+
+
+def _bank(bank: AdapterBank, *, verified: bool = False, written: bool = False) -> Result:
+    ranks = bank.ranks
+    span = f"{ranks[0]}" if ranks[0] == ranks[1] else f"{ranks[0]} to {ranks[1]}"
+    weights = sum(rows * columns for rows, columns in bank.shapes.values())
+    lines: list[str | Rows] = [
+        f"{bank.path}: {len(bank)} adapters of {len(bank.modules)} modules, rank {span}, "
+        f"{tqdm.format_sizeof(bank.nbytes, 'B', 1000)} in {_many(bank.shards, 'shard')}",
+        f"{weights:,} weights are changed" + (f" of {bank.base}" if bank.base else ""),
+        f"digest {bank.digest}" + (", all shards intact" if verified else ""),
+        *_provenance(bank),
+    ]
+    warnings = [f"Skipped {name}: {reason}" for name, reason in list(bank.skipped.items())[:_SHOWN]]
+    if len(bank.skipped) > _SHOWN:
+        warnings.append(f"{len(bank.skipped) - _SHOWN} more were skipped; --json names them.")
+    payload = {
+        "path": str(bank.path), "adapters": len(bank), "ranks": list(ranks), "shards": bank.shards,
+        "nbytes": bank.nbytes, "base": bank.base, "digest": bank.digest, "verified": verified,
+        "shapes": bank.shapes, "kernels": bank.kernels, "names": bank.names, "skipped": dict(bank.skipped),
+        "provenance": {name: dict(facts) for name, facts in bank.provenance.items()},
+    }  # fmt: skip
+    step = (f"netweight space fit {bank.path} space",) if written else ()
+    return Result(lines, payload=payload, warnings=warnings, written=(bank.path,) * written, next=step)
+
+
+# What files say of themselves, by its heading; the first that is there is shown.
+_FACTS = {
+    "title": ("modelspec.title", "ss_output_name"),
+    "words": ("modelspec.trigger_phrase", "trained_words", "tags"),
+    "licence": ("modelspec.license", "license"),
+    "source": ("source", "modelspec.author", "ss_sd_model_name"),
+    "converted": ("converted",),
+}
+
+
+def _provenance(bank: AdapterBank) -> list[str | Rows]:
+    """What the adapters' files state about where they come from."""
+    lines: list[str | Rows] = []
+    rows = [
+        (name, *(next((facts[key] for key in keys if key in facts), "") for keys in _FACTS.values()))
+        for name, facts in bank.provenance.items()
+    ]
+    rows = [row for row in rows if any(row[1:])]
+    if rows:
+        filled = [0, *(place for place in range(1, len(rows[0])) if any(row[place] for row in rows))]
+        heads = ("adapter", *_FACTS)
+        cells = [[row[place][:_WIDE] for place in filled] for row in rows[:_SHOWN]]
+        lines.append(Rows([heads[place] for place in filled], cells))
+        if len(rows) > _SHOWN:
+            lines.append(f"... and {len(rows) - _SHOWN} more; --json has all.")
+    if licences := sorted({row[3] for row in rows if row[3]}):
+        lines.append(f"Licences: {', '.join(licence[:_WIDE] for licence in licences)}")
+    return lines
+
+
+def _space(folder: Path, *, written: bool = False) -> Result:
+    """What a fitted space is and how good its fit is; its bank is not needed."""
+    about = read_about(folder)
+    accuracy = Accuracy.from_json(about["accuracy"])
+    ways = {
+        "dual": "found exactly",
+        "streaming": f"found by {len(accuracy.passes)} passes",
+        "published": "as published",
+    }
+    appended = len(about["names"]) - about["fitted"]
+    lines: list[str | Rows] = [
+        f"{folder}: {about['components']} components of {about['fitted']} adapters capture {accuracy.captured:.1%} of "
+        f"their variance, {ways[accuracy.solver]}",
+        f"Representation {about['config']['representation']}, {len(about['shapes'])} modules"
+        + (f", {appended} more adapters appended" if appended else ""),
+        *_remarks(accuracy),
+    ]
+    payload = {
+        "space": str(folder), "adapters": len(about["names"]), "fitted": about["fitted"],
+        "components": about["components"], "representation": about["config"]["representation"],
+        "config": about["config"], "bank": about["bank"], "accuracy": accuracy.to_json(),
+    }  # fmt: skip
+    step = (f"netweight space sample {folder} --count 8 --out points.json",) if written else ()
+    return Result(lines, payload=payload, written=(folder,) * written, next=step)
+
+
+def _remarks(accuracy: Accuracy) -> list[str]:
+    remarks = []
+    if len(accuracy.passes) > 1:
+        remarks.append("Captured pass by pass: " + ", ".join(f"{share:.2%}" for share in accuracy.passes))
+    if accuracy.halves is not None:
+        halves = accuracy.halves
+        agreement = ", ".join(f"{number}: {share:.2f}" for number, share in halves.agreement.items())
+        remarks.append(
+            f"Half of the adapters, with {halves.components} components, capture {halves.held_out:.1%} of the other "
+            f"half's variance, {halves.fitted:.1%} of their own."
+        )
+        remarks.append(f"Agreement of the halves by leading components (1 for the same): {agreement}")
+    if accuracy.sketch is not None:
+        sketch = accuracy.sketch
+        remarks.append(
+            f"Through a sketch: inner products of {sketch.adapters} adapters have an error of {sketch.products:.1%}, "
+            f"{sketch.components} components capture {sketch.captured:.1%} of what exact ones do."
+        )
+    return remarks

@@ -1,0 +1,122 @@
+"""The verdict: one function decides whether a model may be published, for terminal, report, card and exit code.
+
+A target is met, missed, not measured, or without control. It is without control if the value meets it and the same
+attack did not break what it must break, such as the undefended model: then the attack shows nothing. The verdict is
+"failed" if any target is not met, whatever the reason, and the commands that print it end with exit code 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+from netweight.report.finding import Finding, Section, Target
+from netweight.report.numbers import format_number
+
+Mark: TypeAlias = Literal["met", "missed", "not measured", "no control", "no target"]
+_MOST = 3  # findings that a sentence names
+
+
+def mark_of(finding: Finding) -> Mark:
+    """Return how a finding stands to its target."""
+    if finding.target is None:
+        return "no target"
+    if finding.value is None:
+        return "not measured"
+    if finding.passed is None:
+        return "no control"
+    return "met" if finding.passed else "missed"
+
+
+@final
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a model may be published, and why, in one sentence."""
+
+    outcome: Literal["passed", "failed", "none"]
+    """Passed: all targets are met. Failed: some are not, or could not be measured. None: nothing was judged."""
+    sentence: str
+    """The reason, such as "1 of 4 targets is missed: …"; without the advice."""
+    publish: str
+    """The advice with the reason: "Publish, because …", "Do not publish, because …" or "No verdict, because …"."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a command ends with exit code 1."""
+        return self.outcome == "failed"
+
+    def to_json(self) -> dict[str, str]:
+        """Return the verdict as a JSON value."""
+        return {"outcome": self.outcome, "sentence": self.publish}
+
+
+def decide(sections: Section | Iterable[Section]) -> Verdict:
+    """Return the verdict on a section, or on all sections of a report.
+
+    Args:
+        sections: What audits and attacks returned.
+    """
+    parts = [sections] if isinstance(sections, Section) else list(sections)
+    findings = [finding for section in parts for finding in section.findings]
+    judged = [finding for finding in findings if finding.target is not None]
+    by_mark = {
+        mark: [each for each in judged if mark_of(each) == mark] for mark in ("missed", "not measured", "no control")
+    }
+    reasons = []
+    if missed := by_mark["missed"]:
+        count = f"{len(missed)} of {len(judged)} targets {'is' if len(missed) == 1 else 'are'} missed"
+        count = "the target is missed" if len(judged) == 1 else count
+        reasons.append(f"{count}: {_listed([_missed(each) for each in missed])}")
+    if unmeasured := by_mark["not measured"]:
+        reasons.append(f"{_listed([_unmeasured(each) for each in unmeasured])}")
+    if uncontrolled := by_mark["no control"]:
+        names = _listed([each.name for each in uncontrolled])
+        reasons.append(f"the same attack did not break its control, and so shows nothing about {names}")
+    if reasons:
+        sentence = "; ".join(reasons)
+        start = "Do not publish, because " if missed else "Do not publish: there is no verdict, because "
+        return Verdict("failed", _sentence(sentence), f"{start}{sentence}.")
+    unaudited = [
+        f"{section.treatment} by: {', '.join(section.missing_audits)}" for section in parts if section.missing_audits
+    ]
+    broken = [section.title for section in parts if section.outcome == "broken"]
+    if unaudited:
+        sentence = f"nothing has tested {_listed(unaudited)}"
+    elif broken:
+        sentence = f"an attack succeeded for which no target is set: {_listed(broken)}"
+    elif not judged:
+        sentence = "nothing here has a target; the numbers are reported as they are"
+    else:
+        sentence = "the target is met" if len(judged) == 1 else f"all {len(judged)} targets are met"
+        return Verdict("passed", _sentence(sentence), f"Publish, because {sentence}.")
+    return Verdict("none", _sentence(sentence), f"No verdict, because {sentence}.")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _missed(finding: Finding) -> str:
+    assert finding.target is not None
+    wanted = {"higher": "at least ", "lower": "at most ", None: ""}[finding.better]
+    return f"{finding.name} is {_valued(finding)} (target: {_target(finding.target, wanted)})"
+
+
+def _valued(finding: Finding) -> str:
+    return f"{format_number(finding.value)} {finding.unit}".rstrip()
+
+
+def _target(target: Target, wanted: str) -> str:
+    if isinstance(target, tuple):
+        return f"{format_number(target[0])} to {format_number(target[1])}"
+    return wanted + format_number(target)
+
+
+def _unmeasured(finding: Finding) -> str:
+    reason = str(finding.detail.get("reason", "")).rstrip(".")
+    return f"{finding.name} could not be measured" + (f" ({reason})" if reason else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "; ".join(names[:_MOST]) + (f"; and {len(names) - _MOST} more" if len(names) > _MOST else "")
