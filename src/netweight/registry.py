@@ -467,6 +467,16 @@ def loaded(point: EntryPoint) -> tuple[Entry, ...]:
     return _LOADED[point]
 
 
+def registered() -> list[Entry]:
+    """Return what `register` added in this process."""
+    return list(_REGISTERED.values())
+
+
+def line_of(entry: Entry) -> str:
+    """Return what a command or a group of commands is for, in a line."""
+    return entry.summary if isinstance(entry, Group) else entry.line
+
+
 def commands(word: str | None = None) -> Mapping[str, Command[Any]]:
     """Return all commands by name, or those whose first word this is; others are not imported."""
     found = [entry for entry in _REGISTERED.values() if word in (None, entry.name.split()[0])]

@@ -56,4 +56,8 @@ def start(subject, config, *, seed, progress):
     return Section("Start", [Finding("starts with the source", result.startswith(source), target=True, seeds=(seed,))])
 
 
-register(Method("repeat", RepeatConfig, repeat, {"length": length, "start": start}, examine, check=check, reads=reads))
+register(
+    Method(
+        "repeat", RepeatConfig, repeat, {"length": length, "start": start}, examine=examine, check=check, reads=reads
+    )
+)

@@ -1,5 +1,6 @@
 import pytest
 
+from netweight.core import declared
 from netweight.errors import NameNotFound, UsageError
 from netweight.report import Column, Finding, Section, Table, audit, missing_audits, run_audits
 from netweight.report.audit import audits_of, declare_audits, of_treatment
@@ -8,7 +9,8 @@ from netweight.report.report import Report
 
 @pytest.fixture(autouse=True)
 def empty_register(monkeypatch):
-    monkeypatch.setattr(audit, "_AUDITS", {})
+    monkeypatch.setattr(audit, "AUDITS", {})
+    monkeypatch.setattr(declared, "AUDITS", audit.AUDITS)
 
 
 def identity(subject, config, *, seed, progress):

@@ -1,8 +1,8 @@
 """The command line's conventions: exit codes, where messages go, JSON for machines."""
 
-import importlib
 import json
 import logging
+import shlex
 import subprocess
 import sys
 
@@ -12,6 +12,8 @@ from click.testing import CliRunner
 
 from netweight import cli, errors
 from netweight.cli import output_option
+from netweight.cli.generate import _Generated
+from netweight.registry import commands
 
 
 @pytest.fixture
@@ -22,15 +24,47 @@ def call():
     return invoke
 
 
-@pytest.mark.parametrize("name", list(cli.COMMANDS))
-def test_every_command_exists_and_its_help_begins_with_its_summary(call, name):
-    answer = call(name, "--help")
+EVERY = [*(name for name in cli.OWN if name != "publish"), *commands(), "space", "forget", "federate", "attack"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_command_exists_and_has_help(call, name):
+    answer = call(*name.split(), "--help")
     assert answer.exit_code == 0
     assert answer.stdout.startswith(f"Usage: netweight {name}")
-    target, summary = cli.COMMANDS[name]
-    module, attribute = target.split(":")
-    assert getattr(importlib.import_module(module), attribute).help
-    assert summary in call("--help").stdout
+    if name in commands() and " " not in name:
+        assert " ".join(commands()[name].line.split()) in " ".join(call("--help").stdout.split())
+
+
+@pytest.mark.parametrize("name", [name for name in commands() if not name.startswith("repeat")])
+def test_every_registered_command_has_an_example_that_parses(name):
+    """The options of an example exist, and it gives all that is required; the files of it need not."""
+    registered = commands()[name]
+    words = shlex.split(registered.example)
+    assert words[: 1 + len(registered.words)] == ["netweight", *registered.words]
+    command = _Generated(registered)
+    for parameter in command.params:
+        if isinstance(parameter.type, click.Path):
+            parameter.type = click.STRING
+    command.make_context(name, words[1 + len(registered.words) :])
+
+
+def test_the_help_lists_what_needs_another_package_only_where_it_is_there(call, monkeypatch):
+    assert "tour" in call("--help").stdout
+    monkeypatch.setattr(cli, "_installed", lambda name: False)
+    shown = call("--help").stdout
+    assert not any(name in shown.split() for name in ("tour", "reproduce", "benchmark"))
+    assert "needs the package netweight-toys" in call("tour").stderr
+
+
+def test_the_help_imports_neither_torch_nor_pydantic():
+    program = (
+        "import sys\nfrom netweight.cli import netweight\n"
+        "try:\n    netweight.main([{}])\nexcept SystemExit:\n    pass\n"
+        "assert not {{'torch', 'pydantic', 'numpy', 'transformers'}} & set(sys.modules), sorted(sys.modules)"
+    )
+    for arguments in ("'--help'", "'space', '--help'", "'attack', '--help'"):
+        subprocess.run([sys.executable, "-c", program.format(arguments)], check=True, capture_output=True)
 
 
 def test_an_unknown_command_is_answered_with_the_nearest(call):
@@ -74,7 +108,7 @@ def named(monkeypatch, command):
     module = type(sys)("netweight_trial")
     module.trial = command
     monkeypatch.setitem(sys.modules, "netweight_trial", module)
-    monkeypatch.setitem(cli.COMMANDS, "trial", ("netweight_trial:trial", "Only for this test."))
+    monkeypatch.setitem(cli.OWN, "trial", ("netweight_trial:trial", "Only for this test."))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])

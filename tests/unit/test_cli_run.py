@@ -30,7 +30,11 @@ def call(tmp_path, monkeypatch):
 def test_a_plan_does_nothing(call, tmp_path):
     answer = call("--plan")
     assert answer.exit_code == 0
-    assert answer.stdout == "subject → out\n1. repeat: all by default\n   audits: length, start\n"
+    assert answer.stdout == (
+        "subject → out\n1. repeat: all by default\n   audits: length, start\n"
+        "   time: unknown: no earlier run of this recipe recorded it for repeat\n"
+        "Disk: at most 0 MB for models (the subject has 0 MB), besides what audits and attacks keep.\n"
+    )
     assert toy_treatment.CALLS == []
     assert not (tmp_path / "out").exists()
     assert json.loads(call("--plan", "--json", "--output", "there").stdout)["plan"]["output"] == "there"
@@ -39,7 +43,7 @@ def test_a_plan_does_nothing(call, tmp_path):
 def test_a_run_shows_findings_and_is_resumed(call, tmp_path):
     answer = call()
     assert answer.exit_code == 0
-    assert "length                  6 letters  passed" in answer.stdout
+    assert "length                  6 letters  met" in answer.stdout
     assert (tmp_path / "out" / "report.html").is_file()
     assert "done by an earlier run" in call().stdout
     data = json.loads(call("--json").stdout)
@@ -66,14 +70,14 @@ def test_a_failed_finding_gives_exit_code_1(call, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("- repeat", "- repeat: {letters: z}"))
     answer = call()
     assert answer.exit_code == 1
-    assert "FAILED" in answer.stdout
+    assert "MISSED" in answer.stdout
     assert call("--json").exit_code == 1
 
 
 def test_a_treatment_without_its_audits_is_called_out(call, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE + "audits: []\n")
     for arguments in (["--plan"], []):
-        assert "not proved: repeat without its audits (length, start)" in call(*arguments).stdout
+        assert "not tested: repeat by length, start" in call(*arguments).stdout
 
 
 def test_problems_are_usage_errors(call):

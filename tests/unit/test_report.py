@@ -5,13 +5,15 @@ import jsonschema
 import pytest
 from report_under_test import findings, report_of_everything
 
+from netweight.core import declared
 from netweight.errors import UsageError
 from netweight.report import Finding, audit
 from netweight.report.audit import declare_audits
 from netweight.report.finding import Chapter, Figure, Section, Table
+from netweight.report.numbers import format_number
 from netweight.report.page import render
 from netweight.report.report import MAX_BYTES, Report, json_schema, parse_report, read_report, rewrite
-from netweight.report.text import format_number, verdict
+from netweight.report.verdict import decide
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
@@ -83,16 +85,23 @@ def test_a_value_that_misses_its_target_is_never_shown_as_the_target(page):
 
 
 def test_verdicts(document):
-    kind, text = verdict(document.sections[0])
-    assert kind == "fail"
-    assert text == "2 of 5 targets missed: just missed; diverged loss."
-    assert verdict(document.sections[1]) == ("pass", "The target is met.")
-    assert verdict(document.sections[2])[0] == "none"
+    verdict = decide(document.sections[0])
+    kind, text = verdict.outcome, verdict.sentence
+    assert kind == "failed"
+    assert text == (
+        "2 of 5 targets are missed: just missed is 1.51297 (target: at least 1.513); diverged loss is not a number "
+        "nats (target: at most 3)."
+    )
+    assert (lambda v: (v.outcome, v.publish))(decide(document.sections[1])) == (
+        "passed",
+        "Publish, because the target is met.",
+    )
+    assert decide(document.sections[2]).outcome == "none"
 
 
 def test_a_target_that_was_not_measured_fails(page):
     section = Report("t", environment={}).section("s", [Finding("x", None, target=1)]).sections[0]
-    assert verdict(section) == ("fail", "Not measured: x.")
+    assert decide(section).publish == ("Do not publish: there is no verdict, because x could not be measured.")
 
 
 def test_what_is_left_to_do_follows_from_the_findings():
@@ -112,12 +121,13 @@ def test_what_is_left_to_do_follows_from_the_findings():
 
 
 def test_a_treatment_without_its_audit_is_shown_in_red(monkeypatch):
-    monkeypatch.setattr(audit, "_AUDITS", {})
+    monkeypatch.setattr(audit, "AUDITS", {})
+    monkeypatch.setattr(declared, "AUDITS", audit.AUDITS)
     declare_audits("shrink", {"identity": None, "speed": None})
     fine = [Finding("x", 1.0, target=(0, 2))]
     report = Report("t", environment={}).section("s", fine, treatment="shrink", audits=["identity"])
     document = report
-    assert verdict(document.sections[0]) == ("fail", "Not audited: speed.")
+    assert decide(document.sections[0]).publish.startswith("No verdict, because nothing has tested shrink by: ")
     page = render(document)
     assert page.count('class="warning"') == 2  # in the summary and in the section
     assert "No treatment without its audit: speed did not run" in page

@@ -24,7 +24,7 @@ import click
 from netweight.core.environment import netweight_version
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, NetweightError, UsageError
-from netweight.registry import METHODS, Group, groups, is_own, loaded, points
+from netweight.registry import METHODS, Group, is_own, line_of, loaded, points, registered
 
 if TYPE_CHECKING:
     from netweight.report.finding import Finding
@@ -88,11 +88,9 @@ def _lines() -> dict[str, str]:
     own = {name: line for name, (_, line) in OWN.items() if name not in NEEDS or _installed(name)}
     for point in points(METHODS):
         if is_own(point):
-            first = next(iter(loaded(point)))
-            own[point.name] = first.summary if isinstance(first, Group) else first.line
+            own[point.name] = line_of(loaded(point)[0])
     own["attack"] = ATTACK.summary
-    registered = {name: entry.summary for name, entry in groups().items() if name not in own}
-    return {**_foreign(), **registered, **own}
+    return {**_foreign(), **{entry.name.split()[0]: line_of(entry) for entry in registered()}, **own}
 
 
 def _installed(name: str) -> bool:

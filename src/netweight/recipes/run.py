@@ -25,6 +25,7 @@ from netweight.report.audit import of_treatment, run_audits
 from netweight.report.finding import Chapter, Finding, Section
 from netweight.report.report import Report
 from netweight.report.text import chapter_verdict
+from netweight.report.verdict import decide
 
 LEDGER = "ledger"  # the records in a recipe's output that remember what was done
 Key: TypeAlias = dict[str, Any]  # all that decides a result
@@ -267,6 +268,11 @@ class Done:
     def findings(self) -> dict[str, list[Finding]]:
         """The findings by audit."""
         return {name: list(section.findings) for name, section in self.sections.items()}
+
+    @property
+    def failed(self) -> bool:
+        """Whether a target of the step was missed or could not be measured."""
+        return decide(self.sections.values()).failed
 
 
 def run(

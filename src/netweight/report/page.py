@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from netweight.errors import UsageError
 from netweight.report.finding import Chapter, Figure, Finding, Section, Table, decode_json
-from netweight.report.numbers import format_number
+from netweight.report.numbers import format_beside, format_number, format_target
 from netweight.report.text import conclusion_of
 from netweight.report.verdict import decide, mark_of
 
@@ -136,10 +136,10 @@ def _section(section: Section, number: int, command: str | None) -> dict[str, An
 def _finding(finding: Finding, command: str | None) -> dict[str, Any]:
     ends = finding.interval
     mark = mark_of(finding)
-    kind = {"met": "pass", "no target": "none"}.get(mark, "fail")
+    kind = "none" if finding.target is None else "pass" if mark == "met" else "fail"
     return {
         "name": finding.name,
-        "value": _telling(finding.value, finding.target),
+        "value": format_beside(finding.value, finding.target),
         "unit": finding.unit,
         "interval": f"{format_number(ends[0])} to {format_number(ends[1])}" if ends and finding.n != 1 else "–",
         "n": format_number(finding.n),
@@ -157,27 +157,9 @@ def _target(target: Any, better: str | None) -> str:
     if target is None:
         return "–"
     if isinstance(target, tuple):
-        return f"{_as_set(target[0])} to {_as_set(target[1])}"
+        return f"{format_target(target[0])} to {format_target(target[1])}"
     sign = {"higher": "≥ ", "lower": "≤ ", None: ""}[better]
-    return sign + _as_set(target)
-
-
-def _as_set(bound: Any) -> str:
-    """A target with as many digits as it was set with."""
-    plain = f"{bound:.10g}" if isinstance(bound, float) and (bound == 0 or 1e-4 <= abs(bound) < 1e7) else None
-    return plain.replace("-", "\u2212") if plain else format_number(bound)
-
-
-def _telling(value: Any, target: Any) -> str:
-    """The value with enough digits to be told from its target: 1.5128 misses 1.513 and must not be shown as 1.513."""
-    bounds = target if isinstance(target, tuple) else (target,)
-    if not isinstance(value, float):
-        return format_number(value)
-    for digits in range(4, 10):
-        text = format_number(value, digits)
-        if all(bound is None or value == bound or text != format_number(float(bound), digits) for bound in bounds):
-            return text
-    return repr(value)
+    return sign + format_target(target)
 
 
 def _table(table: Table) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
 from netweight.report.finding import Finding, Section, Target
-from netweight.report.numbers import format_number
+from netweight.report.numbers import format_beside, format_target
 
 Mark: TypeAlias = Literal["met", "missed", "not measured", "no control", "no target"]
 _MOST = 3  # findings that a sentence names
@@ -20,10 +20,10 @@ _MOST = 3  # findings that a sentence names
 
 def mark_of(finding: Finding) -> Mark:
     """Return how a finding stands to its target."""
-    if finding.target is None:
-        return "no target"
     if finding.value is None:
         return "not measured"
+    if finding.target is None:
+        return "no target"
     if finding.passed is None:
         return "no control"
     return "met" if finding.passed else "missed"
@@ -104,13 +104,13 @@ def _missed(finding: Finding) -> str:
 
 
 def _valued(finding: Finding) -> str:
-    return f"{format_number(finding.value)} {finding.unit}".rstrip()
+    return f"{format_beside(finding.value, finding.target)} {finding.unit}".rstrip()
 
 
 def _target(target: Target, wanted: str) -> str:
     if isinstance(target, tuple):
-        return f"{format_number(target[0])} to {format_number(target[1])}"
-    return wanted + format_number(target)
+        return f"{format_target(target[0])} to {format_target(target[1])}"
+    return wanted + format_target(target)
 
 
 def _unmeasured(finding: Finding) -> str:

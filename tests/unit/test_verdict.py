@@ -1,0 +1,143 @@
+"""One verdict: exit code, terminal, page and card agree over every combination of findings."""
+
+import itertools
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from netweight import cli, registry
+from netweight.plugins.model_card import CARD, add_evidence
+from netweight.registry import Command, Result, lazy
+from netweight.report.finding import Finding, Section
+from netweight.report.report import Report
+from netweight.report.text import Conclusion, Criterion, finding_row
+from netweight.report.verdict import decide, mark_of
+
+# Every state of a finding: what was measured, whether there is a target, and whether the control was broken.
+VALUES = {"met": 1.0, "missed": 3.0, "unmeasured": None}
+STATES = [
+    *itertools.product(VALUES, ("target",), ("broken", "held", None)),
+    *itertools.product(VALUES, ("no target",), (None,)),
+]
+HELD = Conclusion(
+    "test: held", [Criterion("recovered", "lower", than=2.0)],
+    lambda good: ("holds", "The defense withstood all attacks.") if good else ("broken", "The defense was broken."),
+)  # fmt: skip
+PRAISE = ("withstood", "resists", "Publish, because")
+
+
+def finding(state, name="recovered"):
+    value, target, control = state
+    return Finding(
+        name, VALUES[value], better="lower", target=2.0 if target == "target" else None, control=control,
+        detail={"reason": "no rows"} if VALUES[value] is None else {},
+    )  # fmt: skip
+
+
+def wanted(states):
+    """The outcome by the rule: failed if a target failed, was not measured, or had no control that broke."""
+    aimed = [state for state in states if state[1] == "target"]
+    bad = [state for state in aimed if state[0] != "met" or state[2] == "held"]
+    return "failed" if bad else "passed" if aimed else "none"
+
+
+def sections(states, missing):
+    made = []
+    for number, state in enumerate(states):
+        outcome, words = HELD([finding(state)])
+        made.append(
+            Section(
+                f"Section {number}",
+                [finding(state)],
+                conclusion=words,
+                outcome=outcome,
+                **({"treatment": "shrink", "missing_audits": ["speed"]} if missing and not number else {}),
+            )
+        )
+    return made
+
+
+COMBINATIONS = [
+    (states, missing)
+    for count in (0, 1, 2)
+    for states in itertools.product(STATES, repeat=count)
+    for missing in ((False, True) if count else (False,))
+]
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Call a command whose sections a test sets, with text and with JSON."""
+    held = type(sys)("netweight_verdicts")
+    monkeypatch.setitem(sys.modules, "netweight_verdicts", held)
+    trial = Command("trial", run=lazy("netweight_verdicts:run"), summary="Only for this test.")
+    monkeypatch.setitem(registry._REGISTERED, "trial", trial)
+
+    def invoke(made, *arguments):
+        held.run = lambda context: Result(["done"], made)
+        return CliRunner().invoke(cli.netweight, ["trial", *arguments])
+
+    return invoke
+
+
+def test_exit_code_terminal_page_and_card_agree_over_all_combinations(call, tmp_path):
+    contradictions = []
+    for states, missing in COMBINATIONS:
+        made = sections(states, missing)
+        verdict = decide(made)
+        answer, machine = call(made), json.loads(call(made, "--json").stdout)
+        report = Report("t", environment={})
+        for section in made:
+            report.add(section)
+        page = report.write(tmp_path).read_text()
+        (tmp_path / CARD).unlink(missing_ok=True)
+        card = add_evidence(tmp_path, tmp_path).read_text()
+        outcome = wanted(states)
+        if outcome == "passed" and missing:
+            outcome = "none"
+        told = {
+            "outcome": verdict.outcome == outcome,
+            "exit code": answer.exit_code == (1 if outcome == "failed" else 0),
+            "terminal": not made or answer.stdout.rstrip().endswith(verdict.publish),
+            "json": not made or machine["verdict"]["sentence"] == verdict.publish,
+            "page": page.index(verdict.publish) < page.index("<main") if made else True,
+            "card": not made or card.split("\n## Evidence\n\n")[1].startswith(f"**{verdict.publish}**"),
+            "praise": not any(
+                word in text
+                for word in PRAISE for text in (answer.stdout, page, card)
+                if outcome != "passed" and all(state[2] == "held" or state[0] != "met" for state in states)
+            ),
+        }  # fmt: skip
+        contradictions += [(states, missing, what) for what, agrees in told.items() if not agrees]
+    assert contradictions == []
+
+
+@pytest.mark.parametrize("command", [("report",), ("report", "--json")])
+def test_the_report_of_a_failed_run_fails_again(command, tmp_path):
+    for state, code in ((("missed", "target", None), 1), (("met", "target", "held"), 1), (("met", "target", None), 0)):
+        Report("t", environment={}).add(Section("s", [finding(state)])).write(tmp_path)
+        answer = CliRunner().invoke(cli.netweight, [command[0], str(tmp_path), *command[1:]])
+        assert answer.exit_code == code, answer.output
+
+
+def test_marks():
+    assert mark_of(finding(("met", "target", "held"))) == "no control"
+    assert mark_of(finding(("missed", "target", "held"))) == "missed"
+    assert finding(("met", "target", "held")).passed is None
+    assert finding(("met", "target", "broken")).passed is True
+    assert finding_row(finding(("unmeasured", "target", None)))[2] == "not measured: no rows"
+
+
+def test_a_sentence_names_what_was_wanted():
+    found = [Finding("steps to recover", 1, better="higher", target=4), Finding("ratio", None, target=2.0)]
+    assert decide(Section("s", found)).publish == (
+        "Do not publish, because 1 of 2 targets is missed: steps to recover is 1 (target: at least 4); "
+        "ratio could not be measured."
+    )
+
+
+def test_the_control_survives_json():
+    one = finding(("met", "target", "held"))
+    assert Finding.from_json(one.to_json()) == one
