@@ -29,7 +29,6 @@ from netweight.registry import (
     loaded,
     points,
 )
-from netweight.settings import options
 
 _KINDS: dict[str, Any] = {
     "file": click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -130,6 +129,8 @@ class _Generated(click.Command):
         for argument in reversed([each for each in registered.arguments if each.option]):
             function = _option(argument)(function)
         if registered.settings_class is not None:
+            from netweight.settings import options  # not for the help of groups, which is quick without pydantic
+
             function = options(registered.settings_class, skip=registered.skip)(function)
         for argument in reversed([each for each in registered.arguments if not each.option]):
             function = _argument(argument)(function)
