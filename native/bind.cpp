@@ -275,12 +275,15 @@ void decode_fixed_to_address(uintptr_t payload, size_t size, size_t rows, size_t
 }
 
 // Products of all inputs with a weight in the fixed-length form or, where `size` is 0, with plain weights; all bf16, known by address.
-void multiply_at_addresses(uintptr_t weights, size_t size, size_t rows, size_t columns, uintptr_t x, size_t inputs, uintptr_t bias, int sums,
-                           uintptr_t y, size_t stride, int threads, const std::string& path) {
-  if ((sums != 64 && sums != 128) || columns % static_cast<size_t>(sums)) throw nb::value_error("so many columns cannot be added up so");
+void multiply_at_addresses(uintptr_t weights, size_t size, size_t rows, size_t columns, uintptr_t x, size_t inputs, uintptr_t bias, int kind,
+                           size_t width, uintptr_t y, size_t stride, int threads, const std::string& path) {
+  const Products& products = products_by_name(path);
+  const bool by_sums = kind == Order::kSums && (width == 64 || width == 128) && columns % width == 0;
+  const bool blocks = products.multiply_in_blocks && columns % 2 == 0 && width > 0 && (width % 32 == 0 || width >= columns);
+  if (!by_sums && !(blocks && (kind == Order::kPairs || (kind == Order::kTiles && width == 32)))) throw nb::value_error("so many columns cannot be added up so");
   const FixedMatrix weight = size ? read_fixed(reinterpret_cast<const u8*>(weights), size, rows, columns) : FixedMatrix{nullptr, nullptr, nullptr, rows, columns, 0, 0};
   nb::gil_scoped_release release;
-  multiply(size ? nullptr : words_at(weights), weight, words_at(x), inputs, bias ? words_at(bias) : nullptr, sums, threads, products_by_name(path), words_at(y), stride);
+  multiply(size ? nullptr : words_at(weights), weight, words_at(x), inputs, bias ? words_at(bias) : nullptr, {static_cast<Order::Kind>(kind), width}, threads, products, words_at(y), stride);
 }
 
 // A decoding on which another thread may work, too.
@@ -377,8 +380,10 @@ NB_MODULE(_native, m) {
         nb::arg("reference"), nb::arg("first"), nb::arg("last"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("path"));
   m.def("decode_fixed", &decode_fixed_to_address, nb::arg("payload"), nb::arg("size"), nb::arg("rows"), nb::arg("columns"), nb::arg("out"),
         nb::arg("threads"), nb::arg("path") = "auto");
+  m.def(
+      "multiplies_in_blocks", [](const std::string& path) { return products_by_name(path).multiply_in_blocks != nullptr; }, nb::arg("path") = "auto");
   m.def("multiply", &multiply_at_addresses, nb::arg("weights"), nb::arg("size"), nb::arg("rows"), nb::arg("columns"), nb::arg("x"), nb::arg("inputs"),
-        nb::arg("bias"), nb::arg("sums"), nb::arg("y"), nb::arg("stride"), nb::arg("threads"), nb::arg("path") = "auto");
+        nb::arg("bias"), nb::arg("kind"), nb::arg("width"), nb::arg("y"), nb::arg("stride"), nb::arg("threads"), nb::arg("path") = "auto");
   m.def(
       "check_of",
       [](nb::handle bytes) {

@@ -29,13 +29,13 @@ void by_tiles(size_t tiles, int threads, size_t scratch, Work work) {
 }  // namespace
 
 const Products& portable_products() {
-  static const Products set = {"portable", decode_fixed_here, multiply_here};
+  static const Products set = {"portable", decode_fixed_here, multiply_here, nullptr};
   return set;
 }
 
 const Products& products_by_name(const std::string& name) {
-  const Products* set = avx2_products();
-  if (set && (name == "auto" || name == set->name)) return *set;
+  for (const Products* set : {avx512_products(), avx2_products()})
+    if (set && (name == "auto" || name == set->name)) return *set;
   return portable_products();
 }
 
@@ -61,14 +61,18 @@ void decode_fixed(const FixedMatrix& m, int threads, const Products& products, u
   by_tiles((m.rows + 15) / 16, threads, 0, [&](size_t tile, u16*) { return products.decode_fixed(m, tile, tile + 1, out + tile * kRowsAtOnce * m.columns); });
 }
 
-void multiply(const u16* plain, const FixedMatrix& m, const u16* x, size_t inputs, const u16* bias, int sums, int threads, const Products& products, u16* y,
+void multiply(const u16* plain, const FixedMatrix& m, const u16* x, size_t inputs, const u16* bias, Order order, int threads, const Products& products, u16* y,
               size_t stride) {
-  std::vector<float> spread(inputs * m.columns);
+  std::vector<float> spread(order.kind == Order::kSums ? inputs * m.columns : 0);
   spread_inputs(x, spread.size(), spread.data());
   by_tiles((m.rows + 15) / 16, threads, plain ? 0 : kRowsAtOnce * m.columns, [&](size_t tile, u16* room) {
     const size_t row = tile * kRowsAtOnce, rows = std::min(kRowsAtOnce, m.rows - row);
     if (!plain && !products.decode_fixed(m, tile, tile + 1, room)) return false;
-    products.multiply(plain ? plain + row * m.columns : room, rows, m.columns, sums, spread.data(), inputs, bias ? bias + row : nullptr, y + row, stride);
+    const u16 *weights = plain ? plain + row * m.columns : room, *added = bias ? bias + row : nullptr;
+    if (order.kind == Order::kSums)
+      products.multiply(weights, rows, m.columns, static_cast<int>(order.width), spread.data(), inputs, added, y + row, stride);
+    else
+      products.multiply_in_blocks(weights, rows, m.columns, order, x, inputs, added, y + row, stride);
     return true;
   });
 }

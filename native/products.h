@@ -14,6 +14,16 @@ struct FixedMatrix {
   int base;
 };
 
+// How the products of a row are added up.
+struct Order {
+  enum Kind {
+    kSums,   // in `width` partial sums by column, 64 or 128, which are then added by halves
+    kPairs,  // in blocks of `width` columns: pairs in sequence by the processor's dot product; the blocks' sums in sequence
+    kTiles,  // in blocks of 32 columns, as AMX does: the even columns in sequence, the odd ones likewise, and the sum of both
+  } kind;
+  size_t width;
+};
+
 struct Products {
   const char* name;
   // The weights of whole rows of tiles, row by row; false when the escapes contradict themselves.
@@ -22,6 +32,9 @@ struct Products {
   // and added up as torch's own kernel for bf16 does on processors with vectors of `sums` / 8 numbers: in so many partial sums by
   // column, which are then added by halves. `columns` is a multiple of `sums`, 64 or 128.
   void (*multiply)(const u16* weights, size_t rows, size_t columns, int sums, const float* x, size_t inputs, const u16* bias, u16* y, size_t stride);
+  // The same from plain inputs, in the other two orders; nullptr where the processor has no dot products of bf16 pairs.
+  void (*multiply_in_blocks)(const u16* weights, size_t rows, size_t columns, Order order, const u16* x, size_t inputs, const u16* bias, u16* y,
+                             size_t stride);
 };
 
 // Inputs as multiply reads them: fp32, of each 16 columns the even ones and then the odd ones.
@@ -29,6 +42,7 @@ void spread_inputs(const u16* x, size_t count, float* out);
 
 const Products& products_by_name(const std::string& name);  // "auto" for the fastest; the portable ones where there are no others
 const Products& portable_products();
+const Products* avx512_products();  // nullptr when this build or this processor has none
 const Products* avx2_products();  // nullptr when this build or this processor has none
 
 FixedMatrix read_fixed(const u8* payload, size_t size, size_t rows, size_t columns);
@@ -37,7 +51,7 @@ FixedMatrix read_fixed(const u8* payload, size_t size, size_t rows, size_t colum
 void decode_fixed(const FixedMatrix& weight, int threads, const Products& products, u16* out);
 
 // y of shape (inputs, rows) from x of shape (inputs, columns), and of weights that are plain or, where `plain` is nullptr, fixed.
-void multiply(const u16* plain, const FixedMatrix& weight, const u16* x, size_t inputs, const u16* bias, int sums, int threads, const Products& products,
+void multiply(const u16* plain, const FixedMatrix& weight, const u16* x, size_t inputs, const u16* bias, Order order, int threads, const Products& products,
               u16* y, size_t stride);
 
 }  // namespace netweight

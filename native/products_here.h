@@ -50,9 +50,10 @@ inline void decode_tile(const u8* tile, Halves lift, u16* out, size_t stride) {
   }
 }
 
-bool decode_fixed_here(const FixedMatrix& m, size_t tile, size_t tile_end, u16* out) {
+// The weights of whole rows of tiles; decode(tile, to, stride) writes 16 rows of 64 of them.
+template <typename Decode>
+bool decode_fixed_by(const FixedMatrix& m, size_t tile, size_t tile_end, u16* out, Decode decode) {
   const size_t across = (m.columns + 63) / 64;
-  const Halves lift = Halves{} + static_cast<u16>((m.base - 1) << 7);
   alignas(64) u16 part[16 * 64];
   for (; tile < tile_end; tile++) {
     const size_t rows = m.rows - 16 * tile < 16 ? m.rows - 16 * tile : 16;
@@ -60,10 +61,10 @@ bool decode_fixed_here(const FixedMatrix& m, size_t tile, size_t tile_end, u16* 
       const u8* from = m.tiles + (tile * across + i) * 1536;
       u16* to = out + 64 * i;
       if (rows == 16 && 64 * (i + 1) <= m.columns) {
-        decode_tile(from, lift, to, m.columns);
+        decode(from, to, m.columns);
         continue;
       }
-      decode_tile(from, lift, part, 64);
+      decode(from, part, 64);
       const size_t width = m.columns - 64 * i < 64 ? m.columns - 64 * i : 64;
       for (size_t r = 0; r < rows; r++) std::memcpy(to + r * m.columns, part + 64 * r, 2 * width);
     }
@@ -81,6 +82,11 @@ bool decode_fixed_here(const FixedMatrix& m, size_t tile, size_t tile_end, u16* 
     }
   }
   return true;
+}
+
+[[maybe_unused]] bool decode_fixed_here(const FixedMatrix& m, size_t tile, size_t tile_end, u16* out) {
+  const Halves lift = Halves{} + static_cast<u16>((m.base - 1) << 7);
+  return decode_fixed_by(m, tile, tile_end, out, [&](const u8* from, u16* to, size_t stride) { decode_tile(from, lift, to, stride); });
 }
 
 inline u16 rounded(float sum) {

@@ -9,15 +9,46 @@ from fixed_under_test import same, weights
 import netweight
 from netweight.codec import fixed
 from netweight.codec.backend import compiled
-from netweight.codec.fixed import decode_fixed, encode_fixed
+from netweight.codec.fixed import Order, decode_fixed, encode_fixed
 from netweight.errors import CorruptBlob
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="built without a compiler")
-PATHS = ("portable", "avx2")  # where a processor lacks one the portable path runs
+PATHS = ("portable", "avx2", "avx512bf16")  # where a processor lacks one the portable path runs
+SUMS = Order("sums", 64)
+in_blocks = pytest.mark.skipif(
+    compiled is None or not compiled.multiplies_in_blocks(), reason="this processor has no dot products of bf16 pairs"
+)
 
 
 def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def in_pairs(weight, x, bias, width):
+    """Pairs in sequence, the odd column of a pair first, in blocks of columns; the blocks' sums in sequence."""
+    weight, x = weight.float().numpy(), x.float().numpy()
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for start in range(0, weight.shape[1], width):
+        block = np.zeros_like(total)
+        for even in range(start, min(start + width, weight.shape[1]), 2):
+            for column in (even + 1, even):  # a product of two bf16 numbers is exact in fp32
+                block = block + x[:, None, column] * weight[None, :, column]
+        total = total + block
+    found = torch.from_numpy(total)
+    return (found if bias is None else found + bias.float()).bfloat16()
+
+
+def in_tiles(weight, x, bias):
+    """In blocks of 32 columns: the even ones in sequence, the odd ones likewise, and the sum of both added."""
+    weight, x = weight.float().numpy(), x.float().numpy()
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for start in range(0, weight.shape[1], 32):
+        halves = np.zeros((2, *total.shape), np.float32)
+        for column in range(start, min(start + 32, weight.shape[1])):
+            halves[column % 2] = halves[column % 2] + x[:, None, column] * weight[None, :, column]
+        total = total + (halves[0] + halves[1])
+    found = torch.from_numpy(total)
+    return (found if bias is None else found + bias.float()).bfloat16()
 
 
 def by_the_description(weight, x, bias, sums):
@@ -33,12 +64,12 @@ def by_the_description(weight, x, bias, sums):
     return (total if bias is None else total + bias.float()).bfloat16()
 
 
-def multiplied(weight, x, bias, sums, path, *, is_fixed=False):
+def multiplied(weight, x, bias, order, path, *, is_fixed=False):
     payload = encode_fixed(weight) if is_fixed else weight
     out = torch.empty(len(x), len(weight), dtype=torch.bfloat16)
     compiled.multiply(
         payload.data_ptr(), payload.numel() if is_fixed else 0, *weight.shape, x.data_ptr(), len(x),
-        0 if bias is None else bias.data_ptr(), sums, out.data_ptr(), len(weight), 1, path,
+        0 if bias is None else bias.data_ptr(), order.number, order.width, out.data_ptr(), len(weight), 1, path,
     )  # fmt: skip
     return out
 
@@ -48,9 +79,40 @@ def multiplied(weight, x, bias, sums, path, *, is_fixed=False):
 def test_sums_are_added_as_described(path, sums):
     for rows, inputs, biased in ((37, 1, False), (16, 5, True)):
         weight, x, bias = drawn(rows, 384, seed=1), drawn(inputs, 384, seed=2), drawn(rows) if biased else None
-        wanted = by_the_description(weight, x, bias, sums)
-        assert same(multiplied(weight, x, bias, sums, path), wanted)
-        assert same(multiplied(weight, x, bias, sums, path, is_fixed=True), wanted)
+        wanted, order = by_the_description(weight, x, bias, sums), Order("sums", sums)
+        assert same(multiplied(weight, x, bias, order, path), wanted)
+        assert same(multiplied(weight, x, bias, order, path, is_fixed=True), wanted)
+
+
+@in_blocks
+@pytest.mark.parametrize(
+    ("rows", "columns", "inputs"), [(16, 64, 1), (37, 384, 9), (5, 1026, 3), (64, 130, 17), (1, 2, 1)]
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_blocks_are_added_as_described(rows, columns, inputs, biased):
+    weight, x, bias = drawn(rows, columns, seed=1), drawn(inputs, columns, seed=2), drawn(rows) if biased else None
+    for width in (32, 512, columns):
+        wanted = in_pairs(weight, x, bias, width)
+        assert same(multiplied(weight, x, bias, Order("pairs", width), "auto"), wanted)
+        assert same(multiplied(weight, x, bias, Order("pairs", width), "auto", is_fixed=True), wanted)
+    assert same(multiplied(weight, x, bias, Order("tiles", 32), "auto"), in_tiles(weight, x, bias))
+    assert same(multiplied(weight, x, bias, Order("tiles", 32), "auto", is_fixed=True), in_tiles(weight, x, bias))
+
+
+@in_blocks
+def test_many_shapes_are_torchs_bit_for_bit():
+    """Where a trial found torch's order, other weights of the shape agree, large and small numbers among them."""
+    generator = torch.Generator().manual_seed(5)
+    for rows, columns, inputs in ((48, 896, 1), (300, 4864, 2), (33, 512, 8), (1000, 1536, 1), (64, 2560, 31)):
+        order = fixed.order_of(rows, columns, inputs, torch.get_num_threads(), False)
+        if order is None:
+            continue
+        for scale in (1e-3, 1.0, 1e3):
+            weight = (torch.randn(rows, columns, generator=generator) * scale).bfloat16()
+            x = torch.randn(inputs, columns, generator=generator).bfloat16()
+            out = torch.empty(inputs, rows, dtype=torch.bfloat16)
+            fixed.multiply(weight, rows, x, None, order, out, torch.get_num_threads())
+            assert same(out, F.linear(x, weight))
 
 
 @pytest.mark.parametrize("odd", [0, 0.02])
@@ -68,21 +130,20 @@ def test_the_fixed_form_is_decoded_as_torchs_operators_do(path, odd, monkeypatch
 
 def test_the_order_is_torchs_or_is_not_taken():
     for inputs, biased in ((1, False), (7, True)):
-        sums = fixed.sums_of(300, 512, inputs, 1, biased)
-        assert sums in (0, 64, 128)
+        order = fixed.order_of(300, 512, inputs, 1, biased)
         for seed in range(10):
             weight, x, bias = drawn(300, 512, seed=seed), drawn(inputs, 512, seed=99), drawn(300) if biased else None
-            if sums:
-                assert same(multiplied(weight, x, bias, sums, "auto"), F.linear(x, weight, bias))
-    assert fixed.sums_of(300, 500, 1, 1, False) == 0
+            if order is not None:
+                assert same(multiplied(weight, x, bias, order, "auto"), F.linear(x, weight, bias))
+    assert fixed.order_of(300, 501, 1, 1, False) is None
     with pytest.raises(ValueError, match="added up"):
-        multiplied(drawn(4, 96), drawn(1, 96), None, 64, "auto")
+        multiplied(drawn(4, 96), drawn(1, 96), None, SUMS, "auto")
 
 
 def test_what_is_not_finite_is_as_in_torch():
     weight, x = drawn(64, 128), drawn(2, 128)
     weight[0, 3], weight[1, 5], x[1, 7] = torch.inf, torch.nan, -torch.inf
-    found, wanted = multiplied(weight, x, None, 64, "auto"), F.linear(x, weight)
+    found, wanted = multiplied(weight, x, None, SUMS, "auto"), F.linear(x, weight)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.isinf(), wanted.isinf())
 
@@ -92,13 +153,13 @@ def test_several_threads_give_the_same_and_damage_is_named():
     payload = encode_fixed(weight)
     one, three = torch.empty(2, 3, 100, dtype=torch.bfloat16)
     for out, threads in ((one, 1), (three, 3)):
-        fixed.multiply(payload, 100, x, None, 64, out, threads, fixed=True)
+        fixed.multiply(payload, 100, x, None, SUMS, out, threads, fixed=True)
     assert same(one, three)
     with pytest.raises(CorruptBlob):
-        fixed.multiply(payload, 99, x, None, 64, one, 1, fixed=True)
+        fixed.multiply(payload, 99, x, None, SUMS, one, 1, fixed=True)
     payload[fixed.read_layout(payload).first_at] = 1
     with pytest.raises(CorruptBlob):
-        fixed.multiply(payload, 100, x, None, 64, one, 1, fixed=True)
+        fixed.multiply(payload, 100, x, None, SUMS, one, 1, fixed=True)
 
 
 @pytest.mark.parametrize("prefer", ["memory", "speed"])

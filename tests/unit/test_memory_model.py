@@ -401,7 +401,7 @@ def test_products_of_few_rows_have_the_dense_bits(monkeypatch, rows, columns, bi
         for shape in shapes:
             x = torch.randn(*shape, columns).bfloat16()
             assert same(model(x), dense(x))
-    orders = [fixed.sums_of(rows, columns, math.prod(shape), torch.get_num_threads(), bias) for shape in shapes[:-1]]
+    orders = [fixed.order_of(rows, columns, math.prod(shape), torch.get_num_threads(), bias) for shape in shapes[:-1]]
     assert tiled == [bool(order) for order in orders] + [False]
     if prefer == "memory":
         tiles = [tile.clone() for tile in functional._tiles(model.weight.stored.blob, (rows, columns))]

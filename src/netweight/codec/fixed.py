@@ -36,7 +36,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import final
+from typing import Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,7 @@ TILES_AT = 128  # byte of the payload where the tiles begin
 MOST_COLUMNS = 1 << 16  # an escape names its column in 16 bits
 MOST_BASE = 128  # then the largest exponent is 142, and 2 ** (base - 1) is a bf16 number that kernels multiply with
 MOST_ESCAPES = 32  # of so many weights at most one may escape
+MOST_INPUTS_IN_BLOCKS = 32  # rows of inputs from which torch's own product of a decoded weight is faster, by trial
 MOST_INPUTS = 256  # rows of inputs; with more, decoding is a small part of a product
 _BF16 = 1
 _CODES = 15
@@ -342,17 +343,49 @@ def _signed(words: torch.Tensor) -> torch.Tensor:
 
 # ---- products with few rows of inputs, plain weights among them ------------------------------------------------------
 
-# torch adds the products of a row in 64 or 128 partial sums, by the width of the processor's vectors. The native module
-# does so, too, with fewer instructions, on weights that were just decoded and are in the cache yet. Which order torch
-# takes, here and for such a shape, is found by trying; where it is neither, torch multiplies.
+# torch adds the products of a row in 64 or 128 partial sums, by the width of the processor's vectors; or, where the
+# processor has dot products of bf16, pair by pair in blocks of columns. The native module does so, too, with fewer
+# instructions, on weights that were just decoded and are still in the cache. Which order torch takes, here and for such
+# a shape, is found by trying; where it is none of them, torch multiplies.
+
+
+@final
+@dataclass(frozen=True)
+class Order:
+    """How the products of a row are added up; as `Order` in native/products.h, which describes the kinds."""
+
+    kind: Literal["sums", "pairs", "tiles"]
+    """In partial sums by column, or in blocks of columns: pair by pair, or even and odd columns apart, as AMX does."""
+    width: int
+    """The number of partial sums, or the columns of a block."""
+
+    @property
+    def number(self) -> int:
+        """The kind as the native module numbers it."""
+        return ("sums", "pairs", "tiles").index(self.kind)
+
+
+_MOST_ROWS_TRIED = 1 << 14  # of a trial; torch splits larger weights by rows, which does not change a row's order
+_BLOCKS = (512, 1024, 2048, 256, 4096)
+
+
+def _orders(columns: int, inputs: int) -> Iterator[Order]:
+    """The orders that the native module knows for so many columns and inputs, the likeliest first."""
+    if compiled is None:
+        return
+    if compiled.multiplies_in_blocks() and columns % 2 == 0 and inputs <= MOST_INPUTS_IN_BLOCKS:
+        yield from (Order("pairs", block) for block in _BLOCKS if block < columns)
+        yield Order("pairs", columns)
+        yield Order("tiles", 32)
+    yield from (Order("sums", sums) for sums in (64, 128) if columns % sums == 0)
 
 
 @cache
-def sums_of(rows: int, columns: int, inputs: int, threads: int, biased: bool) -> int:
-    """In how many partial sums torch adds up such a product: 64, 128, or 0 for an order that is not ours."""
-    known = [sums for sums in (64, 128) if compiled is not None and columns % sums == 0]
+def order_of(rows: int, columns: int, inputs: int, threads: int, biased: bool) -> Order | None:
+    """In what order torch adds up such a product; None if the native module does not know it."""
+    known, rows = list(_orders(columns, inputs)), min(rows, _MOST_ROWS_TRIED)
     if not known:
-        return 0
+        return None
     # Terms that cancel leave nothing but the rounding errors of the order in which they were added.
     generator = torch.Generator().manual_seed(0)
     places, half = torch.randperm(columns, generator=generator), columns // 2
@@ -363,23 +396,23 @@ def sums_of(rows: int, columns: int, inputs: int, threads: int, biased: bool) ->
     # A bias of usual size would hide these errors, one of their size does not.
     biases = [noise[:rows], noise[:rows] * 2**-20] if biased else [None]
     wanted, found = [F.linear(x, weight, bias) for bias in biases], torch.empty(inputs, rows, dtype=torch.bfloat16)
-    for sums in known:
+    for order in known:
         same = []
         for bias, each in zip(biases, wanted, strict=True):
-            multiply(weight, rows, x, bias, sums, found, threads)
+            multiply(weight, rows, x, bias, order, found, threads)
             same.append(torch.equal(found, each))
         if all(same):
-            return sums
-    return 0
+            return order
+    return None
 
 
 def multiply(
-    weight: torch.Tensor, rows: int, x: torch.Tensor, bias: torch.Tensor | None, sums: int, out: torch.Tensor,
+    weight: torch.Tensor, rows: int, x: torch.Tensor, bias: torch.Tensor | None, order: Order, out: torch.Tensor,
     threads: int, *, fixed: bool = False,
 ) -> None:  # fmt: skip
     """Fill `out`, of shape (inputs, rows), perhaps columns of another tensor, from plain or fixed-length weights."""
     with _A_FIXED_WEIGHT:
         compiled.multiply(
             weight.data_ptr(), weight.numel() if fixed else 0, rows, x.shape[1], x.data_ptr(), x.shape[0],
-            0 if bias is None else bias.data_ptr(), sums, out.data_ptr(), out.stride(0), threads,
+            0 if bias is None else bias.data_ptr(), order.number, order.width, out.data_ptr(), out.stride(0), threads,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from netweight import codec
 from netweight.codec.cuda import fixed_products
-from netweight.codec.fixed import MOST_INPUTS, multiply, sums_of
+from netweight.codec.fixed import MOST_INPUTS, multiply, order_of
 from netweight.errors import Unsupported
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import prefetch
@@ -448,14 +448,14 @@ def _product_by_tiles(
         return None
     if not fixed_products.fit(x, bias, rows, columns, payload.device):
         return None
-    sums = sums_of(rows, columns, inputs, threads, bias is not None)
-    if not sums:
+    order = order_of(rows, columns, inputs, threads, bias is not None)
+    if order is None:
         return None
     flat, result, row = x.reshape(inputs, columns).contiguous(), torch.empty(inputs, rows, dtype=torch.bfloat16), 0
     for tile in (payload,) if fixed else _tiles(blob_of(payload), shape):
         end = rows if fixed else row + len(tile)
         part = None if bias is None else bias[row:end]
-        multiply(tile, end - row, flat, part, sums, result[:, row:end], threads, fixed=fixed)
+        multiply(tile, end - row, flat, part, order, result[:, row:end], threads, fixed=fixed)
         row = end
     return result.view(*x.shape[:-1], rows)
 
