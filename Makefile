@@ -55,11 +55,8 @@ docs: $(VENV)/dev.stamp
 
 # A finished reproduction is kept, so that study continues where it was stopped.
 STUDY_AT_PAPER_SCALE := neuzip-fig5
-# Miniatures that need nothing; tables of a paper share their runs.
-STUDY_MINIATURES := $(addprefix repnoise-table,1 2 3 4 5 6 7 9 11 14 15 16 17 18 19 20 23) repnoise-layer-distances repnoise-pca \
-	$(addprefix nemo-,table1 fig3 fig5 fig6 fig7 thresholds ablation runtime ssim-by-type shared-neurons) \
-	$(addprefix nemo-rerun-,neurons layers shared-sets) \
-	$(addprefix w2w-,table1 table2-4 table5 fig8 components histograms traversal)
+# Miniatures that need no data: one table for each paper.
+STUDY_MINIATURES := repnoise-table1 nemo-table1 w2w-table1
 STUDY_WITH_DATA := neuzip-table1 neuzip-table2 neuzip-table3-decoder neuzip-table3-encdec neuzip-table4 neuzip-fig2 neuzip-fig3
 # The second text-to-image miniature, real pictures with captions: hours on a CPU; goes on where it was stopped.
 STUDY_EMOJI := reproductions/emoji-diffusion

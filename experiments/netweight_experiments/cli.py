@@ -32,7 +32,7 @@ QUICK_REPEATS = 5
 
 @click.command()
 @click.argument("table", required=False)
-@click.option("--list", "list_all", is_flag=True, help="Show every table and figure of the five papers with its state.")
+@click.option("--list", "list_all", is_flag=True, help="Show what can be measured, with its state.")
 @click.option(
     "--scale",
     type=click.Choice(["small", "paper"]),
@@ -50,11 +50,6 @@ QUICK_REPEATS = 5
 @click.option("--model", help="A .safetensors file or model folder, for the tables that can use one.")
 @click.option(
     "--judge", metavar="MODULE:FUNCTION", help="Your judge, texts to numbers, for the tables that can use one."
-)
-@click.option(
-    "--recipe",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="What the paper's scale is measured on, for the tables whose recipe is in recipes/.",
 )
 @click.option("--only", metavar="PATTERN", help="Measure only these rows, for the tables that run row by row.")
 @click.option("--overwrite", is_flag=True, help="Measure again although a result is there.")
@@ -83,7 +78,7 @@ def reproduce(
         _list(output)
         return
     words = ["netweight", "reproduce", table, "--scale", scale]
-    for name in ("model", "judge", "recipe", "only"):
+    for name in ("model", "judge", "only"):
         words += [f"--{name}", str(options[name])] if options[name] else []
     result = run_table(table, scale=scale, out=out, overwrite=overwrite, options=options, command=shlex.join(words))
     _show_table(result, output)

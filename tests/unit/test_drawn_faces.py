@@ -1,7 +1,6 @@
 """Drawn faces are what their attributes say, by pixels and by the reader that comes with the package."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +20,7 @@ from netweight.toys.faces import (
     people,
     photographs,
 )  # fmt: skip
-from netweight.toys.faces_pipeline import FACES_BANK, READER_FOLDER, FaceReader, embed, read_faces
-from netweight_experiments.benchmarks.space import edits, samples
+from netweight.toys.faces_pipeline import READER_FOLDER, embed, read_faces
 from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared, reading_record
 
 
@@ -106,60 +104,6 @@ def test_the_reader_reads_people_it_never_saw():
     assert all(explained[name] == pytest.approx(known[name], abs=0.02) for name in explained)
     assert torch.equal(found.ground, grounds)
     assert embed(pictures).shape == (600, 80)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_study_of_edits_scores_by_people_noises_and_a_reader_of_its_own(monkeypatch, seed):
-    space, labels, aside, others = edits.people(FACES_BANK.parent, seed)
-    chosen = torch.randperm(256, generator=noise(1000 + edits.CHOSEN_WITH)).tolist()[: edits.EVALUATED]
-    assert len(aside) == edits.EVALUATED
-    assert sorted(aside + others) == list(range(len(labels.names)))
-    assert not set(aside) & set(chosen)  # with whom settings were chosen
-    fit, shown = edits.fit_direction, torch.randn(space.components, len(ATTRIBUTES), generator=noise())
-    fitted, noises, edited, read = set(), {"corrected": set(), "scored": set()}, [], []
-
-    def pictures(of, points, seeds):
-        noises[of] |= set(seeds)
-        faces = (points.float() @ shown).sin()[:, None, :, None, None]
-        return faces + 0.01 * torch.tensor(seeds)[:, None, None, None] / 2**31
-
-    def recorded(scores, part, *given, **how):
-        fitted.update(part.names)
-        assert torch.equal(scores, space.scores[[labels.names.index(name) for name in part.names]])
-        return fit(scores, part, *given, **how)
-
-    def corrected(model, space, points, seeds, **how):
-        return pictures("corrected", points, seeds)
-
-    def scored(model, space, points, captions, seeds, **how):
-        edited.append(points)
-        return pictures("scored", points, seeds)
-
-    def by(which):
-        return lambda images: read.append(which) or images.flatten(1)
-
-    monkeypatch.setattr(edits, "fit_direction", recorded)
-    monkeypatch.setattr(edits, "generate_differentiably", corrected)
-    monkeypatch.setattr(edits, "generate_images", scored)
-    monkeypatch.setattr(edits, "read_faces", lambda images: SimpleNamespace(attributes=by("package")(images)))
-    rows = list(edits.measured(None, space, labels, aside, others, "beard", by("other"), seed))
-    assert [row["kind"] for row in rows] == ["encoder", "corrected"]
-    assert fitted == {labels.names[row] for row in others}
-    assert not fitted & {labels.names[row] for row in aside}
-    little = [space.scores[row] for row in aside if labels["beard"].values[row] < 0][: edits.MOST]
-    assert torch.equal(edited[0], torch.stack(little))  # nobody but people set aside, first as they are
-    assert len(noises["scored"]) == 4
-    assert noises["corrected"]
-    assert not noises["corrected"] & noises["scored"]
-    assert read.count("other") == len(edited)  # which nothing but scoring asks, nor scoring anything else
-    first, last = (each("package") for each in (read.index, lambda which: len(read) - read[::-1].index(which)))
-    assert set(read[first:last]) == {"package"}
-    assert samples.READER_SEED != reading_record()["seed"]
-    other, own = (
-        {value.shape for value in network.parameters() if value.ndim > 1}
-        for network in (samples.OtherReader(), FaceReader())
-    )
-    assert not other & own
 
 
 def test_explained_variance_is_that_of_scikit_learn():

@@ -18,7 +18,6 @@ from netweight.methods.space.edits import (
 )
 from netweight.methods.space.settings import CorrectionSettings
 from netweight.metrics.copies import CenteredPixels
-from netweight_experiments.tables.w2w.components import entanglement, entanglement_findings
 
 NAMES = ["red", "green", "blue"]
 
@@ -151,27 +150,6 @@ def test_comparisons_say_what_they_are():
     assert torch.allclose(distance(images, images), torch.zeros(4).double(), atol=1e-9)
     assert (distance(images, others) > 0.5).all()
     assert perceptual_distance(lambda x: [x])[0] == "LPIPS"
-
-
-def test_entanglement_falls_with_models_and_counts_true_overlap():
-    scores, labels, _ = known_scores(400, 60, noise=1.0)
-    few, many, every = entanglement(scores, labels, ["beard", "width", "hue"], [20, 100, 400], repeats=10)
-    assert few.mean > many.mean > every.mean
-    assert len(few.each) == 10
-    assert len(every.each) == 1
-    assert few.middle[0] <= few.mean <= few.middle[1]
-    directions = [fit_direction(scores, labels, name, kind="difference") for name in ("beard", "width", "hue")]
-    cosines = [abs(directions[a].cosine(directions[b])) for a, b in ((0, 1), (0, 2), (1, 2))]
-    assert every.mean == pytest.approx(np.mean(cosines))
-    findings = entanglement_findings([few, many, every], attributes=3)
-    assert [finding.value for finding in findings] == [few.mean, many.mean, every.mean]
-    assert findings[2].baseline == few.mean
-    again = entanglement(scores, labels, ["beard", "width"], [50], repeats=2, fidelity="reference")
-    assert 0 <= again[0].mean <= 1
-    with pytest.raises(UsageError, match="sizes from 4"):
-        entanglement(scores, labels, ["beard"], [20])
-    with pytest.raises(UsageError, match="sizes from 4"):
-        entanglement(scores, labels, ["beard", "width"], [500])
 
 
 def test_directions_are_audited():

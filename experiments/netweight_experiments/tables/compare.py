@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import yaml
 from pydantic import TypeAdapter
 
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
@@ -35,7 +34,7 @@ from netweight_experiments.tables.registry import (
     unmet,
 )
 
-State: TypeAlias = Literal["reproduced here", "small stand-in", "needs data, GPU or package", "cannot be"]
+State: TypeAlias = Literal["reproduced here", "small stand-in", "needs data, GPU or package", "not measured"]
 
 # Beginning of an id → the paper.
 PAPERS = {
@@ -44,17 +43,6 @@ PAPERS = {
     "repnoise": "RepNoise (arXiv 2405.14577)",
     "nemo": "NeMo (arXiv 2406.02366)",
     "w2w": "weights2weights (arXiv 2406.09413)",
-}
-
-_OTHERS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("unpublished.yaml").read_text(encoding="utf-8"))
-_TITLES: dict[str, str] = _OTHERS["tables"] | _OTHERS["figures"]
-_TABLES, _UNSEEN = list(_OTHERS["tables"]), _OTHERS["unseen"]
-_CANNOT = {
-    **dict.fromkeys(_OTHERS["drawings"], "a drawing of the idea; it shows no measurement"),
-    **dict.fromkeys(
-        _UNSEEN, "neither its numbers nor what it measures are in the summaries that this work was made from"
-    ),
-    **_OTHERS["studies"],
 }
 
 
@@ -72,10 +60,9 @@ class Item:
 
 
 def items() -> tuple[Item, ...]:
-    """Return every table and figure of the five papers, in the papers' order, with its state."""
+    """Return the tables and figures that can be measured or that have published numbers, with their state."""
     numbered = dict.fromkeys(published_ids())
-    everything = [*numbered, *_TABLES, *_UNSEEN, *_OTHERS["figures"]]
-    everything += [table_id for table_id in registered() if table_id not in everything]
+    everything = [*numbered, *(table_id for table_id in registered() if table_id not in numbered)]
     return tuple(
         Item(table_id, paper, title_of(table_id), *_state(table_id), table_id in numbered, _command(table_id))
         for prefix, paper in PAPERS.items()
@@ -85,19 +72,17 @@ def items() -> tuple[Item, ...]:
 
 
 def title_of(table_id: str) -> str:
-    """Return what a table or figure shows; its id where the catalog has no title."""
+    """Return what a table or figure shows: the published title, or the first line of what measures it."""
     numbers = published(table_id)
     if numbers is not None:
         return numbers.title
-    if table_id in _UNSEEN:
-        return "A table of the appendix that is not at hand"
-    return _TITLES.get(table_id, table_id)
+    return (registered()[table_id].run.__doc__ or table_id).strip().splitlines()[0]
 
 
 def _state(table_id: str) -> tuple[State, str]:
     entry = registered().get(table_id)
     if entry is None:
-        return "cannot be", _CANNOT.get(table_id, "no function of this version measures it")
+        return "not measured", "no function of this version measures it"
     missing = "; ".join(unmet(entry.needs))
     if missing:
         return "needs data, GPU or package", missing
@@ -105,7 +90,7 @@ def _state(table_id: str) -> tuple[State, str]:
     return ("small stand-in" if entry.stand_in else "reproduced here"), at_size
 
 
-_PLACEHOLDERS = {"model": "--model FOLDER", "judge": "--judge MODULE:FUNCTION", "recipe": "--recipe FILE"}
+_PLACEHOLDERS = {"model": "--model FOLDER", "judge": "--judge MODULE:FUNCTION"}
 
 
 def _command(table_id: str) -> str:

@@ -34,13 +34,8 @@ MODULES = (
     "hyperfl.adapters",
     "hyperfl.attacks",
     "repnoise.attacks",
-    "repnoise.models",
     "nemo.mitigations",
-    "nemo.neurons",
-    "nemo.detection",
     "w2w.edits",
-    "w2w.people",
-    "w2w.components",
 )
 
 Scale: TypeAlias = Literal["small", "paper"]

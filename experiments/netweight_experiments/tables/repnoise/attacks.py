@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import yaml
 
 from netweight.report.finding import Finding, Table
 from netweight_experiments.tables.grid import Cell, grid
-from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
+from netweight_experiments.tables.registry import Column, Measured, Scale, table
 from netweight_experiments.tables.repnoise.runs import RECOVERED, AttackRun, Defended, attacked
 from netweight_experiments.tables.repnoise.setup import HARMFUL, Setup, setup_of
 from netweight_experiments.tables.setups import shared_folder
@@ -65,7 +62,6 @@ class Plan:
     steps: bool = False  # whether steps to recovery have columns
     differs: tuple[str, ...] = ()  # how it differs from the paper's, besides the setup
     small: tuple[str, ...] = ()  # how it does at the small scale
-    shown: Callable[[Measured], Measured] | None = None  # what to make of the grid, if it is to be laid out otherwise
 
     def measure(self, setup: Setup, folder: Path, only: str | None, share: float | None, scale: Scale) -> Measured:
         """Attack every model of the table, and lay out harmfulness at the end; what is not finished is left empty."""
@@ -75,7 +71,7 @@ class Plan:
             [line for line in self.lines if any(run.on == line.on for run in found)], self.attacks, found
         )
         corrected = any(line.on.defense == CORRECTED.defense for line in self.lines)
-        measured = grid(
+        return grid(
             {line.title: line for line in results.lines},
             [
                 *([(Column("pre-attack", setup.harm, "lower"), results.before)] if self.before else []),
@@ -87,7 +83,6 @@ class Plan:
             tables=results.further(),
             notes=(*results.notes(), *([CORRECTED_NOTE] if corrected else []), *shares(share)),
         )
-        return measured if self.shown is None else self.shown(measured)
 
 
 @dataclass(frozen=True)
@@ -202,53 +197,9 @@ def shares(share: float | None) -> list[str]:
     return [f"A try with {share:g} of the paper's numbers of pairs and samples."] if share else []
 
 
-def _by_rate(wide: Measured) -> Measured:
-    """Make a row of every column of the one row, harmfulness beside steps."""
-    values = wide.rows[0].values
-    count = len(values) // 2
-    columns = (dataclasses.replace(wide.columns[0], name="harmfulness"), wide.columns[count])
-    return dataclasses.replace(
-        wide,
-        columns=(columns[0], dataclasses.replace(columns[1], name="steps to 0.9")),
-        rows=tuple(Row(wide.columns[i].name, (values[i], values[count + i])) for i in range(count)),
-    )
-
-
-_SEEDS = (42, 7, 17)  # of table 19
-
-
-def _with_spread(measured: Measured) -> Measured:
-    """Add what three seeds say together: median and worst of the steps, which harm at the end may hide."""
-    findings = []
-    for kind, corrected in (("RepNoise", False), ("RepNoise, corrected", True)):
-        rows = [row for row in measured.rows if row.name.startswith("corrected") == corrected]
-        harm = [float(value) for row in rows if (value := row.values[0]) is not None]
-        if len(harm) == len(_SEEDS):
-            findings.append(
-                Finding(
-                    f"harmfulness by seed, median, {kind}",
-                    median(harm),
-                    better="lower",
-                    n=len(harm),
-                    seeds=_SEEDS,
-                    detail={"each": harm, "steps to 0.9, null if never": [row.values[1] for row in rows]},
-                )
-            )
-    return dataclasses.replace(measured, findings=(*measured.findings, *findings))
-
-
-# What to make of the grid of a table that is laid out otherwise.
-_SHOWN: dict[str, Callable[[Measured], Measured]] = {
-    "repnoise-table7": _by_rate,
-    "repnoise-table19": _with_spread,
-    "repnoise-notebook": lambda wide: dataclasses.replace(wide, labels={"pre-attack": "before attack"}),
-}
-
-
 def _read_plans() -> None:
     """Register every table that attack-tables.yaml plans."""
     known = yaml.safe_load(Path(__file__).with_name("attack-tables.yaml").read_text(encoding="utf-8"))
-    del known["shared"]
     for table_id, how in known.items():
         PLANS[table_id] = planned = Plan(
             tuple(Line(title, Defended(**on)) for title, on in how["lines"].items()),
@@ -257,44 +208,8 @@ def _read_plans() -> None:
             steps=how.get("steps", False),
             differs=tuple(how.get("differs", ())),
             small=tuple(how.get("small", ())),
-            shown=_SHOWN.get(table_id),
         )
         attack_table(table_id, planned.measure, tuple(how.get("paper_needs", PAPER_NEEDS)))
 
 
-def _table5(setup: Setup, folder: Path, only: str | None, share: float | None, scale: Scale) -> Measured:
-    """Withhold one category of harm from the defense and attack with it, category by category."""
-    runs: dict[tuple[str, str], AttackRun] = {}
-    for name in setup.categories:
-        attack = Attack(name, 8e-5, 10_000, data=f"only {name}")
-        runs["Base", name] = attack.run(BASE.on)
-        runs["RepNoise", name] = attack.run(dataclasses.replace(REPNOISE, data=f"without {name}"))
-    found = attacked(list(runs.values()), setup, folder, only=only, share=share)
-    differs = ["Attacked with 10k examples, as in table 1; the paper does not say how many."]
-    if scale == "small":
-        differs.append(
-            "A category is a quarter of the messages, by their first letter. All are in one cipher, so that what is "
-            "learned of some holds for all: this asks less than the paper's categories do."
-        )
-    rows: dict[str, tuple[Any, ...]] = {}
-    for title in ("Base", "RepNoise"):
-        scores = [
-            found[run]["after"] for (row, _), run in runs.items() if row == title and "after" in found.get(run, {})
-        ]
-        if scores:
-            rows[title] = (min(scores), max(scores), None, None)
-    for (title, name), run in runs.items():
-        if run in found:
-            rows[f"{title}, {name}"] = (None, None, found[run].get("after"), found[run].get("steps"))
-    columns = [Column(name, setup.harm, "lower") for name in ("lowest category", "highest category", "harmfulness")]
-    columns.append(Column("steps to 0.9", "steps", "higher"))
-    return grid(
-        rows,
-        [(column, itemgetter(place)) for place, column in enumerate(columns)],
-        differs=(*setup.differs(), *differs),
-        notes=("One training of the defense and one attack for each category: no intervals.", *shares(share)),
-    )
-
-
-attack_table("repnoise-table5", _table5, PAPER_NEEDS)
 _read_plans()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
@@ -19,25 +19,19 @@ from torch import Tensor
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
-from netweight.data.images.images import decode_splits
-from netweight.data.text import Row, RowErrors, image_size, read_rows
 from netweight.errors import UsageError
 from netweight.hf.adapters import ATTENTION
-from netweight.hf.load_pipeline import PipelineModel, load_text_to_image, text_to_image, trained_prediction
+from netweight.hf.load_pipeline import PipelineModel, text_to_image, trained_prediction
 from netweight.methods.space.edits import perceptual_distance
 from netweight.methods.space.labels import read_labels
-from netweight.methods.space.settings import INVERSIONS, InversionSettings
+from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.metrics.copies import TorchScriptDescriptor
 from netweight.nn.apply_lora import linear_layers
 from netweight.nn.lora import Adapter
 from netweight.nn.train_lora import AdapterRecipe, FittedAdapters, fit_adapters
-from netweight.settings import Settings
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.lora_formats.files import read_adapter
 from netweight.toys.faces import ATTRIBUTES, FACES, GROUNDS, caption, drawn, nuisances, people, photographs
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read_faces
-from netweight_experiments.tables.setups import TablesRecipe
 from netweight_experiments.tables.w2w.setup import Fitting, Setup, Stranger, Wanted
 
 if TYPE_CHECKING:
@@ -209,159 +203,3 @@ def _pairs(title: str, column: str) -> SliderPairs:
         side[:, ATTRIBUTES.index(column)] = value
         sides.append(drawn(side, grounds, changes))
     return SliderPairs(title, sides[0], sides[1], tuple(caption(names[ground]) for ground in grounds.tolist()))
-
-
-@final
-class RecipeEdit(Settings):
-    """An edit of table 1."""
-
-    title: str  # gender, Chubby or Eyes, to stand beside the paper's; or another
-    column: str  # the label
-    text: str  # what images should show after it, for CLIP
-    prompt: str | None = None  # what asks for it in words; without it prompting has no row
-    slider: Path | None = None  # the file of a Concept Slider; without it sliders have no row
-    confounders: tuple[str, ...] = ()  # labels that are to stay as they are
-
-
-@final
-class SpaceRecipe(TablesRecipe):
-    """What the paper's scale is measured on. Paths start at the current folder."""
-
-    example = "netweight_experiments/tables/w2w/space-tables.yaml"
-    named_files = ("labels", "photographs", "face", "lpips")
-    named_folders = ("model", "space", "clip", "bank")
-
-    model: Path  # folder of the pipeline that the adapters are of
-    space: Path  # folder of `netweight space fit`
-    labels: Path  # table of the adapters' attributes
-    edits: tuple[RecipeEdit, ...]  # edits of table 1
-    # Table of people who are in no bank, columns person and image; a column use says "learn" (the first of these is the
-    # one image) or "test".
-    photographs: Path
-    face: Path  # a face recognition network in TorchScript
-    face_sha256: str  # its SHA-256: the file is a program
-    clip: Path  # a folder of transformers with a CLIP
-    bank: Path | None = None  # the bank that the space was fitted to, where the space does not stand alone
-    name_column: str = "name"  # column of the labels with names of adapters
-    lpips: Path | None = None  # a backbone for LPIPS; without it 1 − SSIM stands for it and is called so
-    face_side: int = 160  # pixels of the network's images
-    prompt: str = "sks person"
-    device: str = "cuda"  # where the model goes
-    images: int = 4  # images per person
-    guidance: float = 3.0
-    steps: int = 50
-    people: int = 100  # so many are edited
-    held: int = 1000  # so many adapters, the last ones, are left out where directions are found
-    rows: int = 8  # most images at a time
-    together: int = 1  # people who are trained or inverted at a time
-    rank: int = 1
-    scale: float = 27.0
-    adapter_steps: int = 800
-    learning_rate: float = 1e-4
-    inversion: Literal["default", "reference"] = "default"  # settings of the inversion, by name
-
-    @property
-    def files(self) -> dict[str, Path]:
-        """The files that it names, by key."""
-        sliders = {f"edits, {one.title}": one.slider for one in self.edits if one.slider is not None}
-        return super().files | sliders
-
-    def problems(self) -> list[str]:
-        found = self.below(1, "images", "steps", "rows", "together", "rank", "adapter_steps", "face_side")
-        if len({one.title for one in self.edits}) < max(len(self.edits), 1):
-            found.append("edits: give at least one, each title once.")
-        return found + self.below(10, "people", "held")
-
-
-RECIPE = SpaceRecipe
-
-
-def setup_of_recipe(path: Path) -> Setup:
-    """Open what a recipe names."""
-    from netweight.metrics.copies import Clip
-
-    recipe = SpaceRecipe.read(path)
-    face = TorchScriptDescriptor(
-        recipe.face, recipe.face_sha256, name="face recognition", side=recipe.face_side, mean=(0.5,) * 3,
-        deviation=(0.5,) * 3,
-    )  # fmt: skip
-    bank = None if recipe.bank is None else AdapterBank.open(recipe.bank)
-    space = WeightSpace.open(recipe.space, bank)
-    labels = read_labels(recipe.labels, space.names, key=recipe.name_column)
-    clip = Clip(recipe.clip)
-    model = load_text_to_image(recipe.model, device=recipe.device)
-    count = len(space.names)
-    if count < 2 * recipe.held:
-        raise UsageError(f"{recipe.held} of {count} adapters cannot be held out.", cure="Lower held in the recipe.")
-    adapters = AdapterRecipe(
-        rank=recipe.rank, scale=recipe.scale, steps=recipe.adapter_steps, learning_rate=recipe.learning_rate
-    )
-    return Setup(
-        model=model,
-        space=space,
-        labels=labels,
-        wanted=tuple(
-            Wanted(one.title, one.column, one.prompt, one.confounders, one.text, one.slider is not None)
-            for one in recipe.edits
-        ),
-        held=tuple(range(count - recipe.held, count)),
-        people=recipe.people,
-        strangers=_strangers(recipe.photographs, recipe.prompt, image_size(model)),
-        prompts=(recipe.prompt,),
-        seeds=tuple(range(recipe.images)),
-        guidance=recipe.guidance,
-        steps=recipe.steps,
-        identity=lambda without: face,
-        identity_name=f"cosine by {face.name}, {face.sha256[:8]}",
-        distance=perceptual_distance(recipe.lpips),
-        match=lambda wanted, images: 100 * clip.alignment(images, [wanted.text] * len(images)),
-        match_name=f"alignment by {clip.name}, × 100",
-        effect=None,
-        read=None,
-        attributes=(),
-        sliders=lambda: {one.title: read_adapter(one.slider) for one in recipe.edits if one.slider is not None},
-        fitting=Fitting(
-            adapters, ATTENTION, 1, 1, INVERSIONS[recipe.inversion], trained_prediction(model), recipe.together
-        ),
-        small=False,
-        differs=(
-            f"The model is {model.name}, with {count} adapters; the paper has Stable Diffusion 1.5 and 64,974.",
-            "Faces are not found and cut out before they are compared, as the paper does with MTCNN: give a network "
-            "that does so, or photographs and prompts that show faces alone.",
-            "Adapters are trained without prior images.",
-        ),
-        rows=recipe.rows,
-    )  # fmt: skip
-
-
-def _strangers(path: Path, prompt: str, size: tuple[int, int]) -> tuple[Stranger, ...]:
-    """People of a table, in its order."""
-    rows = read_rows(path)
-    rows.need("person", "image")
-    errors, people = RowErrors(rows.name), dict[str, dict[str, list[Row]]]()
-    for row in rows.rows:
-        use = row.values.get("use") or "learn"
-        if use not in ("learn", "test"):
-            errors.add(row.where, f"use is {use!r}, not learn or test")
-        elif not (path.parent / str(row.values.get("image"))).is_file():
-            errors.add(row.where, f"there is no file {path.parent / str(row.values.get('image'))}")
-        else:
-            people.setdefault(str(row.values["person"]), {"learn": [], "test": []})[use].append(row)
-    errors.refuse("Name a person and an image file in every row; paths start at the table's folder.")
-    bare = [name for name, found in people.items() if not found["learn"] or not found["test"]]
-    if bare or len(people) < 5:
-        raise UsageError(
-            f"{path}: {bare[0]!r} has no photograph to learn from, or none to test on." if bare
-            else f"{path}: {len(people)} people are too few.",
-            cure="Give 5 people or more, each with rows of both uses.",
-        )  # fmt: skip
-
-    def opened(part: Sequence[Row]) -> Tensor:
-        named = [(f"{rows.name}, {row.where}", str(path.parent / row.values["image"])) for row in part]
-        images: Tensor = decode_splits([named], of=rows.name, size=size)[0].float() / 255
-        return images.expand(-1, 3, -1, -1)
-
-    return tuple(
-        Stranger(name, opened(found["learn"]), (prompt,) * len(found["learn"]), opened(found["test"]))
-        for name, found in people.items()
-    )
