@@ -19,11 +19,14 @@ from types import ModuleType
 from typing import Any
 
 METHOD = "netweight"
+# The project's address, as pyproject.toml's [project.urls] gives it; empty until there is one. Files that are published
+# name it in place of a package to install, since nobody owns a name on an index before the first upload (SECURITY.md).
+HOME = ""
 # The method that compressed folders name: a sentence, which loaders show where netweight is not installed. It must stay
 # as it is, so that folders stay readable.
 HINT = (
-    "netweight (these weights are compressed: `pip install netweight`, then restore them: "
-    "`netweight decompress FOLDER NEW_FOLDER`)"
+    "netweight (these weights are compressed; where netweight is installed they open, and "
+    "`netweight decompress FOLDER NEW_FOLDER` restores them)"
 )
 
 

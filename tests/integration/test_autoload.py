@@ -91,7 +91,7 @@ def test_without_compressed_models_nothing_else_is_imported(place):
 def test_it_can_be_switched_off_and_done_by_hand(place, switch):
     printed, errors = run(place, TRANSFORMERS, **{switch: "0"})
     assert not printed
-    assert "pip install netweight" in errors
+    assert "netweight decompress FOLDER NEW_FOLDER" in errors
     printed, errors = run(place, f"import netweight.plugins.transformers\n{TRANSFORMERS}", **{switch: "0"})
     assert printed == ["CompressedTensor"], errors
 

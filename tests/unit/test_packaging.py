@@ -94,3 +94,12 @@ def test_the_published_numbers_lie_where_the_experiments_look_for_them():
     here = sorted(path.name for path in (ROOT / "experiments" / "netweight_experiments" / "published").glob("*.json"))
     assert here
     assert sorted(path.name for path in published_folder().glob("*.json")) == here
+
+
+def test_files_name_the_projects_address_and_no_package_to_install(project):
+    from netweight import autoload
+    from netweight.store import safetensors
+
+    assert project.get("urls", {}).get("Homepage", "") == autoload.HOME
+    written = [autoload.HINT, *map(str, vars(safetensors).values())]
+    assert not [text for text in written if "pip install netweight" in text]

@@ -23,6 +23,7 @@ from typing import Any, final
 
 from safetensors import SafetensorError, safe_open
 
+from netweight.autoload import HOME
 from netweight.core.files import parse_json
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 
@@ -306,7 +307,7 @@ def _not_safetensors(path: Path, start: bytes, size: int) -> CorruptBlob | Unsaf
 KEY = "netweight"
 SUFFIX = ".net"
 VERSION = 3
-_SENTENCE = "these weights are compressed by netweight: pip install netweight, then run netweight decompress"
+_SENTENCE = f"these weights are compressed by netweight{HOME and f' ({HOME})'}: netweight decompress restores them"
 # Further entries of `__metadata__`, there to stop loaders that know nothing of netweight and would find none of the
 # names they look for. transformers up to 4.57 refuses a `format` that it does not know, and shows it. diffusers makes a
 # LoRA's config of `lora_adapter_metadata`, refuses names that it does not know, and shows them.
