@@ -213,7 +213,7 @@ def test_templates_stand_around_the_text(tokenizer):
         ({"prompt": [], "chosen": "c", "rejected": "b"}, "prompt is empty or holds an empty message"),
         ({"prompt": [{"role": "user"}], "chosen": "c", "rejected": "b"}, "prompt is neither text nor messages"),
         (
-            {"prompt": [{"role": "user", "content": "a"}], "chosen": "c", "rejected": "b"},
+            {"prompt": "a", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"},
             "some of it is a conversation and some is not",
         ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "category": 3}, "its category is of a kind"),

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from netweight.core.lazy import library
 from netweight.core.names import not_found
-from netweight.data.text import Row, RowErrors, Rows, TextExample, TextPair, categories, needed_text, read_rows
+from netweight.data.rows import Row, RowErrors, Rows, read_rows
+from netweight.data.text import TextExample, TextPair, categories, needed_text
 from netweight.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:

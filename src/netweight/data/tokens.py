@@ -8,11 +8,14 @@ for both, whatever a tokenizer merges.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from netweight.data.text import RowErrors, Text, TextExample, TextPair, text_examples, text_pairs
+from netweight.data.chat import ChatTemplate
+from netweight.data.row_layouts import Message, Text, UnusableText
+from netweight.data.rows import Report, RowErrors, Unusable, warn
+from netweight.data.text import TextExample, TextPair, text_examples, text_pairs
 from netweight.errors import UsageError
 
 if TYPE_CHECKING:
@@ -103,7 +106,8 @@ def collate(examples: Sequence[Example], *, pad_id: int, loss_on: LossOn = "resp
     return Batch(ids, mask, labels)
 
 
-TooLong = Literal["refuse", "cut"]
+TooLong = Literal["refuse", "cut", "drop"]
+"""What happens to rows longer than the context: the file is refused, answers are cut, or the rows are left out."""
 
 
 @final
@@ -126,6 +130,17 @@ class Template:
         return self.prompt.replace("{prompt}", prompt), self.answer.replace("{answer}", answer)
 
 
+@final
+@dataclass(frozen=True)
+class Chat:
+    """The tokenizer's chat template around prompts and answers, with options."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the template, such as `{"enable_thinking": False}`."""
+
+
+AnyTemplate = Template | Chat | Literal["chat"]
+"""What stands around prompts and answers; "chat" is the tokenizer's chat template without options."""
 PLAIN = Template()  # the answer follows the prompt at once, as TRL has it
 BELOW = Template("{prompt}\n", "{answer}")  # the answer begins a line of its own: what commands put around plain rows
 QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")  # RepNoise's code around BeaverTails
@@ -147,22 +162,43 @@ def tokenized_pairs(
     tokenizer: PreTrainedTokenizerBase,
     *,
     context: int,
-    template: Template | Literal["chat"] = PLAIN,
+    template: AnyTemplate = PLAIN,
     too_long: TooLong = "refuse",
+    unusable: Unusable = "refuse",
+    report: Report = warn,
 ) -> list[Pair]:
-    """Turn pairs of text into token ids."""
-    chosen = [(text.prompt, text.chosen) for text in texts]
-    rejected = [(text.prompt, text.rejected) for text in texts]
-    errors = _row_errors(texts)
+    """Turn pairs of text into token ids.
+
+    Args:
+        texts: Pairs; at least one.
+        tokenizer: The model's.
+        context: Most tokens of a prompt with an answer.
+        template: What stands around plain text. Conversations always go through the chat template.
+        too_long: What happens to rows longer than the context; "cut" cuts answers, never prompts.
+        unusable: What happens to rows that the chat template refuses.
+        report: Receives how many rows were left out, and which.
+
+    Returns:
+        Pairs in their order.
+
+    Raises:
+        UsageError: Rows cannot be used, or the tokenizer lacks a chat template, a padding token or an end.
+    """
+    unusable_rows, long_rows = _row_errors(texts), _row_errors(texts)
     sides = []
-    for name, side in (("chosen", chosen), ("rejected", rejected)):
-        whole = _ids(side, texts, tokenizer, template, errors, name)
-        sides.append(_fitted(whole, texts, context, too_long, errors, name))
+    for name in ("chosen", "rejected"):
+        rows = [(text.prompt, getattr(text, name)) for text in texts]
+        whole = _ids(rows, texts, tokenizer, template, unusable_rows, name)
+        sides.append(_fitted(whole, texts, context, too_long, long_rows, name))
     for text, first, second in zip(texts, *sides, strict=True):
         if first is not None and second is not None and first[1] == second[1]:
-            errors.add(text.where, f"both answers are the same within the context of {context} tokens")
-    _refuse(errors, too_long)
-    return [Pair(a[0], a[1], b[1]) for a, b in zip(*sides, strict=True) if a is not None and b is not None]
+            long_rows.add(text.where, f"both answers are the same within the context of {context} tokens")
+    kept = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
+    return [
+        Pair(first[0], first[1], second[1])
+        for keep, first, second in zip(kept, *sides, strict=True)
+        if keep and first is not None and second is not None
+    ]
 
 
 def tokenized_examples(
@@ -170,70 +206,158 @@ def tokenized_examples(
     tokenizer: PreTrainedTokenizerBase,
     *,
     context: int,
-    template: Template | Literal["chat"] = PLAIN,
+    template: AnyTemplate = PLAIN,
     too_long: TooLong = "refuse",
+    unusable: Unusable = "refuse",
+    report: Report = warn,
 ) -> list[Example]:
-    """Turn prompts with responses into token ids."""
-    errors = _row_errors(texts)
-    whole = _ids([(text.prompt, text.response) for text in texts], texts, tokenizer, template, errors, "response")
-    found = _fitted(whole, texts, context, too_long, errors, "response")
-    _refuse(errors, too_long)
-    return [Example(*ids) for ids in found if ids is not None]
+    """Turn prompts with responses into token ids.
+
+    Args:
+        texts: Prompts with responses; at least one.
+        tokenizer: As of `tokenized_pairs`, as are the other arguments.
+
+    Returns:
+        Examples in their order.
+
+    Raises:
+        UsageError: As of `tokenized_pairs`.
+    """
+    return [example for _, example in rows_and_examples(
+        texts, tokenizer, context=context, template=template, too_long=too_long, unusable=unusable, report=report
+    )]  # fmt: skip
+
+
+def rows_and_examples(
+    texts: Sequence[TextExample],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context: int,
+    template: AnyTemplate = PLAIN,
+    too_long: TooLong = "refuse",
+    unusable: Unusable = "refuse",
+    report: Report = warn,
+) -> list[tuple[TextExample, Example]]:
+    """Turn prompts with responses into token ids, each beside its text: as `tokenized_examples`."""
+    unusable_rows, long_rows = _row_errors(texts), _row_errors(texts)
+    rows = [(text.prompt, text.response) for text in texts]
+    whole = _ids(rows, texts, tokenizer, template, unusable_rows, "response")
+    fitted = _fitted(whole, texts, context, too_long, long_rows, "response")
+    kept = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
+    return [
+        (text, Example(*ids)) for text, keep, ids in zip(texts, kept, fitted, strict=True) if keep and ids is not None
+    ]
+
+
+def tokenized_prompts(
+    texts: Sequence[TextExample],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context: int,
+    template: AnyTemplate = PLAIN,
+    too_long: TooLong = "refuse",
+    unusable: Unusable = "refuse",
+    report: Report = warn,
+) -> list[tuple[int, ...]]:
+    """Turn prompts into token ids as the model is asked; responses are not looked at.
+
+    Args:
+        texts: Prompts; at least one.
+        tokenizer: As of `tokenized_pairs`, as are the other arguments. Prompts are never cut: "cut" refuses them.
+
+    Returns:
+        Token ids of each prompt, in their order.
+
+    Raises:
+        UsageError: As of `tokenized_pairs`.
+    """
+    unusable_rows, long_rows = _row_errors(texts), _row_errors(texts)
+    found = _ids([(text.prompt, None) for text in texts], texts, tokenizer, template, unusable_rows, "response")
+    for text, ids in zip(texts, found, strict=True):
+        if ids is not None and len(ids[0]) > context:
+            long_rows.add(text.where, f"its prompt of {len(ids[0])} tokens is longer than the {context} that fit")
+    kept = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
+    return [ids[0] for keep, ids in zip(kept, found, strict=True) if keep and ids is not None]
 
 
 Ids = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+def _settled(
+    texts: Sequence[TextPair | TextExample],
+    unusable_rows: RowErrors,
+    long_rows: RowErrors,
+    too_long: TooLong,
+    unusable: Unusable,
+    report: Report,
+) -> list[bool]:
+    """Refuse rows or report those left out, and return which are kept."""
+    unusable_rows.settle(unusable, len(texts), report)
+    cut = ", cut answers with --too-long cut" if too_long == "refuse" else ""
+    cure = f"Correct these rows, use a larger context{cut}, or leave them out with --too-long drop."
+    long_rows.settle("drop" if too_long == "drop" else "refuse", len(texts), report, cure=cure)
+    bad = unusable_rows.found.keys() | long_rows.found.keys()
+    return [text.where not in bad for text in texts]
+
+
 def _ids(
-    rows: list[tuple[Text, Text]],
+    rows: Sequence[tuple[Text, Text | None]],
     texts: Sequence[TextPair | TextExample],
     tokenizer: PreTrainedTokenizerBase,
-    template: Template | Literal["chat"],
+    template: AnyTemplate,
     errors: RowErrors,
     name: str,
 ) -> list[Ids | None]:
-    """Tokenize prompts with answers; None where a row cannot be used."""
+    """Tokenize prompts with answers, or alone where the answer is None; None where a row cannot be used."""
     padding_of(tokenizer)
-    rendered = [_rendered(prompt, answer, tokenizer, template) for prompt, answer in rows]
-    prompts = _tokens([prompt for prompt, _, _ in rendered], tokenizer)
-    joint = _tokens([prompt + (answer or "") for prompt, answer, _ in rendered], tokenizer)
-    alone = _tokens([answer or "" for _, answer, _ in rendered], tokenizer)
-    begins, ends = _beginning(tokenizer), _end(tokenizer, rendered)
+    rendered: list[tuple[str, str, bool] | None] = []
+    for text, (prompt, answer) in zip(texts, rows, strict=True):
+        try:
+            rendered.append(_rendered(prompt, answer, tokenizer, template))
+        except UnusableText as error:
+            errors.add(text.where, str(error).replace("an answer follows", f"{name} follows"))
+            rendered.append(None)
+    known = [each for each in rendered if each is not None]
+    prompts = iter(_tokens([prompt for prompt, _, _ in known], tokenizer))
+    joint = iter(_tokens([prompt + answer for prompt, answer, _ in known], tokenizer))
+    alone = iter(_tokens([answer for _, answer, _ in known], tokenizer))
+    begins, ends = _beginning(tokenizer), _end(tokenizer, known)
     found: list[Ids | None] = []
-    for text, (_, answer, chat), prompt, both, separate in zip(texts, rendered, prompts, joint, alone, strict=True):
-        follows = both[len(prompt) :] if both[: len(prompt)] == prompt else separate
+    for text, (_, answer), each in zip(texts, rows, rendered, strict=True):
+        if each is None:
+            found.append(None)
+            continue
+        chat = each[2]
+        prompt_ids, both, separate = next(prompts), next(joint), next(alone)
+        follows = both[len(prompt_ids) :] if both[: len(prompt_ids)] == prompt_ids else separate
         if answer is None:
-            errors.add(text.where, f"the chat template renders the prompt otherwise when {name} follows")
+            found.append((tuple(prompt_ids) if chat else (*begins, *prompt_ids), ()))
         elif not follows:
             errors.add(text.where, f"{name} has no token")
-        whole = (tuple(prompt), tuple(follows)) if chat else ((*begins, *prompt), (*follows, *ends))
-        found.append(None if answer is None or not follows else whole)
+            found.append(None)
+        else:
+            whole = (tuple(prompt_ids), tuple(follows))
+            found.append(whole if chat else ((*begins, *whole[0]), (*whole[1], *ends)))
     return found
 
 
 def _rendered(
-    prompt: Text, answer: Text, tokenizer: PreTrainedTokenizerBase, template: Template | Literal["chat"]
-) -> tuple[str, str | None, bool]:
-    """Return prompt and answer as text, and whether by a chat template; None for an answer that changes its prompt."""
-    if isinstance(prompt, str) and isinstance(answer, str):
-        if template != "chat":
-            return *template.filled(prompt, answer), False
-        prompt = ({"role": "user", "content": prompt},)
-        answer = ({"role": "assistant", "content": answer},)
-    if isinstance(prompt, str) or isinstance(answer, str):
-        raise UsageError("A prompt is plain text and its answer a conversation, or the other way round.")
-    if not tokenizer.chat_template:
-        raise UsageError(
-            "The tokenizer has no chat template, which conversations need.",
-            cure="Use the tokenizer of a chat model, set tokenizer.chat_template, or give plain text.",
-        )
-    before = str(tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True))
-    whole = str(tokenizer.apply_chat_template(_messages(prompt + answer), tokenize=False))
-    return before, whole[len(before) :] if whole.startswith(before) else None, True
+    prompt: Text, answer: Text | None, tokenizer: PreTrainedTokenizerBase, template: AnyTemplate
+) -> tuple[str, str, bool]:
+    """Return prompt and answer as text, and whether by a chat template.
 
-
-def _messages(text: tuple[Mapping[str, str], ...]) -> list[dict[str, str]]:
-    return [dict(message) for message in text]
+    Raises:
+        UnusableText: The chat template does not take the conversation.
+    """
+    if isinstance(prompt, str) and (answer is None or isinstance(answer, str)) and isinstance(template, Template):
+        return *template.filled(prompt, answer or ""), False
+    options = template.options if isinstance(template, Chat) else {}
+    chat = ChatTemplate(tokenizer, options)
+    asked: tuple[Message, ...] = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    if answer is None:
+        return chat.prompt(asked), "", True
+    said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
+    return *chat.prompt_and_answer(asked, said), True
 
 
 def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -250,7 +374,7 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return own[:1] if own and own[0] == tokenizer.bos_token_id else []
 
 
-def _end(tokenizer: PreTrainedTokenizerBase, rendered: list[tuple[str, str | None, bool]]) -> list[int]:
+def _end(tokenizer: PreTrainedTokenizerBase, rendered: list[tuple[str, str, bool]]) -> list[int]:
     """Return the end of a plain answer; a chat template has one of its own."""
     if all(chat for _, _, chat in rendered):
         return []
@@ -292,23 +416,22 @@ def _row_errors(texts: Sequence[TextPair | TextExample]) -> RowErrors:
     return RowErrors(" and ".join(dict.fromkeys(text.source for text in texts)))
 
 
-def _refuse(errors: RowErrors, too_long: TooLong) -> None:
-    cut = ', or cut answers with too_long="cut"' if too_long == "refuse" else ""
-    errors.refuse(f"Correct these rows or take them out, use a larger context{cut}.")
-
-
 def load_pairs(
     source: str | Path | Any,
     tokenizer: PreTrainedTokenizerBase,
     *,
     context: int,
     columns: Mapping[str, str] | None = None,
-    template: Template | Literal["chat"] = PLAIN,
+    template: AnyTemplate = PLAIN,
     too_long: TooLong = "refuse",
+    unusable: Unusable = "refuse",
+    report: Report = warn,
 ) -> list[Pair]:
-    """Read rows with prompt, chosen and rejected, as token ids."""
-    texts = text_pairs(source, columns=columns)
-    return tokenized_pairs(texts, tokenizer, context=context, template=template, too_long=too_long)
+    """Read rows in any layout as token ids: `text_pairs` and then `tokenized_pairs`."""
+    texts = text_pairs(source, columns=columns, unusable=unusable, report=report)
+    return tokenized_pairs(
+        texts, tokenizer, context=context, template=template, too_long=too_long, unusable=unusable, report=report
+    )
 
 
 def load_examples(
@@ -317,12 +440,16 @@ def load_examples(
     *,
     context: int,
     columns: Mapping[str, str] | None = None,
-    template: Template | Literal["chat"] = PLAIN,
+    template: AnyTemplate = PLAIN,
     too_long: TooLong = "refuse",
+    unusable: Unusable = "refuse",
+    report: Report = warn,
 ) -> list[Example]:
-    """Read rows with prompt and response, as token ids."""
-    texts = text_examples(source, columns=columns)
-    return tokenized_examples(texts, tokenizer, context=context, template=template, too_long=too_long)
+    """Read rows in any layout as token ids: `text_examples` and then `tokenized_examples`."""
+    texts = text_examples(source, columns=columns, unusable=unusable, report=report)
+    return tokenized_examples(
+        texts, tokenizer, context=context, template=template, too_long=too_long, unusable=unusable, report=report
+    )
 
 
 _PARTS = ("prompt", "chosen", "rejected")

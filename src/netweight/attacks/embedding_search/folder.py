@@ -11,7 +11,7 @@ from netweight.attacks.embedding_search.report import Wanted, search_section, ve
 from netweight.attacks.embedding_search.search import SEARCHES, Comparison, Subject, Target, compare, paired, turned
 from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
 from netweight.core.progress import QUIET, Progress
-from netweight.data.text import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
+from netweight.data.memorized import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
 from netweight.metrics.copies import CenteredPixels, Descriptor, sscd
 from netweight.registry import Result

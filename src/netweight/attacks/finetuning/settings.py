@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
 
-from pydantic import DirectoryPath, Field, FilePath
+from pydantic import DirectoryPath, Field
 
 from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.names import not_found
+from netweight.data.text_options import RowSource, TextOptions
 from netweight.data.tokens import LossOn
 from netweight.errors import NameNotFound, UsageError
 from netweight.settings import Cli, Settings
@@ -192,18 +193,18 @@ def capped(settings: Iterable[AttackSettings], available: int) -> list[AttackSet
     return list(dict.fromkeys(one.replace(samples=min(one.samples, available)) for one in settings))
 
 
-class FolderAttack(Settings):
+class FolderAttack(TextOptions):
     """How model folders are attacked, and what is asked of the defended ones."""
 
-    harmful: FilePath = Field(description="Rows with prompt and response, or prompt and rejected.")
-    benign: FilePath | None = Field(
+    harmful: RowSource = Field(description="Rows with prompt and response, or prompt and rejected.")
+    benign: RowSource | None = Field(
         None, description="Rows of what the model is to keep: prompt and response, or chosen."
     )
-    task: FilePath | None = Field(None, description="Rows of a benign task that it should still be able to learn.")
-    other: FilePath | None = Field(
+    task: RowSource | None = Field(None, description="Rows of a benign task that it should still be able to learn.")
+    other: RowSource | None = Field(
         None, description="Rows of another kind of harm, as `harmful`: does the defense reach it?"
     )
-    trained_on: Annotated[tuple[FilePath, ...], Cli(metavar="FILE")] = Field(
+    trained_on: Annotated[tuple[RowSource, ...], Cli(metavar="ROWS")] = Field(
         (),
         description="Rows that the defense was trained on, its pairs and what it kept: none may be attacked with or "
         "measured on.",
@@ -211,7 +212,7 @@ class FolderAttack(Settings):
     withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = Field(
         (), description="Category of the harmful rows that the defense did not see; attacked with apart."
     )
-    never_learned: FilePath | None = Field(
+    never_learned: RowSource | None = Field(
         None, description="Rows as `harmful`, of a domain that the base never learned: how long would that take?"
     )
     base: DirectoryPath | None = Field(None, description="The model before its defense, to compare with.")
@@ -283,7 +284,7 @@ class FolderAttack(Settings):
     def files(self) -> list[Path]:
         """The files of rows that are attacked with or evaluated on."""
         files = (self.harmful, self.benign, self.task, self.other, self.never_learned)
-        return [file for file in files if file is not None]
+        return [Path(file) for file in files if file is not None and Path(file).is_file()]
 
     @property
     def fixed(self) -> dict[str, Any]:

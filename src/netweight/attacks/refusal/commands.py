@@ -15,7 +15,7 @@ from netweight.report.finding import Section
 def attack(target: Target, settings: RefusalSettings, progress: Progress) -> Section:
     """Remove refusal from a model folder, as the command and recipes do."""
     settings = settings.replace(base=settings.base or target.before)
-    return attack_refusal(settings, target.model, seed=target.seed, progress=progress)
+    return attack_refusal(settings, target.model, folder=target.output, seed=target.seed, progress=progress)
 
 
 def attack_safeguards(target: Target, settings: SafeguardSettings, progress: Progress) -> list[Section]:
@@ -24,5 +24,5 @@ def attack_safeguards(target: Target, settings: SafeguardSettings, progress: Pro
     how: Any = {"seed": target.seed, "progress": progress}
     sections = [attack_folders(settings, target.model, folder=target.output, earlier=own is None, **how)[1]]
     if settings.refused:
-        sections.append(attack_refusal(settings, target.model, **how))
+        sections.append(attack_refusal(settings, target.model, folder=target.output, **how))
     return sections

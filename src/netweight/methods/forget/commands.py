@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from netweight.core.files import digest_file, refuse_existing, whole_file
-from netweight.data.text import read_prompts
+from netweight.data.memorized import read_prompts
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import open_pipeline
 from netweight.methods.forget.detect import Threshold, calibrate, check_threshold, detect_resumably, look_of

@@ -19,7 +19,7 @@ from netweight.attacks.embedding_search.folder import prepare
 from netweight.attacks.embedding_search.report import search_section, verdict
 from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
-from netweight.data.text import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
+from netweight.data.memorized import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import (
     PipelineModel,

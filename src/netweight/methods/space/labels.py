@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from netweight.core.names import nearest_names
-from netweight.data.text import Row, read_rows
+from netweight.data.rows import Row, read_rows
 from netweight.errors import NameNotFound, UsageError
 
 _WORDS = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}

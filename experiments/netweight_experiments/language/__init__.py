@@ -1,0 +1,1 @@
+"""Studies of language models that people use: what attacks and defenses do to a real chat model."""

@@ -1,0 +1,88 @@
+"""Who decides whether an answer is a refusal, or helps: phrases, first tokens, a user's function, a classifier."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from netweight.core.lazy import extra, import_named
+from netweight.data.answers import holds_phrase
+from netweight.errors import NameNotFound, UsageError
+
+Judge: TypeAlias = Callable[[list[str]], list[float]]
+"""Answers → one number from 0 to 1 for each."""
+NAMED = ("phrases", "first-tokens")
+"""Judges by name."""
+_REFUSAL = re.compile(r"refus|reject|declin", re.IGNORECASE)
+_BATCH = 16  # answers that a classifier sees at once
+
+
+def phrase_judge(phrases: Sequence[str]) -> Judge:
+    """Return the judge that gives 1 to answers with a phrase."""
+    return lambda answers: [float(holds_phrase(answer, phrases)) for answer in answers]
+
+
+def user_judge(name: str, *, option: str, device: str = "cpu") -> Judge:
+    """Return the judge that a user names.
+
+    Args:
+        name: `MODULE:NAME` of a function from answers to numbers, or the folder of a text classification model, with
+            `#LABEL` for the label whose probability is the number.
+        option: The command's option, for errors.
+        device: Where a model goes.
+
+    Raises:
+        UsageError: There is no such function or model.
+        NameNotFound: The model has no such label.
+    """
+    folder, _, label = name.partition("#")
+    if (Path(folder) / "config.json").is_file():
+        return _classifier(Path(folder), label, device)
+    if ":" not in name:
+        raise UsageError(
+            f"{option} {name} is neither a function nor the folder of a model.",
+            cure=f"Give {', '.join(NAMED)}, MODULE:NAME, or a folder with a config.json.",
+        )
+    function: Callable[[list[str]], Any] = import_named(name, f"The judge of {option}")
+
+    def judge(answers: list[str]) -> list[float]:
+        import torch
+
+        numbers = torch.as_tensor(function(answers)).double().flatten().tolist()
+        if len(numbers) != len(answers):
+            raise UsageError(
+                f"The judge {name} gave {len(numbers)} numbers for {len(answers)} answers.", cure="Return one for each."
+            )
+        return numbers
+
+    return judge
+
+
+def _classifier(folder: Path, label: str, device: str) -> Judge:
+    with extra("llm", "A judging model needs transformers"):
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True).to(device).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    labels = {str(name): int(place) for place, name in model.config.id2label.items()}
+    fitting = [name for name in labels if name == label or (not label and _REFUSAL.search(name))]
+    if len(fitting) != 1:
+        raise NameNotFound(
+            f"The labels of {folder} are {', '.join(labels)}; which one is meant is not evident.",
+            cure=f"Name it: {folder}#LABEL.",
+        )
+
+    def judge(answers: list[str]) -> list[float]:
+        import torch
+
+        numbers: list[float] = []
+        for first in range(0, len(answers), _BATCH):
+            texts = tokenizer(answers[first : first + _BATCH], padding=True, truncation=True, return_tensors="pt")
+            with torch.no_grad():
+                logits = model(**texts.to(device)).logits
+            shares = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)
+            numbers += shares[:, labels[fitting[0]]].tolist()
+        return numbers
+
+    return judge

@@ -1,0 +1,96 @@
+"""Read the prompts of both kinds, as the model is asked, and part them: to make edits of, to choose by, to measure on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from netweight.core.seeds import torch_generator
+from netweight.data.rows import Rows
+from netweight.data.text import text_prompts
+from netweight.data.tokens import BELOW, AnyTemplate, Chat, Example, rows_and_examples, tokenized_prompts
+from netweight.errors import UsageError
+from netweight.hf.load_language_model import context_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from netweight.attacks.refusal.settings import RefusalSettings
+
+LEAST = 12
+"""Fewest different prompts of a kind."""
+_MADE, _CHOSEN = 0.5, 0.25  # shares of the prompts that edits are made of and chosen by; the rest is measured on
+
+
+@final
+@dataclass(frozen=True)
+class Question:
+    """One prompt."""
+
+    prompt: tuple[int, ...]
+    """Token ids as the model is asked."""
+    response: tuple[int, ...] = ()
+    """Token ids of the known answer; empty where none is known."""
+
+    @property
+    def example(self) -> Example:
+        """The prompt with its known answer."""
+        return Example(self.prompt, self.response)
+
+
+@final
+@dataclass(frozen=True)
+class Questions:
+    """The prompts of one kind, in three parts."""
+
+    make: Sequence[Question]
+    """Half of them: edits are made of these."""
+    choose: Sequence[Question]
+    """A quarter: edits are chosen by these."""
+    measure: Sequence[Question]
+    """The rest: what is reported is measured on these."""
+
+
+def read_questions(
+    rows: Rows,
+    source: str,
+    network: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: RefusalSettings,
+    *,
+    seed: int,
+    report: Callable[[str], object],
+) -> list[Question]:
+    """Return different prompts of a source in an order of the seed, at most `settings.prompts`.
+
+    Raises:
+        UsageError: There are fewer than `LEAST` different prompts, or rows cannot be used.
+    """
+    texts, answered = text_prompts(rows, **settings.reading(rows, report))
+    order = torch.randperm(len(texts), generator=torch_generator(seed, "prompts", source)).tolist()
+    texts = [texts[place] for place in order]
+    template: AnyTemplate = BELOW
+    if tokenizer.chat_template:
+        template = Chat(settings.template_options)
+    elif settings.template:
+        raise UsageError("The tokenizer has no chat template, so it has no options.", cure="Leave out --template.")
+    context = context_of(network, tokenizer) - settings.new_tokens
+    how: dict[str, Any] = {"context": context, "template": template, **settings.tokenizing(report)}
+    if answered:
+        whole = rows_and_examples(texts, tokenizer, **how)
+        questions = [Question(example.prompt, example.response) for _, example in whole]
+    else:
+        questions = [Question(prompt) for prompt in tokenized_prompts(texts, tokenizer, **how)]
+    different = list({question.prompt: question for question in questions}.values())[: settings.prompts]
+    if len(different) < LEAST:
+        raise UsageError(f"{source} holds {len(different)} different prompts.", cure=f"Give at least {LEAST}.")
+    return different
+
+
+def in_parts(questions: Sequence[Question]) -> Questions:
+    """Part prompts into those that edits are made of, chosen by and measured on."""
+    first, second = round(_MADE * len(questions)), round((_MADE + _CHOSEN) * len(questions))
+    return Questions(questions[:first], questions[first:second], questions[second:])

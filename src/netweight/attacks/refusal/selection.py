@@ -1,0 +1,43 @@
+"""Choose the edits whose answers are generated: those that remove most of refusal and leave ordinary answers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from netweight.attacks.refusal.edits.edit import RefusalEdit
+    from netweight.attacks.refusal.measurement import Refusal, Score
+    from netweight.attacks.refusal.settings import RefusalSettings
+
+
+@final
+@dataclass(eq=False)
+class ScoredEdit:
+    """An edit with its score, and with its measurement if it was among the best."""
+
+    edit: RefusalEdit
+    """The edit."""
+    score: Score
+    """Its score on the prompts that choose."""
+    measured: Refusal | None = field(default=None)
+    """How it refuses on the prompts that chose nothing; None if its answers were not generated."""
+
+    def counts(self, settings: RefusalSettings) -> bool:
+        """Return whether ordinary prompts are answered nearly as before."""
+        return self.score.divergence <= settings.most_divergence
+
+
+def best_edits(scored: Sequence[ScoredEdit], settings: RefusalSettings) -> list[ScoredEdit]:
+    """Return the best edits of all and the best of each kind, in their order."""
+    ranked = sorted(scored, key=lambda each: _rank(each, settings))
+    leaders = {each.edit.kind: each for each in reversed(ranked)}
+    chosen = {id(each) for each in (*ranked[: settings.answered], *leaders.values())}
+    return [each for each in scored if id(each) in chosen]
+
+
+def _rank(edit: ScoredEdit, settings: RefusalSettings) -> tuple[bool, float]:
+    """Edits that count by what they leave of refusal, then the others by their divergence."""
+    counts = edit.counts(settings)
+    return not counts, edit.score.first_token if counts else edit.score.divergence

@@ -1,0 +1,209 @@
+"""Render conversations through a tokenizer's chat template, once, so that a prompt is what the model is asked.
+
+Templates differ in ways that turn rows into something else without a word. Here each way is handled or refused by name:
+templates without a system role (its text goes before the first user turn), templates that require turns to alternate
+(neighboring turns of one role are joined), templates that open `<think>` (the answer closes an empty thought),
+templates that ignore `add_generation_prompt` (the header of the answer's turn belongs to the prompt), and options that
+the template does not have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from netweight.core.names import not_found
+from netweight.data.row_layouts import Message, UnusableText
+from netweight.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OPENED_THOUGHT = re.compile(r"<think(?:ing)?>\s*\Z")
+"""The end of a prompt whose template opens a thought for the model."""
+_PROBE = "netweight-probe"
+
+
+@final
+class ChatTemplate:
+    """A tokenizer's chat template with options.
+
+    Args:
+        tokenizer: A tokenizer of transformers with a chat template.
+        options: Options of the template, such as `{"enable_thinking": False}`.
+
+    Raises:
+        UsageError: The tokenizer has no chat template.
+        NameNotFound: The template has no such option.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
+        if not tokenizer.chat_template:
+            raise UsageError(
+                "The tokenizer has no chat template, which conversations need.",
+                cure="Use the tokenizer of a chat model, set tokenizer.chat_template, or give plain text.",
+            )
+        self._tokenizer, self._options = tokenizer, dict(options or {})
+        variables = _variables(str(tokenizer.get_chat_template()))
+        for name in self._options:
+            if name not in variables:
+                raise not_found(f"The chat template has no option {name!r}.", name, variables)
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return a conversation as text, up to where the model's answer begins.
+
+        Raises:
+            UnusableText: The template refuses the conversation in every form.
+        """
+        return self._sides(messages, ())[0]
+
+    def prompt_and_answer(self, messages: Sequence[Message], answer: Sequence[Message]) -> tuple[str, str]:
+        """Return a conversation as text up to the answer, and the answer as text with the end of its turn.
+
+        Args:
+            messages: The conversation before the answer.
+            answer: Turns of the answer, the first an assistant's.
+
+        Raises:
+            UnusableText: The template refuses the conversation in every form, or does not show the answer.
+        """
+        return self._sides(messages, answer)
+
+    def _sides(self, messages: Sequence[Message], answer: Sequence[Message]) -> tuple[str, str]:
+        error = ""
+        for form in (_as_it_is, _system_first, _alternating):
+            asked = form(messages)
+            try:
+                before = self._render(asked, add_generation_prompt=True)
+                whole = self._render([*asked, *answer], add_generation_prompt=False) if answer else ""
+            except _TemplateRefusal as refusal:
+                error = error or str(refusal)
+                continue
+            if form is _as_it_is and not _shows_system(asked, before):
+                continue
+            before = before + self._header(asked, before)
+            return before, self._answer(before, whole, answer) if answer else ""
+        raise UnusableText(f"the chat template refuses the conversation ({error or 'it leaves out the system turn'})")
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        from jinja2.exceptions import TemplateError
+
+        turns = [dict(message) for message in messages]
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
+                )
+            )
+        except (TemplateError, TypeError, ValueError, IndexError, KeyError) as error:
+            raise _TemplateRefusal(str(error).strip() or type(error).__name__) from error
+
+    def _header(self, messages: Sequence[Message], before: str) -> str:
+        """Return the header of the answer's turn where the template ignores `add_generation_prompt`."""
+        try:
+            if self._render(messages, add_generation_prompt=False) != before:
+                return ""
+            probed = self._render([*messages, {"role": "assistant", "content": _PROBE}], add_generation_prompt=False)
+        except _TemplateRefusal:
+            return ""
+        place = probed.rfind(_PROBE)
+        header = probed[len(before) : place] if probed.startswith(before) and place >= 0 else ""
+        return header if header.strip() else ""
+
+    def _answer(self, before: str, whole: str, answer: Sequence[Message]) -> str:
+        """Return what the template writes after the prompt."""
+        if whole.startswith(before):
+            return whole[len(before) :]
+        opened = OPENED_THOUGHT.search(before)
+        start = before[: opened.start()] if opened else before
+        content = answer[0]["content"]
+        if not opened or not whole.startswith(start):
+            raise UnusableText("the chat template renders the prompt otherwise when an answer follows")
+        rest = whole[len(start) :]
+        if "</think" in content and "</think" not in rest:  # the template leaves out the thought of an answer
+            shown = content.rpartition("</think>")[2].strip()
+            place = rest.find(shown)
+            if not shown or place < 0:
+                raise UnusableText("the chat template does not show the answer after its thought")
+            thought = re.sub(r"\A\s*<think(?:ing)?>\s*", "", content)
+            return thought + rest[place + len(shown) :]
+        close = "</thinking>" if "<thinking>" in opened.group() else "</think>"
+        return rest[opened.end() - opened.start() :] if rest.startswith(opened.group()) else f"\n{close}\n\n{rest}"
+
+    def end_of_turn(self) -> str:
+        """Return the text that the template writes after an assistant's answer; empty if none.
+
+        The text of a turn's end is what a model learned to write when an answer is over, whatever the tokenizer calls
+        its end of sequence.
+        """
+        asked: list[Message] = [{"role": "user", "content": "Hi"}]
+        try:
+            whole = self._render([*asked, {"role": "assistant", "content": _PROBE}], add_generation_prompt=False)
+        except _TemplateRefusal:
+            return ""
+        return whole.rpartition(_PROBE)[2] if _PROBE in whole else ""
+
+
+class _TemplateRefusal(Exception):
+    """The template raised an error for a conversation."""
+
+
+def _as_it_is(messages: Sequence[Message]) -> list[Message]:
+    return list(messages)
+
+
+def _system_first(messages: Sequence[Message]) -> list[Message]:
+    """Put the text of system turns before the first user turn."""
+    texts = [each["content"] for each in messages if each["role"] == "system"]
+    turns = [each for each in messages if each["role"] != "system"]
+    place = next((place for place, each in enumerate(turns) if each["role"] == "user"), None)
+    if not texts or place is None:
+        return turns
+    first = {"role": "user", "content": "\n\n".join([*texts, turns[place]["content"]])}
+    return [*turns[:place], first, *turns[place + 1 :]]
+
+
+def _alternating(messages: Sequence[Message]) -> list[Message]:
+    """Join neighboring turns of one role, after system turns went before the first user turn."""
+    turns: list[Message] = []
+    for each in _system_first(messages):
+        if turns and turns[-1]["role"] == each["role"]:
+            turns[-1] = {"role": each["role"], "content": f"{turns[-1]['content']}\n\n{each['content']}"}
+        else:
+            turns.append(each)
+    return turns
+
+
+def _shows_system(messages: Sequence[Message], text: str) -> bool:
+    """Whether the text of every system turn is in what the template made of it."""
+    return all(each["content"].strip() in text for each in messages if each["role"] == "system")
+
+
+def _variables(template: str) -> list[str]:
+    """Return the names that a template reads and does not set: its options."""
+    from jinja2 import Environment, TemplateSyntaxError, meta
+    from jinja2.ext import loopcontrols
+
+    given = {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
+    try:
+        parsed = Environment(extensions=[loopcontrols, _generation_extension()]).parse(template)
+    except TemplateSyntaxError:
+        return sorted(set(re.findall(r"[A-Za-z_]\w*", template)) - given)
+    return sorted(meta.find_undeclared_variables(parsed) - given)
+
+
+def _generation_extension() -> Any:
+    """Return a jinja extension that reads the blocks `{% generation %}` of transformers as their content."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body)
+
+    return Generation

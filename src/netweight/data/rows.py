@@ -1,0 +1,269 @@
+"""Read rows out of files (JSON Lines, JSON, CSV, Parquet), public data sets and `datasets` objects.
+
+Each row knows where it came from. What is wrong with rows is gathered by `RowErrors`, so that a person sees all of it
+at once, and either refuses the source or leaves these rows out, counted and named.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import lzma
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, final
+
+from netweight.core.lazy import library
+from netweight.core.names import not_found
+from netweight.errors import UsageError
+
+_LONGEST_FIELD = 1 << 24  # Python's csv refuses fields above 128 KiB unless told otherwise
+_NAMED = 5  # bad rows that a message names; the others are counted
+
+CURE = "Correct these rows, or leave them out with --unusable drop."
+"""What a person can do about rows that hold no usable text, where the command has that option."""
+Unusable = Literal["refuse", "drop"]
+"""What happens to rows that cannot be used: the source is refused, or they are left out, counted and named."""
+Report = Callable[[str], object]
+"""Receives one sentence about rows that were left out."""
+HUB = "hub:"
+"""What the name of a public data set begins with: `hub:NAME` or `hub:NAME:SPLIT`."""
+
+
+def warn(text: str) -> None:
+    """Report rows that were left out as a warning of Python, where no other place was given."""
+    warnings.warn(text, stacklevel=2)
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """One row."""
+
+    where: str
+    """The place within its source, for messages, such as "line 3"."""
+    values: Mapping[str, Any]
+    """Values by column."""
+
+
+@final
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one source; at least one."""
+
+    name: str
+    """The source, for messages."""
+    rows: Sequence[Row]
+    """All rows in their order."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that any row has."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.values))
+
+    def need(self, *columns: str, by: str = "columns={{{!r}: ...}}") -> None:
+        """Check that columns are there; `by` is how a person says which one is meant, "" for no way."""
+        for column in columns:
+            if column not in self.columns:
+                tell = f"Say which with {by.format(column)}." if by else ""
+                raise not_found(f"{self.name} has no column {column!r}.", column, self.columns, tell)
+
+
+@final
+@dataclass
+class RowErrors:
+    """What is wrong with the rows of a source."""
+
+    name: str
+    """The source, for messages."""
+    found: dict[str, list[str]] = field(default_factory=dict)
+    """What is wrong, by the row's place."""
+
+    def add(self, where: str, error: str) -> None:
+        """Note what is wrong with a row."""
+        known = self.found.setdefault(where, [])
+        if error not in known:
+            known.append(error)
+
+    def refuse(self, cure: str) -> None:
+        """Raise if anything was wrong."""
+        if not self.found:
+            return
+        count = f"{len(self.found)} rows" if len(self.found) > 1 else "a row"
+        raise UsageError(f"{self.name} has {count} that cannot be used. {self._named()}.", cure=cure)
+
+    def settle(self, unusable: Unusable, rows: int, report: Report, *, cure: str = CURE) -> None:
+        """Refuse the source, or report the rows that are left out of it; at least one of `rows` must remain.
+
+        Args:
+            unusable: Whether the source is refused.
+            rows: How many rows the source has.
+            report: Receives how many rows are left out, and which.
+            cure: What to do about a source that is refused.
+
+        Raises:
+            UsageError: Rows cannot be used and are not to be left out, or no row remains.
+        """
+        if unusable == "refuse" or len(self.found) >= rows:
+            self.refuse(cure if unusable == "refuse" else "Correct these rows: no other row remains.")
+        elif self.found:
+            report(f"{self.name}: {len(self.found)} of {rows} rows were left out. {self._named()}.")
+
+    def _named(self) -> str:
+        """The first bad rows with what is wrong, and how many more there are."""
+        named = "; ".join(f"{where}: {', '.join(errors)}" for where, errors in list(self.found.items())[:_NAMED])
+        return named + (f"; and {len(self.found) - _NAMED} more" if len(self.found) > _NAMED else "")
+
+
+def read_rows(source: str | Path | Rows | Any, *, key: str | None = None) -> Rows:
+    """Read all rows of a source.
+
+    Args:
+        source: A file, `hub:NAME` or `hub:NAME:SPLIT`, a `datasets.Dataset`, mappings, or rows that were read before.
+        key: A JSON object of objects holds a row for each of its names, which goes into this column; None takes it for
+            columns, as pandas writes them.
+
+    Returns:
+        The rows, at least one.
+
+    Raises:
+        UsageError: There is no such file or set, it cannot be read, or it holds no rows.
+    """
+    if isinstance(source, Rows):
+        return source
+    if isinstance(source, str) and source.startswith(HUB):
+        name, rows = source, _of_object(_public_set(source))
+    elif isinstance(source, str | Path):
+        name, rows = str(source), _of_file(Path(source), key)
+    else:
+        name, rows = "the data set", _of_object(source)
+    found = list(rows)
+    if not found:
+        raise UsageError(f"{name} holds no rows.", cure="Give at least one.")
+    return Rows(name, found)
+
+
+def _public_set(source: str) -> Any:
+    """Load a set that `datasets` knows, the split "train" where none is named."""
+    name, _, split = source.removeprefix(HUB).partition(":")
+    datasets = library("datasets", "A named data set", "llm")
+    try:
+        return datasets.load_dataset(name, split=split or "train")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"The data set {name!r} cannot be loaded: {error}", cure=f"Check its name and its split: {HUB}NAME:SPLIT."
+        ) from error
+
+
+def _of_object(source: Any) -> Iterator[Row]:
+    if isinstance(source, Mapping):
+        raise UsageError(
+            f"The data set has splits ({', '.join(map(str, source))}).", cure='Give one of them, such as data["train"].'
+        )
+    if not isinstance(source, Iterable):
+        raise UsageError(
+            f"Rows cannot be read from a {type(source).__name__}.",
+            cure="Give a file, a datasets.Dataset or a list of mappings.",
+        )
+    for number, values in enumerate(source):
+        if not isinstance(values, Mapping):
+            raise UsageError(f"Row {number} of the data set is no mapping but a {type(values).__name__}.")
+        yield Row(f"row {number}", values)
+
+
+def _of_file(file: Path, key: str | None) -> Iterator[Row]:
+    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
+        ".jsonl": _json_lines,
+        ".jsonl.gz": _json_lines,
+        ".jsonl.xz": _json_lines,
+        ".json": lambda path: _json(path, key),
+        ".csv": lambda path: _delimited(path, ","),
+        ".tsv": lambda path: _delimited(path, "\t"),
+        ".parquet": _parquet,
+    }
+    if not file.is_file():
+        raise UsageError(f"There is no file {file}.", cure="Check the path.")
+    ending = next((ending for ending in readers if file.name.lower().endswith(ending)), None)
+    if ending is None:
+        raise UsageError(f"{file} is of a kind that is not read here.", cure=f"Use one of {', '.join(readers)}.")
+    return readers[ending](file)
+
+
+def read_text(file: Path) -> str:
+    """Read a file's text, unpacked, without a mark of byte order."""
+    data = file.read_bytes()
+    try:
+        if file.suffix == ".gz":
+            data = gzip.decompress(data)
+        elif file.suffix == ".xz":
+            data = lzma.decompress(data)
+        return data.decode("utf-8-sig")
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise UsageError(f"{file} cannot be unpacked: {error}.", cure="Fetch it again.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not in UTF-8: {error}.", cure="Save it in UTF-8.") from error
+
+
+def _json_lines(file: Path) -> Iterator[Row]:
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
+        values = _parsed(line, f"{file}, line {number},")
+        if not isinstance(values, dict):
+            raise UsageError(f"{file}, line {number}, is no JSON object.", cure="Put one object on each line.")
+        yield Row(f"line {number}", values)
+
+
+def _json(file: Path, key: str | None) -> Iterator[Row]:
+    known = _parsed(read_text(file), str(file))
+    if isinstance(known, dict) and key is not None:
+        known = [{key: name, **values} if isinstance(values, dict) else values for name, values in known.items()]
+    if isinstance(known, dict) and known and all(isinstance(column, dict) for column in known.values()):
+        numbers = dict.fromkeys(number for column in known.values() for number in column)
+        known = [{name: column[n] for name, column in known.items() if n in column} for n in numbers]
+    if not isinstance(known, list) or not all(isinstance(values, dict) for values in known):
+        raise UsageError(f"{file} is no list of JSON objects.", cure="Use a list of objects, or JSON Lines.")
+    yield from (Row(f"row {number}", values) for number, values in enumerate(known))
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{what} is not JSON: {error}.", cure="Correct it.") from error
+
+
+def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
+    before = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        text = read_text(file)
+        first = text.partition("\n")[0]
+        if delimiter == "," and first.count(";") > first.count(","):
+            delimiter = ";"
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        for values in reader:
+            where = f"line {reader.line_num}"
+            if None in values or None in values.values():
+                raise UsageError(
+                    f"{file}, {where}, has not as many fields as the header.",
+                    cure="Quote fields that hold a delimiter.",
+                )
+            yield Row(where, values)
+    except csv.Error as error:
+        raise UsageError(f"{file} is not well-formed: {error}.", cure="Correct it.") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    parquet = library("pyarrow.parquet", f"Reading {file}", "llm")
+    try:
+        known = parquet.read_table(file).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise UsageError(f"{file} cannot be read: {error}.", cure="Fetch or write it again.") from error
+    yield from (Row(f"row {number}", values) for number, values in enumerate(known))
