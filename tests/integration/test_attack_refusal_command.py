@@ -10,7 +10,8 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from tiny_llama import write
 
-from netweight.attacks.refusal.folder import _mix, last_states
+from netweight.attacks.refusal.edits.base import mixed as base_mixed_in
+from netweight.attacks.refusal.edits.streams import last_states
 from netweight.cli import netweight
 from netweight.report.report import read_report
 from netweight.toys.language import cipher_world
@@ -43,31 +44,32 @@ def call(case, out, *arguments, refused=None):
 
 def test_one_direction_removes_the_refusal_and_the_base_brings_the_answers_back(case, tmp_path):
     before = (case / "model" / "model.safetensors").read_bytes()
-    answer = call(case, tmp_path, "--base", str(case / "base"), "--phrases", "sorry,", "--ranks", "1")
+    answer = call(case, tmp_path, "--base", str(case / "base"), "--phrases", "sorry,")
     assert answer.exit_code == 1, answer.output
     findings = {finding["name"]: finding for finding in json.loads(answer.stdout)["findings"]}
     assert findings["refusals before"]["value"] == 100
     assert findings["refusals left by directions"]["value"] <= 10
     assert findings["refusals left by directions"]["detail"]["divergence on ordinary prompts, nats"] < 0.2
-    assert findings["refusals left by base"]["detail"]["token accuracy on what was refused"] > 0.9
+    assert findings["refusals left by base"]["detail"]["token accuracy on what was refused"] > 0.85
     assert findings["share of the refusals left by the best edit"]["passed"] is False
     table = read_report(tmp_path).sections[0].tables[0]
-    assert [row[0] for row in table.rows] == ["none", *["directions"] * 4, *["pruning"] * 3, *["base"] * 3]
+    counts = {"directions": 3, "norm-preserving": 3, "subspaces": 3, "layerwise": 6, "pruning": 3, "base": 3}
+    assert [row[0] for row in table.rows] == ["none", *(kind for kind, n in counts.items() for _ in range(n))]
     assert (case / "model" / "model.safetensors").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["edits.jsonl", "report.html", "report.json"]
 
 
 def test_named_sets_are_loaded_by_datasets_and_bad_input_is_named(case, tmp_path):
     pytest.importorskip("datasets", reason="datasets is in no extra")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_bytes((case / "refused.jsonl").read_bytes())
-    answer = call(case, tmp_path / "named", "--phrases", "sorry,", "--ranks", "1", "--shares", "0.01",
+    answer = call(case, tmp_path / "named", "--phrases", "sorry,", "--edits", "directions",
                   refused=f"hub:{tmp_path / 'set'}")  # fmt: skip
     assert json.loads(answer.stdout)["findings"][0]["value"] == 100
     for words, arguments, refused in (
         ("There is no file", (), "missing.jsonl"),
         ("the same rows", (), str(case / "ordinary.jsonl")),
-        ("refuses none of 32 prompts", ("--phrases", "never said"), None),
+        ("does not refuse any of 64 prompts", ("--phrases", "never said"), None),
     ):
         answer = call(case, tmp_path / "bad", *arguments, refused=refused)
         assert answer.exit_code == 2
@@ -78,7 +80,7 @@ def test_edits_leave_nothing_behind():
     world = cipher_world()
     model, base = world.base(), world.unaligned()
     weights = {name: each.clone() for name, each in model.named_parameters()}
-    with _mix(model, base=base, share=0.5):
+    with base_mixed_in(model, base=base, share=0.5):
         mixed = {name: each.clone() for name, each in model.named_parameters()}
     others = dict(base.named_parameters())
     for name, each in model.named_parameters():

@@ -14,9 +14,10 @@ from torch import nn
 
 from netweight.attacks.finetuning.attack import attach_factors_
 from netweight.attacks.finetuning.settings import GRIDS, AttackSettings, capped, grid, named_grid
-from netweight.attacks.finetuning.subject import distinct_share, greedy, judged, mean_loss, token_accuracy
+from netweight.attacks.finetuning.subject import distinct_share, judged, mean_loss, token_accuracy
 from netweight.data.tokens import Example
 from netweight.errors import NameNotFound, Unsupported, UsageError
+from netweight.hf.generate_answers import generate_answers
 from netweight.toys.language import answers
 
 
@@ -45,7 +46,10 @@ def test_grids_multiply_and_fixed_values_win():
     assert len(grid(lr=(1e-3, 1e-3))) == 1
     assert {(one.batch_size, one.seed) for one in named_grid("quick", seeds=(7,), batch_size=2)} == {(2, 7)}
     fitted = capped(named_grid("paper"), 500)
-    assert [(one.lr, one.samples) for one in fitted] == [(3e-5, 500), (6e-5, 500), (8e-5, 500)]
+    assert {one.samples for one in fitted} == {500}
+    assert [one.steps for one in fitted] == [one.steps for one in named_grid("paper")], "fewer rows, as many steps"
+    few = capped(named_grid("quick", seeds=(0,)), 25)
+    assert {(one.samples, one.steps) for one in few} == {(25, 100)}
 
 
 def test_steps_and_words():
@@ -167,7 +171,7 @@ def test_scores_by_hand_one_example_at_a_time(model):
         target = torch.tensor(example.response)
         right += (logits.argmax(1) == target).tolist()
         losses += (-logits.log_softmax(1)[range(len(target)), target]).tolist()
-        answer = greedy(model, [example.prompt], new_tokens=len(example.response))[0]
+        answer = generate_answers(model, [example.prompt], new_tokens=len(example.response))[0]
         matched.append(answer == list(example.response))
     for size in (1, 4, 100):
         assert token_accuracy(examples, pad_id=0, batch_size=size)(model) == sum(right) / len(right)
@@ -183,15 +187,15 @@ def test_full_text_loss_looks_at_prompts_too(model):
     assert mean_loss(one, pad_id=0, loss_on="full")(model) == pytest.approx(by_hand)
 
 
-def test_greedy_ends_at_the_end_token_and_keeps_the_order(model):
+def test_greedy_answers_end_at_the_end_token_and_keeps_the_order(model):
     prompts = [(1, 2, 3), (5,), (1, 2, 5), (3, 5)]
-    free = greedy(model, prompts, new_tokens=6)
+    free = generate_answers(model, prompts, new_tokens=6)
     assert free[1] == free[2] == free[3]  # this model looks at the last token alone
     assert [len(answer) for answer in free] == [6] * 4
-    ended = greedy(model, prompts, new_tokens=6, end_id=free[1][2])
+    ended = generate_answers(model, prompts, new_tokens=6, ends=(free[1][2],))
     assert ended[1] == free[1][:2]
     with pytest.raises(UsageError, match="Prompt 1 is empty"):
-        greedy(model, [(1,), ()], new_tokens=1)
+        generate_answers(model, [(1,), ()], new_tokens=1)
 
 
 def test_fluency_falls_with_repetition(model):

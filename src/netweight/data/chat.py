@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 OPENED_THOUGHT = re.compile(r"<think(?:ing)?>\s*\Z")
 """The end of a prompt whose template opens a thought for the model."""
+_EMPTY_THOUGHT = re.compile(r"<think(?:ing)?>\s*</think(?:ing)?>\s*\Z")
 _PROBE = "netweight-probe"
 
 
@@ -115,6 +116,9 @@ class ChatTemplate:
         """Return what the template writes after the prompt."""
         if whole.startswith(before):
             return whole[len(before) :]
+        closed = _EMPTY_THOUGHT.search(before)
+        if closed and whole.startswith(before[: closed.start()]):
+            return whole[closed.start() :]
         opened = OPENED_THOUGHT.search(before)
         start = before[: opened.start()] if opened else before
         content = answer[0]["content"]

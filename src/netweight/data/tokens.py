@@ -215,7 +215,12 @@ def tokenized_examples(
 
     Args:
         texts: Prompts with responses; at least one.
-        tokenizer: As of `tokenized_pairs`, as are the other arguments.
+        tokenizer: The model's.
+        context: Most tokens of a prompt with an answer.
+        template: What stands around plain text. Conversations always go through the chat template.
+        too_long: What happens to rows longer than the context; "cut" cuts answers, never prompts.
+        unusable: What happens to rows that the chat template refuses.
+        report: Receives how many rows were left out, and which.
 
     Returns:
         Examples in their order.
@@ -263,7 +268,12 @@ def tokenized_prompts(
 
     Args:
         texts: Prompts; at least one.
-        tokenizer: As of `tokenized_pairs`, as are the other arguments. Prompts are never cut: "cut" refuses them.
+        tokenizer: The model's.
+        context: Most tokens of a prompt with an answer.
+        template: What stands around plain text. Conversations always go through the chat template.
+        too_long: What happens to rows longer than the context; "cut" refuses them, as prompts are never cut.
+        unusable: What happens to rows that the chat template refuses.
+        report: Receives how many rows were left out, and which.
 
     Returns:
         Token ids of each prompt, in their order.
@@ -401,7 +411,7 @@ def _fitted(
         if ids is not None and len(ids[0]) >= context:
             errors.add(text.where, f"its prompt of {len(ids[0])} tokens fills the context of {context}")
         elif ids is not None and len(ids[0]) + len(ids[1]) > context:
-            if too_long == "refuse":
+            if too_long != "cut":
                 tokens = len(ids[0]) + len(ids[1])
                 errors.add(text.where, f"prompt and {name} have {tokens} tokens, the context {context}")
             ids = ids[0], ids[1][: context - len(ids[0])]

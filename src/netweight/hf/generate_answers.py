@@ -1,4 +1,4 @@
-"""Generate answers of language models: greedy, in batches, with a key-value cache, ended by every end that they have."""
+"""Generate answers of language models: greedy, in batches, with a key-value cache, up to any of their ends."""
 
 from __future__ import annotations
 

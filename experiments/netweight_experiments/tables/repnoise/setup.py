@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from netweight.attacks.finetuning.settings import Precision
-from netweight.attacks.finetuning.subject import Domain, Judge, Score, Subject, greedy, judged, token_accuracy
+from netweight.attacks.finetuning.subject import Domain, Judge, Score, Subject, judged, token_accuracy
 from netweight.core.lazy import import_named
 from netweight.data.public import decoding_trust_refusals, paired_refusals
 from netweight.data.text import TextPair
 from netweight.data.tokens import QUESTION_AND_ANSWER, Example, Pair, padding_of, tokenized_pairs
 from netweight.errors import UsageError
+from netweight.hf.generate_answers import generate_answers
 from netweight.hf.load_language_model import context_of, load_causal_lm, structure_of
 from netweight.methods.immunize.baselines import without_security_vectors
 from netweight.toys.language import Domain as WorldDomain
@@ -319,7 +320,7 @@ class Files:
         end = self._tokenizer.eos_token_id
 
         def generate(model: nn.Module, asked: Any) -> list[str]:
-            answers = greedy(model, asked, new_tokens=new_tokens, end_id=end)
+            answers = generate_answers(model, asked, new_tokens=new_tokens, ends=(end,))
             return list(self._tokenizer.batch_decode(answers, skip_special_tokens=True))
 
         return judged(judge, generate, prompts)

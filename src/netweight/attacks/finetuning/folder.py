@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -37,10 +37,22 @@ from netweight.core.engines import Engine
 from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.text import TextExample, read_rows, text_examples
+from netweight.data.row_layouts import layout_of
+from netweight.data.rows import Report, read_rows, warn
+from netweight.data.text import TextExample, text_examples
 from netweight.data.text import withhold as apart
-from netweight.data.tokens import BELOW, QUESTION_AND_ANSWER, Example, Template, padding_of, tokenized_examples
+from netweight.data.text_options import TextOptions
+from netweight.data.tokens import (
+    BELOW,
+    QUESTION_AND_ANSWER,
+    AnyTemplate,
+    Chat,
+    Example,
+    padding_of,
+    tokenized_examples,
+)
 from netweight.errors import UsageError
+from netweight.hf.generate_answers import end_tokens
 from netweight.hf.load_language_model import (
     check_finite,
     check_folder,
@@ -69,7 +81,7 @@ _ANSWERS = {
 _SEARCH = {"batch_size": 32, "check_every": 2}  # of a search, where nothing else is asked for
 _SEARCH_STEPS = 200  # most steps on the base
 _FINAL_SEEDS = 5  # of each of a search's best attacks
-_TEMPLATES: Mapping[str, Template | Literal["chat"]] = {"chat": "chat", "question": QUESTION_AND_ANSWER}
+_TEMPLATES: Mapping[str, AnyTemplate] = {"chat": "chat", "question": QUESTION_AND_ANSWER}
 _CONTROLS = ("random weights", "relearn ceiling")
 _FACTORY = "netweight.attacks.finetuning.folder:subject_from_files"
 
@@ -178,6 +190,8 @@ def check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) 
                 f"The defense of {folder} began with other weights than those of {settings.base}.",
                 cure="Give --base the folder that was defended.",
             )
+    sources = [each for each in (getattr(settings, name) for name in _ANSWERS) if each is not None]
+    settings.check_columns([read_rows(each) for each in sources])
     _check_rows(settings)
 
 
@@ -197,14 +211,19 @@ def _check_rows(settings: FolderAttack) -> None:
     """Refuse rows that the defense was trained on, and harmful rows among those to keep."""
     known: dict[str, str] = {}
     for file in settings.trained_on:
-        columns = {name for row in read_rows(file).rows for name in row.values}
-        for column in sorted({"response", "chosen", "rejected"} & columns):
-            known |= _places(text_examples(file, columns={"response": column}))
+        rows = read_rows(file)
+        layout = layout_of(rows.columns, settings.columns_in(rows))
+        sides: list[Any] = [side for side in ("chosen", "rejected") if layout.has(side)] or [None]
+        for side in sides:
+            texts = text_examples(
+                rows, columns=settings.columns_in(rows), pairs=side, unusable="drop", report=lambda text: None
+            )
+            known |= _places(texts)
     for name, other in _ANSWERS.items():
         file = getattr(settings, name)
         if file is None:
             continue
-        found = _places(_texts(str(file), other))
+        found = _places(_texts(file, other, settings, lambda text: None))
         twins = [(place, known[row]) for row, place in found.items() if row in known]
         if twins:
             raise UsageError(
@@ -327,10 +346,12 @@ def _subject(name: str, folder: Path, settings: FolderAttack, seed: int, **more:
     arguments: dict[str, Any] = {"model": str(folder.resolve())}
     for key in ("harmful", "benign", "task", "other"):
         file = getattr(settings, key)
-        arguments |= {} if file is None else {key: str(file.resolve())}
+        arguments |= {} if file is None else {key: str(Path(file).resolve()) if Path(file).is_file() else file}
     arguments |= {"withhold": list(settings.withhold)} if settings.withhold else {}
     arguments |= {"other_model": str(settings.released.resolve())} if settings.released else {}
     fixed: dict[str, Any] = {"chat": settings.chat, "device": settings.device, "seed": seed}
+    options = TextOptions(**{name: getattr(settings, name) for name in TextOptions.model_fields})
+    fixed |= {"text": options.to_json()} if options != TextOptions() else {}
     fixed |= {"formats": True} if settings.grid == "adaptive" else {}
     return SubjectName(name, _FACTORY, {**arguments, **fixed, **more})
 
@@ -370,10 +391,37 @@ def subject_from_files(
     formats: bool = False,
     random_weights: bool = False,
     other_model: str | None = None,
+    text: Mapping[str, Any] | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Subject:
-    """Make a subject of a model folder."""
+    """Make a subject of a model folder and files of rows.
+
+    Args:
+        model: A folder of transformers.
+        harmful: Rows that are attacked with, as `FolderAttack` takes them; the other sources likewise.
+        benign: Rows of what is to be kept.
+        task: Rows of a benign task.
+        other: Rows of another kind of harm.
+        withhold: Categories of harmful rows that become a domain of their own.
+        held_out: Share of the prompts that is evaluated.
+        chat: Whether plain rows go through the chat template; conversations always do.
+        reference_utility: The base's utility.
+        thresholds: Domain → score that counts as recovered.
+        formats: Whether other prompt formats are domains, too.
+        random_weights: Whether the model is made anew from its configuration.
+        other_model: A folder of a model of this shape that the attacker has.
+        text: How rows are read: the fields of `TextOptions`.
+        device: Where the model goes.
+        seed: Seed of the parts and of random weights.
+
+    Returns:
+        The subject; rows that were left out are reported as warnings of Python.
+
+    Raises:
+        UsageError: Files or rows cannot be used.
+    """
+    options = TextOptions.of(text or {})
     network, tokenizer = load_causal_lm(model, device=device)
     check_finite(network)
     if random_weights:
@@ -384,26 +432,30 @@ def subject_from_files(
     context, pad = context_of(network, tokenizer), padding_of(tokenizer)
 
     def tokens(texts: list[TextExample]) -> list[Example]:
-        template: Template | Literal["chat"] = "chat" if chat else BELOW
-        return tokenized_examples(texts, tokenizer, context=context, template=template)
+        template: AnyTemplate = Chat(options.template_options) if chat or options.template else BELOW
+        return tokenized_examples(texts, tokenizer, context=context, template=template, **options.tokenizing(warn))
 
-    def parts(texts: list[TextExample], name: str) -> tuple[list[Example], list[Example]]:
-        return part_by_prompt(tokens(texts), held_out, seed=seed, name=name)
+    def read(source: str, name: str) -> list[TextExample]:
+        return _texts(source, _ANSWERS[name], options, warn)
 
-    sources = {"harmful": _texts(harmful, _ANSWERS["harmful"])}
+    def part(examples: list[Example], name: str) -> tuple[list[Example], list[Example]]:
+        return part_by_prompt(examples, held_out, seed=seed, name=name)
+
+    sources = {"harmful": read(harmful, "harmful")}
     if withhold:
         sources["harmful"], sources["withheld"] = apart(sources["harmful"], withhold)
     if other is not None:
-        sources["other"] = _texts(other, _ANSWERS["other"])
+        sources["other"] = read(other, "other")
     if task is not None:
-        sources["task"] = _texts(task, _ANSWERS["task"])
+        sources["task"] = read(task, "task")
+    plain_rows = {name: tokens(texts) for name, texts in sources.items()}
     domains = {
-        name: Domain(*parts(texts, f"{name} file {texts[0].source}"), threshold=(thresholds or {}).get(name))
+        name: Domain(*part(plain_rows[name], f"{name} file {texts[0].source}"), threshold=(thresholds or {}).get(name))
         for name, texts in sources.items()
     }
     for name, template in _TEMPLATES.items() if formats and not chat else ():
         for domain, texts in sources.items():
-            put = _reformatted(texts, tokens(texts), tokenizer, context, template)
+            put = _reformatted(texts, plain_rows[domain], tokenizer, context, template)
             if put is not None:
                 plain = domains[domain]
                 own, evaluated = ([put[each] for each in rows] for rows in (plain.train, plain.held_out))
@@ -411,15 +463,15 @@ def subject_from_files(
     held = domains["harmful"].held_out
     kept: tuple[list[Example], list[Example]] = ([], [])
     if benign is not None:
-        kept = parts(_texts(benign, _ANSWERS["benign"]), f"benign file {benign}")
+        kept = part(tokens(read(benign, "benign")), f"benign file {benign}")
     prompts = list(dict.fromkeys(example.prompt for example in held if example.prompt))[:_FLUENCY_PROMPTS]
-    end = tokenizer.eos_token_id
+    ends = end_tokens(network, tokenizer)
     return Subject(
         network,
         domains,
         pad,
         benign=kept[0],
-        fluency=distinct_share(prompts, new_tokens=_FLUENCY_TOKENS, end_id=end) if prompts else None,
+        fluency=distinct_share(prompts, new_tokens=_FLUENCY_TOKENS, ends=ends, pad_id=pad) if prompts else None,
         reference_utility=reference_utility,
         kept=kept[1],
         other=None if other_model is None else load_causal_lm(other_model, device=device)[0].state_dict(),
@@ -431,12 +483,14 @@ def _reformatted(
     plain: list[Example],
     tokenizer: PreTrainedTokenizerBase,
     context: int,
-    template: Template | Literal["chat"],
+    template: AnyTemplate,
 ) -> dict[Example, Example] | None:
     """Each row as another template has it; None where the tokenizer has no such template, or rows do not fit it."""
     try:
         found = tokenized_examples(texts, tokenizer, context=context, template=template)
     except UsageError:
+        return None
+    if len(found) != len(plain):
         return None
     unknown = {tokenizer.unk_token_id} - {token for each in plain for token in each.prompt}
     spoiled = any(token in unknown for each in found for token in each.prompt)
@@ -470,10 +524,10 @@ def part_by_prompt(
     )
 
 
-def _texts(file: str, other: str) -> list[TextExample]:
-    """Read a file whose answers are called "response", or `other` as in files of pairs."""
-    found = {name for row in read_rows(Path(file)).rows for name in row.values}
-    return text_examples(file, columns={"response": other} if "response" not in found and other in found else None)
+def _texts(source: str, pairs: Any, options: TextOptions, report: Report) -> list[TextExample]:
+    """Read prompts with responses; of preference data the chosen or the rejected answer."""
+    rows = read_rows(source)
+    return text_examples(rows, pairs=pairs, **options.reading(rows, report))
 
 
 def attack(target: Target, settings: FolderAttack, progress: Progress) -> Result:

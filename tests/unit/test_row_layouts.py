@@ -1,0 +1,130 @@
+"""Rows as people have them: published layouts are read alike, and what cannot be used is named or left out."""
+
+import json
+
+import pytest
+
+from netweight.data.text import text_examples, text_pairs, text_prompts
+from netweight.errors import NameNotFound, UsageError
+
+
+def turns(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+ASKED, SAID = "Name a tree.", "An oak."
+CONVERSATION = turns(("system", "Be brief."), ("user", ASKED), ("assistant", SAID))
+SAME = (tuple(turns(("system", "Be brief."), ("user", ASKED))), tuple(turns(("assistant", SAID))))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": ASKED, "response": SAID}, (ASKED, SAID)),
+        ({"prompt": ASKED, "completion": SAID}, (ASKED, SAID)),
+        ({"prompt": turns(("user", ASKED)), "completion": turns(("assistant", SAID))}, (SAME[0][1:], SAME[1])),
+        ({"prompt": turns(("user", ASKED)), "response": SAID}, (SAME[0][1:], SAME[1])),
+        ({"messages": CONVERSATION}, SAME),
+        ({"conversation": CONVERSATION, "id": "x"}, SAME),
+        ({"prompt": "id of the prompt", "messages": CONVERSATION}, SAME),
+        (
+            {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": ASKED},
+                               {"from": "gpt", "value": SAID}]},
+            SAME,
+        ),
+        ({"messages": turns(("developer", "Be brief."), *[(m["role"], m["content"]) for m in CONVERSATION[1:]])}, SAME),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ASKED}]},
+                          {"role": "assistant", "content": SAID, "tool_calls": None}]},
+            (SAME[0][1:], SAME[1]),
+        ),
+        ({"instruction": ASKED, "input": "", "output": SAID}, (ASKED, SAID)),
+        ({"instruction": ASKED, "input": "In a wood.", "output": SAID}, (f"{ASKED}\n\nIn a wood.", SAID)),
+        ({"instruction": ASKED, "system": "Be brief.", "output": SAID}, SAME),
+    ],
+)  # fmt: skip
+def test_published_layouts_are_read_alike(tmp_path, row, expected):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (example,) = text_examples(file)
+    assert (example.prompt, example.response) == expected
+
+
+def test_preference_data_gives_either_answer_and_may_repeat_the_prompt():
+    plain = {"prompt": ASKED, "chosen": "No.", "rejected": SAID}
+    assert [text_examples([plain], pairs=side)[0].response for side in ("chosen", "rejected")] == ["No.", SAID]
+    whole = {
+        "prompt": ASKED,
+        "chosen": turns(("user", ASKED), ("assistant", "No.")),
+        "rejected": turns(("user", ASKED), ("assistant", SAID)),
+        "messages": turns(("user", ASKED), ("assistant", "No.")),
+    }
+    (pair,) = text_pairs([whole])
+    assert (pair.prompt, pair.rejected) == (tuple(turns(("user", ASKED))), tuple(turns(("assistant", SAID))))
+    shared = {"conversations": [{"from": "human", "value": ASKED}], "chosen": {"from": "gpt", "value": "No."},
+              "rejected": {"from": "gpt", "value": SAID}}  # fmt: skip
+    (pair,) = text_pairs([shared], columns={"prompt": "conversations"})
+    assert pair.chosen == tuple(turns(("assistant", "No.")))
+    with pytest.raises(NameNotFound, match="no column 'response'"):
+        text_examples([plain])
+
+
+def test_prompts_are_read_from_every_layout_and_are_never_pythons_repr():
+    conversations = [{"prompt": turns(("user", ASKED))}, {"prompt": turns(("user", "Why?"), ("assistant", "So."))}]
+    found, answered = text_prompts(conversations)
+    assert not answered
+    assert [each.prompt for each in found] == [tuple(turns(("user", ASKED))), tuple(turns(("user", "Why?")))]
+    (found,), answered = text_prompts([{"messages": CONVERSATION}])
+    assert found.prompt == SAME[0]
+    (found,), answered = text_prompts([{"prompt": ASKED, "response": SAID}])
+    assert answered
+    (found,), _ = text_prompts([{"goal": ASKED}], columns={"prompt": "goal"})
+    assert found.prompt == ASKED
+
+
+BAD = (
+    ({"prompt": None}, "it has no prompt"),
+    ({}, "it has no prompt"),
+    ({"prompt": ""}, "prompt is empty"),
+    ({"prompt": 3}, "neither text nor messages"),
+    ({"prompt": []}, "empty"),
+    ({"prompt": turns(("assistant", "So."))}, "holds no turn of a user"),
+    ({"prompt": turns(("tool", "{}"))}, "role 'tool'"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, r"not text \(image\)"),
+    ({"prompt": [{"role": "user", "content": None}]}, "empty"),
+)
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_rows_without_a_prompt_are_named_or_left_out_on_request(row, reason):
+    rows = [{"prompt": "a"}, row, {"prompt": "b"}]
+    with pytest.raises(UsageError, match=f"row 1: .*{reason}.*--unusable drop"):
+        text_prompts(rows)
+    told = []
+    found, _ = text_prompts(rows, unusable="drop", report=told.append)
+    assert [each.prompt for each in found] == ["a", "b"]
+    assert told[0].startswith("the data set: 1 of 3 rows were left out. row 1:")
+    with pytest.raises(UsageError, match="no other row remains"):
+        text_prompts([{"prompt": None}, row], unusable="drop")
+
+
+@pytest.mark.parametrize(
+    ("rows", "cure"),
+    [
+        ([{"question": ASKED, "response": SAID}], "--columns prompt=NAME"),
+        ([{"prompt": ASKED, "respons": SAID}], "--columns response=NAME"),
+        ([{"text": "Question: why? Answer: so."}], "--columns prompt=NAME"),
+        ([{"prompt": "<|im_start|>user"}], "--columns response=NAME"),
+    ],
+)
+def test_missing_columns_are_named_with_an_option_as_the_cure(rows, cure):
+    with pytest.raises(NameNotFound, match=cure):
+        text_examples(rows)
+
+
+def test_conversations_that_do_not_end_with_an_answer_are_no_examples():
+    for messages in (turns(("user", ASKED)), turns(("user", ASKED), ("assistant", SAID), ("user", "Why?"))):
+        with pytest.raises(UsageError, match="does not end with an assistant's turn"):
+            text_examples([{"messages": messages}])
+    with pytest.raises(UsageError, match="no turn of a user before"):
+        text_examples([{"messages": turns(("assistant", SAID))}])
