@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from netweight.core.lazy import library
 from netweight.core.progress import Progress
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch, Example, Pair, collate
@@ -159,20 +159,11 @@ def _one_split(first: Tensor, second: Tensor, count: int, test: int, generator: 
 
 
 def _fit(features: Tensor, labels: Tensor, penalty: float) -> Tensor:
-    """Weights of the regression, the constant first; its loss is convex, so that the start does not matter."""
-    weights = features.new_zeros(features.shape[1] + 1, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        scores = features @ weights[1:] + weights[0]
-        value = functional.binary_cross_entropy_with_logits(scores, labels)
-        value = value + penalty / 2 * weights[1:].square().sum()
-        value.backward()  # type: ignore[no-untyped-call]
-        return value
-
-    optimizer.step(loss)  # type: ignore[no-untyped-call]
-    return weights.detach()
+    """Weights of the regression, the constant first. The penalty is on the mean loss of an example."""
+    linear = library("sklearn.linear_model", "The probe of a representation", "evidence")
+    model = linear.LogisticRegression(C=1 / (penalty * len(labels)), tol=1e-10, max_iter=1000)
+    model.fit(features.numpy(), labels.numpy())
+    return torch.cat([torch.from_numpy(model.intercept_.copy()), torch.from_numpy(model.coef_[0].copy())])
 
 
 @final
@@ -190,11 +181,12 @@ class Plane:
         """Find the principal components."""
         if not 1 <= axes <= min(points.shape):
             raise UsageError(f"{axes} axes cannot be drawn through points of shape {tuple(points.shape)}.")
-        center = points.double().mean(0)
-        _, sizes, directions = torch.linalg.svd(points.double() - center, full_matrices=False)
+        decomposition = library("sklearn.decomposition", "Principal components", "evidence")
+        found = decomposition.PCA(axes, svd_solver="full").fit(points.double().numpy())
+        center, directions = torch.from_numpy(found.mean_), torch.from_numpy(found.components_)
         largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-        shares = sizes.square() / sizes.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
-        return cls(center, (directions * largest.sign())[:axes], shares[:axes])
+        shares = torch.from_numpy(found.explained_variance_ratio_).nan_to_num()  # 0 / 0 where all points are the same
+        return cls(center, directions * largest.sign(), shares)
 
     def place(self, points: Tensor) -> Tensor:
         """Coordinates of points, shape `(n, k)`, float64."""

@@ -6,6 +6,7 @@ both penalties are blind to such a rotation, and chosen by leaving out one model
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from netweight.core.lazy import library
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.methods.space.labels import LabelColumn, Labels
@@ -25,8 +27,6 @@ from netweight.report.finding import Finding
 # Penalties that are tried, the strongest first, as multiples of the mean energy of an axis of the scores.
 PENALTIES = tuple(10.0**power for power in range(3, -5, -1))
 
-_NEWTON_STEPS = 60
-_TOLERANCE = 1e-9
 _LEAST_REST = 1e-6
 
 
@@ -350,12 +350,10 @@ def logistic(design: Design, positive: Tensor, weights: Tensor, *, penalty: floa
     # Source: the approximate leave-one-out of Rad and Maleki 2018, arXiv 1801.10243, theorem 1.
     # `positive`: which are of the positive class, shape `(n,)`, bool; of both classes there must be some
     # `weights`: shape `(n,)`, at least 0; 0 leaves a model out
-    rows = torch.cat([design.rows, torch.ones(len(design.rows), 1, dtype=torch.float64)], 1)
-    state = torch.zeros(rows.shape[1], dtype=torch.float64)
     tried = [penalty] if penalty is not None else [design.penalty(share) for share in PENALTIES]
     best: tuple[float, float, Tensor] | None = None
-    for strength in tried:  # the strongest first, each starting where the one before ended
-        state, loss = _newton(rows, positive, weights, strength, state)
+    for strength in tried:  # the strongest first
+        state, loss = _minimum(design.rows, positive, weights, strength)
         if best is None or loss < best[0]:
             best = (loss, strength, state)
         elif loss > 1.2 * best[0]:
@@ -365,33 +363,24 @@ def logistic(design: Design, positive: Tensor, weights: Tensor, *, penalty: floa
     return design.read_out(state[:-1], float(state[-1]), strength, loss)
 
 
-def _newton(rows: Tensor, positive: Tensor, weights: Tensor, penalty: float, state: Tensor) -> tuple[Tensor, float]:
-    """The minimum, and the mean log-loss of each model under the fit to all others."""
-    truth = positive.double()
+def _minimum(rows: Tensor, positive: Tensor, weights: Tensor, penalty: float) -> tuple[Tensor, float]:
+    """The coefficients, the intercept last, and the mean log-loss of each model under the fit to all others."""
+    linear = library("sklearn.linear_model", "Logistic regression", "evidence")
+    warning = library("sklearn.exceptions", "Logistic regression", "evidence").ConvergenceWarning
+    model = linear.LogisticRegression(C=1 / penalty, solver="newton-cholesky", tol=1e-10, max_iter=200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", warning)
+        try:
+            model.fit(rows.numpy(), positive.numpy(), sample_weight=weights.numpy())
+        except warning as error:
+            reason = "The logistic regression does not converge."
+            raise UsageError(reason, cure="Check the labels, or use kind='encoder'.") from error
+    coefficients = torch.from_numpy(model.coef_[0].copy())
+    state = torch.cat([coefficients, torch.from_numpy(model.intercept_.copy())])
+    whole = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
     held = torch.full_like(state, penalty)
-    held[-1] = 0.0  # the intercept is free
-    ridge_part = torch.diag(held.clamp_min(penalty * 1e-12 + 1e-12))
-
-    def value(at: Tensor) -> float:
-        said = rows @ at
-        return float((weights * (F.softplus(said) - truth * said)).sum() + 0.5 * (held * at.square()).sum())
-
-    now = value(state)
-    for _ in range(_NEWTON_STEPS):
-        chance = torch.sigmoid(rows @ state)
-        gradient = rows.T @ (weights * (chance - truth)) + held * state
-        curvature = (rows * (weights * chance * (1 - chance))[:, None]).T @ rows + ridge_part
-        step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(curvature))[:, 0]
-        decrease = float(gradient @ step)
-        if decrease <= _TOLERANCE * (1 + abs(now)):
-            break
-        length = 1.0
-        while (then := value(state - length * step)) > now - 1e-4 * length * decrease and length > 1e-8:
-            length /= 2
-        state, now = state - length * step, then
-    else:
-        raise UsageError("The logistic regression does not settle.", cure="Check the labels, or use kind='encoder'.")
-    return state, _left_out(rows, truth, weights, ridge_part, state)
+    held[-1] = penalty * 1e-12 + 1e-12  # the intercept is free
+    return state, _left_out(whole, positive.double(), weights, torch.diag(held), state)
 
 
 def _left_out(rows: Tensor, truth: Tensor, weights: Tensor, ridge_part: Tensor, state: Tensor) -> float:
