@@ -1,33 +1,51 @@
 """One declaration of every option: a `Settings` class is the Python argument, the command line, YAML, schema and docs.
 
-    class RepNoise(Settings):
-        "Turn harmful representations to noise."
+    class RMU(DefenseSettings, recommended={"lr": 5e-5}):
+        "Steer the hidden states of harmful answers to one random direction."
 
-        pairs: FilePath = Field(description="Rows with prompt, chosen and rejected.")
-        alpha: float = Field(1.0, ge=0, description="Weight of the ascent.")
-        lens_layers: Annotated[int | None, Cli(own=False)] = Field(None, ge=0, description="Layers; all by default.")
+        alpha: float = Field(1200.0, ge=0)
+        '''Weight of the distance of all states that must not move.'''
 
-    @click.command()
-    @options(RepNoise, arguments=("pairs",))             # PAIRS --alpha 2 --set lens_layers=8
-    def immunize(settings: RepNoise) -> None: ...
+    DEFENSES = Variants("defense", {"repnoise": "package.repnoise:RepNoise", "rmu": "package.rmu:RMU"})
 
-Python: `RepNoise(pairs=p)`, `.replace(alpha=2)`, `.given`. YAML: `RepNoise.of({"pairs": "p.jsonl"})`, or `checked` to
-collect the problems of a whole file. Further: `json_schema()`, `table()`, `digest()`, `to_json()`, which `of` reads.
-A field's default and range are in its `Field`, its type in its annotation, and `Cli` has what only the command line
-needs; what several fields must satisfy together is refused in `check`. `Base.offer("defense", {"repnoise":
-RepNoise.partial(), ...})` makes presets: the key `defense` then chooses the class, and given values override its own.
+    class Immunize(Settings):
+        "Train a defense into a model."
 
-`netweight --help` imports no pydantic, so only modules of single commands import this one; a class of settings lives in
-a module without torch, so that a command's own help is quick.
+        options_group = "Training"
+
+        pairs: Annotated[FilePath, Cli(group="Files")]
+        '''Rows with prompt, chosen and rejected.'''
+        lr: float = Field(2e-5, gt=0)
+        '''Highest learning rate.'''
+        defense: Annotated[DefenseSettings, DEFENSES] = Field("repnoise", validate_default=True)
+        '''Defense to train.'''
+
+    @click.command(cls=SettingsCommand)
+    @options(Immunize, arguments=("pairs",))             # PAIRS --defense rmu --lr 1e-4 --set rmu.alpha=800
+    def immunize(settings: Immunize) -> None: ...
+
+Python: `Immunize(pairs=path, defense=RMU(alpha=800))`, `.replace(rmu={"alpha": 900})`, `.given`. YAML:
+`Immunize.of({"pairs": "p.jsonl", "defense": "rmu", "rmu": {"alpha": 800}})`, or `checked` to collect the problems of a
+whole file. Further: `json_schema()`, `table()`, `digest()`, and `to_json()`, whose result `of` reads.
+
+A field's default and range are in its `Field`, its type in its annotation, its description in the docstring under it
+(or in `Field(description=...)`), and `Cli` holds what only the command line needs. What several fields must satisfy
+together is refused in `check`. A field that is annotated with `Variants` chooses one of several settings classes; the
+settings of the chosen variant are nested under its name, and a key of a variant that is not chosen is refused.
+
+`netweight --help` imports no pydantic, so only modules of single commands import this one. A class of settings lives in
+a module that does not import torch when it is loaded, so that a command's own help is quick.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -37,13 +55,14 @@ import click
 import pydantic
 import yaml
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 from pydantic.fields import FieldInfo
 from pydantic.types import PathType
-from pydantic_core import PydanticCustomError, PydanticUndefined
+from pydantic_core import PydanticCustomError, PydanticUndefined, core_schema
 
 from netweight.core.files import canonical_json, digest_config
 from netweight.core.names import nearest, not_found
-from netweight.errors import NetweightError, UsageError
+from netweight.errors import NameNotFound, NetweightError, UsageError
 
 _LISTS = (list, set, frozenset, Sequence, AbstractSet)  # collections of one type; and tuple[T, ...]
 
@@ -51,36 +70,48 @@ _LISTS = (list, set, frozenset, Sequence, AbstractSet)  # collections of one typ
 @final
 @dataclass(frozen=True)
 class Cli:
-    """What only the command line knows of a field; stands in the field's `Annotated`.
-
-    Args:
-        name: The option, in place of the field's name with dashes, such as "--freeze".
-        short: A second, short name, such as "-n".
-        metavar: What stands for the value in the help.
-        envvar: Environment variable that gives the value.
-        comma: Whether a list is one text, "a,b", and not the option repeated.
-        own: False for a field that `--set` alone reaches.
-        hidden: Whether the help leaves the option out.
-        type: A click type in place of that of the annotation, such as `click.Path(file_okay=False)`.
-    """
+    """What only the command line needs of a field; an entry of the field's `Annotated`."""
 
     name: str | None = None
+    """Name of the option in place of the field's name with dashes, such as "--freeze"."""
     short: str | None = None
+    """A second, short name, such as "-n"."""
     metavar: str | None = None
+    """Placeholder of the value in the help."""
     envvar: str | None = None
+    """Environment variable that gives the value."""
     comma: bool = False
+    """Whether a list is written as one text, "a,b", rather than by repeating the option."""
     own: bool = True
+    """Whether the field has an option of its own; if not, only `--set` reaches it."""
     hidden: bool = False
+    """Whether the help leaves the option out."""
     type: Any = None
+    """A click type in place of the annotation's, such as `click.Path(file_okay=False)`."""
+    group: str = ""
+    """Heading in the help, in place of the `options_group` of the field's class."""
 
 
 class Settings(pydantic.BaseModel):
-    """Frozen, checked settings, made of `values` by name. Subclasses declare fields, and `check` for several."""
+    """Frozen, checked settings. Subclasses declare fields, and `check` for conditions on several fields.
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    A subclass may change defaults of inherited fields, which keep their type, range and description:
+    `class TVaccine(Vaccine, defaults={"rho": 3.0}): ...`.
+    """
 
-    presets: ClassVar[Mapping[str, Settings]] = {}
-    preset_key: ClassVar[str] = ""
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
+
+    options_group: ClassVar[str] = ""
+    """Heading of these fields in a command's help; empty for that of the settings around them, or "Options"."""
+    example: ClassVar[str] = ""
+    """A command line that the help of the command shows."""
+    recommended: ClassVar[Mapping[str, Any]] = {}
+    """Of a variant: defaults of the settings that hold it, by name, in place of theirs, such as `{"lr": 5e-5}`.
+
+    A class statement gives them: `class RMU(DefenseSettings, recommended={"lr": 5e-5})`.
+    """
 
     def __init__(self, **values: Any) -> None:
         """Check all values; a UsageError names every bad one."""
@@ -91,11 +122,29 @@ class Settings(pydantic.BaseModel):
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # nested ones are checked with the outer one
 
+    def __init_subclass__(
+        cls, *, defaults: Mapping[str, Any] | None = None, recommended: Mapping[str, Any] | None = None, **config: Any
+    ) -> None:
+        """Take the arguments of a class statement; `__pydantic_init_subclass__` uses them."""
+        super().__init_subclass__(**config)
+
     @classmethod
-    def __pydantic_init_subclass__(cls, **more: Any) -> None:
-        """Presets are those of the class that offers them, and not of its subclasses."""
+    def __pydantic_init_subclass__(
+        cls, *, defaults: Mapping[str, Any] | None = None, recommended: Mapping[str, Any] | None = None, **more: Any
+    ) -> None:
+        """Change the defaults of inherited fields, and note those of the settings around these."""
         super().__pydantic_init_subclass__(**more)
-        cls.presets, cls.preset_key = {}, ""
+        cls.recommended = cls.recommended if recommended is None else recommended
+        for name, value in (defaults or {}).items():
+            field = copy(cls.model_fields[name])
+            field.default = value
+            cls.__pydantic_fields__[name] = field
+        if defaults:
+            cls.model_rebuild(force=True)
+        taken = [f"{name!r} is a field and a variant" for field in _variants(cls).values() for name in field
+                 if name in cls.model_fields]  # fmt: skip
+        if taken:
+            raise TypeError(f"{cls.__name__}: {'; '.join(taken)}")
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -104,10 +153,20 @@ class Settings(pydantic.BaseModel):
         if not isinstance(values, Mapping):
             return values
         usual = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
-        return _merged(usual, values, keep=False)
+        values = _merged(usual, values, keep=False)
+        for field, variants in _variants(cls).items():
+            nested = {name: values.pop(key) for key in list(values) if (name := variants.canonical(key))}
+            if nested:
+                values[field] = _Choice(values.get(field, usual[field]), nested)
+        return values
 
     @pydantic.model_validator(mode="after")
     def _checked(self) -> Self:
+        for field in _variants(type(self)):
+            chosen = getattr(self, field)
+            for name, value in (chosen.recommended if chosen is not None else {}).items():
+                if name in type(self).model_fields and name not in self.model_fields_set:
+                    self.__dict__[name] = value  # not by setattr: it is still a default and was not given
         try:
             self.check()
         except NetweightError as error:
@@ -119,15 +178,32 @@ class Settings(pydantic.BaseModel):
         return self.to_json()
 
     def check(self) -> None:
-        """Raise a UsageError for what no field alone can refuse."""
+        """Refuse what no field can refuse on its own.
+
+        Raises:
+            UsageError: Several fields contradict each other.
+        """
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that were given and not left at their defaults."""
+        """The fields that were given, by name, and not left at their defaults."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
+    def given_json(self) -> dict[str, Any]:
+        """Return the given fields alone, those of nested settings included, as JSON values that `of` reads."""
+        plain, variants = self.to_json(), _variants(type(self))
+        values: dict[str, Any] = {}
+        for name, value in self.given.items():
+            if isinstance(value, Settings) and name in variants:
+                values[name] = plain[name]
+                if own := value.given_json():
+                    values[plain[name]] = own
+            elif name in plain:
+                values[name] = value.given_json() if isinstance(value, Settings) else plain[name]
+        return values
+
     def replace(self, **changes: Any) -> Self:
-        """Return settings with these `changes`, checked; a mapping changes a part of nested ones."""
+        """Return checked settings with `changes`; a mapping changes a part of nested settings."""
         return type(self)(**_merged(self.given, changes))
 
     def __hash__(self) -> int:
@@ -135,56 +211,48 @@ class Settings(pydantic.BaseModel):
         return hash((type(self), _hashable(self.__dict__)))
 
     @classmethod
-    def partial(cls, **given: Any) -> Self:
-        """Return a preset: `given` fields are checked; what is required may be missing until `replace` or `of`."""
-        try:
-            return cls.model_validate(given)
-        except pydantic.ValidationError as error:
-            if any(problem["type"] != "missing" for problem in error.errors()):
-                raise _refusal(cls, error) from None
-        return cast("Self", cls.model_construct(_fields_set=set(given), **given))
-
-    @classmethod
-    def offer(cls, key: str, presets: Mapping[str, Settings]) -> None:
-        """Let the field `key` of this class choose among presets, instances of its subclasses."""
-        cls.preset_key, cls.presets = (
-            key,
-            {name: each.partial(**{**each.given, key: name}) for name, each in presets.items()},
-        )
-
-    @classmethod
     def of(cls, values: Any, *, where: str = "") -> Self:
-        """Return settings from `values` of YAML or JSON; a UsageError lists all problems by place, after `where`."""
+        """Return settings from values of YAML or JSON.
+
+        Args:
+            values: A mapping by field name.
+            where: The place of the values in their file, such as "treatments.0.immunize"; errors begin with it.
+
+        Raises:
+            UsageError: All problems, each with its place.
+        """
         problems: list[str] = []
-        found = cls.checked(values, f"{where}." if where else "", problems)
-        if found is None:
+        settings = cls.checked(values, f"{where}." if where else "", problems)
+        if settings is None:
             raise _listed(problems)
-        return found
+        return settings
 
     @classmethod
     def checked(cls, values: Any, where: str, problems: list[str]) -> Self | None:
         """Return settings from `values`, or None: then `problems` gets a line for each, after `where` and its dot."""
-        kind: type[Settings] = cls
-        if cls.presets and isinstance(values, Mapping):
-            name = values.get(cls.preset_key, cls.model_fields[cls.preset_key].default)
-            if not isinstance(name, str) or name not in cls.presets:
-                near = nearest(str(name), cls.presets)
-                problems.append(f"{where}{cls.preset_key}: there is no {cls.preset_key} {name!r}. {near}")
-                return None
-            kind, values = type(cls.presets[name]), _merged(cls.presets[name].given, values)
         try:
-            return cast("Self", kind.model_validate(values))
+            return cls.model_validate(values)
         except pydantic.ValidationError as error:
-            problems += _lines(kind, error, where)
+            problems += _lines(cls, error, where)
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """All fields in their order as JSON values, paths as text, but those that `exclude_if` omits; `of` reads it."""
-        values = {
-            name: getattr(self, name)
-            for name, field in type(self).model_fields.items()
-            if not (field.exclude_if and field.exclude_if(getattr(self, name)))
-        }
+        """Return all fields in order as JSON values that `of` reads: paths as text, a variant's settings by its name.
+
+        Fields that their `exclude_if` omits are left out.
+        """
+        values: dict[str, Any] = {}
+        variants = _variants(type(self))
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if field.exclude_if and field.exclude_if(value):
+                continue
+            if name in variants and value is not None:
+                values[name] = variants[name].name_of(value)
+                if type(value).model_fields:
+                    values[values[name]] = value
+            else:
+                values[name] = value
         plain = json.loads(canonical_json(values, allow_nan=True))
         return {name: plain[name] for name in values}
 
@@ -193,30 +261,189 @@ class Settings(pydantic.BaseModel):
         return digest_config(self)
 
     @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Add the settings of variants under their names, each allowed only where its variant is chosen."""
+        schema = handler(core)
+        whole = handler.resolve_ref_schema(schema)
+        for field, variants in _variants(cls).items():
+            for name in variants:
+                if not variants[name].model_fields:
+                    continue
+                whole["properties"][name] = handler(variants[name].__pydantic_core_schema__)
+                chosen: dict[str, Any] = {"properties": {field: {"const": name}}}
+                if name != cls.model_fields[field].default:
+                    chosen["required"] = [field]
+                whole.setdefault("allOf", []).append({"if": {"required": [name]}, "then": chosen})
+        return schema
+
+    @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema (2020-12) of what `of` reads; fields of all presets stand side by side."""
+        """Return the JSON schema (2020-12) of what `of` reads."""
         schema = cls.model_json_schema(ref_template="#/$defs/{model}")
         schema["description"] = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
-        for preset in cls.presets.values():
-            more = type(preset).model_json_schema(ref_template="#/$defs/{model}")
-            schema["properties"] = more["properties"] | schema["properties"]
-            if "$defs" in more:
-                schema.setdefault("$defs", {}).update(more["$defs"])
-        if cls.presets:
-            schema["properties"][cls.preset_key] |= {"enum": list(cls.presets)}
         return schema
 
     @classmethod
     def table(cls) -> str:
-        """The docs' table in Markdown: option, type, default, meaning."""
+        """Return the documentation's table in Markdown: option, type, default, meaning; variants after the rest."""
         rows = []
         for leaf in leaves(cls):
-            option = leaf.flag if leaf.cli.own and not leaf.extra else f"--set {leaf.place}="
-            default = leaf.shown_default(cls) or ("required" if leaf.required else "")
+            option = leaf.flag if leaf.cli.own and not leaf.variant else f"--set {leaf.place}="
+            default = leaf.text(leaf.default) or ("required" if leaf.required else "")
             meaning = " ".join((leaf.field.description or "").split())
             cells = (f"`{option}`", words(leaf.kind, leaf.metadata), default, meaning)
             rows.append(" | ".join(cell.replace("|", "\\|") for cell in cells))
         return "\n".join(f"| {row} |" for row in ("option | type | default | meaning", "--- | --- | --- | ---", *rows))
+
+
+# ---- variants: one of several settings classes, chosen by name -------------------------------------------------------
+
+
+@final
+class Variants(Mapping[str, type[Settings]]):
+    """The variants of a method by name, such as the defenses of `immunize`; an entry of a field's `Annotated`.
+
+    The field's value is an instance of the chosen settings class. Its name can be given in place of the instance; then
+    the key of that name, beside the field, holds the variant's settings. A class is imported when it is first needed,
+    so that a help text can list names without importing all variants.
+
+    Args:
+        noun: What one of them is called, such as "defense".
+        homes: Name → `module:Class`, one line for each variant.
+    """
+
+    def __init__(self, noun: str, homes: Mapping[str, str]) -> None:
+        self.noun = noun
+        self._homes: dict[str, str | type[Settings]] = dict(homes)
+
+    def register(self, name: str, home: str | type[Settings]) -> None:
+        """Add a variant, such as one of another package.
+
+        Args:
+            name: A new name.
+            home: The settings class, or `module:Class`.
+
+        Raises:
+            UsageError: The name is taken.
+        """
+        if name in self._homes:
+            raise UsageError(f"There is a {self.noun} {name!r} already.", cure="Register it under another name.")
+        self._homes[name] = home
+
+    def __getitem__(self, name: str) -> type[Settings]:
+        """Return the settings class of a variant.
+
+        Raises:
+            NameNotFound: There is no such variant; the error names the nearest.
+        """
+        if name not in self._homes:
+            raise not_found(f"There is no {self.noun} {name!r}.", name, self._homes)
+        home = self._homes[name]
+        if isinstance(home, str):
+            module, _, attribute = home.partition(":")
+            home = self._homes[name] = getattr(importlib.import_module(module), attribute)
+        return cast("type[Settings]", home)
+
+    def __contains__(self, name: object) -> bool:
+        """Say whether there is a variant of this name, without importing it."""
+        return name in self._homes
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over names in the order of registration."""
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        """Count the variants."""
+        return len(self._homes)
+
+    def canonical(self, key: str) -> str | None:
+        """Return the variant's name for a key that may hold underscores in place of dashes; None for other keys."""
+        return next((name for name in (key, key.replace("_", "-")) if name in self._homes), None)
+
+    def name_of(self, settings: Settings) -> str:
+        """Return the name under which the class of `settings` is registered.
+
+        Raises:
+            UsageError: It is not registered.
+        """
+        where = f"{type(settings).__module__}:{type(settings).__qualname__}"
+        for name, home in self._homes.items():
+            if home is type(settings) or home == where:
+                return name
+        raise UsageError(
+            f"{type(settings).__name__} is not a registered {self.noun}.",
+            cure=f"Register its class under a name, or use one of: {', '.join(self)}.",
+        )
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: pydantic.GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        """Validate a name, an instance, or a name with nested settings."""
+        optional = NoneType in get_args(source)
+        return core_schema.no_info_plain_validator_function(functools.partial(self._validated, optional=optional))
+
+    def __get_pydantic_json_schema__(
+        self, core: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Describe the name alone; `Settings` describes the settings beside it."""
+        return {"type": "string", "enum": list(self)}
+
+    def _validated(self, value: Any, *, optional: bool) -> Settings | None:
+        choice = value if isinstance(value, _Choice) else _Choice(value, {})
+        if choice.value is None and optional and not choice.nested:
+            return None
+        if isinstance(choice.value, Settings):
+            try:
+                name = self.name_of(choice.value)
+            except UsageError as error:
+                raise PydanticCustomError("check", "{message}", {"message": str(error), "error": error}) from error
+        elif isinstance(choice.value, str) and choice.value in self:
+            name = choice.value
+        else:
+            near = nearest(str(choice.value), self)
+            said = f"there is no {self.noun} {choice.value!r}. {near}"
+            raise PydanticCustomError("check", "{message}", {"message": said})
+        lines = [
+            f"{other}: belongs to the {self.noun} {other!r}, and the {self.noun} is {name!r}. Choose {other!r} or "
+            "leave this key out."
+            for other in choice.nested
+            if other != name
+        ]
+        kind, own = self[name], choice.nested.get(name, {})
+        try:
+            if isinstance(choice.value, Settings):
+                settings = kind.model_validate(_merged(choice.value.given, own)) if own else choice.value
+            else:
+                settings = kind.model_validate(own)
+        except pydantic.ValidationError as error:
+            lines += _lines(kind, error, f"{name}.")
+        if lines:
+            raise PydanticCustomError("variant", "wrong settings of a variant", {"lines": lines})
+        return settings
+
+
+@final
+@dataclass(frozen=True)
+class _Choice:
+    """A choice among variants as it was given, with the settings beside it."""
+
+    value: Any
+    nested: Mapping[str, Any]
+
+
+def _variants(kind: type[Settings]) -> dict[str, Variants]:
+    """The fields of a class that choose among variants."""
+    return {
+        name: part
+        for name, field in kind.model_fields.items()
+        for part in peel(field.annotation, field.metadata)[1]
+        if isinstance(part, Variants)
+    }
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def _hashable(value: Any) -> Any:
@@ -235,23 +462,62 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any], *, keep: bool =
     return merged
 
 
+# How a complaint of pydantic reads, by its type; `{limit}` and the like are of its context.
+_COMPLAINTS = {
+    "path_not_file": "{value} is not an existing file.",
+    "path_not_directory": "{value} is not an existing folder.",
+    "path_exists": "{value} exists already.",
+    "int_type": "must be an integer, not {value}.",
+    "int_parsing": "must be an integer, not {value}.",
+    "int_from_float": "must be an integer, not {value}.",
+    "float_type": "must be a number, not {value}.",
+    "float_parsing": "must be a number, not {value}.",
+    "finite_number": "must be a finite number, not {value}.",
+    "bool_type": "must be true or false, not {value}.",
+    "bool_parsing": "must be true or false, not {value}.",
+    "string_type": "must be text, not {value}.",
+    "path_type": "must be a path, not {value}.",
+    "list_type": "must be a list, not {value}.",
+    "tuple_type": "must be a list, not {value}.",
+    "dict_type": "must be a mapping of names to values, not {value}.",
+    "model_type": "must be a mapping of names to values, not {value}.",
+    "model_attributes_type": "must be a mapping of names to values, not {value}.",
+    "literal_error": "must be {expected}, not {value}.",
+    "greater_than": "must be greater than {gt}, not {value}.",
+    "greater_than_equal": "must be at least {ge}, not {value}.",
+    "less_than": "must be less than {lt}, not {value}.",
+    "less_than_equal": "must be at most {le}, not {value}.",
+}
+
+
 def _lines(kind: type[Settings], error: pydantic.ValidationError, where: str = "") -> list[str]:
     """One line for each of pydantic's complaints."""
     lines = []
     for problem in error.errors(include_url=False):
-        place = where + _place(kind, problem["loc"])
+        location, context = problem["loc"], problem.get("ctx", {})
+        place = where + _place(kind, location)
         value = str(problem["input"]) if isinstance(problem["input"], Path) else problem["input"]
-        if problem["type"] == "extra_forbidden":
-            owner = functools.reduce(_nested, problem["loc"][:-1], kind)
-            near = nearest(str(problem["loc"][-1]), owner.model_fields, 2)
-            lines.append(f"{place}: there is no such key. {near}")
+        if problem["type"] == "variant":
+            inner = where + "".join(f"{part}." for part in location[:-1])
+            lines += [inner + line for line in context["lines"]]
+        elif problem["type"] == "extra_forbidden":
+            owner = functools.reduce(_nested, location[:-1], kind)
+            fields = [*owner.model_fields, *(name for each in _variants(owner).values() for name in each)]
+            lines.append(f"{place}: there is no such key. {nearest(str(location[-1]), fields, 2)}")
         elif problem["type"] == "missing":
             lines.append(f"{place}: is missing.")
         elif problem["type"] == "check":
             lines.append(f"{place.rstrip('.')}: {problem['msg']}".removeprefix(": "))
         else:
-            lines.append(f"{place.rstrip('.')}: {problem['msg']}, not {value!r}.".removeprefix(": "))
+            said = _COMPLAINTS.get(problem["type"], f"{problem['msg']}, not {{value}}.")
+            said = said.format_map({**context, **_short(context), "value": repr(value)}) if "{" in said else said
+            lines.append(f"{place.rstrip('.')}: {said}".removeprefix(": "))
     return lines
+
+
+def _short(context: Mapping[str, Any]) -> dict[str, str]:
+    """The bounds of a number without zeros that say nothing."""
+    return {side: f"{bound:g}" for side, bound in context.items() if isinstance(bound, float)}
 
 
 def _place(kind: Any, location: Sequence[Any]) -> str:
@@ -266,8 +532,8 @@ def _place(kind: Any, location: Sequence[Any]) -> str:
 
 
 def _nested(kind: Any, name: Any) -> Any:
-    """The class of nested settings at a field; a preset's field may be unknown to the base."""
-    return peel(kind.model_fields[name].annotation)[0] if name in getattr(kind, "model_fields", {}) else kind
+    """The class of nested settings at a field."""
+    return peel(kind.model_fields[name].annotation)[0]
 
 
 def _refusal(kind: type[Settings], error: pydantic.ValidationError) -> NetweightError:
@@ -283,8 +549,11 @@ def _listed(problems: Sequence[str]) -> UsageError:
     return UsageError(f"{len(problems)} settings are wrong:\n" + "\n".join(f"  {line}" for line in problems))
 
 
+# ---- fields, nested ones included ------------------------------------------------------------------------------------
+
+
 def peel(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[Any, tuple[Any, ...]]:
-    """A type without `Annotated` and None, and all that stood in `Annotated`."""
+    """Return a type without `Annotated` and None, and all entries of `Annotated`."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         return peel(inner, (*more, *metadata))
@@ -299,20 +568,36 @@ def peel(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[Any, tuple[Any,
 @final
 @dataclass(frozen=True)
 class Leaf:
-    """A field that holds no settings itself, and where it lies; `extra` if only the class of some preset has it."""
+    """A field whose value is not settings itself, or that chooses among variants, and where it lies."""
 
     path: tuple[str, ...]
+    """Names from the outermost settings inwards; a variant's name for fields of a variant."""
     field: FieldInfo
+    """Pydantic's description of the field."""
     kind: Any
+    """Its type without None."""
     metadata: tuple[Any, ...]
+    """Entries of its `Annotated`, bounds included."""
     required: bool
-    extra: bool = False
-    shared: bool = False  # whether a field further out has its name
+    """Whether it must be given."""
+    default: Any
+    """Its default; None where there is none."""
+    group: str
+    """Heading in a command's help."""
+    variant: str = ""
+    """Name of the variant that it belongs to; empty for fields that all variants share."""
+    shared: bool = False
+    """Whether a field further out has its name."""
 
     @property
     def cli(self) -> Cli:
-        """What only the command line knows of it."""
+        """What only the command line needs of it."""
         return next((part for part in self.metadata if isinstance(part, Cli)), Cli())
+
+    @property
+    def variants(self) -> Variants | None:
+        """The variants that it chooses from, if it does."""
+        return next((part for part in self.metadata if isinstance(part, Variants)), None)
 
     @property
     def place(self) -> str:
@@ -324,29 +609,8 @@ class Leaf:
         """Its option."""
         return self.cli.name or "--" + "-".join(self.path[-1 - self.shared :]).replace("_", "-")
 
-    def default(self, start: Settings | type[Settings]) -> Any:
-        """The default in a class or preset; None where there is none."""
-        value: Any = start
-        for name in self.path:
-            kind = type(value) if isinstance(value, Settings) else value
-            if isinstance(value, Settings) and name in value.model_fields_set:
-                value = getattr(value, name)
-            elif name in getattr(kind, "model_fields", {}):
-                field = kind.model_fields[name]
-                value = field.get_default(call_default_factory=True)
-                value = peel(field.annotation)[0] if value is PydanticUndefined else value
-        return None if self.required else value
-
-    def shown_default(self, kind: type[Settings]) -> str:
-        """The default as text, and those of presets where they differ."""
-        known = {name: each for name, each in kind.presets.items() if self.path[0] in type(each).model_fields}
-        usual = type(next(iter(known.values()))) if self.extra else kind
-        text = self._text(self.default(usual))
-        own = {name: self._text(self.default(each)) for name, each in known.items() if self.place != kind.preset_key}
-        parts = [text] if text else []
-        return "; ".join(parts + [f"{other or 'none'} for {name}" for name, other in own.items() if other != text])
-
-    def _text(self, value: Any) -> str:
+    def text(self, value: Any) -> str:
+        """Return a value of it as a default reads in help and tables."""
         if value is True:
             return self.flag.removeprefix("--")
         if isinstance(value, list | tuple):
@@ -354,34 +618,75 @@ class Leaf:
         return "" if value is None or value is False or value == {} else str(value)
 
 
-def leaves(kind: type[Settings]) -> Iterator[Leaf]:
-    """All fields of a class, of nested settings, and after them those that only classes of presets have."""
-    found = list(_leaves(kind))
+def leaves(kind: type[Settings], *, variants: bool = True) -> Iterator[Leaf]:
+    """Yield all fields of a class and of nested settings.
+
+    Args:
+        kind: The class.
+        variants: Whether the fields of all variants come, too, after the others; this imports them.
+    """
+    fields = list(_leaves(kind, variants=variants))
     depths: dict[str, int] = {}
-    for leaf in found:
-        if leaf.cli.own:
+    for leaf in fields:
+        if leaf.cli.own and not leaf.variant:
             depths[leaf.flag] = min(len(leaf.path), depths.get(leaf.flag, len(leaf.path)))
-    for leaf in found:
-        outer = depths.get(leaf.flag, len(leaf.path)) < len(leaf.path)
+    for leaf in fields:
+        outer = not leaf.variant and depths.get(leaf.flag, len(leaf.path)) < len(leaf.path)
         yield replace(leaf, shared=True) if outer and leaf.cli.name is None else leaf
 
 
-def _leaves(kind: type[Settings], path: tuple[str, ...] = (), *, needed: bool = True) -> Iterator[Leaf]:
-    fields = dict(kind.model_fields)
-    for preset in kind.presets.values():
-        fields |= {name: field for name, field in type(preset).model_fields.items() if name not in fields}
-    for name, field in fields.items():
+def _leaves(
+    kind: type[Settings],
+    path: tuple[str, ...] = (),
+    *,
+    variants: bool,
+    needed: bool = True,
+    start: Any = PydanticUndefined,
+    group: str = "",
+) -> Iterator[Leaf]:
+    choices: list[tuple[str, Variants]] = []
+    for name, field in kind.model_fields.items():
         bare, metadata = peel(field.annotation, field.metadata)
-        required, extra = needed and field.is_required(), name not in kind.model_fields
-        if isinstance(bare, type) and issubclass(bare, Settings):
-            inner = _leaves(bare, (*path, name), needed=required)
-            yield from (replace(leaf, extra=True) for leaf in inner) if extra else inner
+        required = needed and field.is_required()
+        default = field.get_default(call_default_factory=True)
+        if isinstance(start, Settings) and name in start.model_fields_set:
+            default = getattr(start, name)
+        elif start is None or (default is PydanticUndefined and not _is_settings(bare)):
+            default = None
+        home = [each for each in kind.__mro__ if name in getattr(each, "model_fields", {})][-1]
+        cli = next((part for part in metadata if isinstance(part, Cli)), Cli())
+        own = cli.group or cast("type[Settings]", home).options_group or group
+        chosen = next((part for part in metadata if isinstance(part, Variants)), None)
+        if chosen is not None:
+            choices.append((own, chosen))
+            yield Leaf((*path, name), field, bare, metadata, required, default, own or "Options")
+        elif _is_settings(bare):
+            yield from _leaves(
+                bare, (*path, name), variants=variants, needed=required, start=default, group=cli.group or group
+            )
         else:
-            yield Leaf((*path, name), field, bare, metadata, required, extra)
+            yield Leaf((*path, name), field, bare, metadata, required, default, own or "Options")
+    for _, chosen in choices if variants else ():
+        for name in chosen:
+            yield from variant_leaves(chosen, name, path)
+
+
+def _is_settings(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Settings)
+
+
+def variant_leaves(variants: Variants, name: str, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
+    """Yield the fields of one variant, which lie under its name at `path`."""
+    for leaf in _leaves(variants[name], (*path, name), variants=False, needed=False, group=_own_group(variants)):
+        yield replace(leaf, variant=name, group=_own_group(variants))
+
+
+def _own_group(variants: Variants) -> str:
+    return f"This {variants.noun}"
 
 
 def element(kind: Any) -> tuple[Any, Literal["list", "mapping", ""]]:
-    """What a collection holds, and what sort of collection it is, if one."""
+    """Return what a collection holds, and which sort of collection it is, if one."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in _LISTS or (origin is tuple and inside[-1] is ...):
         return inside[0], "list"
@@ -391,18 +696,20 @@ def element(kind: Any) -> tuple[Any, Literal["list", "mapping", ""]]:
 
 
 def bounds(metadata: Sequence[Any]) -> dict[str, Any]:
-    """The range of a number, by `ge`, `gt`, `le` and `lt`."""
+    """Return the range of a number, by `ge`, `gt`, `le` and `lt`."""
     sides = ((side, getattr(part, side, None)) for part in metadata for side in ("ge", "gt", "le", "lt"))
     return {side: bound for side, bound in sides if bound is not None}
 
 
 def path_type(metadata: Sequence[Any]) -> str:
-    """What a path must be: "file", "dir", "new", or "" for anything."""
+    """Return what a path must be: "file", "dir", "new", or "" for anything."""
     return next((part.path_type for part in metadata if isinstance(part, PathType)), "")
 
 
 def words(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """A field's type for the docs."""
+    """Return a field's type for the docs."""
+    if chosen := next((part for part in metadata if isinstance(part, Variants)), None):
+        return ", ".join(f"`{name}`" for name in chosen)
     inner, sort = element(kind)
     if sort:
         return f"{'NAME=' if sort == 'mapping' else ''}{words(*peel(inner))}, …"
@@ -418,6 +725,43 @@ def words(kind: Any, metadata: Sequence[Any] = ()) -> str:
 # ---- options of a command, made of a class ---------------------------------------------------------------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
+_ARGUMENTS = "netweight.arguments"
+
+
+class SettingsCommand(click.Command):
+    """A command whose help shows options in groups, the settings of the chosen variant, and an example."""
+
+    example: str = ""
+    """A command line for the help; `options` sets it from the settings class."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, and keep the arguments for the help, which comes before any option has a value."""
+        ctx.meta[_ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each group of options under its heading; options of no settings come last, under "Output"."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        rest: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            for group, record in parameter.records(ctx) if isinstance(parameter, _Grouped) else ():
+                groups.setdefault(group, []).append(record)
+            record = None if isinstance(parameter, _Grouped) else parameter.get_help_record(ctx)
+            if record is not None and (record[1] or isinstance(parameter, click.Option)):
+                group = getattr(parameter, "group", "")
+                (groups.setdefault(group, []) if group else rest).append(record)
+        for heading, records in {**groups, "Output": [*groups.get("Output", ()), *rest]}.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the example."""
+        examples = [part.example for part in self.params if isinstance(part, _SetOption) and part.example]
+        example = self.example or next(iter(examples), "")
+        if example:
+            with formatter.section("Example"):
+                formatter.write_text(example)
+        super().format_epilog(ctx, formatter)
 
 
 def options(
@@ -425,16 +769,19 @@ def options(
 ) -> Callable[[F], F]:
     """Give a command one option per field, and `--set` for all of them; it receives one checked instance.
 
+    Use it on a `SettingsCommand` for a help in groups.
+
     Args:
-        kind: The class; where it offers presets, the chosen one's class with what was given over its values.
+        kind: The class.
         into: The command's argument for the instance.
         skip: Fields that this command lacks.
         arguments: Fields that are positional, in this order.
     """
-    known = {leaf.place: leaf for leaf in leaves(kind) if leaf.path[0] not in skip and leaf.place not in skip}
-    named = [leaf for leaf in known.values() if leaf.cli.own and not leaf.extra and leaf.place not in arguments]
-    chosen = {_destination(leaf): leaf for leaf in (*(known[name] for name in arguments), *named)}
-    rest = [place for place, leaf in known.items() if leaf not in chosen.values()]
+    fields = {
+        leaf.place: leaf for leaf in leaves(kind, variants=False) if leaf.path[0] not in skip and leaf.place not in skip
+    }
+    named = [leaf for leaf in fields.values() if leaf.cli.own and leaf.place not in arguments]
+    chosen = {_destination(leaf): leaf for leaf in (*(fields[name] for name in arguments), *named)}
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
@@ -446,14 +793,11 @@ def options(
                 if context.get_parameter_source(name) not in (ParameterSource.DEFAULT, None):
                     _put(values, leaf.path, _value(leaf, value))
             for text in given.pop("set_"):
-                _put(values, *_assignment(text, known))
+                _put(values, *_assignment(text, fields, values))
             return function(*args, **given, **{into: kind.of(values)})
 
-        help_ = "Any setting by its name in recipes" + (
-            f"; those without an option: {', '.join(rest)}." if rest else "."
-        )
-        parameters = [*(_parameter(leaf, kind, leaf.place in arguments) for leaf in chosen.values()),
-                      click.Option(["--set", "set_"], multiple=True, metavar="KEY=VALUE", help=help_)]  # fmt: skip
+        parameters = [*(_parameter(leaf, leaf.place in arguments) for leaf in chosen.values()),
+                      _SetOption(fields, kind.example)]  # fmt: skip
         command.__dict__.setdefault("__click_params__", []).extend(reversed(parameters))
         return cast("F", command)
 
@@ -464,42 +808,140 @@ def _destination(leaf: Leaf) -> str:
     return "__".join(leaf.path)
 
 
-def _parameter(leaf: Leaf, kind: type[Settings], argument: bool) -> click.Parameter:
+def _parameter(leaf: Leaf, argument: bool) -> click.Parameter:
     cli, (inner, sort) = leaf.cli, element(leaf.kind)
-    found: Any = _click_type(leaf.kind, leaf.metadata)
+    shape: Any = _click_type(leaf.kind, leaf.metadata)
     if sort:
-        found = _Pair(inner) if sort == "mapping" else _click_type(*peel(inner))
-    if leaf.place == kind.preset_key:
-        found = click.Choice(list(kind.presets))
+        shape = _Pair(inner) if sort == "mapping" else _click_type(*peel(inner))
+    if leaf.variants is not None:
+        shape = _VariantName(leaf.variants)
     if cli.comma:
-        found, sort = _Comma(found), ""
+        shape, sort = _Comma(shape), ""
     if cli.type is not None:
-        found, sort = cli.type, ""
-    about: dict[str, Any] = {"type": found, "required": leaf.required, "envvar": cli.envvar}
+        shape, sort = cli.type, ""
+    about: dict[str, Any] = {"type": shape, "required": leaf.required, "envvar": cli.envvar}
     if argument:
         metavar = cli.metavar or leaf.path[-1].upper()
         return click.Argument([_destination(leaf)], nargs=-1 if sort else 1, metavar=metavar, **about)
     flag = leaf.flag
     if leaf.kind is bool:
         about |= {"type": None, "is_flag": True}
-        starts: list[Any] = [kind, *kind.presets.values()]
-        flag += "" if all(leaf.default(each) is False for each in starts) else f"/--no-{flag.removeprefix('--')}"
-    return _Option(
+        flag += "" if leaf.default is False else f"/--no-{flag.removeprefix('--')}"
+    return _SettingOption(
         [*([cli.short] if cli.short else []), flag, _destination(leaf)], default=None, multiple=bool(sort),
-        metavar=cli.metavar, hidden=cli.hidden, help=leaf.field.description, shown=leaf.shown_default(kind), **about,
+        metavar=cli.metavar, hidden=cli.hidden, help=leaf.field.description, leaf=leaf, **about,
     )  # fmt: skip
 
 
-class _Option(click.Option):
+class _Grouped:
+    """A parameter that writes its own rows of the help."""
+
+    def records(self, ctx: click.Context) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Yield pairs of a heading and a row under it."""
+        raise NotImplementedError
+
+
+class _SettingOption(click.Option):
     """An option that shows a default without setting it, so that what is not given stays so."""
 
-    def __init__(self, *names: Any, shown: str, **more: Any) -> None:
+    def __init__(self, *names: Any, leaf: Leaf, **more: Any) -> None:
         super().__init__(*names, **more)
-        self.shown = shown
+        self.leaf, self.group = leaf, leaf.group
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         extra = super().get_help_extra(ctx)
-        return {**extra, "default": self.shown} if self.shown else extra
+        shown = self.leaf.text(_default_here(self.leaf, ctx))
+        return {**extra, "default": shown} if shown else extra
+
+
+class _SetOption(click.Option, _Grouped):
+    """`--set KEY=VALUE`: any setting by its place, for those without an option of their own the only way."""
+
+    def __init__(self, fields: Mapping[str, Leaf], example: str) -> None:
+        super().__init__(["--set", "set_"], multiple=True, metavar="KEY=VALUE", help="Any setting by its recipe key.")
+        self.fields, self.example = fields, example
+
+    def records(self, ctx: click.Context) -> Iterator[tuple[str, tuple[str, str]]]:
+        own = [leaf for leaf in self.fields.values() if not leaf.cli.own and not leaf.cli.hidden]
+        chosen = [leaf for variants, name in _chosen_names(ctx, self.fields) for leaf in variant_leaves(variants, name)]
+        for leaf in own:
+            yield leaf.group, self._row(leaf, ctx)
+        yield (own[-1].group if own else "Options"), cast("tuple[str, str]", self.get_help_record(ctx))
+        names = {name: variants.noun for variants, name in _chosen_names(ctx, self.fields)}
+        for leaf in chosen:
+            yield f"This {names[leaf.variant]}: {leaf.variant}", self._row(leaf, ctx)
+
+    def _row(self, leaf: Leaf, ctx: click.Context) -> tuple[str, str]:
+        limits = bounds(leaf.metadata)
+        extra = [f"default: {shown}"] if (shown := leaf.text(_default_here(leaf, ctx))) else []
+        extra += [click.FloatRange(low, high, "gt" in limits, "lt" in limits)._describe_range()
+                  for low, high in [(limits.get("gt", limits.get("ge")), limits.get("lt", limits.get("le")))]
+                  if limits]  # fmt: skip
+        extra += ["required"] * leaf.required
+        metavar = leaf.cli.metavar or {int: "INTEGER", float: "NUMBER", bool: "true|false", str: "TEXT"}.get(leaf.kind)
+        if get_origin(leaf.kind) is Literal:
+            metavar = "|".join(map(str, get_args(leaf.kind)))
+        text = " ".join((leaf.field.description or "").split())
+        more = f"  [{'; '.join(extra)}]" if extra else ""
+        return f"--set {leaf.place}={metavar or 'VALUE'}", f"{text}{more}"
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offer the keys, those of the chosen variants included, and after `KEY=` the values of a choice."""
+        known = {leaf.place: leaf for leaf in self.fields.values()}
+        for variants, name in _chosen_names(ctx, self.fields):
+            known |= {leaf.place: leaf for leaf in variant_leaves(variants, name)}
+        key, equals, start = incomplete.partition("=")
+        if not equals:
+            return [CompletionItem(f"{place}=", help=leaf.field.description) for place, leaf in known.items()
+                    if place.startswith(key)]  # fmt: skip
+        choices: Sequence[Any] = ()
+        if key in known:
+            leaf = known[key]
+            choices = (leaf.variants and list(leaf.variants)) or (
+                get_args(leaf.kind) if get_origin(leaf.kind) is Literal else ("true", "false") * (leaf.kind is bool)
+            )
+        return [CompletionItem(f"{key}={choice}") for choice in choices if str(choice).startswith(start)]
+
+
+def _chosen_names(ctx: click.Context, fields: Mapping[str, Leaf]) -> Iterator[tuple[Variants, str]]:
+    """The variants that a command line chooses, which may be incomplete, or those of the defaults."""
+    given = dict(ctx.params)
+    if _ARGUMENTS in ctx.meta and isinstance(ctx.command, SettingsCommand):
+        try:
+            given |= ctx.command.make_parser(ctx).parse_args(list(ctx.meta[_ARGUMENTS]))[0]
+        except click.UsageError:
+            pass  # the help comes all the same, for the defaults
+    for leaf in fields.values():
+        if leaf.variants is not None:
+            name = given.get(_destination(leaf)) or leaf.default
+            if isinstance(name, Settings):
+                name = leaf.variants.name_of(name)
+            if isinstance(name, str) and name in leaf.variants:
+                yield leaf.variants, name
+
+
+def _default_here(leaf: Leaf, ctx: click.Context) -> Any:
+    """The default under the variants that a command line chooses."""
+    if leaf.variant or isinstance(leaf.default, Settings):
+        return leaf.default
+    fields = {each.leaf.place: each.leaf for each in ctx.command.params if isinstance(each, _SettingOption)}
+    for variants, name in _chosen_names(ctx, fields):
+        if len(leaf.path) == 1 and leaf.place in variants[name].recommended:
+            return variants[name].recommended[leaf.place]
+    return leaf.default
+
+
+class _VariantName(click.Choice[str]):
+    """The name of a variant; a wrong one is answered with the nearest."""
+
+    def __init__(self, variants: Variants) -> None:
+        super().__init__(list(variants))
+        self.variants = variants
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value not in self.variants:
+            self.fail(f"there is no {self.variants.noun} {value!r}. {nearest(str(value), self.variants)}", param, ctx)
+        return value
 
 
 def _click_type(kind: Any, metadata: Sequence[Any]) -> click.ParamType[Any]:
@@ -532,7 +974,7 @@ class _Comma(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no arg
             return [self.inner.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip()]
         except click.BadParameter as error:
             numbers = isinstance(self.inner, type(click.INT) | type(click.FLOAT))
-            self.fail(f"{value!r} is no list of {'numbers' if numbers else 'values'}. {error.message}", param, ctx)
+            self.fail(f"{value!r} is not a list of {'numbers' if numbers else 'values'}. {error.message}", param, ctx)
 
 
 class _Pair(click.ParamType):  # type: ignore[type-arg]
@@ -570,16 +1012,43 @@ def _scalar(text: str) -> Any:
         return text
 
 
-def _assignment(text: str, known: Mapping[str, Leaf]) -> tuple[list[str], Any]:
+def _assignment(text: str, fields: Mapping[str, Leaf], values: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
     """Read KEY=VALUE; a field of text or a path takes the value as it is written, others as YAML."""
-    place, equals, value = text.partition("=")
-    place = place.strip().replace("-", "_")
+    key, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set {text!r} has no value.", cure="Write it as KEY=VALUE.")
-    if place not in known and not any(each.startswith(f"{place}.") for each in known):
-        raise not_found(f"--set {text!r}: there is no setting {place!r}.", place, known)
-    as_written = place in known and known[place].kind in (str, Path) and value != "null"
-    return place.split("."), value if as_written else _scalar(value)
+    place = _underscored(key.strip())
+    known = {_underscored(leaf.place): leaf for leaf in fields.values()}
+    for leaf in fields.values():
+        if leaf.variants is None:
+            continue
+        name = place.removeprefix(_underscored("".join(f"{part}." for part in leaf.path[:-1]))).partition(".")[0]
+        if variant := leaf.variants.canonical(name):
+            known |= {_underscored(each.place): each for each in variant_leaves(leaf.variants, variant, leaf.path[:-1])}
+    if place not in known:
+        outer = next((leaf for each, leaf in known.items() if each.startswith(f"{place}.")), None)
+        if outer is None:
+            raise _no_such_setting(text, place, fields, values)
+        return outer.path[: place.count(".") + 1], _scalar(value)
+    as_written = known[place].kind in (str, Path) and value != "null"
+    return known[place].path, value if as_written or known[place].variants else _scalar(value)
+
+
+def _underscored(place: str) -> str:
+    return place.replace("-", "_")
+
+
+def _no_such_setting(text: str, place: str, fields: Mapping[str, Leaf], values: Mapping[str, Any]) -> NetweightError:
+    """The error for an unknown key, which names the settings of the chosen variants, too."""
+    known = list(fields)
+    for leaf in fields.values():
+        name = values.get(leaf.place, leaf.default) if leaf.variants is not None else None
+        if leaf.variants is not None and isinstance(name, str) and name in leaf.variants:
+            known += [each.place for each in variant_leaves(leaf.variants, name, leaf.path[:-1])]
+    same = [each for each in known if _underscored(each).rpartition(".")[2] == place]
+    if same:
+        return NameNotFound(f"--set {text!r}: there is no setting {place!r}.", cure=f"Write it as {same[0]}.")
+    return not_found(f"--set {text!r}: there is no setting {place!r}.", place, known)
 
 
 def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:

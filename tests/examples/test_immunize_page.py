@@ -21,11 +21,11 @@ def test_the_page_s_example_unlearns_step_by_step():
 
 
 def test_the_page_names_every_defense():
-    from netweight.methods.immunize.settings import ImmunizeSettings
+    from netweight.methods.immunize.settings import DEFENSES
 
     section = PAGE.read_text().split("\n## Defenses\n")[1].split("\n## ")[0]
     rows = "\n".join(line for line in section.splitlines() if line.startswith("| `"))
-    assert set(re.findall(r"`([a-z][a-z0-9-]+)`", rows)) == set(ImmunizeSettings.presets)
+    assert set(re.findall(r"`([a-z][a-z0-9-]+)`", rows)) == set(DEFENSES)
 
 
 def test_the_page_tells_the_order_of_defenses_as_it_was_measured():

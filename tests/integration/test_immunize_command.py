@@ -76,10 +76,11 @@ CORRECTED["norms"], REFERENCE["norms"] = 3.0, None
 def test_every_setting_of_repnoise_is_set_by_the_command_and_by_a_recipe_and_recorded(case, tmp_path, own):
     write(tmp_path / "few.jsonl", PAIRS[:4])
     training = {"batch_size": 4, "warmup": 0.5, "clip": 2.0, "context": 48, "measure_every": 1}
-    given = [f"--set={name}={'null' if value is None else value}" for name, value in (own | training).items()]
+    every = {f"repnoise.{name}": value for name, value in own.items()} | training
+    given = [f"--set={name}={'null' if value is None else value}" for name, value in every.items()]
     answer = call(case, tmp_path / "by-command", "--pairs", tmp_path / "few.jsonl", *given)
     assert answer.exit_code == 0, answer.output
-    settings = {"pairs": str(tmp_path / "few.jsonl"), "lr": 3e-3, **training, **own}
+    settings = {"pairs": str(tmp_path / "few.jsonl"), "lr": 3e-3, **training, "repnoise": own}
     recipe = {"subject": str(case / "model"), "treatments": [{"immunize": settings}], "output": str(tmp_path / "out")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     ran = CliRunner().invoke(netweight, ["run", str(tmp_path / "recipe.yaml"), "--json"])
@@ -95,15 +96,16 @@ def test_every_setting_of_repnoise_is_set_by_the_command_and_by_a_recipe_and_rec
 def test_settings_of_other_defenses_are_set_too_and_only_theirs(case, tmp_path):
     write(tmp_path / "few.jsonl", PAIRS[:4])
     for defense, option, own in (
-        ("vaccine", "rho=3", {"rho": 3.0, "share": 1.0}),
-        ("random-weights", "std=0.1", {"std": 0.1}),
+        ("vaccine", "vaccine.rho=3", {"rho": 3.0, "share": 1.0}),
+        ("random-weights", "random-weights.std=0.1", {"std": 0.1}),
     ):
         more = ("--pairs", tmp_path / "few.jsonl", "--batch-size", "4", "--defense", defense, "--set", option)
         answer = call(case, tmp_path / defense, *more)
         assert answer.exit_code == 0, answer.output
         assert Record.read(tmp_path / defense / "immunize.json").options == own
-    answer = call(case, tmp_path / "none", "--set", "rho=3")
-    assert (answer.exit_code, "rho: there is no such key" in answer.output) == (2, True)
+    answer = call(case, tmp_path / "none", "--set", "vaccine.rho=3")
+    refused = "vaccine: belongs to the defense 'vaccine', and the defense is 'repnoise'" in answer.output
+    assert (answer.exit_code, refused) == (2, True)
 
 
 def test_the_same_command_goes_on_where_it_was_killed(case, tmp_path):

@@ -22,7 +22,7 @@ from netweight.data.tokens import (  # noqa: E402
 )
 from netweight.errors import TrainingStopped, Unsupported, UsageError  # noqa: E402
 from netweight.methods.immunize.defense import collate_pairs, response_loss  # noqa: E402
-from netweight.methods.immunize.settings import TAR, RepNoise, SafetyTraining  # noqa: E402
+from netweight.methods.immunize.settings import TAR, RepNoise, RepNoiseReference, SafetyTraining  # noqa: E402
 from netweight.methods.immunize.train import immunize  # noqa: E402
 from netweight.plugins.immunize_trainer import ImmunizeTrainer, PairCollator  # noqa: E402
 
@@ -48,7 +48,7 @@ def trainer(folder, model=None, data=None, config=RepNoise(), retain=(), evaluat
 
 @pytest.mark.parametrize("fidelity", ["corrected", "reference"])
 def test_one_update_is_that_of_the_loss(tmp_path, fidelity):
-    config = RepNoise.reference() if fidelity == "reference" else RepNoise(beta=0.4)
+    config = RepNoiseReference() if fidelity == "reference" else RepNoise(beta=0.4)
     pairs, plain = some_pairs(4), decoder()
     options = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0}
     run = trainer(tmp_path, data=rows(pairs), config=config, train_sampling_strategy="sequential", **options)

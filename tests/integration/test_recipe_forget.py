@@ -91,7 +91,7 @@ def test_an_attack_alone_takes_its_base_from_the_recipe(done, monkeypatch):
     )
     answer = CliRunner().invoke(netweight, ["run", "wrong.yaml", "--subject", edited])
     assert answer.exit_code == 2
-    assert "targets: Path does not point to a file" in answer.stderr
+    assert "is not an existing file" in answer.stderr
     Path("wrong.yaml").write_text(text.replace("{rates: [0.3, 1.0]}", "{stepz: 200}"))
     answer = CliRunner().invoke(netweight, ["run", "wrong.yaml", "--subject", edited])
     assert "search.stepz: there is no such key. Nearest: steps" in answer.stderr

@@ -86,13 +86,13 @@ output: out
     answer = run("recipe.yaml")
     assert answer.exit_code == 2
     for expected in (
-        "treatments.0.immunize.pairs: Path does not point to a file, not 'nowhere.jsonl'",
-        "treatments.0.immunize.epochs: Input should be greater than or equal to 1, not 0",
+        "treatments.0.immunize.pairs: 'nowhere.jsonl' is not an existing file",
+        "treatments.0.immunize.epochs: must be at least 1, not 0",
         "treatments.1.immunize.defense: there is no defense 'repnoize'. Nearest: repnoise",
         "treatments.2.immunize.pears: there is no such key. Nearest: pairs",
         "attacks.0: there is no attack 'fintune'. Nearest: finetune",
-        "attacks.1.finetune.grid: Input should be 'adaptive', 'quick' or 'paper', not 'huge'",
-        "attacks.1.finetune.lr.0: Input should be greater than 0, not 0",
+        "attacks.1.finetune.grid: must be 'adaptive', 'quick' or 'paper', not 'huge'",
+        "attacks.1.finetune.lr.0: must be greater than 0, not 0",
         "attacks.2.finetune: benign_share mixes benign rows in",
     ):
         assert expected in answer.stderr

@@ -196,7 +196,7 @@ def test_what_cannot_be_meant_is_refused(original):
         SearchSettings(steps=0, lr=-1)
     with pytest.raises(UsageError, match="looks must ascend"):
         SearchSettings(looks=(5, 3))
-    with pytest.raises(UsageError, match=r"starts.0: Input should be 'original', 'unrelated', 'noise', 'soft'"):
+    with pytest.raises(UsageError, match=r"starts.0: must be 'original', 'unrelated', 'noise', 'soft'"):
         SearchSettings(starts=("elsewhere",))
     with pytest.raises(UsageError, match="once each"):
         SearchSettings(starts=("noise", "noise"))

@@ -29,14 +29,13 @@ from netweight.methods.immunize.baselines import (
 )
 from netweight.methods.immunize.defense import Defense, Term, collate_pairs, response_loss
 from netweight.methods.immunize.settings import (
+    DEFENSES,
     Distillation,
-    ImmunizeSettings,
     RepNoise,
     SafetyTraining,
     SecurityVectors,
     TrainingSettings,
     Vaccine,
-    named_defense,
 )
 from netweight.methods.immunize.train import CHECKPOINT, RECORD, Record, defense_of, immunize
 from netweight.nn.hooks import capture
@@ -55,7 +54,7 @@ def sides(model, pairs):
         return response_loss(model, batch.harmless).item(), response_loss(model, batch.harmful).item()
 
 
-@pytest.mark.parametrize("name", ImmunizeSettings.presets)
+@pytest.mark.parametrize("name", DEFENSES)
 def test_every_defense_does_what_its_loss_says(name):
     pairs, model = some_pairs(8), decoder("gpt2")
     kept = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9))]
@@ -261,7 +260,7 @@ def test_bad_rows_are_refused_before_any_work():
     for wrong in ({"lr": 0}, {"lr": math.nan}, {"epochs": 0}, {"clip": 0}, {"warmup": 2}, {"batch_size": 0}):
         with pytest.raises(UsageError):
             TrainingSettings(**wrong)
-    for wrong in (lambda: SecurityVectors(rank=0), lambda: named_defense("vacine")):
+    for wrong in (lambda: SecurityVectors(rank=0), lambda: DEFENSES["vacine"]):
         with pytest.raises(UsageError):
             wrong()
     assert weights(model) == before

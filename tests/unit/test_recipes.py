@@ -194,9 +194,9 @@ output: recipe.yaml
         "subjet: there is no such key. Nearest: subject",
         "treatments.0: there is no treatment 'compres'. Nearest: compress",
         "treatments.1.repeat.time: there is no such key. Nearest: times",
-        "treatments.2.repeat.times: Input should be a valid integer",
+        "treatments.2.repeat.times: must be an integer",
         "treatments.3: write a treatment as",
-        "treatments.4.compress.level: Input should be 'fast', 'default' or 'max', not 'maximal'",
+        "treatments.4.compress.level: must be 'fast', 'default' or 'max', not 'maximal'",
         "subject: nowhere does not exist",
         "output: recipe.yaml is a file",
     ):
@@ -213,9 +213,9 @@ output: recipe.yaml
         ("? [a]\n: b", "not valid YAML"),
         ("subject: !!python/object/apply:os.getcwd []", "not valid YAML"),
         ("subject: subject\noutput: out\ntreatments: []", "treatments: Tuple should have at least 1 item"),
-        ("subject: subject\noutput: out\ntreatments: repeat", "treatments: Input should be a valid tuple"),
+        ("subject: subject\noutput: out\ntreatments: repeat", "treatments: must be a list"),
         ("output: out\ntreatments: [repeat]", "subject: is missing"),
-        (GOOD + "seed: x", "seed: Input should be a valid integer"),
+        (GOOD + "seed: x", "seed: must be an integer"),
         (GOOD + "audits: [lenght]", "no treatment of this recipe has an audit 'lenght'. Nearest: length"),
         (GOOD.replace("out\n", "subject/out\n"), "lies inside the subject"),
     ],
@@ -311,7 +311,7 @@ def test_some_chapters_and_what_is_wrong_with_them():
     assert only.seed == 4
     with pytest.raises(NameNotFound, match=r"no chapter 'trice'. Nearest: thrice"):
         read_recipe("recipe.yaml", only=["trice"])
-    with pytest.raises(UsageError, match=r"chapters\.thrice\.treatments\.0\.repeat\.times: Input should"):
+    with pytest.raises(UsageError, match=r"chapters\.thrice\.treatments\.0\.repeat\.times: must be"):
         read_recipe(write(CHAPTERS.replace("times: 3", "times: many")))
     with pytest.raises(UsageError, match=r"chapters\.once\.question: is missing"):
         read_recipe(write(CHAPTERS.replace("    question: How long is it?\n", "", 1)))

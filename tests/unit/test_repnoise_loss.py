@@ -34,7 +34,7 @@ from netweight.methods.immunize.repnoise import (
     squared_distances,
     unbiased_mmd,
 )
-from netweight.methods.immunize.settings import RepNoise
+from netweight.methods.immunize.settings import RepNoise, RepNoiseReference
 
 
 def number(tensor):
@@ -277,7 +277,7 @@ def published_loss(model, batch, alpha, beta, generator):
 def test_the_reference_loss_is_the_published_one(family, pad):
     model = decoder(family).double()
     batch = collate_pairs(some_pairs(), pad_id=pad, aligned=True)
-    config = RepNoise.reference(alpha=1.5, beta=0.3)
+    config = RepNoiseReference(alpha=1.5, beta=0.3)
     found = repnoise_loss(model, batch, config, generator=drawn())
     expected = published_loss(model, batch, 1.5, 0.3, drawn())
     for one, other in zip((found.retain, found.noise, found.ascent, found.total), expected, strict=True):
@@ -292,10 +292,10 @@ def test_the_reference_loss_is_the_published_one(family, pad):
 def test_the_reference_needs_sides_that_can_be_compared():
     pairs = [Pair((1, 2), (3,), (4, 5, 6))]
     with pytest.raises(UsageError, match="aligned=True"):
-        repnoise_loss(decoder(), collate_pairs(pairs, pad_id=0), RepNoise.reference())
+        repnoise_loss(decoder(), collate_pairs(pairs, pad_id=0), RepNoiseReference())
     equal = collate_pairs([Pair((1, 2), (3,), (3,))], pad_id=0, aligned=True)
     with pytest.raises(UsageError, match="differ in no token"):
-        repnoise_loss(decoder(), equal, RepNoise.reference())
+        repnoise_loss(decoder(), equal, RepNoiseReference())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

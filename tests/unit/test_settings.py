@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import click
 import pytest
 import yaml
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from pydantic import BeforeValidator, DirectoryPath, Field, FilePath, NewPath
 
 from netweight.core.files import canonical_json, digest_config
 from netweight.errors import NameNotFound, UsageError
-from netweight.settings import Cli, Settings, leaves, options
+from netweight.settings import Cli, Settings, SettingsCommand, Variants, leaves, options
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the dev extra")
 
@@ -167,7 +168,7 @@ def test_replace_changes_one_field_and_checks_it(settings, name, data):
     changed = settings.replace(**{name: value})
     assert getattr(changed, name) == value
     assert changed.replace(**{name: getattr(settings, name)}) == settings
-    with pytest.raises(UsageError, match="count: Input should be greater than or equal to 1, not 0"):
+    with pytest.raises(UsageError, match="count: must be at least 1, not 0"):
         settings.replace(count=0)
 
 
@@ -206,19 +207,19 @@ def test_all_that_is_wrong_is_said_at_once():
         All(rows="nothing", count=0, kidn="slow", look={"step": 3, "timing": "late"})
     assert str(refused.value).splitlines() == [
         "5 settings are wrong:",
-        "  rows: Path does not point to a file, not 'nothing'.",
-        "  count: Input should be greater than or equal to 1, not 0.",
-        "  look.timing: Input should be 'paper' or 'code', not 'late'.",
+        "  rows: 'nothing' is not an existing file.",
+        "  count: must be at least 1, not 0.",
+        "  look.timing: must be 'paper' or 'code', not 'late'.",
         "  look.step: there is no such key. Nearest: steps, timing.",
         "  kidn: there is no such key. Nearest: kind, plain.",
     ]
     with pytest.raises(UsageError, match=r"^treatments\.0\.all\.rows: is missing\.$"):
         All.of({}, where="treatments.0.all")
-    with pytest.raises(UsageError, match=r"^treatments\.0\.all: Input should be a valid dictionary"):
+    with pytest.raises(UsageError, match=r"^treatments\.0\.all: must be a mapping of names to values"):
         All.of(3, where="treatments.0.all")
     problems = []
     assert All.checked({"rates": [1, 0]}, "a.", problems) is None
-    assert problems == ["a.rows: is missing.", "a.rates.1: Input should be greater than 0, not 0."]
+    assert problems == ["a.rows: is missing.", "a.rates.1: must be greater than 0, not 0."]
 
 
 class Ordered(Settings):
@@ -250,61 +251,194 @@ def test_what_fields_must_satisfy_together():
 
 
 class Defense(Settings):
-    """A defense."""
-
-    rows: FilePath = Field(description="Pairs.")
-    defense: str = Field("noise", description="Which defense.")
-    lr: float = Field(2e-5, gt=0, description="Learning rate.")
+    """Settings of one defense."""
 
 
 class Noise(Defense):
-    """Noise."""
+    """Turn representations to noise."""
 
-    alpha: float = Field(1.0, ge=0, description="Weight of the ascent.")
-    lens_layers: int | None = Field(None, ge=0, description="Layers; all by default.")
-    fidelity: Literal["corrected", "reference"] = Field("corrected", description="The published code's numbers.")
-
-
-class Vaccine(Defense):
-    """Vaccine."""
-
-    rho: float = Field(description="Size of the perturbation.")
+    alpha: float = Field(1.0, ge=0)
+    """Weight of the ascent."""
+    lens_layers: int | None = Field(None, ge=0)
+    """Layers;
+    all by default."""
+    fidelity: Literal["corrected", "reference"] = "corrected"
+    """Whether the published code's numbers come out."""
 
 
-Defense.offer(
-    "defense",
-    {
-        "noise": Noise.partial(),
-        "noise-reference": Noise.partial(fidelity="reference"),
-        "vaccine": Vaccine.partial(rho=1.0, lr=1e-3),
-    },
+class NoiseReference(Noise, defaults={"fidelity": "reference"}):
+    """The published loss."""
+
+
+class Vaccine(Defense, recommended={"lr": 1e-3}):
+    """Perturb states while training."""
+
+    rho: float = Field(1.0, gt=0)
+    """Size of the perturbation."""
+
+
+class Plain(Defense):
+    """Train on harmless answers."""
+
+
+DEFENSES = Variants(
+    "defense", {name.__name__.lower(): f"{__name__}:{name.__qualname__}" for name in (Noise, Vaccine, Plain)}
 )
+DEFENSES.register("noise-reference", NoiseReference)
 
 
-def test_presets_give_way_to_what_is_given_and_to_nothing_else():
-    call = command(Defense, arguments=("rows",))
-    assert call(HERE) == Noise(rows=HERE)
-    assert call(HERE, "--set", "lens_layers=8").lens_layers == 8
-    assert call(HERE, "--defense", "noise-reference", "--lr", "1") == Noise(
-        rows=HERE, defense="noise-reference", fidelity="reference", lr=1
-    )
+class Immunize(Settings):
+    """Train a defense."""
+
+    options_group = "Training"
+    example = "immunize PAIRS --defense vaccine --set vaccine.rho=3"
+
+    rows: Annotated[FilePath, Cli(group="Files")]
+    """Pairs."""
+    lr: float = Field(2e-5, gt=0)
+    """Learning rate."""
+    warmup: Annotated[float, Cli(own=False)] = Field(0.1, ge=0, le=1)
+    """Share of the steps over which the rate rises."""
+    defense: Annotated[Defense, DEFENSES] = Field("noise", validate_default=True)
+    """Defense to train."""
+
+
+class Several(Settings):
+    """Settings that hold settings with variants."""
+
+    first: Immunize
+
+
+def test_a_variant_is_chosen_by_name_and_its_settings_lie_under_that_name():
+    call = command(Immunize, arguments=("rows",))
+    assert call(HERE) == Immunize(rows=HERE) == Immunize(rows=HERE, defense=Noise())
+    assert call(HERE, "--set", "noise.lens_layers=8").defense == Noise(lens_layers=8)
+    chosen = call(HERE, "--defense", "noise-reference", "--lr", "1", "--set", "noise-reference.alpha=2")
+    assert chosen == Immunize(rows=HERE, defense=NoiseReference(alpha=2), lr=1)
+    assert chosen.defense.fidelity == "reference"
+    assert chosen == Immunize(rows=HERE, lr=1, defense="noise-reference", noise_reference={"alpha": 2})
+    assert chosen.replace(noise_reference={"alpha": 3}).defense.alpha == 3
+    assert chosen.replace(defense="plain").defense == Plain()
+    assert chosen.to_json() == {
+        "rows": HERE.as_posix(), "lr": 1.0, "warmup": 0.1, "defense": "noise-reference",
+        "noise-reference": {"alpha": 2.0, "lens_layers": None, "fidelity": "reference"},
+    }  # fmt: skip
+    assert chosen.given_json() == {
+        "rows": HERE.as_posix(), "lr": 1.0, "defense": "noise-reference", "noise-reference": {"alpha": 2.0},
+    }  # fmt: skip
+    for settings in (chosen, call(HERE), call(HERE, "--defense", "plain"), call(HERE, "--defense", "vaccine")):
+        assert Immunize.of(json.loads(json.dumps(settings.to_json()))) == settings
+        assert Immunize.of(settings.given_json()) == settings == pickle.loads(pickle.dumps(settings))
+        jsonschema.Draft202012Validator(Immunize.json_schema()).validate(settings.to_json())
+        assert settings.digest() == digest_config(settings)
+
+
+def test_a_variant_recommends_defaults_of_the_settings_around_it():
+    call = command(Immunize, arguments=("rows",))
+    assert call(HERE).lr == 2e-5
     assert call(HERE, "--defense", "vaccine").lr == 1e-3
     assert call(HERE, "--defense", "vaccine", "--lr", "2e-5").lr == 2e-5  # the class's default, but given
-    assert Defense.of({"rows": HERE, "defense": "vaccine", "rho": 3}).rho == 3
-    assert Noise.presets == {}
-    assert Defense.of(call(HERE, "--defense", "vaccine").to_json()) == call(HERE, "--defense", "vaccine")
-    with pytest.raises(UsageError, match=r"a\.defense: there is no defense 'vacine'\. Nearest: vaccine"):
-        Defense.of({"rows": HERE, "defense": "vacine"}, where="a")
-    with pytest.raises(UsageError, match="alpha: there is no such key"):
-        call(HERE, "--defense", "vaccine", "--set", "alpha=1")
-    with pytest.raises(UsageError, match="lr: Input should be greater than 0"):
-        Vaccine.partial(lr=0)
-    text = call("--help")
-    assert "[noise|noise-reference|vaccine]" in text
-    assert "[default: 2e-05; 0.001 for vaccine; x>0]" in text
-    assert "without an option: alpha, lens_layers, fidelity, rho." in " ".join(text.split())
-    assert set(Defense.json_schema()["properties"]) == set(Noise.model_fields) | {"rho"}
-    assert "| `--set lens_layers=` | integer ≥ 0 |  | Layers; all by default. |" in Defense.table()
+    assert "lr" not in call(HERE, "--defense", "vaccine").given
+    assert call(HERE, "--defense", "vaccine").replace(defense="noise").lr == 2e-5
+    assert call(HERE, "--set", "defense=vaccine").lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"defense": "vacine"}, r"there is no defense 'vacine'\. Nearest: vaccine"),
+        ({"defense": 3}, "there is no defense 3"),
+        ({"defense": "vaccine", "noise": {}}, "noise: belongs to the defense 'noise', and the defense is 'vaccine'"),
+        ({"vaccine": {"rho": 2}}, "vaccine: belongs to the defense 'vaccine', and the defense is 'noise'"),
+        ({"noise": {"alpa": 1}}, r"noise\.alpa: there is no such key\. Nearest: alpha"),
+        ({"noise": {"alpha": -1}}, r"noise\.alpha: must be at least 0, not -1"),
+        ({"noise": 3}, "noise: must be a mapping"),
+        ({"nois": {}}, r"nois: there is no such key\. Nearest: noise"),
+        ({"alpha": 3}, "alpha: there is no such key"),
+    ],
+)
+def test_wrong_variants_and_keys_are_named(values, message):
+    with pytest.raises(UsageError, match=message):
+        Immunize.of({"rows": HERE, **values})
+    with pytest.raises(UsageError) as refused:
+        Several.of({"first": {"rows": HERE, **values}}, where="steps.0")
+    assert re.match(rf"steps\.0\.first\.(defense: )?{message}", str(refused.value))
+
+
+def test_an_unregistered_variant_is_refused():
+    class Mine(Noise):
+        """One of one's own."""
+
+    with pytest.raises(UsageError, match="Mine is not a registered defense"):
+        Immunize(rows=HERE, defense=Mine())
+    with pytest.raises(UsageError, match="There is a defense 'noise' already"):
+        DEFENSES.register("noise", Mine)
+    with pytest.raises(NameNotFound, match=r"no defense 'nose'\. Nearest: noise"):
+        DEFENSES["nose"]
+
+
+def test_wrong_keys_of_variants_on_the_command_line():
+    call = command(Immunize, arguments=("rows",))
+    assert "there is no defense 'vacine'. Nearest: vaccine" in call(HERE, "--defense", "vacine")
+    for arguments, message in (
+        (("--set", "alpha=1"), "there is no setting 'alpha'. Write it as noise.alpha."),
+        (("--set", "noise.alpa=1"), "there is no setting 'noise.alpa'. Nearest: noise.alpha"),
+        (("--defense", "vaccine", "--set", "noise.alpha=1"), "noise: belongs to the defense 'noise'"),
+        (("--set", "noise.alpha=x"), "noise.alpha: must be a number, not 'x'."),
+    ):
+        with pytest.raises(UsageError, match=re.escape(message)):
+            call(HERE, *arguments)
+
+
+def test_help_has_groups_of_the_chosen_variant_and_an_example():
+    @click.command(cls=SettingsCommand)
+    @options(Immunize)
+    @click.option("--card", is_flag=True, help="Write a card.")
+    def run(settings, card):
+        """Train."""
+
+    def shown(*arguments):
+        return CliRunner().invoke(run, [*arguments, "--help"], terminal_width=200).output
+
+    text = shown()
+    headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert headings == ["Files", "Training", "This defense: noise", "Output", "Example"]
+    flat = " ".join(text.split())
+    for part in (
+        "--defense [noise|vaccine|plain|noise-reference]", "--lr FLOAT RANGE Learning rate. [default: 2e-05; x>0]",
+        "--set warmup=NUMBER Share of the steps over which the rate rises. [default: 0.1; 0<=x<=1]",
+        "--set noise.alpha=NUMBER Weight of the ascent. [default: 1.0; x>=0]", "Layers; all by default.",
+        "--set noise.fidelity=corrected|reference", Immunize.example,
+    ):  # fmt: skip
+        assert part in flat, part
+    assert "vaccine.rho" not in text.replace(Immunize.example, "")
+    flat = " ".join(shown("--defense", "vaccine").split())
+    assert "--set vaccine.rho=NUMBER Size of the perturbation. [default: 1.0; x>0]" in flat
+    assert "[default: 0.001; x>0]" in flat
+    assert "[default: vaccine]" not in flat
+
+
+def test_shell_completion_offers_choices_and_keys():
+    @click.command(cls=SettingsCommand)
+    @options(Immunize)
+    def run(settings):
+        """Train."""
+
+    def offered(arguments, incomplete):
+        return [item.value for item in ShellComplete(run, {}, "run", "_X").get_completions(arguments, incomplete)]
+
+    assert offered(["--defense"], "v") == ["vaccine"]
+    assert offered(["--set"], "noise.a") == ["noise.alpha="]
+    assert offered(["--defense", "vaccine", "--set"], "vac") == ["vaccine.rho="]
+    assert offered(["--set"], "noise.fidelity=r") == ["noise.fidelity=reference"]
+
+
+def test_tables_list_all_variants():
+    table = Immunize.table()
+    assert "| `--defense` | `noise`, `vaccine`, `plain`, `noise-reference` | noise | Defense to train. |" in table
+    assert "| `--set noise.lens_layers=` | integer ≥ 0 |  | Layers; all by default. |" in table
+    assert "| `--set noise-reference.fidelity=` | `corrected`, `reference` | reference |" in table
+    assert [leaf.place for leaf in leaves(Immunize) if leaf.variant == "vaccine"] == ["vaccine.rho"]
 
 
 def test_nested_settings_that_may_be_missing():
@@ -332,7 +466,7 @@ def test_a_number_or_a_file():
     call = command(Limit)
     assert call("--threshold", "0.5").threshold == 0.5
     assert call("--threshold", HERE).threshold == HERE
-    with pytest.raises(UsageError, match=r"threshold: Path does not point to a file, not 'nothing'\."):
+    with pytest.raises(UsageError, match=r"threshold: 'nothing' is not an existing file\."):
         call("--threshold", "nothing")
 
 
@@ -358,7 +492,7 @@ def test_help_says_types_ranges_and_defaults():
         "--also NAME=FOLDER",
         "--weights NAME=NUMBER",
         "--steps INTEGER RANGE Steps of the schedule. [default: 20; x>=2]",
-        "--set KEY=VALUE Any setting by its name in recipes; those without an option: inside.",
+        "--set KEY=VALUE Any setting by its recipe key.",
     ):
         assert part in text, part
 
@@ -366,7 +500,7 @@ def test_help_says_types_ranges_and_defaults():
 def test_bad_arguments_are_named():
     call = command(All, skip=("folder",))
     rows = ("--rows", HERE)
-    assert "'--rates': 'x' is no list of numbers" in call(*rows, "--rates", "x")
+    assert "'--rates': 'x' is not a list of numbers" in call(*rows, "--rates", "x")
     assert "'frozen' names no folder. Write it as NAME=FOLDER." in call(*rows, "--also", "frozen")
     assert "--folder" in call(*rows, "--folder", ".")
     for argument, reason in (
@@ -374,8 +508,8 @@ def test_bad_arguments_are_named():
         ("look.timin=1", "there is no setting 'look.timin'. Nearest: look.timing"),
         ("folder=.", "there is no setting 'folder'"),
         ("inside", "--set 'inside' has no value. Write it as KEY=VALUE."),
-        ("inside=[", "inside: Input should be a valid integer"),
-        ("look.timing=late", "look.timing: Input should be 'paper' or 'code', not 'late'."),
+        ("inside=[", "inside: must be an integer"),
+        ("look.timing=late", "look.timing: must be 'paper' or 'code', not 'late'."),
     ):
         with pytest.raises(UsageError, match=re.escape(reason)):
             call(*rows, "--set", argument)

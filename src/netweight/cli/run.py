@@ -119,9 +119,7 @@ def _given(settings: Settings) -> str:
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    values = settings.to_json()
-    given = {name: value for name, value in settings.given.items() if name in values}
-    return {name: _plain(each) if isinstance(each, Settings) else values[name] for name, each in given.items()}
+    return settings.given_json()
 
 
 def _show_known(output: Output, mark: recipes.Known, estimate: recipes.Estimate) -> None:

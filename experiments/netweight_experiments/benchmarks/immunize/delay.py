@@ -48,12 +48,11 @@ from netweight.core.engines import in_process, local_processes
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
 from netweight.methods.immunize.settings import (
+    DEFENSES,
     RMU,
     TAR,
     DefenseSettings,
-    ImmunizeSettings,
     LatentAdversarial,
-    named_defense,
 )
 from netweight.metrics.intervals import t_interval
 from netweight.toys.language import SmallWorld, answers
@@ -62,7 +61,7 @@ from netweight_experiments.benchmarks.script import write
 
 ARMS: dict[str, str | DefenseSettings] = {
     # One protects while it is at work, one is a control.
-    **{name: name for name in ImmunizeSettings.presets if name not in ("security-vectors", "random-weights")},
+    **{name: name for name in DEFENSES if name not in ("security-vectors", "random-weights")},
     # What papers chose for 7 billion weights does nothing to this few, or too much.
     "rmu": RMU(alpha=10.0, block=3),
     "tar": TAR(attack_steps=8, attack_lr=1e-3),
@@ -251,7 +250,7 @@ def main(
     """Attack every model; yield the table after each."""
     options = Namespace(**locals())
     work.mkdir(parents=True, exist_ok=True)
-    made = {arm: named_defense(how)[0] if isinstance(how, str) else how for arm, how in ARMS.items()}
+    made = {arm: DEFENSES[how]() if isinstance(how, str) else how for arm, how in ARMS.items()}
     about: dict[str, Any] = {"defense": {**DEFENSE_SETTINGS.to_json(), "rows": rows}, "attack": HOW}
     about["arms"] = {arm: {**made[arm].to_json(), **TRAINED.get(arm, {})} for arm in ARMS}
     worlds, places = Worlds(options), folders or (None,)

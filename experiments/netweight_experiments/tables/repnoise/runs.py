@@ -24,7 +24,7 @@ from netweight.data.tokens import Pair
 from netweight.errors import TrainingStopped
 from netweight.methods.immunize.baselines import hold_security_vectors
 from netweight.methods.immunize.defense import Defense
-from netweight.methods.immunize.settings import RepNoise, TrainingSettings, named_defense
+from netweight.methods.immunize.settings import DEFENSES, RepNoise, TrainingSettings
 from netweight.methods.immunize.train import CHECKPOINT, defense_of, immunize
 from netweight.store import StoreWriter, open_store
 from netweight_experiments.tables.grid import chosen, finished, finished_of, run_each
@@ -101,7 +101,7 @@ def _parts(defended: Defended, setup: Setup, share: float) -> tuple[Defense[Any]
     pairs = setup.pairs(defended.data, count, defended.seed)
     if defended.loss == "no mask":
         pairs = [Pair((), pair.prompt + pair.chosen, pair.prompt + pair.rejected) for pair in pairs]
-    own = named_defense(defended.defense)[0]
+    own = DEFENSES[defended.defense]()
     if isinstance(own, RepNoise):
         changes: dict[str, Any] = {"alpha": defended.alpha}
         changes |= {} if defended.beta is None else {"beta": defended.beta}

@@ -397,7 +397,7 @@ class RMUDefense(_WithOriginal[RMU]):
         if number > len(parts.blocks):
             raise UsageError(
                 f"There is no block {number}: {type(model).__name__} has {len(parts.blocks)}.",
-                cure="Give a lower block (--set block=).",
+                cure="Give a lower block (--set rmu.block=).",
             )
         self.place = list(parts.blocks)[number - 1]
         drawn = torch.rand(parts.hidden_size, generator=torch_generator(seed, "direction"))

@@ -26,7 +26,7 @@ from netweight.methods.immunize.depth import (
     depth_section,
     weight_changes,
 )
-from netweight.methods.immunize.settings import ImmunizeSettings
+from netweight.methods.immunize.settings import DEFENSES, ImmunizeSettings
 from netweight.methods.immunize.train import RECORD, Record, immunize
 from netweight.registry import CardEntry
 from netweight.report.audit import of_treatment
@@ -74,7 +74,7 @@ def immunize_folder(
     """
     source, destination = Path(source), Path(destination)
     check_destination(destination, overwrite=None, folder=part_of(destination))
-    defense, training = settings.parts()
+    defense, training = settings.defense, settings.training
     network, tokenizer = load_causal_lm(source, device=settings.device)
     context = min(context_of(network, tokenizer), settings.context or 1 << 30)
     how: Any = {"context": context, "template": "chat" if settings.chat else BELOW}
@@ -117,7 +117,7 @@ def _report(
 ) -> Report:
     files = [file for file in (settings.pairs, settings.retain) if file is not None]
     report = Report(
-        f"{destination.name}: {source.name} with {settings.defense}",
+        f"{destination.name}: {source.name} with {DEFENSES.name_of(settings.defense)}",
         summary="What was trained into the model, and what that did inside of it. How long it holds is for attacks to "
         "say: resistance is delay, not prevention.",
         command=command,
@@ -130,7 +130,8 @@ def _report(
     section = Section(
         "Training",
         tables=[table] if record.steps else [],
-        intro=f"{settings.defense}: {len(record.steps)} steps on {record.trained:,} weights.{held}{away}",
+        intro=f"{DEFENSES.name_of(settings.defense)}: "
+        f"{len(record.steps)} steps on {record.trained:,} weights.{held}{away}",
     )
     return report.add(of_treatment(section, TREATMENT, (DEPTH,) if analyzed else ()))
 

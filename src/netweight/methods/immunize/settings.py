@@ -1,21 +1,19 @@
 """Settings of immunization: how a defense is trained, each defense's own, and those of a whole folder.
 
-`ImmunizeSettings` is what `netweight immunize` and recipes take: files, training and, flat beside them, the settings of
-the defense that its key `defense` chooses. `immunize` in Python takes a defense's own and `TrainingSettings`.
+`ImmunizeSettings` is what `netweight immunize` and recipes take: files, training, and the chosen defense with its own
+settings under its name. `immunize` in Python takes a defense's settings and `TrainingSettings`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import Field, FilePath
 
-from netweight.core.names import not_found
 from netweight.errors import UsageError
-from netweight.settings import Cli, Settings
+from netweight.settings import Cli, Settings, Variants
 
-T = TypeVar("T", bound=Settings)
 _BY_SET = Cli(own=False)
 
 
@@ -24,6 +22,8 @@ class TrainingSettings(Settings):
 
     Source: RepNoise (arXiv 2405.14577), appendix B.2: 1 epoch, batches of 8, 2e-5, 10 % warmup, seed 42.
     """
+
+    options_group = "Training"
 
     lr: float = Field(2e-5, gt=0, allow_inf_nan=False, description="Highest learning rate.")
     epochs: int = Field(1, ge=1, description="Passes over the pairs.")
@@ -93,11 +93,6 @@ class RepNoise(DefenseSettings):
     )  # fmt: skip
     chunk: int = Field(512, ge=1, description="Tokens whose logits are held at once.")
 
-    @classmethod
-    def reference(cls, **given: Any) -> Self:
-        """The published loss with its published weights, but for those `given`."""
-        return cls(**{"fidelity": "reference", "beta": 0.001, "noise_tokens": None, **given})
-
     def check(self) -> None:
         """Refuse what the published loss does not do."""
         super().check()
@@ -105,7 +100,11 @@ class RepNoise(DefenseSettings):
             raise UsageError("The published loss looks at all layers.", cure="Leave lens_layers out.")
 
 
-class SecurityVectors(DefenseSettings):
+class RepNoiseReference(RepNoise, defaults={"fidelity": "reference", "beta": 0.001, "noise_tokens": None}):
+    """The published loss with its published weights."""
+
+
+class SecurityVectors(DefenseSettings, recommended={"lr": 1e-3}):
     """A low-rank change that answers harmfully and stays in the model while others train it.
 
     Source: Zhou et al., security vectors (arXiv 2311.02105); rank 8 and alpha 32 as in RepNoise's appendix.
@@ -132,6 +131,14 @@ class Vaccine(DefenseSettings):
     )  # fmt: skip
 
 
+class VaccineRho10(Vaccine, defaults={"rho": 10.0}):
+    """Vaccine with perturbations of norm 10."""
+
+
+class TVaccine(Vaccine, defaults={"rho": 3.0, "share": 0.25}, recommended={"lr": 1e-3}):
+    """T-Vaccine (arXiv 2410.09760): a quarter of the blocks, perturbations of norm 3."""
+
+
 class SafetyTraining(DefenseSettings):
     """Fine-tuning on the harmless answers, and nothing else. Source: a baseline of RepNoise (arXiv 2405.14577)."""
 
@@ -140,7 +147,7 @@ class GradientAscent(DefenseSettings):
     """Raise the loss on harmful answers, and nothing else. Source: a baseline of RepNoise (arXiv 2405.14577)."""
 
 
-class AdversarialLoss(DefenseSettings):
+class AdversarialLoss(DefenseSettings, recommended={"lr": 1e-5}):
     """Lower the loss on harmless answers and raise that on harmful ones, at the last layer alone.
 
     Source: a baseline of RepNoise (arXiv 2405.14577).
@@ -149,7 +156,7 @@ class AdversarialLoss(DefenseSettings):
     alpha: float = Field(1.0, ge=0, description="Weight of the harmful answers.")
 
 
-class Distillation(DefenseSettings):
+class Distillation(DefenseSettings, recommended={"lr": 1e-4}):
     """Replace a share of every matrix by noise, then learn from the original what it says on all but harmful answers.
 
     Source: UNDO (Lee et al., arXiv 2506.06278), with the refusing model as its own teacher.
@@ -165,7 +172,7 @@ class Distillation(DefenseSettings):
     )  # fmt: skip
 
 
-class RMU(DefenseSettings):
+class RMU(DefenseSettings, recommended={"lr": 5e-5}):
     """Steer the states of harmful answers at one depth to one random direction, and hold all others in place.
 
     Source: Li et al., RMU (arXiv 2403.03218), section 4: coefficient 6.5 and alpha 1200 at the eighth block of 32.
@@ -180,7 +187,7 @@ class RMU(DefenseSettings):
     )
 
 
-class CircuitBreaking(DefenseSettings):
+class CircuitBreaking(DefenseSettings, recommended={"lr": 1e-4}):
     """Turn the states of harmful answers away from where the original has them, and hold all others in place.
 
     Source: Zou et al., circuit breakers (arXiv 2406.04313), algorithm 1: alpha 10, which moves from the one term to the
@@ -215,7 +222,7 @@ class SelfDestruction(DefenseSettings):
     distance: float = Field(1e-3, gt=0, description="How far weights move to measure its gradient (self-destruction).")
 
 
-class Booster(DefenseSettings):
+class Booster(DefenseSettings, recommended={"lr": 5e-4}):
     """Train harmless answers while a step of an attack is to gain little.
 
     Source: Huang et al., Booster (arXiv 2409.01586), algorithm 1, by first-order gradients as there.
@@ -246,79 +253,74 @@ class RandomWeights(DefenseSettings):
     )
 
 
+# The defenses by name, each with the class of its settings.
+DEFENSES = Variants(
+    "defense",
+    {
+        name: f"{__name__}:{home}"
+        for name, home in {
+            "repnoise": "RepNoise",
+            "repnoise-reference": "RepNoiseReference",
+            "security-vectors": "SecurityVectors",
+            "vaccine": "Vaccine",
+            "vaccine-rho10": "VaccineRho10",
+            "t-vaccine": "TVaccine",
+            "safety-training": "SafetyTraining",
+            "gradient-ascent": "GradientAscent",
+            "adversarial-loss": "AdversarialLoss",
+            "distillation": "Distillation",
+            "rmu": "RMU",
+            "circuit-breaking": "CircuitBreaking",
+            "latent-adversarial": "LatentAdversarial",
+            "self-destruction": "SelfDestruction",
+            "booster": "Booster",
+            "tar": "TAR",
+            "random-weights": "RandomWeights",
+        }.items()
+    },
+)
+
+
 class FolderSettings(Settings):
     """What a folder is defended with."""
 
-    pairs: FilePath = Field(description="Rows with prompt, chosen (harmless) and rejected (harmful).")
-    retain: FilePath | None = Field(
-        None, description="Rows with prompt and response: what the model is to keep besides."
-    )
-    # A text: the message that refuses an unknown one names the nearest.
-    defense: Annotated[str, Cli(type=str)] = Field("repnoise", description="Which defense: see docs/immunize.md.")
-    withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = Field(
-        (), description="Category of the pairs that the defense does not see."
-    )
-    chat: bool = Field(False, description="Put prompts through the tokenizer's chat template.")
-    device: str = Field("cpu", description="Where the model goes, such as cuda.")
+    options_group = "Files"
+
+    pairs: FilePath
+    """Rows with prompt, chosen (harmless answer) and rejected (harmful answer)."""
+    retain: FilePath | None = None
+    """Rows with prompt and response: further abilities that the model must keep."""
+    defense: Annotated[DefenseSettings, DEFENSES, Cli(group="Training")] = Field("repnoise", validate_default=True)
+    """Defense to train into the model; docs/immunize.md compares them."""
+    withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = ()
+    """Category of pairs to leave out of the training, so that an attack can test on it."""
+    chat: bool = False
+    """Put prompts through the tokenizer's chat template."""
+    device: str = "cpu"
+    """Device of the model, such as cuda."""
 
 
 class ImmunizeSettings(TrainingSettings, FolderSettings):
     """Train a defense against harmful fine-tuning into a model folder."""
 
+    example = "netweight immunize model defended --pairs pairs.jsonl --defense rmu --set rmu.alpha=800"
+
     def check(self) -> None:
         """Refuse what no folder can hold."""
         super().check()
-        if self.defense == "security-vectors":
+        if isinstance(self.defense, SecurityVectors):
             raise UsageError(
                 "A security vector protects while it is at work in a model that others train, so no folder can hold "
                 "it.",
                 cure="Use netweight.immunize where the training is yours, or another defense.",
             )
 
-    def parts(self) -> tuple[DefenseSettings, TrainingSettings]:
-        """Return the defense's own settings, and those of its training."""
-        whole = ImmunizeSettings.of(self.given) if type(self) is ImmunizeSettings else self
-        own = next(kind for kind in type(whole).__bases__ if issubclass(kind, DefenseSettings))
-        return whole._part(own), whole._part(TrainingSettings)
-
-    def _part(self, kind: type[T]) -> T:
-        return kind(**{name: getattr(self, name) for name in kind.model_fields})
+    @property
+    def training(self) -> TrainingSettings:
+        """The settings of the training alone, with the rate that the defense recommends where none was given."""
+        return TrainingSettings(**{name: getattr(self, name) for name in TrainingSettings.model_fields})
 
 
-def _of_folder(own: type[DefenseSettings]) -> type[ImmunizeSettings]:
-    return type(f"Immunize{own.__name__}", (ImmunizeSettings, own), {"__doc__": own.__doc__, "__module__": __name__})
-
-
-_REPNOISE, _VACCINE, _VECTORS = _of_folder(RepNoise), _of_folder(Vaccine), _of_folder(SecurityVectors)
-ImmunizeSettings.offer(
-    "defense",
-    {
-        "repnoise": _REPNOISE.partial(),
-        "repnoise-reference": _REPNOISE.partial(**RepNoise.reference().given),
-        "security-vectors": _VECTORS.partial(lr=1e-3),
-        "vaccine": _VACCINE.partial(),
-        "vaccine-rho10": _VACCINE.partial(rho=10.0),
-        "t-vaccine": _VACCINE.partial(rho=3.0, share=0.25, lr=1e-3),
-        "safety-training": _of_folder(SafetyTraining).partial(),
-        "gradient-ascent": _of_folder(GradientAscent).partial(),
-        "adversarial-loss": _of_folder(AdversarialLoss).partial(lr=1e-5),
-        "distillation": _of_folder(Distillation).partial(lr=1e-4),
-        "rmu": _of_folder(RMU).partial(lr=5e-5),
-        "circuit-breaking": _of_folder(CircuitBreaking).partial(lr=1e-4),
-        "latent-adversarial": _of_folder(LatentAdversarial).partial(),
-        "self-destruction": _of_folder(SelfDestruction).partial(),
-        "booster": _of_folder(Booster).partial(lr=5e-4),
-        "tar": _of_folder(TAR).partial(),
-        "random-weights": _of_folder(RandomWeights).partial(),
-    },
-)
-
-
-def named_defense(name: str) -> tuple[DefenseSettings, TrainingSettings]:
-    """Return a preset's own settings, and how it is trained."""
-    presets = ImmunizeSettings.presets
-    if name not in presets:
-        raise not_found(f"There is no defense {name!r}.", name, presets)
-    preset = presets[name]
-    assert isinstance(preset, ImmunizeSettings)
-    return preset.parts()
+def recommended_training(defense: DefenseSettings) -> TrainingSettings:
+    """Return the settings of training that a defense recommends."""
+    return TrainingSettings(**defense.recommended)

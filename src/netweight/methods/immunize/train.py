@@ -39,7 +39,7 @@ from netweight.methods.immunize.distributed import (
     whole,
 )
 from netweight.methods.immunize.repnoise import RepNoiseDefense
-from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings, named_defense
+from netweight.methods.immunize.settings import DEFENSES, DefenseSettings, TrainingSettings, recommended_training
 from netweight.nn.hooks import in_mode
 
 CHECKPOINT = "immunize.net.safetensors"  # the checkpoint's name in a training's folder
@@ -145,7 +145,7 @@ def immunize(
         pairs: At least one, each within the context.
         retain: Examples of ability that is to be kept; at each step a batch of them joins the loss as "general".
         defense: A defense's settings, its name (see docs/immunize.md), or a `Defense` of one's own.
-        settings: How it is trained; None takes those of the name, or the defaults where no name was given.
+        settings: How it is trained; None takes what the defense recommends.
         folder: Where a checkpoint and finally the record are written, or a job that is open. A second call with the
             same model, data and settings continues where the first one was killed, to the same bits.
         pad_id: What stands after the end of shorter rows. Only the published loss, which takes it for text, depends
@@ -163,11 +163,8 @@ def immunize(
         TrainingStopped: NaN, infinity, or a loss on what is to be kept that stays far above guessing and its start.
             With a folder the model then holds the last good checkpoint, else the weights before the step that failed.
     """
-    if isinstance(defense, str):
-        defense, usual = named_defense(defense)
-        settings = settings or usual
-    settings = settings or TrainingSettings()
     defense = defense_of(defense)
+    settings = settings or recommended_training(defense.settings)
     spread = spread_of(model)
     model, group = spread.model, spread.group
     group.check(lambda: check_inputs(model, pairs, retain, context=settings.context))
@@ -209,8 +206,9 @@ def defense_of(defense: DefenseSettings | Defense[Any] | str) -> Defense[Any]:
     """Return what computes the loss of a defense: of its settings, or of a name."""
     if isinstance(defense, Defense):
         return defense
-    settings = named_defense(defense)[0] if isinstance(defense, str) else defense
-    return _DEFENSES[type(settings)](settings)
+    settings = DEFENSES[defense]() if isinstance(defense, str) else defense
+    assert isinstance(settings, DefenseSettings)
+    return next(made(settings) for kind, made in _DEFENSES.items() if isinstance(settings, kind))
 
 
 def drawn_rows(count: int, size: int, step: int, *, seed: int, stream: str) -> list[int]:
@@ -463,7 +461,7 @@ class _Training:
             held = f"The model holds the weights after step {len(self.steps)}, from {CHECKPOINT}."
         raise TrainingStopped(
             f"Step {step + 1} of {self.defense.name} stopped: {problem}. {held}",
-            cure="Give a lower lr (--lr), or less weight to the ascent (--set alpha=).",
+            cure="Give a lower lr (--lr), or less weight to the terms that raise a loss.",
         )
 
     def _step(self) -> str | None:
