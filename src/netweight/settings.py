@@ -105,8 +105,6 @@ class Settings(pydantic.BaseModel):
 
     options_group: ClassVar[str] = ""
     """Heading of these fields in a command's help; empty for that of the settings around them, or "Options"."""
-    example: ClassVar[str] = ""
-    """A command line that the help of the command shows."""
     recommended: ClassVar[Mapping[str, Any]] = {}
     """Of a variant: defaults of the settings that hold it, by name, in place of theirs, such as `{"lr": 5e-5}`.
 
@@ -729,39 +727,37 @@ _ARGUMENTS = "netweight.arguments"
 
 
 class SettingsCommand(click.Command):
-    """A command whose help shows options in groups, the settings of the chosen variant, and an example."""
-
-    example: str = ""
-    """A command line for the help; `options` sets it from the settings class."""
+    """A command whose help shows options in groups, with the settings of the chosen variant."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and keep the arguments for the help, which comes before any option has a value."""
-        ctx.meta[_ARGUMENTS] = tuple(args)
+        keep_arguments(ctx, args)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each group of options under its heading; options of no settings come last, under "Output"."""
-        groups: dict[str, list[tuple[str, str]]] = {}
-        rest: list[tuple[str, str]] = []
-        for parameter in self.get_params(ctx):
-            for group, record in parameter.records(ctx) if isinstance(parameter, _Grouped) else ():
-                groups.setdefault(group, []).append(record)
-            record = None if isinstance(parameter, _Grouped) else parameter.get_help_record(ctx)
-            if record is not None and (record[1] or isinstance(parameter, click.Option)):
-                group = getattr(parameter, "group", "")
-                (groups.setdefault(group, []) if group else rest).append(record)
-        for heading, records in {**groups, "Output": [*groups.get("Output", ()), *rest]}.items():
-            with formatter.section(heading):
-                formatter.write_dl(records)
+        """Write the groups of options."""
+        write_option_groups(self, ctx, formatter)
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the example."""
-        examples = [part.example for part in self.params if isinstance(part, _SetOption) and part.example]
-        example = self.example or next(iter(examples), "")
-        if example:
-            with formatter.section("Example"):
-                formatter.write_text(example)
-        super().format_epilog(ctx, formatter)
+
+def keep_arguments(ctx: click.Context, args: Sequence[str]) -> None:
+    """Keep the arguments of a command before it parses them: its help is of the variant that they choose."""
+    ctx.meta[_ARGUMENTS] = tuple(args)
+
+
+def write_option_groups(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Write each group of options under its heading; options that are no settings come last, under "Output"."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    rest: list[tuple[str, str]] = []
+    for parameter in command.get_params(ctx):
+        for group, record in parameter.records(ctx) if isinstance(parameter, _SetOption) else ():
+            groups.setdefault(group, []).append(record)
+        record = None if isinstance(parameter, _SetOption) else parameter.get_help_record(ctx)
+        if record is not None and (record[1] or isinstance(parameter, click.Option)):
+            group = getattr(parameter, "group", "")
+            (groups.setdefault(group, []) if group else rest).append(record)
+    for heading, records in {**groups, "Output": [*groups.get("Output", ()), *rest]}.items():
+        with formatter.section(heading):
+            formatter.write_dl(records)
 
 
 def options(
@@ -797,7 +793,7 @@ def options(
             return function(*args, **given, **{into: kind.of(values)})
 
         parameters = [*(_parameter(leaf, leaf.place in arguments) for leaf in chosen.values()),
-                      _SetOption(fields, kind.example)]  # fmt: skip
+                      _SetOption(fields)]  # fmt: skip
         command.__dict__.setdefault("__click_params__", []).extend(reversed(parameters))
         return cast("F", command)
 
@@ -833,14 +829,6 @@ def _parameter(leaf: Leaf, argument: bool) -> click.Parameter:
     )  # fmt: skip
 
 
-class _Grouped:
-    """A parameter that writes its own rows of the help."""
-
-    def records(self, ctx: click.Context) -> Iterator[tuple[str, tuple[str, str]]]:
-        """Yield pairs of a heading and a row under it."""
-        raise NotImplementedError
-
-
 class _SettingOption(click.Option):
     """An option that shows a default without setting it, so that what is not given stays so."""
 
@@ -854,14 +842,15 @@ class _SettingOption(click.Option):
         return {**extra, "default": shown} if shown else extra
 
 
-class _SetOption(click.Option, _Grouped):
+class _SetOption(click.Option):
     """`--set KEY=VALUE`: any setting by its place, for those without an option of their own the only way."""
 
-    def __init__(self, fields: Mapping[str, Leaf], example: str) -> None:
+    def __init__(self, fields: Mapping[str, Leaf]) -> None:
         super().__init__(["--set", "set_"], multiple=True, metavar="KEY=VALUE", help="Any setting by its recipe key.")
-        self.fields, self.example = fields, example
+        self.fields = fields
 
     def records(self, ctx: click.Context) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Yield rows of the help, each with its heading: settings without an option of their own, and `--set`."""
         own = [leaf for leaf in self.fields.values() if not leaf.cli.own and not leaf.cli.hidden]
         chosen = [leaf for variants, name in _chosen_names(ctx, self.fields) for leaf in variant_leaves(variants, name)]
         for leaf in own:
@@ -906,7 +895,7 @@ class _SetOption(click.Option, _Grouped):
 def _chosen_names(ctx: click.Context, fields: Mapping[str, Leaf]) -> Iterator[tuple[Variants, str]]:
     """The variants that a command line chooses, which may be incomplete, or those of the defaults."""
     given = dict(ctx.params)
-    if _ARGUMENTS in ctx.meta and isinstance(ctx.command, SettingsCommand):
+    if _ARGUMENTS in ctx.meta:
         try:
             given |= ctx.command.make_parser(ctx).parse_args(list(ctx.meta[_ARGUMENTS]))[0]
         except click.UsageError:

@@ -62,13 +62,9 @@ def test_a_folder_of_pictures_is_data_too(call, tmp_path):
 
 def test_what_is_wrong_is_said_before_work(call, tmp_path):
     assert "there is no such key. Nearest: rounds" in call(change=("rounds:", "round:")).stderr
-    assert (
-        "federate.rounds: must be at least 1" in call(change=("rounds: 2", "rounds: 0")).stderr
-    )
+    assert "federate.rounds: must be at least 1" in call(change=("rounds: 2", "rounds: 0")).stderr
     wrong = call(change=("rounds: 2", "partition: dirichlett")).stderr
-    assert (
-        "federate.partition: must be 'dominant-groups', 'dirichlet' or 'by-writer', not 'dirichlett'" in wrong
-    )
+    assert "federate.partition: must be 'dominant-groups', 'dirichlet' or 'by-writer', not 'dirichlett'" in wrong
     assert "There is no method 'hyperfly'. Nearest: hyperfl" in call(change=("hyperfl", "hyperfly")).stderr
     assert "subject: digitz does not exist" in call("--subject", "digitz").stderr
     (tmp_path / "empty").mkdir()

@@ -104,9 +104,7 @@ def test_what_cannot_follow_or_is_not_there_is_said_before_work(here):
     assert "treatments.1.space-fit: needs a bank, and the treatment before it makes a space" in here(
         change=("space-sample: {count: 8, seed: 0}", "space-fit"), code=2
     )
-    assert "treatments.2.space-edit.labels: " in here(
-        change=("labels.csv, moves", "nowhere.csv, moves"), code=2
-    )
+    assert "treatments.2.space-edit.labels: " in here(change=("labels.csv, moves", "nowhere.csv, moves"), code=2)
     assert "labels.csv has no column 'beerd'. Nearest: beard" in here(change=("beard: 2.0", "beerd: 2.0"), code=2)
     assert "treatments.0.space-fit: A bank of 24 has at most 23 principal components" in here(
         change=("components: 8", "components: 24"), code=2

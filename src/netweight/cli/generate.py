@@ -141,6 +141,23 @@ class _Generated(click.Command):
             help=f"{registered.line}\n\n{description}".strip(), short_help=registered.line,
         )  # fmt: skip
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, and keep them for the help, which describes the variant that they choose."""
+        if self.registered.settings_class is not None:
+            from netweight.settings import keep_arguments
+
+            keep_arguments(ctx, args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write options in groups, where the command has settings."""
+        if self.registered.settings_class is None:
+            super().format_options(ctx, formatter)
+        else:
+            from netweight.settings import write_option_groups
+
+            write_option_groups(self, ctx, formatter)
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the example."""
         write_example(formatter, self.registered.example)

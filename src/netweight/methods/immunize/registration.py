@@ -15,7 +15,7 @@ IMMUNIZE: Method = Method(
     "new folder with the defended model, the record of its training (immunize.json) and a report of what the training "
     "changed inside the model (immunize-report). The same command continues a run that was stopped. `netweight attack "
     "finetune` then measures how long the defense delays an attack.",
-    example="netweight immunize my-model defended --pairs pairs.jsonl --defense repnoise",
+    example="netweight immunize my-model defended --pairs pairs.jsonl --defense rmu --set rmu.alpha=800",
     arguments=(MODEL, Argument("destination", "new")),
     audited=False,
     by_attack={"fine-tuning attack": "finetune"},

@@ -303,8 +303,6 @@ class FolderSettings(Settings):
 class ImmunizeSettings(TrainingSettings, FolderSettings):
     """Train a defense against harmful fine-tuning into a model folder."""
 
-    example = "netweight immunize model defended --pairs pairs.jsonl --defense rmu --set rmu.alpha=800"
-
     def check(self) -> None:
         """Refuse what no folder can hold."""
         super().check()
