@@ -4,8 +4,9 @@ Public are the names that `public_names.py` lists, and the public methods of the
 docstrings. A docstring is full if it has a summary, describes every parameter, describes what is returned (unless the
 function is a property, returns None or has a summary that begins with "Return"), and names every error of
 `netweight.errors` that the function's own body raises. Fields of data classes and settings may be described under
-`Args`, under `Attributes`, or by a docstring below the field. A method that overrides one of a described base class
-needs no docstring of its own.
+`Args`, under `Attributes`, or by a docstring below the field. A method that overrides one of a described base class, or
+that a described protocol has with the same parameters, needs no docstring of its own; nor does a constructor that the
+class says is "made by" other code.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def described(thing: griffe.Object) -> set[str]:
     return names | {name for code in re.findall(r"`([^`]+)`", text) for name in re.findall(r"\w+", code)}
 
 
+def has_docstring(thing: griffe.Object | griffe.Alias) -> bool:
+    """Tell whether a field has a docstring below it."""
+    return isinstance(thing, griffe.Attribute) and thing.docstring is not None
+
+
 def parameters(function: griffe.Function) -> Iterator[str]:
     """Yield the names of a function's public parameters, without `self` and `cls`."""
     for parameter in function.parameters:
@@ -72,8 +78,10 @@ def function_faults(function: griffe.Function, outer: set[str]) -> Iterator[str]
         return
     yield from (f"does not describe the parameter {name}" for name in parameters(function) if name not in known)
     answer = str(function.returns or "None")
+    own = re.fullmatch(r"[A-Z]\w*", answer) and answer not in ("Any", "Tensor", "Path")  # its class says what it is
     if (
-        answer not in ("None", "Never", "NoReturn", "Iterator[None]", "Self")
+        not own
+        and answer not in ("None", "Never", "NoReturn", "Iterator[None]", "Self")
         and not any(one.kind in ANSWERS for one in sections(function))
         and not re.match(r"(Return|Yield|Make|Build|Count|Compute|The|Whether|A|An)\b", text)
     ):
@@ -81,36 +89,53 @@ def function_faults(function: griffe.Function, outer: set[str]) -> Iterator[str]
     yield from (f"does not say when it raises {error}" for error in sorted(raised(function)) if error not in text)
 
 
-def class_faults(kind: griffe.Class) -> Iterator[str]:
-    """Yield what the docstrings of a class, its fields and its public methods lack."""
+def class_faults(kind: griffe.Class, promised: set[tuple[str, ...]]) -> Iterator[str]:
+    """Yield what the docstrings of a class, its fields and its public methods lack.
+
+    Args:
+        kind: The class.
+        promised: Name and parameters of each method that a protocol of netweight describes.
+    """
     if kind.docstring is None:
         yield "has no docstring"
-    known = described(kind)
     bases = [base for base in kind.mro() if base.path.startswith("netweight")]
-    for base in bases:
-        known |= described(base)
-    data = "dataclass" in " ".join(kind.labels) or any(
-        word in str(base) for base in kind.bases for word in ("Settings", "Model")
+    known: set[str] = set()
+    for base in [kind, *bases]:
+        known |= described(base) | {name for name, member in base.members.items() if has_docstring(member)}
+    made_elsewhere = kind.docstring is not None and "ade by `" in kind.docstring.value
+    data = "__init__" not in kind.members and (
+        "dataclass" in kind.labels or any(word in str(base) for base in kind.bases for word in ("Settings", "Model"))
     )
     for name, member in kind.members.items():
         if member.is_alias or (name.startswith("_") and name != "__init__"):
             continue
         if isinstance(member, griffe.Attribute) and member.annotation is not None and "property" not in member.labels:
-            told = re.search(r"['\"]\w+ |description=|help=", f"{member.annotation} {member.value}")
-            if (
-                data
-                and not told
-                and "ClassVar" not in str(member.annotation)
-                and not member.docstring
-                and name not in known
-            ):
+            inline = re.search(r"['\"]\w+ |description=|help=", f"{member.annotation} {member.value}")
+            if data and "instance-attribute" in member.labels and name not in known and not inline:
                 yield f"does not describe the field {name}"
         elif isinstance(member, griffe.Function):
             if name == "__init__":
-                yield from (f"does not describe the parameter {p}" for p in parameters(member)
-                            if p not in known | described(member))  # fmt: skip
-            elif not any(name in base.members for base in bases) and "property" not in member.labels:
-                yield from (f"{name} {fault}" for fault in function_faults(member, known))
+                for parameter in parameters(member):
+                    if not made_elsewhere and parameter not in known | described(member):
+                        yield f"does not describe the parameter {parameter}"
+            elif "property" not in member.labels:
+                inherited = any(name in base.members for base in bases)
+                if not inherited and (name, *parameters(member)) not in promised:
+                    yield from (f"{name} {fault}" for fault in function_faults(member, known))
+
+
+def methods_of_protocols(package: griffe.Module) -> set[tuple[str, ...]]:
+    """Return the name and the parameters of every described method of a protocol."""
+    found: set[tuple[str, ...]] = set()
+    for member in package.members.values():
+        if member.is_alias:
+            continue
+        if isinstance(member, griffe.Module):
+            found |= methods_of_protocols(member)
+        elif isinstance(member, griffe.Class) and any("Protocol" in str(base) for base in member.bases):
+            methods = (each for each in member.members.values() if isinstance(each, griffe.Function) and each.docstring)
+            found |= {(each.name, *parameters(each)) for each in methods}
+    return found
 
 
 def main() -> int:
@@ -118,13 +143,14 @@ def main() -> int:
     logging.disable(logging.WARNING)
     package = griffe.load("netweight", search_paths=[ROOT / "src"], resolve_aliases=False)
     homes = {(name, home) for names in public_names(ROOT / "src").values() for name, home in names.items()}
+    promised = methods_of_protocols(package)
     lacking, faults = set(), []
     for name, home in sorted(homes):
         path = home.removeprefix("netweight").lstrip(".")
         thing = package[path] if path else package
         if not (ROOT / "src" / home.replace(".", "/")).is_dir() or name in thing.members:
             thing = thing[name]
-        found = class_faults(thing) if isinstance(thing, griffe.Class) else (
+        found = class_faults(thing, promised) if isinstance(thing, griffe.Class) else (
             function_faults(thing, set()) if isinstance(thing, griffe.Function) else
             iter(() if thing.docstring or isinstance(thing, griffe.Attribute) else ("has no docstring",)))  # fmt: skip
         for fault in found:

@@ -405,7 +405,16 @@ class Attack(Command[S]):
         return self.words[-1]
 
     def on(self, target: Target, settings: S, progress: Progress) -> Result:
-        """Attack a target."""
+        """Attack a target.
+
+        Args:
+            target: What to attack, and where its work is kept.
+            settings: Of this attack.
+            progress: Where the attack reports how far it is.
+
+        Returns:
+            Findings as sections, and what was written.
+        """
         made: Any = self.attack(target, settings, progress)
         if isinstance(made, Result):
             return made

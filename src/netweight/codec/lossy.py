@@ -119,6 +119,9 @@ class Precision:
         Args:
             dtype: A name such as "BF16".
 
+        Returns:
+            The rounding, or None where weights stay as they are.
+
         Raises:
             Unsupported: Weights of this dtype cannot be rounded, or not with this fidelity.
         """

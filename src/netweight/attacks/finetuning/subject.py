@@ -211,7 +211,7 @@ class Subject:
         return domain.score or token_accuracy(domain.held_out, pad_id=self.pad_id)
 
     def digest(self) -> str:
-        """Digest weights and examples; scores are functions and do not enter."""
+        """Return a digest of weights and examples; scores are functions and do not enter."""
         weights = [
             [name, str(tensor.dtype), list(tensor.shape), digest_tensor(tensor)]
             for name, tensor in self.model.state_dict().items()

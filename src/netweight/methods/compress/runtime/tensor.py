@@ -175,6 +175,9 @@ class CompressedTensor(torch.Tensor):
             sent: What was kept when the shard was sent.
             param_dtype: To calculate in.
             out: The dense weight of an earlier gather, of its shape and dtype, to be filled again; None makes one.
+
+        Returns:
+            The dense weight, and what FSDP2 frees after the pass; None if `out` was filled.
         """
         return fsdp.after_gather(self.stored, gathered[0], sent, param_dtype, out)
 
