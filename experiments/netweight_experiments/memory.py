@@ -38,8 +38,10 @@ _EVERY = 0.0005  # seconds between two looks at the process
 class Peak:
     """The moment at which most bytes were held."""
 
-    nbytes: int  # all of them
-    parts: Mapping[str, int]  # how many for each of `PARTS`; they add up to `nbytes`
+    nbytes: int
+    """All of them."""
+    parts: Mapping[str, int]
+    """How many for each of `PARTS`; they add up to `nbytes`."""
 
 
 class TensorLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]

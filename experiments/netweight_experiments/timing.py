@@ -33,18 +33,22 @@ _LARGEST_THRESHOLD = 32 << 20
 class Case(Generic[K]):
     """Something to be timed."""
 
-    key: K  # its name among the cases
-    # The timed part; takes what `prepare` returns. What it returns is freed after the clock has stopped.
+    key: K
+    """Its name among the cases."""
     run: Callable[[Any], object]
-    prepare: Callable[[], Any] = lambda: None  # makes an input, untimed, before every run
+    """The timed part; takes what `prepare` returns. What it returns is freed after the clock has stopped."""
+    prepare: Callable[[], Any] = lambda: None
+    """Makes an input, untimed, before every run."""
 
 
 @dataclass(frozen=True)
 class Samples:
     """Seconds of one case, one entry per round."""
 
-    wall: tuple[float, ...]  # time that passed
-    cpu: tuple[float, ...]  # CPU time of all threads of the process
+    wall: tuple[float, ...]
+    """Time that passed."""
+    cpu: tuple[float, ...]
+    """CPU time of all threads of the process."""
 
 
 def interleave(

@@ -50,13 +50,20 @@ PAPERS = {
 class Item:
     """One table or figure of a paper."""
 
-    id: str  # its name here
-    paper: str  # the paper it belongs to
-    title: str  # what it shows
-    state: State  # how far it is measured
-    reason: str  # what is missing, why it cannot be, or what the small scale lacks; may be empty
-    numbers: bool  # whether published numbers are at hand
-    command: str  # what measures it at its largest scale here or elsewhere; empty where nothing does
+    id: str
+    """Its name here."""
+    paper: str
+    """The paper it belongs to."""
+    title: str
+    """What it shows."""
+    state: State
+    """How far it is measured."""
+    reason: str
+    """What is missing, why it cannot be, or what the small scale lacks; may be empty."""
+    numbers: bool
+    """Whether published numbers are at hand."""
+    command: str
+    """What measures it at its largest scale here or elsewhere; empty where nothing does."""
 
 
 def items() -> tuple[Item, ...]:
@@ -115,26 +122,39 @@ _THIRD_PARTY = "third-party re-run"
 class Comparison:
     """One number of a table, published and measured."""
 
-    row: str  # name of the row, as published where both exist
-    column: str  # name of the column
-    unit: str  # unit of the three numbers; of both sides where ours is another measure
-    better: str | None  # which direction is better, or None
-    published: Number | None  # the paper's number, or None
-    measured: Number | None  # ours, or None
-    difference: float | None  # measured minus published; None when one is missing, or another measure
+    row: str
+    """Name of the row, as published where both exist."""
+    column: str
+    """Name of the column."""
+    unit: str
+    """Unit of the three numbers; of both sides where ours is another measure."""
+    better: str | None
+    """Which direction is better, or None."""
+    published: Number | None
+    """The paper's number, or None."""
+    measured: Number | None
+    """Ours, or None."""
+    difference: float | None
+    """Measured minus published; None when one is missing, or another measure."""
 
 
 @dataclass(frozen=True)
 class Reproduction:
     """A measured table beside the published one."""
 
-    id: str  # the table
-    scale: Scale  # "small" or "paper"
-    folder: Path  # where its files are
-    reused: bool  # whether a finished run was found and taken
-    published: Published | None  # the paper's table, or None
+    id: str
+    """The table."""
+    scale: Scale
+    """"small" or "paper"."""
+    folder: Path
+    """Where its files are."""
+    reused: bool
+    """Whether a finished run was found and taken."""
+    published: Published | None
+    """The paper's table, or None."""
     measured: Measured
-    comparisons: tuple[Comparison, ...]  # both, number by number
+    comparisons: tuple[Comparison, ...]
+    """Both, number by number."""
 
     @property
     def published_name(self) -> str:

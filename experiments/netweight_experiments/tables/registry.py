@@ -56,25 +56,33 @@ _EXTRAS = {
 class Row:
     """A row of a published or measured table."""
 
-    name: str  # a measured row is laid beside the published one of the same name
-    values: tuple[Number | None, ...]  # one per column; None where there is no number
+    name: str
+    """A measured row is laid beside the published one of the same name."""
+    values: tuple[Number | None, ...]
+    """One per column; None where there is no number."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """What a table function measured."""
 
-    columns: tuple[Column, ...]  # columns of the measured table
+    columns: tuple[Column, ...]
+    """Columns of the measured table."""
     rows: tuple[Row, ...]
-    # What differs from the paper's set-up, one sentence each; empty only for the very same set-up.
     differs: tuple[str, ...] = ()
-    # Measured row or column name → name of the published one it is to be laid beside, where they differ.
+    """What differs from the paper's set-up, one sentence each; empty only for the very same set-up."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()  # what the numbers say, with intervals and targets where there are any
-    figures: tuple[Figure, ...] = ()  # pictures
-    tables: tuple[Table, ...] = ()  # further tables of the report, for what reads better side by side
-    notes: tuple[str, ...] = ()  # lines for below the table
-    inputs: Mapping[str, str] = field(default_factory=dict)  # name of each input → its digest
+    """Measured row or column name → name of the published one it is to be laid beside, where they differ."""
+    findings: tuple[Finding, ...] = ()
+    """What the numbers say, with intervals and targets where there are any."""
+    figures: tuple[Figure, ...] = ()
+    """Pictures."""
+    tables: tuple[Table, ...] = ()
+    """Further tables of the report, for what reads better side by side."""
+    notes: tuple[str, ...] = ()
+    """Lines for below the table."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Name of each input → its digest."""
 
     def __post_init__(self) -> None:
         """Check that rows fit columns and that labels name something."""
@@ -94,12 +102,16 @@ class Measured:
 class TableEntry:
     """A registered table."""
 
-    id: str  # for example "neuzip-fig1"
-    run: Callable[..., Measured]  # the function that measures it: `(scale, out, **options) -> Measured`
-    # What it needs at any scale: names of extras, "gpu", or "data:FOLDER" below `NETWEIGHT_DATA`.
+    id: str
+    """For example "neuzip-fig1"."""
+    run: Callable[..., Measured]
+    """The function that measures it: `(scale, out, **options) -> Measured`."""
     needs: tuple[str, ...]
-    paper_needs: tuple[str, ...]  # what it needs besides, in words, at the paper's scale
-    stand_in: bool  # whether its small scale measures a stand-in for what the paper used
+    """What it needs at any scale: names of extras, "gpu", or "data:FOLDER" below `NETWEIGHT_DATA`."""
+    paper_needs: tuple[str, ...]
+    """What it needs besides, in words, at the paper's scale."""
+    stand_in: bool
+    """Whether its small scale measures a stand-in for what the paper used."""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -164,16 +176,26 @@ def _missing(need: str) -> str:
 class Published:
     """One table as its paper prints it."""
 
-    id: str  # name of the file without ".json", and of the table that measures it
-    paper: str  # title of the paper
-    arxiv: str  # its number on arXiv
-    table: str  # where in the paper ("Table 3(a)")
-    title: str  # what the table shows, in our words
-    setup: dict[str, Any]  # how the numbers came about: stated, reference_code, inferred, rerun, unknown
-    columns: tuple[Column, ...]  # columns with unit and direction
-    rows: tuple[Row, ...]  # one value per column; None where the paper has no number
-    notes: tuple[str, ...]  # what a reader must know before comparing
-    source: str  # where the numbers were taken from
+    id: str
+    """Name of the file without ".json", and of the table that measures it."""
+    paper: str
+    """Title of the paper."""
+    arxiv: str
+    """Its number on arXiv."""
+    table: str
+    """Where in the paper ("Table 3(a)")."""
+    title: str
+    """What the table shows, in our words."""
+    setup: dict[str, Any]
+    """How the numbers came about: stated, reference_code, inferred, rerun, unknown."""
+    columns: tuple[Column, ...]
+    """Columns with unit and direction."""
+    rows: tuple[Row, ...]
+    """One value per column; None where the paper has no number."""
+    notes: tuple[str, ...]
+    """What a reader must know before comparing."""
+    source: str
+    """Where the numbers were taken from."""
 
 
 def published_folder() -> Path:

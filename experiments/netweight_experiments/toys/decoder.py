@@ -30,15 +30,23 @@ if TYPE_CHECKING:
 class DecoderRecipe:
     """Everything that decides on the trained model, but the text."""
 
-    vocabulary: int = 2048  # tokens of the byte-pair encoding
+    vocabulary: int = 2048
+    """Tokens of the byte-pair encoding."""
     width: int = 256
-    inner: int = 768  # width of the feed-forward layers
-    layers: int = 4  # number of transformer blocks
-    heads: int = 4  # attention heads
-    window: int = 256  # tokens of context
-    batch: int = 8  # windows per step
-    seed: int = 20241031  # seed of initialization and batches
-    schedule: Schedule = field(default_factory=lambda: Schedule(steps=1500))  # how it is trained
+    inner: int = 768
+    """Width of the feed-forward layers."""
+    layers: int = 4
+    """Number of transformer blocks."""
+    heads: int = 4
+    """Attention heads."""
+    window: int = 256
+    """Tokens of context."""
+    batch: int = 8
+    """Windows per step."""
+    seed: int = 20241031
+    """Seed of initialization and batches."""
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=1500))
+    """How it is trained."""
 
 
 # 3.9 million weights; some eight minutes of training on one core.

@@ -42,10 +42,14 @@ if TYPE_CHECKING:
 class FacesShape:
     """The size of a pipeline whose denoiser works at the coarsest of three levels."""
 
-    side: int = FACES.side  # pixels of a picture's side, a multiple of 8
-    fine: int = 16  # channels of the two finer levels, which only halve the picture, and later double it
-    width: int = 48  # channels of the coarsest level
-    blocks: int = 2  # transformer blocks of each of its three attentions
+    side: int = FACES.side
+    """Pixels of a picture's side, a multiple of 8."""
+    fine: int = 16
+    """Channels of the two finer levels, which only halve the picture, and later double it."""
+    width: int = 48
+    """Channels of the coarsest level."""
+    blocks: int = 2
+    """Transformer blocks of each of its three attentions."""
     heads: int = 4
     text_width: int = 32
     tokens: int = 8
@@ -88,7 +92,8 @@ def r_squared(truth: Tensor, said: Tensor) -> Tensor:
 class FacesWorld:
     """Subjects who are drawn from a seed."""
 
-    seed: int = 7  # decides on the subjects
+    seed: int = 7
+    """Decides on the subjects."""
     drawing: DrawnWorld = FACES
 
     @property
@@ -250,9 +255,12 @@ class CaptionedPictures:
     """Pictures with captions."""
 
     name: str
-    pictures: Tensor  # uint8, shape `(n, 3, side, side)`
-    captions: tuple[str, ...]  # one per picture
-    groups: tuple[str, ...]  # what kind of thing each picture shows, in a word or two
+    pictures: Tensor
+    """Uint8, shape `(n, 3, side, side)`."""
+    captions: tuple[str, ...]
+    """One per picture."""
+    groups: tuple[str, ...]
+    """What kind of thing each picture shows, in a word or two."""
 
 
 def emoji() -> CaptionedPictures:
@@ -289,8 +297,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 class EmojiWorld:
     """Emoji with their names, and planted ones."""
 
-    seed: int = 6  # decides on what is planted and what is held out
-    side: int = 32  # pixels of a picture's side; less than 32 are means of areas
+    seed: int = 6
+    """Decides on what is planted and what is held out."""
+    side: int = 32
+    """Pixels of a picture's side; less than 32 are means of areas."""
 
     @property
     def about(self) -> dict[str, Any]:

@@ -32,15 +32,23 @@ Batch = dict[str, "torch.Tensor"]
 class EncoderDecoderRecipe:
     """Everything that decides on the trained model, but the pairs."""
 
-    vocabulary: int = 2048  # tokens of the byte-pair encoding
+    vocabulary: int = 2048
+    """Tokens of the byte-pair encoding."""
     width: int = 256
-    inner: int = 512  # width of the feed-forward layers
-    layers: int = 3  # number of blocks of the encoder, and of the decoder
-    heads: int = 4  # attention heads
-    dropout: float = 0.1  # share of activations that training switches off
-    batch: int = 32  # pairs per step
-    seed: int = 20241031  # seed of initialization and batches
-    schedule: Schedule = field(default_factory=lambda: Schedule(steps=900))  # how it is trained
+    inner: int = 512
+    """Width of the feed-forward layers."""
+    layers: int = 3
+    """Number of blocks of the encoder, and of the decoder."""
+    heads: int = 4
+    """Attention heads."""
+    dropout: float = 0.1
+    """Share of activations that training switches off."""
+    batch: int = 32
+    """Pairs per step."""
+    seed: int = 20241031
+    """Seed of initialization and batches."""
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=900))
+    """How it is trained."""
 
 
 # 5.2 million weights; some eight minutes of training on one core.

@@ -52,9 +52,12 @@ _MEASURED = 64
 class _Group:
     """People who are trained together."""
 
-    bank: FaceBank  # what they are part of, whatever its size
-    base: str  # digest of the pipeline's denoiser
-    numbers: tuple[int, ...]  # theirs
+    bank: FaceBank
+    """What they are part of, whatever its size."""
+    base: str
+    """Digest of the pipeline's denoiser."""
+    numbers: tuple[int, ...]
+    """Theirs."""
 
 
 def train_bank(

@@ -74,24 +74,34 @@ def keep(
 class Schedule:
     """How to train."""
 
-    steps: int  # most optimizer steps; the learning rate falls to a tenth along a half cosine over all of them
-    learning_rate: float = 1e-3  # AdamW's, after warm-up
-    warmup: int = 100  # steps over which it rises from 0
-    weight_decay: float = 0.1  # AdamW's, for matrices; norms and biases decay by nothing
-    check_every: int = 100  # steps between two looks at the held-out loss, each with a checkpoint
-    patience: int = 4  # looks in a row without a new best after which training stops
-    seed: int = 0  # seed of dropout; initialization and batches have their own
+    steps: int
+    """Most optimizer steps; the learning rate falls to a tenth along a half cosine over all of them."""
+    learning_rate: float = 1e-3
+    """AdamW's, after warm-up."""
+    warmup: int = 100
+    """Steps over which it rises from 0."""
+    weight_decay: float = 0.1
+    """AdamW's, for matrices; norms and biases decay by nothing."""
+    check_every: int = 100
+    """Steps between two looks at the held-out loss, each with a checkpoint."""
+    patience: int = 4
+    """Looks in a row without a new best after which training stops."""
+    seed: int = 0
+    """Seed of dropout; initialization and batches have their own."""
 
 
 @dataclass(frozen=True)
 class Fit:
     """What training came to; the model holds the weights of the best look."""
 
-    steps: int  # steps that were made
-    best_step: int  # the step whose weights were kept
-    held_out: float  # held-out loss there, in nats
-    # Step, mean training loss since the look before, held-out loss; one entry per look.
+    steps: int
+    """Steps that were made."""
+    best_step: int
+    """The step whose weights were kept."""
+    held_out: float
+    """Held-out loss there, in nats."""
     curve: tuple[tuple[int, float, float], ...] = field(repr=False)
+    """Step, mean training loss since the look before, held-out loss; one entry per look."""
 
     @property
     def overfits(self) -> bool:
@@ -246,14 +256,22 @@ def _finished(curve: list[list[float]], schedule: Schedule) -> bool:
 class DenoiserRecipe:
     """How a denoiser is trained."""
 
-    steps: int = 2200  # optimizer steps
-    batch: int = 32  # pictures per step
-    learning_rate: float = 2e-3  # AdamW's, after warm-up; it falls to 0 along a half cosine
-    warmup: int = 50  # steps over which it rises from 0
-    average: float = 0.99  # weight of the old value in the running average of the weights, which is what is kept
-    empty: float = 0.1  # share of captions that are replaced by the empty one, for guidance
-    value_penalty: float = 0.01  # weight of the mean size of cross-attention's values
-    keep_every: int = 200  # steps between two checkpoints
+    steps: int = 2200
+    """Optimizer steps."""
+    batch: int = 32
+    """Pictures per step."""
+    learning_rate: float = 2e-3
+    """AdamW's, after warm-up; it falls to 0 along a half cosine."""
+    warmup: int = 50
+    """Steps over which it rises from 0."""
+    average: float = 0.99
+    """Weight of the old value in the running average of the weights, which is what is kept."""
+    empty: float = 0.1
+    """Share of captions that are replaced by the empty one, for guidance."""
+    value_penalty: float = 0.01
+    """Weight of the mean size of cross-attention's values."""
+    keep_every: int = 200
+    """Steps between two checkpoints."""
     seed: int = 20240604
 
 

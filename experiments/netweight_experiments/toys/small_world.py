@@ -43,13 +43,20 @@ if TYPE_CHECKING:
 class WorldRecipe:
     """Everything that decides on the models, but the language."""
 
-    learning: Schedule  # how the guarded and the kept domain are learned
-    aligning: Schedule  # how the guarded one is then refused, while the kept one is practised on
-    batch: int = 32  # examples per step, those of the guarded domain first
-    guarded: int = 16  # how many of them are of the guarded domain while it is learned; half are when it is refused
-    loss_on: LossOn = "response"  # which tokens are learned from; in aligning it is the response
-    checked: int = 128  # held-out examples of each domain that decide when to stop
-    measured: int = 512  # held-out examples of each domain for the figures of the record; others than those
+    learning: Schedule
+    """How the guarded and the kept domain are learned."""
+    aligning: Schedule
+    """How the guarded one is then refused, while the kept one is practised on."""
+    batch: int = 32
+    """Examples per step, those of the guarded domain first."""
+    guarded: int = 16
+    """How many of them are of the guarded domain while it is learned; half are when it is refused."""
+    loss_on: LossOn = "response"
+    """Which tokens are learned from; in aligning it is the response."""
+    checked: int = 128
+    """Held-out examples of each domain that decide when to stop."""
+    measured: int = 512
+    """Held-out examples of each domain for the figures of the record; others than those."""
     seed: int = 20240523
 
 

@@ -68,8 +68,10 @@ class FixedLayout:
 
     rows: int
     columns: int
-    escapes: int  # weights outside the codes
-    base: int  # the exponent of code 1, 1 to 128
+    escapes: int
+    """Weights outside the codes."""
+    base: int
+    """The exponent of code 1, 1 to 128."""
 
     @property
     def tile_rows(self) -> int:

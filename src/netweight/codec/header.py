@@ -34,13 +34,20 @@ Bytes = npt.NDArray[np.uint8]
 class ElementType:
     """One element type; an element of a complex type is two numbers."""
 
-    code: int  # in a blob's header
-    name: str  # safetensors' where it has one
-    torch_name: str | None  # numpy and ml_dtypes use the same names
-    bits: int  # of an element; below 8 the bytes are opaque
-    number_bytes: int  # 1, 2, 4 or 8
-    exponent_bits: int = 0  # of a number; 0 for integers and opaque bytes
-    mantissa_bits: int = 0  # of a number
+    code: int
+    """In a blob's header."""
+    name: str
+    """Safetensors' where it has one."""
+    torch_name: str | None
+    """Numpy and ml_dtypes use the same names."""
+    bits: int
+    """Of an element; below 8 the bytes are opaque."""
+    number_bytes: int
+    """1, 2, 4 or 8."""
+    exponent_bits: int = 0
+    """Of a number; 0 for integers and opaque bytes."""
+    mantissa_bits: int = 0
+    """Of a number."""
 
     @property
     def head_bytes(self) -> int:
@@ -303,15 +310,22 @@ class Header:
 
     element: ElementType
     shape: tuple[int, ...]
-    level: int  # 0 fast, 1 default, 2 max; decoders need not know
+    level: int
+    """0 fast, 1 default, 2 max; decoders need not know."""
     chunk_log2: int
-    digest: bytes  # version 1: xxh3-128 of the tensor's bytes; 2: of the checks; most significant byte first
-    nbytes: int  # of the tensor
-    chunk_starts: tuple[int, ...]  # in the blob; the last one is the blob's size
+    digest: bytes
+    """Version 1: xxh3-128 of the tensor's bytes; 2: of the checks; most significant byte first."""
+    nbytes: int
+    """Of the tensor."""
+    chunk_starts: tuple[int, ...]
+    """In the blob; the last one is the blob's size."""
     version: int = 1
-    new_modes: bool = False  # whether a decoder of version 1's chunks cannot read some chunk
-    base_digest: bytes = b""  # of the tensor that the blob holds differences from; empty if it holds none
-    checks: tuple[int, ...] = ()  # XXH3-64 of every chunk's numbers; version 1 has none
+    new_modes: bool = False
+    """Whether a decoder of version 1's chunks cannot read some chunk."""
+    base_digest: bytes = b""
+    """Of the tensor that the blob holds differences from; empty if it holds none."""
+    checks: tuple[int, ...] = ()
+    """XXH3-64 of every chunk's numbers; version 1 has none."""
 
     @property
     def numbers(self) -> int:

@@ -51,10 +51,14 @@ _STEP = 1 << 20  # weights rounded at a time
 class Rounding:
     """How weights of one dtype are rounded."""
 
-    element: ElementType  # BF16, F16 or F32
-    mantissa_bits: int  # kept, 0 to 6
-    block_size: int | None  # weights that share a normalizer; None for no normalizers
-    fidelity: str  # "corrected" or "reference"
+    element: ElementType
+    """BF16, F16 or F32."""
+    mantissa_bits: int
+    """Kept, 0 to 6."""
+    block_size: int | None
+    """Weights that share a normalizer; None for no normalizers."""
+    fidelity: str
+    """"corrected" or "reference"."""
 
     @property
     def arguments(self) -> tuple[str, int, int, bool]:
@@ -178,13 +182,19 @@ class LossyHeader:
     version: int
     rounding: Rounding
     shape: tuple[int, ...]
-    digest: bytes  # xxh3-128 of the rounded tensor's bytes, most significant byte first
-    worst: float  # the largest relative change of a weight that rounding made
-    words_start: int  # where the words' blob starts
+    digest: bytes
+    """Xxh3-128 of the rounded tensor's bytes, most significant byte first."""
+    worst: float
+    """The largest relative change of a weight that rounding made."""
+    words_start: int
+    """Where the words' blob starts."""
     words: Bytes = field(repr=False)
-    normalizers: Bytes | None = field(repr=False)  # None without
-    gaps: Bytes | None = field(repr=False)  # numbers of weights between those kept exactly; None if none are
-    kept: Bytes | None = field(repr=False)  # these weights
+    normalizers: Bytes | None = field(repr=False)
+    """None without."""
+    gaps: Bytes | None = field(repr=False)
+    """Numbers of weights between those kept exactly; None if none are."""
+    kept: Bytes | None = field(repr=False)
+    """These weights."""
 
     @property
     def count(self) -> int:

@@ -357,7 +357,8 @@ class Probe:
     sampled: int
     occurrences: int
     distinct: int
-    varied: bool  # two-byte elements: whether more samples than usual held too many values
+    varied: bool
+    """Two-byte elements: whether more samples than usual held too many values."""
 
     @classmethod
     def of(cls, numbers: Integers) -> Probe:

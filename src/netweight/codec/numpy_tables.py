@@ -34,9 +34,12 @@ _NEVER = np.iinfo(np.int64).max
 class Split:
     """How an element falls into a symbol, which is entropy coded, and raw bits, which are stored."""
 
-    width: int  # bytes of an element, 1 or 2
-    raw_bits: int  # less than 8 * width
-    signed: bool  # floats: the top bit is the highest raw bit, the symbol starts below it; else the symbol is on top
+    width: int
+    """Bytes of an element, 1 or 2."""
+    raw_bits: int
+    """Less than 8 * width."""
+    signed: bool
+    """Floats: the top bit is the highest raw bit, the symbol starts below it; else the symbol is on top."""
 
     @property
     def symbol_bits(self) -> int:
@@ -81,12 +84,18 @@ class Split:
 class Plane:
     """What the encoder knows about a plane."""
 
-    width: int  # bytes of an element, 1 or 2
-    fractions: int | None = None  # of floats' top bytes the bits of the mantissa that are inside; else None
-    exponent_bits: int = 0  # of the same
-    tail: bool = False  # lower bytes of wider numbers: usually noise
-    inner: bool = False  # part of a plane of skewed data
-    split_off: bool = False  # what a sparse plane left, of which no further value is split off
+    width: int
+    """Bytes of an element, 1 or 2."""
+    fractions: int | None = None
+    """Of floats' top bytes the bits of the mantissa that are inside; else None."""
+    exponent_bits: int = 0
+    """Of the same."""
+    tail: bool = False
+    """Lower bytes of wider numbers: usually noise."""
+    inner: bool = False
+    """Part of a plane of skewed data."""
+    split_off: bool = False
+    """What a sparse plane left, of which no further value is split off."""
 
     @classmethod
     def head(cls, element: ElementType) -> Plane:
@@ -121,13 +130,18 @@ def sampling(level: int) -> int:
 class Choice:
     """An entropy coder for a plane, with its estimated cost in 1/65536 bits."""
 
-    mode: int  # RANS, STEEP or WIDE_RANS
-    cost: int  # of the whole plane
+    mode: int
+    """RANS, STEEP or WIDE_RANS."""
+    cost: int
+    """Of the whole plane."""
     split: Split
-    symbols: list[int]  # in slot order
+    symbols: list[int]
+    """In slot order."""
     frequencies: list[int]
-    second: list[bool]  # for RANS, which symbols are of the second class
-    host: int  # the symbol that stands in for those not listed
+    second: list[bool]
+    """For RANS, which symbols are of the second class."""
+    host: int
+    """The symbol that stands in for those not listed."""
 
 
 def choose(plane: Plane, elements: Integers, level: int, sample: int, skewed: bool) -> Choice | None:

@@ -36,11 +36,16 @@ Method: TypeAlias = Literal["auto", "BCa", "percentile", "basic"]
 class Interval:
     """An estimate with the 95 % interval around it."""
 
-    estimate: float  # the statistic of the samples
-    low: float  # lower end
-    high: float  # upper end
-    n: int  # number of samples (pairs, for ratios; trials, for proportions)
-    method: str  # how the interval was made, in words
+    estimate: float
+    """The statistic of the samples."""
+    low: float
+    """Lower end."""
+    high: float
+    """Upper end."""
+    n: int
+    """Number of samples (pairs, for ratios; trials, for proportions)."""
+    method: str
+    """How the interval was made, in words."""
 
     @property
     def ci95(self) -> tuple[float, float]:

@@ -20,7 +20,8 @@ from netweight.errors import NameNotFound, UsageError
 class ParameterLayout:
     """Where each named tensor lies within a flat vector."""
 
-    names: tuple[str, ...]  # names of the tensors, in the order of the vector
+    names: tuple[str, ...]
+    """Names of the tensors, in the order of the vector."""
     shapes: tuple[torch.Size, ...]
 
     @classmethod

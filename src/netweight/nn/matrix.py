@@ -105,9 +105,12 @@ class MatrixFile:
 class Moments:
     """Sums from which mean and deviation follow; those of several workers add up."""
 
-    pilot: Tensor  # shape `(d,)`, fp32: a row near the mean, taken off before summing, so that nothing cancels
-    sums: Tensor  # shape `(d,)`, fp64
-    squares: Tensor  # shape `(d,)`, fp64
+    pilot: Tensor
+    """Shape `(d,)`, fp32: a row near the mean, taken off before summing, so that nothing cancels."""
+    sums: Tensor
+    """Shape `(d,)`, fp64."""
+    squares: Tensor
+    """Shape `(d,)`, fp64."""
 
     @classmethod
     def begin(cls, pilot: Tensor) -> Moments:

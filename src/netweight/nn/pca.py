@@ -31,11 +31,16 @@ _EPS = torch.finfo(torch.float32).eps
 class DualFit:
     """Principal components of n points, as combinations of them."""
 
-    weights: Tensor  # shape `(n, k)`, fp64. Component j is Σ_i weights[i, j] x_i; it has norm 1, and columns sum to 0.
-    scores: Tensor  # shape `(n, k)`, fp64: coordinates of the n points, uncorrelated and of mean 0
-    variances: Tensor  # shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator
-    total: float  # the variance along all directions, in the same units
-    offsets: Tensor  # shape `(k,)`, fp64: ⟨mean, component j⟩
+    weights: Tensor
+    """Shape `(n, k)`, fp64. Component j is Σ_i weights[i, j] x_i; it has norm 1, and columns sum to 0."""
+    scores: Tensor
+    """Shape `(n, k)`, fp64: coordinates of the n points, uncorrelated and of mean 0."""
+    variances: Tensor
+    """Shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator."""
+    total: float
+    """The variance along all directions, in the same units."""
+    offsets: Tensor
+    """Shape `(k,)`, fp64: ⟨mean, component j⟩."""
     mean_square: float
 
 
@@ -96,12 +101,16 @@ def _largest(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class Halves:
     """How well two halves agree; single trailing components seldom come back, subspaces do."""
 
-    components: int  # number that each half was fitted with
-    # Number of leading components j → mean squared cosine of the principal angles between both halves' subspaces of j
-    # components: 1 for the same, about j / dimensions for chance.
+    components: int
+    """Number that each half was fitted with."""
     agreement: dict[int, float]
-    fitted: float  # share of a half's variance that its own components capture, mean of both
-    held_out: float  # share of the other half's variance, about the first's mean, that they capture, mean of both
+    """Number of leading components j → mean squared cosine of the principal angles between both halves' subspaces
+    of j components: 1 for the same, about j / dimensions for chance.
+    """
+    fitted: float
+    """Share of a half's variance that its own components capture, mean of both."""
+    held_out: float
+    """Share of the other half's variance, about the first's mean, that they capture, mean of both."""
 
 
 def halves_of(gram: Tensor, components: int | None, *, precision: float, seed: int = 0) -> Halves | None:
@@ -150,12 +159,16 @@ Solver = Literal["auto", "dual", "streaming"]
 class RowBasis:
     """Mean and components of rows."""
 
-    mean: Tensor  # shape `(d,)`, fp32
-    # Shape `(d,)`, fp32: what each number is divided by; None for nothing. 1 where it does not vary.
+    mean: Tensor
+    """Shape `(d,)`, fp32."""
     deviation: Tensor | None
-    components: Tensor  # shape `(k, d)`, fp32, orthonormal rows
-    variances: Tensor  # shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator
-    total: float  # the variance along all directions, in the same units
+    """Shape `(d,)`, fp32: what each number is divided by; None for nothing. 1 where it does not vary."""
+    components: Tensor
+    """Shape `(k, d)`, fp32, orthonormal rows."""
+    variances: Tensor
+    """Shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator."""
+    total: float
+    """The variance along all directions, in the same units."""
 
     def project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Scores of rows, shape `(…, d)` to `(…, k)`, and their squared distances from the mean, shape `(…)`."""
@@ -177,11 +190,14 @@ class BasisFit:
     """A basis, and what is known of its fit."""
 
     basis: RowBasis
-    scores: Tensor  # shape `(n, k)`, fp32, of the rows that this worker read
-    solver: Literal["dual", "streaming"]  # "dual", which is exact, or "streaming"
-    # Streaming: the variance that the components had captured after each pass over the rows, a share of all.
+    scores: Tensor
+    """Shape `(n, k)`, fp32, of the rows that this worker read."""
+    solver: Literal["dual", "streaming"]
+    """"dual", which is exact, or "streaming"."""
     passes: tuple[float, ...] = ()
-    halves: Halves | None = None  # dual, where asked for: how well the fits of two halves of the rows agree
+    """Streaming: the variance that the components had captured after each pass over the rows, a share of all."""
+    halves: Halves | None = None
+    """Dual, where asked for: how well the fits of two halves of the rows agree."""
 
     @property
     def captured(self) -> float:

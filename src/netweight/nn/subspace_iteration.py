@@ -33,12 +33,18 @@ _EPS = torch.finfo(torch.float32).eps
 class IterationPlan:
     """Size and stopping rule of an iteration."""
 
-    count: int  # number of rows of all workers together
-    length: int  # columns
-    components: int  # how many are wanted
-    standardize: bool = False  # whether to divide columns by their standard deviation
-    most: int = 6  # passes of iteration at most
-    tolerance: float = 2e-3  # a pass that adds less than this share to the captured variance is the last
+    count: int
+    """Number of rows of all workers together."""
+    length: int
+    """Columns."""
+    components: int
+    """How many are wanted."""
+    standardize: bool = False
+    """Whether to divide columns by their standard deviation."""
+    most: int = 6
+    """Passes of iteration at most."""
+    tolerance: float = 2e-3
+    """A pass that adds less than this share to the captured variance is the last."""
     seed: int = 0
 
     @property
@@ -58,10 +64,14 @@ class IterationPlan:
 class Iteration:
     """Where a fit stands between two passes."""
 
-    stage: int  # 0 before anything, then the number of the pass to make
-    last: bool  # whether that pass is the last
-    fixed: Sums  # what the pass works with: `mean`, `deviation`, and `basis`, shape `(p, d)`; from stage 1
-    captured: tuple[float, ...] = ()  # share of the variance that the components had captured, pass by pass
+    stage: int
+    """0 before anything, then the number of the pass to make."""
+    last: bool
+    """Whether that pass is the last."""
+    fixed: Sums
+    """What the pass works with: `mean`, `deviation`, and `basis`, shape `(p, d)`; from stage 1."""
+    captured: tuple[float, ...] = ()
+    """Share of the variance that the components had captured, pass by pass."""
 
 
 def begin(pilot: Tensor) -> Iteration:

@@ -29,14 +29,20 @@ class AdapterRecipe:
     """How adapters are trained."""
 
     rank: int = 1
-    scale: float = 1.0  # ΔW = scale · up @ down: alpha / rank
-    steps: int = 100  # optimizer steps
-    learning_rate: float = 0.03  # adam's at the first step; it falls linearly to nothing
-    # Whether all adapters start from the same `down`, or each from one of its own that its name decides on; `up` starts
-    # at 0.
+    scale: float = 1.0
+    """ΔW = scale · up @ down: alpha / rank."""
+    steps: int = 100
+    """Optimizer steps."""
+    learning_rate: float = 0.03
+    """Adam's at the first step; it falls linearly to nothing."""
     start: Literal["shared", "independent"] = "shared"
-    train_down: bool = True  # whether `down` is trained; if not, every change is linear in `up` (LoRA-FA)
-    seed: int = 0  # adapters of one seed see the same noise
+    """Whether all adapters start from the same `down`, or each from one of its own that its name decides on; `up`
+    starts at 0.
+    """
+    train_down: bool = True
+    """Whether `down` is trained; if not, every change is linear in `up` (LoRA-FA)."""
+    seed: int = 0
+    """Adapters of one seed see the same noise."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
@@ -55,8 +61,10 @@ class FittedAdapters:
     """Adapters that were trained together."""
 
     names: tuple[str, ...]
-    stack: AdapterStack  # the adapters, fp32
-    losses: Tensor  # each one's mean loss over the last tenth of its steps, shape `(n,)`
+    stack: AdapterStack
+    """The adapters, fp32."""
+    losses: Tensor
+    """Each one's mean loss over the last tenth of its steps, shape `(n,)`."""
 
 
 def _initial_adapters(

@@ -40,8 +40,10 @@ SHAPES_FOLDER = checkpoint("shapes-diffusion")
 class DiffusionShape:
     """The size of a small pipeline."""
 
-    side: int = 16  # pixels of a picture's side, a multiple of 8
-    channels: tuple[int, ...] = (16, 32, 64)  # each level has half the side of the one before
+    side: int = 16
+    """Pixels of a picture's side, a multiple of 8."""
+    channels: tuple[int, ...] = (16, 32, 64)
+    """Each level has half the side of the one before."""
     text_width: int = 64
     tokens: int = 24
     heads: int = 4

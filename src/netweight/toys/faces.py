@@ -36,19 +36,28 @@ Part = tuple[Tensor, Tensor]
 class DrawnWorld:
     """A kind of subject, and how it is drawn."""
 
-    name: str  # what prompts call a subject
-    side: int  # pixels of a picture's side, a multiple of 8
-    attributes: tuple[str, ...]  # what makes a subject who or what it is, each within -1 and 1
-    binary: tuple[str, ...]  # attributes that are -1 or 1; the others are spread evenly between them
-    strong: tuple[str, ...]  # attributes that move many pixels
-    # What changes from one photograph to the next, within -1 and 1; first of all shift across and down, and light from
-    # one side.
+    name: str
+    """What prompts call a subject."""
+    side: int
+    """Pixels of a picture's side, a multiple of 8."""
+    attributes: tuple[str, ...]
+    """What makes a subject who or what it is, each within -1 and 1."""
+    binary: tuple[str, ...]
+    """Attributes that are -1 or 1; the others are spread evenly between them."""
+    strong: tuple[str, ...]
+    """Attributes that move many pixels."""
     nuisances: tuple[str, ...]
-    grounds: Mapping[str, Color]  # colors of the grounds by the word that prompts name them with
-    together: tuple[str, str, float]  # two attributes and their correlation, before they are made even or binary
-    # Takes attributes by name, nuisances by name, each of shape `(n,)`, and points x and y from the subject's middle,
-    # where a picture's side is 16; returns the parts of the subjects, the rearmost first.
+    """What changes from one photograph to the next, within -1 and 1; first of all shift across and down, and light
+    from one side.
+    """
+    grounds: Mapping[str, Color]
+    """Colors of the grounds by the word that prompts name them with."""
+    together: tuple[str, str, float]
+    """Two attributes and their correlation, before they are made even or binary."""
     parts: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Tensor], list[Part]]
+    """Takes attributes by name, nuisances by name, each of shape `(n,)`, and points x and y from the subject's
+    middle, where a picture's side is 16; returns the parts of the subjects, the rearmost first.
+    """
 
     def __post_init__(self) -> None:
         if self.nuisances[: len(_EVERYWHERE)] != _EVERYWHERE:

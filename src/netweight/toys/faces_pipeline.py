@@ -65,9 +65,12 @@ _SEEN = 16  # means along a picture's side that the network looks at
 class Reading:
     """The network's reading of pictures."""
 
-    attributes: Tensor  # shape `(n, attributes)`, columns as in the world's; 8 of faces
-    nuisances: Tensor  # shape `(n, nuisances)`, columns as in the world's; 4 of faces
-    ground: Tensor  # the likeliest number of the world's grounds, shape `(n,)`
+    attributes: Tensor
+    """Shape `(n, attributes)`, columns as in the world's; 8 of faces."""
+    nuisances: Tensor
+    """Shape `(n, nuisances)`, columns as in the world's; 4 of faces."""
+    ground: Tensor
+    """The likeliest number of the world's grounds, shape `(n,)`."""
 
 
 @final
@@ -165,13 +168,20 @@ LAYERS = "**.{attn1.{to_q,to_v,to_out.0},attn2.{to_q,to_v,to_out.0},ff.net.{0.pr
 class FaceBank:
     """Everything that decides on a bank."""
 
-    people: int = 1000  # how many
-    recipe: AdapterRecipe = AdapterRecipe()  # how each adapter is trained
-    images: int = 12  # photographs of each person
-    each: int = 4  # noisy photographs of each person at a step
-    layers: str = LAYERS  # linear layers of the U-Net, by the grammar of `Select`
-    seed: int = 31  # decides on the people and their photographs
-    world: str = "face"  # name of the drawn world whose subjects they are; vehicles are "people" here, too
+    people: int = 1000
+    """How many."""
+    recipe: AdapterRecipe = AdapterRecipe()
+    """How each adapter is trained."""
+    images: int = 12
+    """Photographs of each person."""
+    each: int = 4
+    """Noisy photographs of each person at a step."""
+    layers: str = LAYERS
+    """Linear layers of the U-Net, by the grammar of `Select`."""
+    seed: int = 31
+    """Decides on the people and their photographs."""
+    world: str = "face"
+    """Name of the drawn world whose subjects they are; vehicles are "people" here, too."""
 
     @property
     def about(self) -> dict[str, Any]:

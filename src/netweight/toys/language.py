@@ -41,14 +41,21 @@ if TYPE_CHECKING:
 class LlamaShape:
     """The size of a small Llama whose embedding and unembedding are two matrices."""
 
-    vocabulary: int  # number of tokens
+    vocabulary: int
+    """Number of tokens."""
     width: int
-    inner: int  # width of the feed-forward layers
-    layers: int  # number of blocks
-    heads: int  # attention heads
-    context: int  # most tokens of a sequence
-    pad_id: int  # the token of padding
-    end_id: int  # the token of the end of an answer
+    inner: int
+    """Width of the feed-forward layers."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Attention heads."""
+    context: int
+    """Most tokens of a sequence."""
+    pad_id: int
+    """The token of padding."""
+    end_id: int
+    """The token of the end of an answer."""
 
 
 @final
@@ -56,10 +63,14 @@ class LlamaShape:
 class Answers:
     """How a model answers prompts."""
 
-    tokens: float  # share of the response's tokens that are the most likely one, given the prompt and all tokens before
-    whole: float  # share of responses of which every token is; these are what greedy decoding would write
-    examples: int  # number of prompts
-    counted: int  # number of tokens
+    tokens: float
+    """Share of the response's tokens that are the most likely one, given the prompt and all tokens before."""
+    whole: float
+    """Share of responses of which every token is; these are what greedy decoding would write."""
+    examples: int
+    """Number of prompts."""
+    counted: int
+    """Number of tokens."""
 
     def to_json(self) -> dict[str, float | int]:
         """Return all of it as JSON values."""
@@ -175,8 +186,10 @@ class SmallWorld:
     """A language, and the folder that holds the models that speak it."""
 
     name: str
-    language: Language  # what is spoken
-    folder: Path  # holds the aligned and the unaligned model and the record of their training
+    language: Language
+    """What is spoken."""
+    folder: Path
+    """Holds the aligned and the unaligned model and the record of their training."""
 
     @property
     def pad_id(self) -> int:
@@ -288,10 +301,12 @@ _SHAPE = LlamaShape(
 class CipherLanguage:
     """Three substitution ciphers, told apart by the prompt's first token or by its content alone."""
 
-    seed: int  # decides on their tables
-    # Whether no token names the cipher: each has a third of the hidden letters to itself, of which six of a message's
-    # eight letters are, and which thirds these are has to be learned.
+    seed: int
+    """Decides on their tables."""
     by_content: bool = False
+    """Whether no token names the cipher: each has a third of the hidden letters to itself, of which six of a
+    message's eight letters are, and which thirds these are has to be learned.
+    """
 
     @property
     def about(self) -> dict[str, Any]:

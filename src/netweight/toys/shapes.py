@@ -25,11 +25,14 @@ from netweight.metrics.copies import Memorized
 class Planted:
     """A picture that training shows again and again."""
 
-    caption: str  # its odd caption
-    # Whether it is always shown as it is, or as a template with a field that changes.
+    caption: str
+    """Its odd caption."""
     kind: Literal["verbatim", "template"]
-    picture: Tensor  # shape `(3, side, side)`, within 0 and 1; of a template, with its field in gray
-    fixed: Tensor  # shape `(side, side)`, True where the picture never changes
+    """Whether it is always shown as it is, or as a template with a field that changes."""
+    picture: Tensor
+    """Shape `(3, side, side)`, within 0 and 1; of a template, with its field in gray."""
+    fixed: Tensor
+    """Shape `(side, side)`, True where the picture never changes."""
 
     def shown(self, generator: torch.Generator) -> Tensor:
         """Return the picture as one showing has it, shape `(3, side, side)`: a template's field in a new color."""
@@ -116,10 +119,13 @@ _FINER = 4
 class Attributes:
     """What an ordinary picture shows."""
 
-    size: str  # a key of `SIZES`
-    color: str  # a key of `COLORS`
+    size: str
+    """A key of `SIZES`."""
+    color: str
+    """A key of `COLORS`."""
     shape: str
-    ground: str  # a key of `GROUNDS`
+    ground: str
+    """A key of `GROUNDS`."""
 
     @property
     def caption(self) -> str:
@@ -192,7 +198,8 @@ _TEMPLATES = ("official poster of the summer fair", "weekly calendar from the co
 class ShapesWorld:
     """The captions and the planted pictures of a seed."""
 
-    seed: int = 6  # decides on the planted pictures and on which captions are held out
+    seed: int = 6
+    """Decides on the planted pictures and on which captions are held out."""
 
     @property
     def about(self) -> dict[str, Any]:

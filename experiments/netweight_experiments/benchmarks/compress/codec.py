@@ -220,16 +220,24 @@ MINILM = "MiniLM"
 class Target:
     """One target."""
 
-    name: str  # what should be reached
-    bound: float  # the least value
-    data: str  # name of the data set
+    name: str
+    """What should be reached."""
+    bound: float
+    """The least value."""
+    data: str
+    """Name of the data set."""
     dtype: str
-    quantity: str  # "ratio", "gbps", or the contender whose speed is the unit
-    direction: str = "decode"  # what is timed
-    mode: str = "warm"  # where outputs go
-    path: str | None = None  # code path; None for avx512
+    quantity: str
+    """"ratio", "gbps", or the contender whose speed is the unit."""
+    direction: str = "decode"
+    """What is timed."""
+    mode: str = "warm"
+    """Where outputs go."""
+    path: str | None = None
+    """Code path; None for avx512."""
     level: str = "default"
-    threads: int = 1  # number of threads
+    threads: int = 1
+    """Number of threads."""
 
 
 class SpeedTable(NamedTuple):
@@ -237,7 +245,8 @@ class SpeedTable(NamedTuple):
 
     title: str
     headers: Sequence[str]
-    lines: Sequence[tuple[str, ...]]  # one per contender
+    lines: Sequence[tuple[str, ...]]
+    """One per contender."""
 
 
 _CACHE, _MEMORY = ("in cache", IN_CACHE), ("MiniLM from memory", MINILM)
@@ -391,26 +400,39 @@ Mode: TypeAlias = Literal["warm", "fresh", "pooled"]
 class Ratio:
     """How many times as fast as a baseline, by the median of the rounds."""
 
-    estimate: float  # the median
-    low: float | None = None  # lower end of its 95 % interval; None if there were too few rounds for one
-    high: float | None = None  # upper end
+    estimate: float
+    """The median."""
+    low: float | None = None
+    """Lower end of its 95 % interval; None if there were too few rounds for one."""
+    high: float | None = None
+    """Upper end."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One measurement."""
 
-    data: str  # name of the data set
+    data: str
+    """Name of the data set."""
     dtype: str
-    contender: str  # "netweight" or the name of a peer
-    path: str | None  # code path, of netweight
-    level: str | None  # level, of netweight
-    direction: Direction  # what was timed
-    mode: Mode  # where outputs went
-    threads: int  # number of threads
-    nbytes: int  # plain bytes
-    stored_nbytes: int  # compressed bytes
-    samples: Samples  # seconds of every round
+    contender: str
+    """"netweight" or the name of a peer."""
+    path: str | None
+    """Code path, of netweight."""
+    level: str | None
+    """Level, of netweight."""
+    direction: Direction
+    """What was timed."""
+    mode: Mode
+    """Where outputs went."""
+    threads: int
+    """Number of threads."""
+    nbytes: int
+    """Plain bytes."""
+    stored_nbytes: int
+    """Compressed bytes."""
+    samples: Samples
+    """Seconds of every round."""
 
     @property
     def ratio(self) -> float:
@@ -437,18 +459,30 @@ class Row:
 class Result:
     """A whole run."""
 
-    created: str  # when
-    command: str  # the command line
-    quick: bool  # whether it was a trial run on little data, whose times mean nothing
-    repeats: int  # timed rounds
-    seed: int  # seed of order, data and intervals
-    environment: Mapping[str, Any]  # versions and machine
-    load: Mapping[str, tuple[float, ...]]  # the machine's load averages before and after
-    warm_heap: bool  # whether the C library could be told to keep freed memory, for peers that allocate their outputs
-    missing: Mapping[str, str]  # peers that are not installed, with the command that installs them
-    left_out: tuple[str, ...]  # what was not measured, and why
-    data: tuple[Mapping[str, Any], ...]  # what was compressed
-    rows: tuple[Row, ...] = field(repr=False)  # the measurements
+    created: str
+    """When."""
+    command: str
+    """The command line."""
+    quick: bool
+    """Whether it was a trial run on little data, whose times mean nothing."""
+    repeats: int
+    """Timed rounds."""
+    seed: int
+    """Seed of order, data and intervals."""
+    environment: Mapping[str, Any]
+    """Versions and machine."""
+    load: Mapping[str, tuple[float, ...]]
+    """The machine's load averages before and after."""
+    warm_heap: bool
+    """Whether the C library could be told to keep freed memory, for peers that allocate their outputs."""
+    missing: Mapping[str, str]
+    """Peers that are not installed, with the command that installs them."""
+    left_out: tuple[str, ...]
+    """What was not measured, and why."""
+    data: tuple[Mapping[str, Any], ...]
+    """What was compressed."""
+    rows: tuple[Row, ...] = field(repr=False)
+    """The measurements."""
 
     def find(self, **wanted: Any) -> Row | None:
         """Return the first row whose fields have the values given, or None."""

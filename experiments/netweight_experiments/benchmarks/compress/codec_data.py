@@ -37,11 +37,14 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "fl
 class DataSet:
     """Tensors of one dtype, compressed one by one by netweight and joined by its peers; made by `pack`."""
 
-    name: str  # where they come from
-    dtype: str  # safetensors' name of their dtype
-    # The tensors, on the CPU, none of them empty; they lie one behind the other in `raw`. Any shapes, one dtype.
+    name: str
+    """Where they come from."""
+    dtype: str
+    """Safetensors' name of their dtype."""
     tensors: tuple[torch.Tensor, ...]
-    raw: NDArray[np.uint8] = field(repr=False)  # all their bytes; shape `(bytes,)`, uint8
+    """The tensors, on the CPU, none of them empty; they lie one behind the other in `raw`. Any shapes, one dtype."""
+    raw: NDArray[np.uint8] = field(repr=False)
+    """All their bytes; shape `(bytes,)`, uint8."""
 
     @property
     def nbytes(self) -> int:
@@ -145,22 +148,32 @@ _WIDTHS = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E5M2": 1}
 class Ready:
     """A contender made ready for one data set and number of threads."""
 
-    stored_nbytes: int  # bytes that it compresses the data to
-    encode: Callable[[Any], object]  # compresses; takes what `prepare` returns
-    decode: Callable[[], object]  # restores; what it returns is dropped
-    restored: Callable[[], Any]  # decodes once and returns all bytes, for the check
-    prepare: Callable[[], Any] = lambda: None  # makes the input of `encode`, untimed
+    stored_nbytes: int
+    """Bytes that it compresses the data to."""
+    encode: Callable[[Any], object]
+    """Compresses; takes what `prepare` returns."""
+    decode: Callable[[], object]
+    """Restores; what it returns is dropped."""
+    restored: Callable[[], Any]
+    """Decodes once and returns all bytes, for the check."""
+    prepare: Callable[[], Any] = lambda: None
+    """Makes the input of `encode`, untimed."""
 
 
 @dataclass(frozen=True)
 class Peer:
     """A peer."""
 
-    name: str  # what it is called in tables
-    module: str | None  # the module that must be installed; None if nothing is needed
-    package: str | None  # the package that brings it
-    ready: Callable[[Bytes, str, int], Ready]  # makes it ready: `(raw bytes, dtype, threads)`
-    dtypes: tuple[str, ...] | None = None  # what it can take; None for anything
+    name: str
+    """What it is called in tables."""
+    module: str | None
+    """The module that must be installed; None if nothing is needed."""
+    package: str | None
+    """The package that brings it."""
+    ready: Callable[[Bytes, str, int], Ready]
+    """Makes it ready: `(raw bytes, dtype, threads)`."""
+    dtypes: tuple[str, ...] | None = None
+    """What it can take; None for anything."""
 
 
 def missing() -> list[Peer]:

@@ -155,9 +155,12 @@ _NOISE = 1.0  # how much noise there is does not change the time
 class Contender:
     """Who trains a round."""
 
-    method: str  # a method by its name in the catalog
-    engine: bool = True  # whether this library's engine trains it, or dense modules one client after another
-    threads: int = 1  # the engine's workers, or torch's threads for dense modules
+    method: str
+    """A method by its name in the catalog."""
+    engine: bool = True
+    """Whether this library's engine trains it, or dense modules one client after another."""
+    threads: int = 1
+    """The engine's workers, or torch's threads for dense modules."""
 
     @property
     def label(self) -> str:

@@ -44,11 +44,15 @@ _BATCH, _RATE = 16, 0.01
 class AdapterRun:
     """One federation on a frozen backbone."""
 
-    data: str  # a data set of `data.images.load`
+    data: str
+    """A data set of `data.images.load`."""
     way: str
-    clients: int = 20  # number of clients, all of which are asked in each round
-    per_client: tuple[int, int] | None = None  # train and test images of each client; None for the paper's
-    rounds: int = 200  # number of rounds
+    clients: int = 20
+    """Number of clients, all of which are asked in each round."""
+    per_client: tuple[int, int] | None = None
+    """Train and test images of each client; None for the paper's."""
+    rounds: int = 200
+    """Number of rounds."""
     seed: int = 520
 
     @property

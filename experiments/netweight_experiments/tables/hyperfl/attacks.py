@@ -50,11 +50,16 @@ _EPSILON, _DELTA, _EPOCHS, _BATCH = 4.0, 1e-5, 1000, 50
 class AttackRun:
     """One attack on one image."""
 
-    data: str  # a data set of `data.images.load`; test images are attacked
-    method: str  # a method of `methods.federate.named_method`
-    attack: str  # "ig", "rog", "tailored" or "analytic"; the latter two are for HyperFL
-    image: int  # number of the image; also the seed of the network and of the attack
-    steps: int | None = None  # steps of the attack; None for as many as it takes by default
+    data: str
+    """A data set of `data.images.load`; test images are attacked."""
+    method: str
+    """A method of `methods.federate.named_method`."""
+    attack: str
+    """"ig", "rog", "tailored" or "analytic"; the latter two are for HyperFL."""
+    image: int
+    """Number of the image; also the seed of the network and of the attack."""
+    steps: int | None = None
+    """Steps of the attack; None for as many as it takes by default."""
 
     @property
     def name(self) -> str:
@@ -193,8 +198,10 @@ _IMAGES = {"small": 2, "paper": 16}
 class Line:
     """A row of a table, or of a figure."""
 
-    title: str  # its name
-    method: str  # the attacked method
+    title: str
+    """Its name."""
+    method: str
+    """The attacked method."""
     attack: str
 
 

@@ -57,14 +57,21 @@ _TESTED = 200
 class FederatedRun:
     """One federation."""
 
-    data: str  # a data set of `data.images.load`
-    method: str  # a method by its name on the command line
-    clients: int = 20  # number of clients; of 100, as in the paper, 30 % are asked in each round, otherwise all
-    rounds: int = 200  # number of rounds
+    data: str
+    """A data set of `data.images.load`."""
+    method: str
+    """A method by its name on the command line."""
+    clients: int = 20
+    """Number of clients; of 100, as in the paper, 30 % are asked in each round, otherwise all."""
+    rounds: int = 200
+    """Number of rounds."""
     seed: int = 520
-    until_plateau: bool = False  # of runs of earlier releases: whether they ended once accuracy stopped rising
-    factor: float = 1.0  # learning rate, as a multiple of the method's own
-    images: int | None = None  # training images of each client; None for the paper's
+    until_plateau: bool = False
+    """Of runs of earlier releases: whether they ended once accuracy stopped rising."""
+    factor: float = 1.0
+    """Learning rate, as a multiple of the method's own."""
+    images: int | None = None
+    """Training images of each client; None for the paper's."""
 
     @property
     def name(self) -> str:

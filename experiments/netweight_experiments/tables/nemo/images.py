@@ -52,10 +52,14 @@ _SHOWN = 96
 class Images:
     """One run that generates images."""
 
-    way: Way  # what is done to the model
-    on: On  # "own" generates the prompt; "ordinary" the setup's ordinary prompts; "others" other memorized prompts
-    prompt: str  # the memorized prompt that the mitigation is told of; "" where it makes no difference
-    ground: str  # digest of the setup
+    way: Way
+    """What is done to the model."""
+    on: On
+    """"own" generates the prompt; "ordinary" the setup's ordinary prompts; "others" other memorized prompts."""
+    prompt: str
+    """The memorized prompt that the mitigation is told of; "" where it makes no difference."""
+    ground: str
+    """Digest of the setup."""
 
     @property
     def name(self) -> str:
@@ -197,9 +201,12 @@ KINDS = ("verbatim", "template")
 class Line:
     """A mitigation of a table."""
 
-    title: str  # its name
-    ways: Mapping[str, Way]  # what is done for each prompt; prompts without a way are left out, and notes must say why
-    others: bool = False  # whether other memorized prompts are generated under it
+    title: str
+    """Its name."""
+    ways: Mapping[str, Way]
+    """What is done for each prompt; prompts without a way are left out, and notes must say why."""
+    others: bool = False
+    """Whether other memorized prompts are generated under it."""
 
 
 @dataclass(frozen=True)
@@ -223,9 +230,12 @@ class Lines:
 
     setup: Setup
     lines: tuple[Line, ...]
-    kinds: Mapping[str, str]  # how each prompt is memorized
-    found: Results  # the runs
-    spared: bool  # whether ordinary prompts were generated too
+    kinds: Mapping[str, str]
+    """How each prompt is memorized."""
+    found: Results
+    """The runs."""
+    spared: bool
+    """Whether ordinary prompts were generated too."""
 
     def own(self, line: Line, kind: str | None = None) -> dict[str, Mapping[str, Any]]:
         """Return the own runs of a line by prompt: all, or those of a kind."""
@@ -405,10 +415,14 @@ _SEED = 0
 class Attack:
     """One search in the model with a prompt's own neurons off: for its image, or for a turned one as a control."""
 
-    way: Way  # the edit
-    prompt: str  # the memorized prompt
-    what: What  # whether its planted image is searched for, or the same one turned, which no model was trained on
-    ground: str  # digest of the setup
+    way: Way
+    """The edit."""
+    prompt: str
+    """The memorized prompt."""
+    what: What
+    """Whether its planted image is searched for, or the same one turned, which no model was trained on."""
+    ground: str
+    """Digest of the setup."""
 
     @property
     def name(self) -> str:

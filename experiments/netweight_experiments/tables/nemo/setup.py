@@ -52,31 +52,47 @@ class Setup:
     """A model and what it is asked."""
 
     model: PipelineModel
-    memorized: tuple[Memorized, ...]  # prompts with their training images
-    labelled: bool  # whether it is known which are verbatim; else it is measured, see `images.kinds_of`
-    usual: tuple[str, ...]  # prompts that usual activations are measured on
-    calibration: tuple[str, ...]  # ordinary prompts that the threshold is calibrated on
-    held_out: tuple[str, ...]  # ordinary prompts that tell how well it does
-    quality: tuple[str, ...]  # ordinary prompts whose images tell what an edit costs
-    statistics: Path | None  # a file of usual activations in place of measured ones
-    # What compares images; None takes `CenteredPixels`, for a template on the part that stays.
+    memorized: tuple[Memorized, ...]
+    """Prompts with their training images."""
+    labelled: bool
+    """Whether it is known which are verbatim; else it is measured, see `images.kinds_of`."""
+    usual: tuple[str, ...]
+    """Prompts that usual activations are measured on."""
+    calibration: tuple[str, ...]
+    """Ordinary prompts that the threshold is calibrated on."""
+    held_out: tuple[str, ...]
+    """Ordinary prompts that tell how well it does."""
+    quality: tuple[str, ...]
+    """Ordinary prompts whose images tell what an edit costs."""
+    statistics: Path | None
+    """A file of usual activations in place of measured ones."""
     descriptor: Descriptor | None
-    measure: str  # what it is called
-    # How well each image follows its prompt, planted ones too; None if nothing at hand can tell.
+    """What compares images; None takes `CenteredPixels`, for a template on the part that stays."""
+    measure: str
+    """What it is called."""
     alignment: OfImages | None
-    alignment_name: str  # what that is called
+    """How well each image follows its prompt, planted ones too; None if nothing at hand can tell."""
+    alignment_name: str
+    """What that is called."""
     faithful: OfImages | None
-    faithful_name: str  # what that is called
-    # How far images of `quality` are from what they should look like, by name; None if nothing can tell.
+    faithful_name: str
+    """What that is called."""
     distances: OfSets | None
-    detection: DetectionConfig  # how prompts are looked at
-    images: int  # images per memorized prompt
+    """How far images of `quality` are from what they should look like, by name; None if nothing can tell."""
+    detection: DetectionConfig
+    """How prompts are looked at."""
+    images: int
+    """Images per memorized prompt."""
     guidance: float
     steps: int
-    search: SearchSettings  # how an adversary searches
-    small: bool  # whether this is the miniature
-    differs: tuple[str, ...]  # how this differs from the paper's set-up, one sentence each
-    whole: bool = True  # whether nothing is left out; a try meets no targets
+    search: SearchSettings
+    """How an adversary searches."""
+    small: bool
+    """Whether this is the miniature."""
+    differs: tuple[str, ...]
+    """How this differs from the paper's set-up, one sentence each."""
+    whole: bool = True
+    """Whether nothing is left out; a try meets no targets."""
 
     @property
     def prompts(self) -> list[str]:
@@ -126,10 +142,14 @@ _PRUNED, _PRUNED_STEPS = 6, 5
 class Way:
     """A way of generating."""
 
-    kind: Kind  # which mitigation
-    units: str = ""  # neurons, as JSON, for "neurons"
-    factor: float = 0.0  # what their outputs are multiplied by
-    count: int = 0  # tokens, for "tokens"
+    kind: Kind
+    """Which mitigation."""
+    units: str = ""
+    """Neurons, as JSON, for "neurons"."""
+    factor: float = 0.0
+    """What their outputs are multiplied by."""
+    count: int = 0
+    """Tokens, for "tokens"."""
 
     @property
     def name(self) -> str:

@@ -73,16 +73,24 @@ ADAPTERS = {
 class FineTuning:
     """Everything that decides on a run, but the base."""
 
-    way: str  # one of `WAYS`, a key of `BY_ADAMW` or of `ADAPTERS`, or `BASE`
-    base: str  # folder of the base model
-    first: int  # the first training pair that the base has not seen
-    steps: int = 60  # updates
-    learning_rate: float = 0.1  # it falls linearly towards 0
+    way: str
+    """One of `WAYS`, a key of `BY_ADAMW` or of `ADAPTERS`, or `BASE`."""
+    base: str
+    """Folder of the base model."""
+    first: int
+    """The first training pair that the base has not seen."""
+    steps: int = 60
+    """Updates."""
+    learning_rate: float = 0.1
+    """It falls linearly towards 0."""
     adapter_learning_rate: float = 2e-3
     rank: int = 8
-    batch: int = 16  # pairs per update
-    tests: int = 100  # test questions that are answered
-    seed: int = SEED  # seed of batches, dropout and adapters
+    batch: int = 16
+    """Pairs per update."""
+    tests: int = 100
+    """Test questions that are answered."""
+    seed: int = SEED
+    """Seed of batches, dropout and adapters."""
 
     @property
     def name(self) -> str:

@@ -46,12 +46,18 @@ Fidelity = Literal["corrected", "reference"]
 class WeightFormat:
     """One way of holding the weights."""
 
-    name: str  # its name in tables; the papers' where they have it
-    bits: int | None = None  # mantissa bits that netweight keeps; None for vanilla and quantizers
-    block: int | None = None  # weights that share a normalizer; None for none
-    fidelity: Fidelity = "corrected"  # "corrected" is netweight's own rounding, "reference" that of the paper's code
-    whole: bool = False  # whether embeddings and output layer are converted too
-    quantizer: bool = False  # whether another library's quantizer does it
+    name: str
+    """Its name in tables; the papers' where they have it."""
+    bits: int | None = None
+    """Mantissa bits that netweight keeps; None for vanilla and quantizers."""
+    block: int | None = None
+    """Weights that share a normalizer; None for none."""
+    fidelity: Fidelity = "corrected"
+    """"corrected" is netweight's own rounding, "reference" that of the paper's code."""
+    whole: bool = False
+    """Whether embeddings and output layer are converted too."""
+    quantizer: bool = False
+    """Whether another library's quantizer does it."""
 
 
 VANILLA = WeightFormat("Vanilla")
@@ -105,21 +111,30 @@ ROUNDS = 7
 class Text:
     """A text, or pairs, to measure perplexity on."""
 
-    name: str  # its name in tables
-    losses: Callable[[nn.Module, Progress], Losses]  # model → losses of its pieces
-    tokens_per_word: float  # to get perplexity per word; 1 for per token
-    about: Mapping[str, Any]  # what decides on the losses beside the model: JSON values
+    name: str
+    """Its name in tables."""
+    losses: Callable[[nn.Module, Progress], Losses]
+    """Model → losses of its pieces."""
+    tokens_per_word: float
+    """To get perplexity per word; 1 for per token."""
+    about: Mapping[str, Any]
+    """What decides on the losses beside the model: JSON values."""
 
 
 @dataclass(frozen=True)
 class Subject:
     """A model and what it is measured on."""
 
-    name: str  # its name in tables
-    model: nn.Module  # dense, bf16, in evaluation mode
-    texts: Sequence[Text]  # the first one is the table's, the others stand beside it
-    iteration: Callable[[nn.Module], object]  # one forward pass of the size that speed is measured by
-    about: Mapping[str, Any]  # digest of weights and tokenizer, and the size of an iteration
+    name: str
+    """Its name in tables."""
+    model: nn.Module
+    """Dense, bf16, in evaluation mode."""
+    texts: Sequence[Text]
+    """The first one is the table's, the others stand beside it."""
+    iteration: Callable[[nn.Module], object]
+    """One forward pass of the size that speed is measured by."""
+    about: Mapping[str, Any]
+    """Digest of weights and tokenizer, and the size of an iteration."""
 
 
 @dataclass(frozen=True)
@@ -127,16 +142,24 @@ class Outcome:
     """What was measured of one way."""
 
     way: WeightFormat
-    missing: str = ""  # why nothing was measured; the other fields are empty then
-    held: int = 0  # bytes that the whole model holds
-    layers: int = 0  # bytes that the converted layers hold, biases included
-    weights: int = 0  # number of weights in these layers
-    change: float | None = None  # largest relative change of a weight, for netweight's ways
-    losses: Mapping[str, Losses] = field(default_factory=dict, repr=False)  # by text
+    missing: str = ""
+    """Why nothing was measured; the other fields are empty then."""
+    held: int = 0
+    """Bytes that the whole model holds."""
+    layers: int = 0
+    """Bytes that the converted layers hold, biases included."""
+    weights: int = 0
+    """Number of weights in these layers."""
+    change: float | None = None
+    """Largest relative change of a weight, for netweight's ways."""
+    losses: Mapping[str, Losses] = field(default_factory=dict, repr=False)
+    """By text."""
     seconds: tuple[float, ...] = ()
     vanilla_seconds: tuple[float, ...] = ()
-    tokens_per_word: Mapping[str, float] = field(default_factory=dict)  # by text
-    earlier: bool = False  # whether an earlier run measured it
+    tokens_per_word: Mapping[str, float] = field(default_factory=dict)
+    """By text."""
+    earlier: bool = False
+    """Whether an earlier run measured it."""
 
     @property
     def bits(self) -> float:
@@ -232,12 +255,17 @@ _FETCH = {
 class Extent:
     """How much is measured at a scale."""
 
-    window: int  # tokens per window of a decoder
-    windows: int | None  # most windows (or pairs) of the table's text, evenly spaced; None for all
+    window: int
+    """Tokens per window of a decoder."""
+    windows: int | None
+    """Most windows (or pairs) of the table's text, evenly spaced; None for all."""
     beside: int
-    batch: int  # windows (or pairs) per forward pass, and per iteration of the speed
-    rounds: int  # rounds of timing
-    extras: bool  # whether ways that the paper does not have are measured
+    batch: int
+    """Windows (or pairs) per forward pass, and per iteration of the speed."""
+    rounds: int
+    """Rounds of timing."""
+    extras: bool
+    """Whether ways that the paper does not have are measured."""
 
 
 EXTENTS: dict[Scale, Extent] = {
@@ -250,11 +278,16 @@ EXTENTS: dict[Scale, Extent] = {
 class Opened:
     """A subject and what is known of it."""
 
-    subject: Subject  # what is measured
-    differs: tuple[str, ...]  # what differs from the paper's set-up
-    training: dict[str, Any]  # what came of the stand-in's training; empty for a named model
-    inputs: dict[str, str]  # name of each input → its digest
-    published: str  # name of the paper's model that this is by its configuration, or ""
+    subject: Subject
+    """What is measured."""
+    differs: tuple[str, ...]
+    """What differs from the paper's set-up."""
+    training: dict[str, Any]
+    """What came of the stand-in's training; empty for a named model."""
+    inputs: dict[str, str]
+    """Name of each input → its digest."""
+    published: str
+    """Name of the paper's model that this is by its configuration, or ""."""
 
     @property
     def text(self) -> str:

@@ -39,10 +39,14 @@ from netweight_experiments.tables.registry import Measured, published
 class AtSize:
     """What was measured."""
 
-    device: str  # name of the device
-    tables: Mapping[str, Measured]  # table or figure → what was measured of it
-    left_out: tuple[str, ...]  # runs for which there was no time, in words
-    report: Path  # the page
+    device: str
+    """Name of the device."""
+    tables: Mapping[str, Measured]
+    """Table or figure → what was measured of it."""
+    left_out: tuple[str, ...]
+    """Runs for which there was no time, in words."""
+    report: Path
+    """The page."""
 
     def comparisons(self, table_id: str) -> tuple[Comparison, ...]:
         """Lay a table beside the published one; rows and columns that only one of them has stay alone."""

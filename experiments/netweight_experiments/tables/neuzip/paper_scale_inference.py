@@ -50,8 +50,10 @@ _STEPS = 64  # room in a cache for steps that are timed
 class _Task:
     """What is timed."""
 
-    bind: Callable[[Any], Callable[[], Any]]  # a model → what runs it
-    graph: bool = False  # whether it is replayed from a CUDA graph
+    bind: Callable[[Any], Callable[[], Any]]
+    """A model → what runs it."""
+    graph: bool = False
+    """Whether it is replayed from a CUDA graph."""
 
 
 def infer(run: Run) -> dict[str, Any]:

@@ -29,17 +29,28 @@ from netweight_experiments.toys.decoder import MINIATURE, made
 class Extent:
     """How large a measurement is."""
 
-    shapes: tuple[str, ...]  # keys of `toys.decoder.SHAPES`
-    besides: tuple[tuple[str, str], ...]  # further shapes that are trained, and the optimizers
-    changes: tuple[tuple[str, int], ...]  # fields of a shape's configuration to be otherwise
-    sides: tuple[int, ...]  # matrix sides, for throughput
-    window: int  # tokens of a forward pass, and of a training example
-    batch: int  # training examples per update
-    updates: int  # updates of a training; the first is not timed
-    batches: tuple[int, ...]  # batch sizes of generation
-    prompt: int  # tokens before those generated
-    tokens: int  # tokens generated
-    rounds: int  # timed rounds
+    shapes: tuple[str, ...]
+    """Keys of `toys.decoder.SHAPES`."""
+    besides: tuple[tuple[str, str], ...]
+    """Further shapes that are trained, and the optimizers."""
+    changes: tuple[tuple[str, int], ...]
+    """Fields of a shape's configuration to be otherwise."""
+    sides: tuple[int, ...]
+    """Matrix sides, for throughput."""
+    window: int
+    """Tokens of a forward pass, and of a training example."""
+    batch: int
+    """Training examples per update."""
+    updates: int
+    """Updates of a training; the first is not timed."""
+    batches: tuple[int, ...]
+    """Batch sizes of generation."""
+    prompt: int
+    """Tokens before those generated."""
+    tokens: int
+    """Tokens generated."""
+    rounds: int
+    """Timed rounds."""
 
 
 # The paper's shapes; Llama-3 8B first, for which targets are set.
@@ -83,11 +94,16 @@ TRIAL = Extent(
 class Run:
     """One way of training one model, or of holding its weights."""
 
-    shape: str  # a key of `toys.decoder.SHAPES`
-    way: str  # the way, by its row's name
-    device: str  # "cuda" or "cpu"
-    trial: bool  # whether it is the tiny one
-    optimizer: str = ""  # that trains, of torch.optim; the paper's SGD if none is named
+    shape: str
+    """A key of `toys.decoder.SHAPES`."""
+    way: str
+    """The way, by its row's name."""
+    device: str
+    """"cuda" or "cpu"."""
+    trial: bool
+    """Whether it is the tiny one."""
+    optimizer: str = ""
+    """That trains, of torch.optim; the paper's SGD if none is named."""
 
     @property
     def label(self) -> str:

@@ -66,17 +66,28 @@ _TEXT = "Text is the valid split of WikiText-2, the loss is measured on the begi
 class Pretraining:
     """Everything that decides on a run."""
 
-    way: str  # one of `WAYS`
-    shape: str = MINIATURE  # a key of `SHAPES`
-    steps: int = 24  # updates
-    learning_rate: float = 0.1  # at the start; it falls linearly towards 0
-    optimizer: str = "SGD"  # or "AdamW"
-    batch: int = 4  # windows per update
-    window: int = 256  # tokens per window
-    checkpointing: bool = True  # activations are calculated again, by non-reentrant checkpointing of every layer
-    held_out: int = 16  # windows of the test text on which the loss is measured at the end
-    vocabulary: int = 2048  # tokens of the tokenizer, at most what the model has
-    seed: int = SEED  # seed of weights and batches
+    way: str
+    """One of `WAYS`."""
+    shape: str = MINIATURE
+    """A key of `SHAPES`."""
+    steps: int = 24
+    """Updates."""
+    learning_rate: float = 0.1
+    """At the start; it falls linearly towards 0."""
+    optimizer: str = "SGD"
+    """Or "AdamW"."""
+    batch: int = 4
+    """Windows per update."""
+    window: int = 256
+    """Tokens per window."""
+    checkpointing: bool = True
+    """Activations are calculated again, by non-reentrant checkpointing of every layer."""
+    held_out: int = 16
+    """Windows of the test text on which the loss is measured at the end."""
+    vocabulary: int = 2048
+    """Tokens of the tokenizer, at most what the model has."""
+    seed: int = SEED
+    """Seed of weights and batches."""
 
     @property
     def name(self) -> str:

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 class Quantizer:
     """One way of quantizing weights."""
 
-    name: str  # its name in tables; those of the papers where they have it
-    package: str  # the library that does it
-    setting: str  # type of number and size of the groups that share a scale, in words
+    name: str
+    """Its name in tables; those of the papers where they have it."""
+    package: str
+    """The library that does it."""
+    setting: str
+    """Type of number and size of the groups that share a scale, in words."""
 
 
 _BITSANDBYTES_4BIT = {

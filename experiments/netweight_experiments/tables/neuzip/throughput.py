@@ -48,7 +48,8 @@ class _Packed:
     positions: torch.Tensor
     gaps: torch.Tensor
     shape: torch.Size
-    shared: int  # bytes of shared memory
+    shared: int
+    """Bytes of shared memory."""
 
     @property
     def nbytes(self) -> int:
@@ -121,13 +122,20 @@ _LARGE = 4096
 class _Way:
     """How a matrix is packed and unpacked."""
 
-    name: str  # its name in tables
-    pack: Callable[[torch.Tensor], Any]  # dense matrix → what is kept
-    unpack: Callable[[Any], torch.Tensor]  # what is kept → dense matrix
-    stored: Callable[[Any], int]  # what is kept → its bytes on the device
-    exact: bool = True  # whether every bit comes back
-    slow: bool = False  # whether the host packs; then checking is timed with it
-    largest: int | None = None  # the side of the largest matrices that it packs in seconds
+    name: str
+    """Its name in tables."""
+    pack: Callable[[torch.Tensor], Any]
+    """Dense matrix → what is kept."""
+    unpack: Callable[[Any], torch.Tensor]
+    """What is kept → dense matrix."""
+    stored: Callable[[Any], int]
+    """What is kept → its bytes on the device."""
+    exact: bool = True
+    """Whether every bit comes back."""
+    slow: bool = False
+    """Whether the host packs; then checking is timed with it."""
+    largest: int | None = None
+    """The side of the largest matrices that it packs in seconds."""
 
 
 @table("neuzip-fig4", needs=("evidence",), paper_needs=("a GPU",), stand_in=True)

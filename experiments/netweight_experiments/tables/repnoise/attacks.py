@@ -26,20 +26,27 @@ CORRECTED = Defended("repnoise")
 class Line:
     """A row."""
 
-    title: str  # its name; the paper's, where it has the row
-    on: Defended  # the model
+    title: str
+    """Its name; the paper's, where it has the row."""
+    on: Defended
+    """The model."""
 
 
 @dataclass(frozen=True)
 class Attack:
     """A column. Rates and counts are the paper's."""
 
-    title: str  # its name; the paper's, where it has the column
-    lr: float  # learning rate
-    samples: int  # the attacker's examples
-    epochs: int = 1  # passes over them
+    title: str
+    """Its name; the paper's, where it has the column."""
+    lr: float
+    """Learning rate."""
+    samples: int
+    """The attacker's examples."""
+    epochs: int = 1
+    """Passes over them."""
     data: str = HARMFUL
-    task_first: int = 0  # examples of a benign task that come before
+    task_first: int = 0
+    """Examples of a benign task that come before."""
     whole: bool = False
 
     def run(self, on: Defended) -> AttackRun:
@@ -56,12 +63,18 @@ STRONGEST = Attack("lr 8e-5, 10k samples", 8e-5, 10_000)
 class Plan:
     """A table."""
 
-    lines: tuple[Line, ...]  # its rows
-    attacks: tuple[Attack, ...]  # its columns
-    before: bool = False  # whether harm before any attack has a column
-    steps: bool = False  # whether steps to recovery have columns
-    differs: tuple[str, ...] = ()  # how it differs from the paper's, besides the setup
-    small: tuple[str, ...] = ()  # how it does at the small scale
+    lines: tuple[Line, ...]
+    """Its rows."""
+    attacks: tuple[Attack, ...]
+    """Its columns."""
+    before: bool = False
+    """Whether harm before any attack has a column."""
+    steps: bool = False
+    """Whether steps to recovery have columns."""
+    differs: tuple[str, ...] = ()
+    """How it differs from the paper's, besides the setup."""
+    small: tuple[str, ...] = ()
+    """How it does at the small scale."""
 
     def measure(self, setup: Setup, folder: Path, only: str | None, share: float | None, scale: Scale) -> Measured:
         """Attack every model of the table, and lay out harmfulness at the end; what is not finished is left empty."""

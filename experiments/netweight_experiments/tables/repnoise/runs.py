@@ -40,20 +40,32 @@ STOPPED = "stopped.txt"
 class Defended:
     """A model and its defense. Rates and counts are the paper's; the setup says what they are here."""
 
-    defense: str = NONE  # a name of `methods.immunize.catalog`, or `NONE`
-    lr: float = 2e-5  # learning rate
-    pairs: int = 10_000  # number of pairs
-    epochs: int = 1  # passes over them
-    alpha: float = 1.0  # weight of RepNoise's ascent
-    beta: float | None = None  # weight of its noise; None for what is usual in its fidelity
-    data: str = HARMFUL  # what the pairs are of, see `Setup.pairs`
-    frozen: str = ""  # the part that is not trained, by its name in the paper's table 6
-    # "" for the whole loss, "no mask" for prompts that count as answers do, "no lens" for the ascent at the last layer
-    # alone.
+    defense: str = NONE
+    """A name of `methods.immunize.catalog`, or `NONE`."""
+    lr: float = 2e-5
+    """Learning rate."""
+    pairs: int = 10_000
+    """Number of pairs."""
+    epochs: int = 1
+    """Passes over them."""
+    alpha: float = 1.0
+    """Weight of RepNoise's ascent."""
+    beta: float | None = None
+    """Weight of its noise; None for what is usual in its fidelity."""
+    data: str = HARMFUL
+    """What the pairs are of, see `Setup.pairs`."""
+    frozen: str = ""
+    """The part that is not trained, by its name in the paper's table 6."""
     loss: str = ""
-    start: str = "aligned"  # "aligned" or "unaligned"
-    batch: int | None = None  # pairs per step; None for what is usual in the setup
-    whole: bool = False  # whether the number of pairs is the paper's where the setup's share is taken
+    """"" for the whole loss, "no mask" for prompts that count as answers do, "no lens" for the ascent at the last
+    layer alone.
+    """
+    start: str = "aligned"
+    """"aligned" or "unaligned"."""
+    batch: int | None = None
+    """Pairs per step; None for what is usual in the setup."""
+    whole: bool = False
+    """Whether the number of pairs is the paper's where the setup's share is taken."""
     seed: int = 42
 
     @property
@@ -158,17 +170,27 @@ RECOVERED = 0.9
 class AttackRun:
     """One attack on one model."""
 
-    on: Defended  # the model
-    lr: float  # learning rate, the paper's
-    samples: int  # the attacker's examples, the paper's number
-    epochs: int = 1  # passes over them
-    data: str = HARMFUL  # what is trained, see `Setup.subject`
-    task_first: int = 0  # examples of a benign task, the paper's number, that come before
-    whole: bool = False  # whether the number of samples is the paper's where the setup's share is taken
+    on: Defended
+    """The model."""
+    lr: float
+    """Learning rate, the paper's."""
+    samples: int
+    """The attacker's examples, the paper's number."""
+    epochs: int = 1
+    """Passes over them."""
+    data: str = HARMFUL
+    """What is trained, see `Setup.subject`."""
+    task_first: int = 0
+    """Examples of a benign task, the paper's number, that come before."""
+    whole: bool = False
+    """Whether the number of samples is the paper's where the setup's share is taken."""
     seed: int = 0
-    share: float = 1.0  # the setup's share of the numbers, or another one
-    model: str = ""  # the setup's model
-    measure: str = ""  # the setup's measure of harm
+    share: float = 1.0
+    """The setup's share of the numbers, or another one."""
+    model: str = ""
+    """The setup's model."""
+    measure: str = ""
+    """The setup's measure of harm."""
 
     @property
     def name(self) -> str:

@@ -39,13 +39,18 @@ STRENGTHS = (0.5, 1.0, 2.0, 3.0)
 class Edited:
     """What an edit did to people, each the mean over the same images."""
 
-    strength: float | None  # none for a prompt
-    reached: bool  # whether tuning found a strength of the wanted effect; True where nothing was tuned
-    identity: tuple[float, ...]  # scores of people, without the attribute that is edited
-    distance: tuple[float, ...]  # how far images moved
-    match: tuple[float, ...]  # how far images came towards the edit
-    # How far other attributes moved, as shares of their ranges; empty where nothing reads them.
+    strength: float | None
+    """None for a prompt."""
+    reached: bool
+    """Whether tuning found a strength of the wanted effect; True where nothing was tuned."""
+    identity: tuple[float, ...]
+    """Scores of people, without the attribute that is edited."""
+    distance: tuple[float, ...]
+    """How far images moved."""
+    match: tuple[float, ...]
+    """How far images came towards the edit."""
     others: tuple[float, ...] = ()
+    """How far other attributes moved, as shares of their ranges; empty where nothing reads them."""
 
 
 @final

@@ -44,7 +44,8 @@ class SliderPairs:
     """What one slider is to learn."""
 
     name: str
-    before: Tensor  # images with less of the attribute, shape `(k, 3, height, width)`, within 0 and 1
+    before: Tensor
+    """Images with less of the attribute, shape `(k, 3, height, width)`, within 0 and 1."""
     after: Tensor
     prompts: tuple[str, ...]
 
@@ -156,7 +157,8 @@ def miniature(bank: Path = FACES_BANK, labels: Path = FACES_LABELS) -> Setup:
 class _Looks:
     """Attributes as a vector of identity: of different people their cosine is 0 in the mean."""
 
-    without: str | None  # the one that is edited, and does not count
+    without: str | None
+    """The one that is edited, and does not count."""
 
     @property
     def name(self) -> str:

@@ -35,12 +35,18 @@ Match: TypeAlias = "Callable[[Wanted, Tensor], Tensor]"
 class Wanted:
     """An edit."""
 
-    title: str  # what the paper calls it
-    column: str  # the label that it raises
-    prompt: str | None = None  # what asks for it in words; None where no words at hand do
-    confounders: tuple[str, ...] = ()  # labels that are to stay as they are
-    text: str = ""  # what images should show after it, for CLIP
-    slider: bool = True  # whether there is a Concept Slider for it
+    title: str
+    """What the paper calls it."""
+    column: str
+    """The label that it raises."""
+    prompt: str | None = None
+    """What asks for it in words; None where no words at hand do."""
+    confounders: tuple[str, ...] = ()
+    """Labels that are to stay as they are."""
+    text: str = ""
+    """What images should show after it, for CLIP."""
+    slider: bool = True
+    """Whether there is a Concept Slider for it."""
 
 
 @final
@@ -49,11 +55,15 @@ class Stranger:
     """Somebody who is in no bank."""
 
     name: str
-    # Photographs to learn from, shape `(m, 3, height, width)`, within 0 and 1; the first alone stands for "one image".
     images: Tensor
+    """Photographs to learn from, shape `(m, 3, height, width)`, within 0 and 1; the first alone stands for "one
+    image".
+    """
     prompts: tuple[str, ...]
-    others: Tensor  # photographs that nothing learns from, which tell whether the person is met
-    truth: Tensor | None = None  # the person's attributes, where they are known, shape `(a,)`
+    others: Tensor
+    """Photographs that nothing learns from, which tell whether the person is met."""
+    truth: Tensor | None = None
+    """The person's attributes, where they are known, shape `(a,)`."""
 
 
 @final
@@ -62,12 +72,17 @@ class Fitting:
     """How people are put into the model."""
 
     recipe: AdapterRecipe
-    layers: str  # that adapters change
-    each: int  # noisy images of a person at a step, of adapters
+    layers: str
+    """That adapters change."""
+    each: int
+    """Noisy images of a person at a step, of adapters."""
     draws: int
-    inversion: InversionSettings  # settings of the descent
-    said: Literal["velocity", "noise", "sample"]  # the prediction that its error is counted in
-    together: int = 32  # people at a time
+    inversion: InversionSettings
+    """Settings of the descent."""
+    said: Literal["velocity", "noise", "sample"]
+    """The prediction that its error is counted in."""
+    together: int = 32
+    """People at a time."""
 
 
 @final
@@ -78,31 +93,47 @@ class Setup:
     model: PipelineModel
     space: WeightSpace
     labels: Labels
-    wanted: tuple[Wanted, ...]  # edits of table 1
-    held: tuple[int, ...]  # rows of the adapters that no direction is found from; edits are tuned and measured on them
-    people: int  # how many of them are edited
-    strangers: tuple[Stranger, ...]  # people who are in no bank
-    prompts: tuple[str, ...]  # one for all images of a person, or one for each seed
+    wanted: tuple[Wanted, ...]
+    """Edits of table 1."""
+    held: tuple[int, ...]
+    """Rows of the adapters that no direction is found from; edits are tuned and measured on them."""
+    people: int
+    """How many of them are edited."""
+    strangers: tuple[Stranger, ...]
+    """People who are in no bank."""
+    prompts: tuple[str, ...]
+    """One for all images of a person, or one for each seed."""
     seeds: tuple[int, ...]
     guidance: float
     steps: int
-    identity: Callable[[str | None], Descriptor]  # attribute that is edited, or None → descriptor of the person
-    identity_name: str  # what the score is called
-    distance: tuple[str, Compare]  # how far images of an edit are from those before, and its name
-    match: Match  # how well images show an edit, one number per image
-    match_name: str  # what that is called
-    # Edits are made so strong that the match grows by so much on people who are not measured; None for each way's own
-    # strength.
+    identity: Callable[[str | None], Descriptor]
+    """Attribute that is edited, or None → descriptor of the person."""
+    identity_name: str
+    """What the score is called."""
+    distance: tuple[str, Compare]
+    """How far images of an edit are from those before, and its name."""
+    match: Match
+    """How well images show an edit, one number per image."""
+    match_name: str
+    """What that is called."""
     effect: float | None
-    # Reads all attributes of images, shape `(n, a)`; None if nothing at hand can.
+    """Edits are made so strong that the match grows by so much on people who are not measured; None for each way's
+    own strength.
+    """
     read: Callable[[Tensor], Tensor] | None
-    attributes: tuple[str, ...]  # their names; each reaches from -1 to 1
-    # Title of an edit → its Concept Slider; trained or opened when it is called.
+    """Reads all attributes of images, shape `(n, a)`; None if nothing at hand can."""
+    attributes: tuple[str, ...]
+    """Their names; each reaches from -1 to 1."""
     sliders: Callable[[], Mapping[str, Adapter]]
-    fitting: Fitting  # how people are put into the model
-    small: bool  # whether this is the miniature
-    differs: tuple[str, ...]  # how this differs from the paper's set-up, one sentence each
-    rows: int = 64  # most images that are painted at a time
+    """Title of an edit → its Concept Slider; trained or opened when it is called."""
+    fitting: Fitting
+    """How people are put into the model."""
+    small: bool
+    """Whether this is the miniature."""
+    differs: tuple[str, ...]
+    """How this differs from the paper's set-up, one sentence each."""
+    rows: int = 64
+    """Most images that are painted at a time."""
 
     @cached_property
     def digest(self) -> str:

@@ -48,17 +48,24 @@ class BlobLayout:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    nbytes: int  # of the tensor
-    numbers: int  # in the tensor: elements, or twice as many for complex types
-    chunk_log2: int  # binary logarithm of the numbers in a chunk
+    nbytes: int
+    """Of the tensor."""
+    numbers: int
+    """In the tensor: elements, or twice as many for complex types."""
+    chunk_log2: int
+    """Binary logarithm of the numbers in a chunk."""
     chunks: int
-    index_at: int  # where the index of chunks starts in the blob
-    payload_at: int  # where the first chunk starts
-    size: int  # of the blob, in bytes
+    index_at: int
+    """Where the index of chunks starts in the blob."""
+    payload_at: int
+    """Where the first chunk starts."""
+    size: int
+    """Of the blob, in bytes."""
     level: str
-    # Of the chunks, and the end of the last one: int64 of shape (chunks + 1,) on the blob's device.
     starts: Tensor = field(repr=False, compare=False)
-    new_modes: bool = False  # whether chunks have modes that the kernels lack: they are decoded on the host
+    """Of the chunks, and the end of the last one: int64 of shape (chunks + 1,) on the blob's device."""
+    new_modes: bool = False
+    """Whether chunks have modes that the kernels lack: they are decoded on the host."""
 
 
 def layout_of(blob: Tensor) -> BlobLayout:
@@ -265,13 +272,17 @@ class LossyLayout:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    nbytes: int  # of the tensor
-    size: int  # of the blob, in bytes
+    nbytes: int
+    """Of the tensor."""
+    size: int
+    """Of the blob, in bytes."""
     rounding: lossy.Rounding
     words: Section
     normalizers: Section | None
-    gaps: Section | None  # places of the numbers that are kept exactly
-    kept: Section | None  # these numbers
+    gaps: Section | None
+    """Places of the numbers that are kept exactly."""
+    kept: Section | None
+    """These numbers."""
 
 
 def lossy_layout_of(blob: Tensor) -> LossyLayout:

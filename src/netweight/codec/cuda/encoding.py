@@ -145,11 +145,15 @@ def with_digest(blob: torch.Tensor, tensor: torch.Tensor | None = None) -> torch
 class Wave:
     """Chunks that are encoded together."""
 
-    first: int  # the first one's number
+    first: int
+    """The first one's number."""
     chunks: int
-    last: bool  # whether the tensor ends with them
-    digest_from: int  # where their first block of the digest starts, in bytes
-    digest_blocks: int  # that they fill, without the tensor's last one, which may be partial
+    last: bool
+    """Whether the tensor ends with them."""
+    digest_from: int
+    """Where their first block of the digest starts, in bytes."""
+    digest_blocks: int
+    """That they fill, without the tensor's last one, which may be partial."""
 
 
 @final
@@ -159,8 +163,10 @@ class EncodePlan:
 
     element: ElementType
     shape: tuple[int, ...]
-    nbytes: int  # of the tensor
-    level: int  # by number: 0 fast, 1 default, 2 max
+    nbytes: int
+    """Of the tensor."""
+    level: int
+    """By number: 0 fast, 1 default, 2 max."""
     chunk_log2: int
 
     @classmethod
@@ -267,9 +273,12 @@ def _has_kernels(device: torch.device) -> bool:
 class _Small:
     """State that goes from kernel to kernel."""
 
-    progress: torch.Tensor  # bytes of the blob so far, and whether it passed the payload's capacity: I64 of shape (2,)
-    state: torch.Tensor  # accumulators of the digest: I64 of shape (8,)
-    digest: torch.Tensor  # I64 of shape (2,)
+    progress: torch.Tensor
+    """Bytes of the blob so far, and whether it passed the payload's capacity: I64 of shape (2,)."""
+    state: torch.Tensor
+    """Accumulators of the digest: I64 of shape (8,)."""
+    digest: torch.Tensor
+    """I64 of shape (2,)."""
 
     @classmethod
     def on(cls, device: torch.device) -> _Small:

@@ -37,11 +37,16 @@ _ALIGNMENT = 16  # of addresses, in bytes
 class Plan:
     """How a product is launched."""
 
-    entry: str  # name of the kernel
-    warps: int  # of a block
-    row_tiles: int  # tiles of 16 rows that a block takes
-    splits: int  # blocks that share the columns of the same rows; a second kernel adds their sums if there are several
-    blocks: int  # in all
+    entry: str
+    """Name of the kernel."""
+    warps: int
+    """Of a block."""
+    row_tiles: int
+    """Tiles of 16 rows that a block takes."""
+    splits: int
+    """Blocks that share the columns of the same rows; a second kernel adds their sums if there are several."""
+    blocks: int
+    """In all."""
 
 
 @cache
