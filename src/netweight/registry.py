@@ -325,13 +325,14 @@ class Method(Command[S]):
         if self.run is not None and self.audits_itself:
             whole: Result = self.run(settings, context, **values, audit=audited)
             return whole
+        source = values[self.arguments[0].name]
+        if self.check is not None and self.audited is not None:
+            self.check(source, settings)
         if self.run is not None:
             result: Result = self.run(settings, context, **values)
         else:
-            source, destination = values["source"], values["destination"]
+            destination = values["destination"]
             _refuse_existing(destination)
-            if self.check is not None:
-                self.check(source, settings)
             made = self.apply(source, destination, settings, context.progress)
             result = made if isinstance(made, Result) else Result()
             result = result if result.written else replace(result, written=(destination,))

@@ -31,10 +31,10 @@ def test_there_and_back_for_people(model, tmp_path):
     assert answer.exit_code == 0, answer.stderr
     assert answer.stdout.startswith("net: 4 tensors, 24.9kB -> ")
     assert "(ratio 1." in answer.stdout
-    assert answer.stdout.rstrip().endswith("B/s")
+    assert "B/s\nWritten: net (20.5kB in 6 files).\nNext: netweight verify net --against m\n" in answer.stdout
     assert run("verify", "net", "--against", "m").stdout.splitlines()[:4] == [
-        "ok     damaged tensors: 0 of 4", "ok     damaged files: 0 of 5", "ok     files that do not belong: 0",
-        "ok     tensors that differ: 0 of 4",
+        "met    damaged tensors: 0 of 4", "met    damaged files: 0 of 5", "met    files that do not belong: 0",
+        "met    tensors that differ: 0 of 4",
     ]  # fmt: skip
     assert run("decompress", "net", "back").exit_code == 0
     assert content(tmp_path / "back") == content(model)
@@ -103,7 +103,7 @@ def test_damage_is_a_failed_finding_with_a_name(model, tmp_path):
     file.write_bytes(data)
     answer = run("verify", "net")
     assert answer.exit_code == 1
-    assert "FAILED damaged tensors: 1 of 4\n         model-00002-of-00002.safetensors: layers.1.b: " in answer.stdout
+    assert "MISSED damaged tensors: 1 of 4\n         model-00002-of-00002.safetensors: layers.1.b: " in answer.stdout
     findings = json.loads(run("verify", "net", "--json").stdout)["findings"]
     assert findings[0]["detail"]["which"][0].startswith("model-00002-of-00002.safetensors: layers.1.b: ")
     answer = run("decompress", "net", "x")
@@ -135,7 +135,7 @@ def test_histograms_are_drawn_on_request(model, tmp_path, suffix, start):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     simple_weights(model / "more.safetensors", ("positions",), "I64", (64,))
     answer = run("inspect", "m", "--plot", f"plot{suffix}")
-    assert f"Histograms drawn in plot{suffix}." in answer.stdout
+    assert f"Written: plot{suffix} (" in answer.stdout
     drawn = (tmp_path / f"plot{suffix}").read_bytes()
     assert drawn.startswith(start)
     if suffix == ".svg":

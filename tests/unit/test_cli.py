@@ -172,5 +172,5 @@ def test_without_the_experiments_their_commands_say_where_they_are(monkeypatch, 
     for name in ("reproduce", "benchmark"):
         result = call(name, "--help")
         assert result.exit_code == 2
-        assert f"`netweight {name}` is in the package netweight-experiments" in result.output
+        assert f"`netweight {name}` needs the package netweight-experiments" in result.output
         assert "pip install ./experiments" in result.output

@@ -182,6 +182,21 @@ class Commands(click.Group):
         ctx.exit(failure.exit_code)
 
 
+def _quiet_libraries() -> None:
+    """Keep other libraries' warnings and reports out of the output; `-v` shows them, and errors stay."""
+    import logging
+    import warnings
+
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    os.environ.setdefault("TORCH_LOGS", "-all")  # errors alone
+    if logging.lastResort is not None:  # loggers without a handler of their own
+        logging.lastResort.setLevel(logging.ERROR)
+    for name in ("torch", "torchao", "bitsandbytes", "huggingface_hub", "kernels"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(?!netweight)")
+
+
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
         click.echo(f"netweight {netweight_version()}")
@@ -199,9 +214,11 @@ _WIDTH = max(20, min(shutil.get_terminal_size().columns, 80) - 2)
 @click.option("-v", "--verbose", count=True, help="Log to standard error, and say where errors come from; -vv for all.")
 def netweight(verbose: int) -> None:
     """Compress, protect and edit the weights of PyTorch models, and attack the result before somebody else does."""
-    if verbose:
-        import logging
+    import logging
 
+    if not verbose:
+        _quiet_libraries()
+    else:
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
         logging.getLogger("netweight").setLevel(logging.DEBUG if verbose > 1 else logging.INFO)
 

@@ -11,66 +11,93 @@ from pathlib import Path
 import click
 
 from netweight.cli import OUTPUT_FOLDER, Output, output_option
+from netweight.core.files import digest_file
+from netweight.core.hub import is_hub_id, local_model
 from netweight.errors import OutputExists
+from netweight.hf.families import check_language_model
+from netweight.recipes import recipe_schema
+from netweight.report.report import write_text
+from netweight.tour import write_ciphers, write_pictures
 
-# What tells the kind of a subject → the recipe for it.
-_KINDS = {
-    "model_index.json": "release-forgotten.yaml",
-    "bank.json": "space.yaml",
-    "config.json": "release-immunized.yaml",
+# The uses of a subject of one's own → the file that tells its kind, and the recipe.
+_USES = {
+    "forget": ("model_index.json", "release-forgotten.yaml"),
+    "space": ("bank.json", "space.yaml"),
+    "immunize": ("config.json", "release-immunized.yaml"),
+    "compress": ("", "quickstart.yaml"),
 }
 
 
 @click.command()
 @click.argument("folder", type=OUTPUT_FOLDER)
+@click.option("--subject", metavar="MODEL",
+              help="A model or bank of yours, a path or an id on the hub: its recipe alone, with rows to replace by "
+              "your own.")  # fmt: skip
 @click.option(
-    "--subject", type=click.Path(path_type=Path, exists=True),
-    help="A model or bank of yours: its recipe alone, with rows to replace by your own.",
-)  # fmt: skip
+    "--use", type=click.Choice(list(_USES)), help="The recipe for --subject; by default the one for its kind."
+)
 @click.option("--federation", is_flag=True, help="An app for Flower alone, with your model and data to be put in.")
 @output_option
-def init(folder: Path, subject: Path | None, federation: bool, output: Output) -> None:
+def init(folder: Path, subject: str | None, use: str | None, federation: bool, output: Output) -> None:
     """Write recipes and the files that they name into FOLDER.
 
     Without `--subject` everything is small and can be run at once: a language model, a pipeline, LoRAs, rows and
-    pictures, and a recipe for each use. Their checkpoints are in the package netweight-toys.
+    pictures, and a recipe for each use. Their checkpoints are in the package netweight-toys. With `--subject` the rows
+    are placeholders: a recipe does not run until they are replaced, or taken out of its `placeholders`.
+
+    Example: netweight init release --subject my-model
     """
     if federation:
         _federation(folder, output)
         return
+    model = None if subject is None else local_model(subject)
     recipes = {each.name: each for each in resources.files("netweight.recipes").iterdir() if each.suffix == ".yaml"}  # type: ignore[attr-defined]
-    if subject is not None:
-        found = next((recipe for file, recipe in _KINDS.items() if (subject / file).is_file()), "quickstart.yaml")
-        recipes = {"recipe.yaml": recipes[found]}
+    if model is not None:
+        recipes = {"recipe.yaml": recipes[_USES[use or _use_of(model)][1]]}
+        if (use or _use_of(model)) == "immunize":
+            check_language_model(model)
     taken = [name for name in ("my-model", "pairs.jsonl", *recipes) if (folder / name).exists()]
     if taken:
         raise OutputExists(f"{folder / taken[0]} exists already.", cure="Choose a folder without it.")
     folder.mkdir(parents=True, exist_ok=True)
     named = "".join(each.read_text(encoding="utf-8") for each in recipes.values())
     if "pairs.jsonl" in named:
-        from netweight.tour import write_ciphers
-
         write_ciphers(folder, pairs=400, attacked=400, seed=0)
     if "targets.csv" in named:
-        from netweight.tour import write_pictures
-
         write_pictures(folder)
-    if subject is None:
+    rows = {file.name: digest_file(file) for file in sorted(folder.iterdir()) if file.suffix in _ROWS}
+    if model is None:
         _toys(folder)
-    from netweight.recipes import recipe_schema
-    from netweight.report.report import write_text
-
     for name, each in recipes.items():
         text = each.read_text(encoding="utf-8")
-        if subject is not None:
-            own = f"subject: {json.dumps(str(subject.resolve()), ensure_ascii=False)}"
-            text = "\n".join(own if line.startswith("subject: ") else line for line in text.split("\n"))
+        if model is not None:
+            own = json.dumps(subject if is_hub_id(str(subject)) else str(model.resolve()), ensure_ascii=False)
+            text = "\n".join(f"subject: {own}" if line.startswith("subject: ") else line for line in text.split("\n"))
+            if rows:
+                text += _PLACEHOLDERS + "".join(f"  {name}: {digest}\n" for name, digest in rows.items())
         write_text(folder / name, text)
     write_text(folder / "recipe.schema.json", json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n")
-    first = f"netweight run {'quickstart.yaml' if subject is None else 'recipe.yaml'} --plan"
+    first = f"netweight run {'quickstart.yaml' if model is None else 'recipe.yaml'} --plan"
+    if model is not None and rows:
+        output.warn(
+            f"{', '.join(rows)} are placeholders, generated to show the format. Replace them by rows of your own: the "
+            "recipe does not run before."
+        )
     output.line(f"Written to {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}.", bold=True)
-    output.line("To try next:\n  " + ("" if folder == Path() else f'cd "{folder}"\n  ') + first)
+    output.line("Next: " + ("" if folder == Path() else f'cd "{folder}" && ') + first)
     output.result({"folder": str(folder), "recipes": sorted(recipes)})
+
+
+_ROWS = (".jsonl", ".csv", ".txt")
+_PLACEHOLDERS = """
+# Files that only show the format, by digest. The recipe does not run before they are replaced by your own.
+placeholders:
+"""
+
+
+def _use_of(model: Path) -> str:
+    """The use of a model by its kind."""
+    return next((use for use, (file, _) in _USES.items() if file and (model / file).is_file()), "compress")
 
 
 def _federation(folder: Path, output: Output) -> None:

@@ -68,5 +68,6 @@ def local_model(given: str, *, exclude: Iterable[str] = ()) -> Path:
     if is_hub_id(given):
         return fetch(given, exclude=exclude)
     raise UsageError(
-        f"{given} does not exist.", cure="Give a folder or a file, or the id of a model on the hub: owner/name."
+        f"There is no file or folder {given}.",
+        cure="Give a folder or a file, or the id of a model on the hub: owner/name.",
     )

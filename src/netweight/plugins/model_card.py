@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from netweight.core.environment import netweight_version
 from netweight.errors import UsageError
 from netweight.methods.compress.folder import write_side_file
@@ -22,6 +24,7 @@ def entries_of(folder: Path) -> list[CardEntry]:
 
 
 CARD = "README.md"
+_HEAD = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "COPYING")
 _NO_LICENSE = (
     "License: not stated here. A model made from another one is under that one's license: name it, as `license:` in "
@@ -37,7 +40,8 @@ def update_card(folder: str | Path, *, command: str | None = None, base_model: s
         raise UsageError(
             f"{folder} holds no record of what netweight did to it.", cure="Name the folder that a command wrote."
         )
-    text = _text(folder) or _begun(folder, entries, base_model)
+    text = _text(folder)
+    text = _tagged(text, entries) if text else _begun(folder, entries, base_model)
     begin, end = _marks("done")
     earlier = re.search(r"^Made by: `(.*)`$", text.partition(begin)[2].partition(end)[0], re.MULTILINE)
     command = command or (earlier[1] if earlier else None)
@@ -54,7 +58,9 @@ def add_evidence(folder: str | Path, run: str | Path) -> Path:
     """Write or update the section with what the audits and attacks of a run found."""
     folder = Path(folder)
     text = _text(folder) or f"# {folder.resolve().name}\n"
-    return _write(folder, _with(text, "evidence", _evidence(read_report(run))))
+    report = read_report(run)
+    text = _with(text, "verdict", [f"**{decide(report.sections).publish}**"], first=True)
+    return _write(folder, _with(text, "evidence", _evidence(report)))
 
 
 def add_section(folder: str | Path, key: str, lines: Sequence[str]) -> Path:
@@ -108,9 +114,50 @@ def _library(folder: Path) -> str | None:
     return next((library for name, library in marks.items() if (folder / name).is_file()), None)
 
 
+def _tagged(text: str, entries: Sequence[CardEntry]) -> str:
+    """Add the tags of what was done to the metadata of a card that is there; all else stays as its author wrote it."""
+    head = _HEAD.match(text)
+    tags = ["netweight", *dict.fromkeys(tag for entry in entries for tag in entry.tags)]
+    if head is None:
+        return "\n".join(["---", "tags:", *(f"- {tag}" for tag in tags), "---", "", text.lstrip()])
+    lines = head[1].split("\n")
+    try:
+        metadata = yaml.safe_load(head[1]) or {}
+    except yaml.YAMLError as error:
+        raise UsageError(f"The metadata of {CARD} are not valid YAML: {error}.", cure="Correct them.") from error
+    listed = metadata.get("tags") if isinstance(metadata, dict) else None
+    new = [f"- {tag}" for tag in tags if tag not in (listed if isinstance(listed, list) else [])]
+    if isinstance(listed, list) and "tags:" in lines:
+        place = lines.index("tags:") + 1
+        indent = re.match(r"\s*", lines[place])[0] if place < len(lines) else ""  # type: ignore[index]  # it matches
+        lines[place:place] = [indent + tag for tag in new]
+    elif isinstance(listed, list):  # written in one line
+        place = next(number for number, line in enumerate(lines) if line.startswith("tags:"))
+        lines[place : place + 1] = ["tags:", *(f"- {tag}" for tag in listed), *new]
+    elif new:
+        lines += ["tags:", *new]
+    return "\n".join(["---", *lines, "---", ""]) + text[head.end() :]
+
+
+def license_of(folder: Path) -> str | None:
+    """Return the license that a card's metadata state, or the name of a license file beside it; None without either."""
+    head = _HEAD.match(_text(folder))
+    stated = re.search(r"^license: *(\S+)", head[1], re.MULTILINE) if head else None
+    if stated:
+        return stated[1]
+    return next((name for name in _LICENSES if (folder / name).is_file()), None)
+
+
+def verdict_of(folder: Path) -> str | None:
+    """Return the verdict that the card states; None where it states none."""
+    begin, end = _marks("verdict")
+    stated = _text(folder).partition(begin)[2].partition(end)[0].strip().strip("*")
+    return stated or None
+
+
 def _license(folder: Path, text: str) -> str:
     """What is known of the license: stated in the card's first lines, lying beside, or nothing."""
-    head = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    head = _HEAD.match(text)
     stated = re.search(r"^license: *(\S+)", head[1], re.MULTILINE) if head else None
     if stated:
         return f"License: {stated[1]}, as stated above."
@@ -118,10 +165,14 @@ def _license(folder: Path, text: str) -> str:
     return f"License: see {beside}." if beside else _NO_LICENSE
 
 
-def _with(text: str, key: str, lines: Sequence[str]) -> str:
-    """Put a section between its marks: in the place of an earlier one, or at the end."""
+def _with(text: str, key: str, lines: Sequence[str], *, first: bool = False) -> str:
+    """Put a section between its marks: in the place of an earlier one, else at the end, or below the metadata."""
     begin, end = _marks(key)
     section = "\n".join([begin, *lines, end])
+    if (text.count(begin), text.count(end)) == (0, 0) and first:
+        head = _HEAD.match(text)
+        start = head.end() if head else 0
+        return f"{text[:start]}{'' if not start else chr(10)}{section}\n\n{text[start:].lstrip()}"
     if (text.count(begin), text.count(end)) == (0, 0):
         return f"{text.rstrip()}\n\n{section}\n"
     if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):

@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, final
 import yaml
 from pydantic import Field
 
+from netweight.core.files import digest_file
 from netweight.core.hub import is_hub_id, local_model
 from netweight.core.lazy import value_of
 from netweight.core.names import nearest, not_found
@@ -96,6 +97,11 @@ class _Steps(Settings):
         default="all", description="Names of the audits to run; what is left out is shown in red."
     )
     seed: int = Field(default=0, description="Random seed of audits and attacks.")
+    placeholders: dict[str, str] = Field(
+        default={},
+        description="Files of rows that only show the format, and their digests: the recipe does not run while a file "
+        "has its digest.",
+    )
 
 
 class _Chapter(_Steps):
@@ -216,6 +222,7 @@ def _read_steps(
             fields.seed, name, **texts,
         )  # fmt: skip
         found += _path_problems(recipe)
+        found += _placeholder_problems(fields.placeholders)
         found += _chain_problems(recipe)
         if len(treatments) == len(fields.treatments):  # else it is unknown which audits there are
             found += _audit_problems(recipe)
@@ -286,6 +293,16 @@ def _path_problems(recipe: Recipe) -> list[str]:
     if recipe.output.exists() and not recipe.output.is_dir():
         problems.append(f"output: {recipe.output} is a file; it must be a folder.")
     return problems
+
+
+def _placeholder_problems(placeholders: Mapping[str, str]) -> list[str]:
+    """Files that still hold the rows that `netweight init` wrote."""
+    same = [name for name, digest in placeholders.items() if Path(name).is_file() and digest_file(Path(name)) == digest]
+    return [
+        f"placeholders.{name}: the file still holds placeholder rows. Replace it by your own, or take this line out to "
+        "run with them."
+        for name in same
+    ]
 
 
 def _chain_problems(recipe: Recipe) -> list[str]:

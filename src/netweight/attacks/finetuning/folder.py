@@ -52,10 +52,10 @@ from netweight.data.tokens import (
     tokenized_examples,
 )
 from netweight.errors import UsageError
+from netweight.hf.families import check_language_model
 from netweight.hf.generate_answers import end_tokens
 from netweight.hf.load_language_model import (
     check_finite,
-    check_folder,
     check_lm_eval,
     context_of,
     load_causal_lm,
@@ -164,7 +164,7 @@ def check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) 
         check_lm_eval()
     folders = [folder for folder in (settings.base, model, *settings.also.values()) if folder is not None]
     for folder in folders:
-        check_folder(folder)
+        check_language_model(folder)
     if settings.base is not None:
         for folder in folders[1:]:
             _check_alike(settings.base, folder)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from netweight.attacks.finetuning.folder import attack_folders
+from netweight.attacks.finetuning.folder import check as check_finetuning
 from netweight.attacks.refusal.folder import attack_refusal
 from netweight.attacks.refusal.settings import RefusalSettings, SafeguardSettings
 from netweight.core.progress import Progress
+from netweight.hf.families import check_language_model
 from netweight.registry import Target
 from netweight.report.finding import Section
+
+
+def check(model: Path | None, settings: RefusalSettings) -> None:
+    """Refuse before any work what is not a decoder language model."""
+    for folder in (model, settings.base):
+        if folder is not None:
+            check_language_model(folder)
+
+
+def check_safeguards(model: Path | None, settings: SafeguardSettings) -> None:
+    """Refuse before any work what either attack refuses."""
+    check(model, settings)
+    check_finetuning(model, settings)
 
 
 def attack(target: Target, settings: RefusalSettings, progress: Progress) -> Section:

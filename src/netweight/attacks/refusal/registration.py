@@ -14,6 +14,7 @@ REFUSAL: Attack = Attack(
     "every layer's output, neurons are switched off, a base is mixed in. Every edit is measured and undone; no edited "
     "model is written. OUT receives a report.",
     example="netweight attack refusal my-model --refused refused.jsonl --ordinary ordinary.jsonl --out refusal",
+    check=lazy(f"{_COMMANDS}:check"),
 )
 
 SAFEGUARDS: Attack = Attack(
@@ -27,4 +28,5 @@ SAFEGUARDS: Attack = Attack(
     "attacks.jsonl, from which a second call continues, and one report.",
     example="netweight attack safeguards my-model --harmful harmful.jsonl --refused refused.jsonl "
     "--ordinary ordinary.jsonl --out safeguards",
+    check=lazy(f"{_COMMANDS}:check_safeguards"),
 )

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, final
 
 from netweight.core.files import digest_file, part_of
-from netweight.core.progress import QUIET, Progress
+from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.data.text import text_examples, text_pairs, withhold
 from netweight.data.tokens import BELOW, load_examples, padding_of, tokenized_pairs
 from netweight.errors import UsageError
-from netweight.hf.load_language_model import check_finite, check_folder, context_of, load_causal_lm
+from netweight.hf.families import check_language_model
+from netweight.hf.load_language_model import check_finite, context_of, load_causal_lm
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.depth import (
     DEPTH,
@@ -97,7 +98,8 @@ def immunize_folder(
             changes = weight_changes(load_causal_lm(source)[0], network)  # the model before is opened again
             after = analyze_layers(network, pairs, pad_id=pad)
             report.add(depth_section(DepthAnalysis(changes, before, after), seen=True))
-        network.save_pretrained(job.tree)
+        with silent_bars():
+            network.save_pretrained(job.tree)
         tokenizer.save_pretrained(job.tree)
         record.write(job.file(RECORD))
         report.write(job.file(REPORT))
@@ -142,7 +144,7 @@ def apply(source: Path, destination: Path, settings: ImmunizeSettings, progress:
 
 def check(source: Path | None, settings: ImmunizeSettings) -> None:
     if source is not None:
-        check_folder(source)
+        check_language_model(source)
     _check_count(len(text_pairs(settings.pairs)), settings)
     if settings.retain is not None:
         text_examples(settings.retain)

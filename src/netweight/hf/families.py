@@ -1,0 +1,77 @@
+"""Which models have a use here: what is refused by the name of its family, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from netweight.core.lazy import extra
+from netweight.errors import Unsupported, UsageError
+
+# Any of these makes a tokenizer of transformers.
+_TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer.bin", "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+
+
+def family_of(folder: str | Path) -> str:
+    """Return the name of a model's architecture, or of its family, as its config states it.
+
+    Raises:
+        UsageError: There is no config.json, or it cannot be read.
+    """
+    config = _config(Path(folder))
+    architectures = config.get("architectures") or []
+    return str(architectures[0] if architectures else config.get("model_type") or "a model of unknown family")
+
+
+def check_language_model(folder: str | Path) -> None:
+    """Refuse what is not a decoder language model with its tokenizer; only config.json and names of files are read.
+
+    Raises:
+        UsageError: There is no config.json, it cannot be read, or there is no tokenizer.
+        Unsupported: The family has no use here; the message names it.
+    """
+    folder = Path(folder)
+    name, reason = family_of(folder), ""
+    config = _config(folder)
+    with extra("llm", "Language models need transformers"):
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        )
+    family = str(config.get("model_type", ""))
+    causal = any(each.endswith(("ForCausalLM", "LMHeadModel")) for each in config.get("architectures") or [])
+    if config.get("is_encoder_decoder") or (family.startswith(("t5", "mt5", "bart", "mbart")) and not causal):
+        reason = "an encoder-decoder"
+    elif not causal and not config.get("is_decoder") and family in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        reason = "an encoder"
+    elif not causal and family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        reason = f"of the family {family!r}" if family else "of no family that its config names"
+    if reason:
+        raise Unsupported(
+            f"{folder} ({name}) is {reason}, and this is for decoder language models only.",
+            cure=f"Such a model can be compressed: netweight compress {folder} NEW.",
+        )
+    if not any((folder / file).is_file() for file in _TOKENIZERS):
+        raise UsageError(
+            f"{folder} ({name}) has no tokenizer: none of {', '.join(_TOKENIZERS[:4])} … is there.",
+            cure="Copy the tokenizer's files into the folder.",
+        )
+
+
+def _config(folder: Path) -> dict[str, object]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UsageError(
+            f"{folder} is not a model folder: it holds no config.json.",
+            cure="Give a folder of a transformers model, unpacked.",
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read: {error}.", cure="Restore the file.") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{file} is not a JSON object.", cure="Restore the file.")
+    return content

@@ -1,0 +1,191 @@
+"""`netweight publish`: whether a model's folder may be published, and its upload to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, final
+
+from pydantic import Field
+
+from netweight.core.lazy import extra
+from netweight.core.progress import Progress
+from netweight.errors import NetweightError, UsageError
+from netweight.methods.compress.folder_format import MANIFEST
+from netweight.methods.compress.verify import verify
+from netweight.plugins.model_card import CARD, entries_of, license_of, verdict_of
+from netweight.registry import Context, Result
+from netweight.report.finding import Finding, Section
+from netweight.report.verdict import decide
+from netweight.settings import Cli, Settings
+from netweight.store import open_store
+
+# Files that training, tools and systems leave behind, by shell patterns of names.
+_STRAY = (
+    ".DS_Store", "Thumbs.db", "__pycache__", ".ipynb_checkpoints", ".git", ".cache", "*.lock", "*.part", "*.tmp", "*~",
+    "*.swp", "optimizer*.pt", "optimizer*.bin", "scheduler.pt", "rng_state*.pth", "scaler.pt", "trainer_state.json",
+    "training_args.bin", "global_step*", "attacks.jsonl", "searches.jsonl", "ledger.jsonl", ".env", "*.log",
+)  # fmt: skip
+# Files that run code when they are opened.
+_RUNS_CODE = ("*.pkl", "*.pickle", "*.bin", "*.pt", "*.pth", "*.ckpt")
+_SHOWN = 5  # names in a reason
+_PLACE = re.compile(r"(?:/(?:home|Users|root|tmp|mnt|data|work|scratch|var)/|[A-Za-z]:\\)[^\s\"'`<>)]*")
+
+
+@final
+class PublishSettings(Settings):
+    """Where a model's folder is published."""
+
+    to: Annotated[str | None, Cli(metavar="OWNER/NAME")] = Field(
+        default=None, description="Upload the folder to this repository of the hub, if all checks pass."
+    )
+    private: bool = Field(default=False, description="Make the repository private, if it is new.")
+    message: str = Field(default="Upload with netweight", description="Message of the commit on the hub.")
+
+
+def publish(settings: PublishSettings, context: Context, folder: Path) -> Result:
+    """Check a folder, and upload it if that is asked for and all checks pass."""
+    section = Section("Publishing", check(folder, context.progress), question="May this folder be published?")
+    verdict = decide(section)
+    stated = verdict_of(folder) or "no verdict in the card"
+    lines = [f"{folder}: license {license_of(folder) or 'not stated'}; {stated}"]
+    lines += [f"  {name}" for finding in section.findings for name in finding.detail.get("which", ())[:_SHOWN]]
+    name = settings.to or f"OWNER/{folder.resolve().name}"
+    steps = () if verdict.failed else (f"hf upload {name} {folder}",)
+    if settings.to is None:
+        return Result(lines, [section], {"folder": str(folder)}, next=steps)
+    if verdict.failed:
+        return Result(lines, [section], {"folder": str(folder), "uploaded": None})
+    url = upload(folder, settings.to, private=settings.private, message=settings.message)
+    return Result([*lines, f"Uploaded: {url}"], [section], {"folder": str(folder), "uploaded": url})
+
+
+def check(folder: Path, progress: Progress) -> list[Finding]:
+    """Return what stands against publishing a model's folder, as findings with targets.
+
+    Args:
+        folder: The folder of a model, a pipeline or an adapter.
+        progress: Where progress is shown; digests are read in full.
+    """
+    stated, card = license_of(folder), (folder / CARD).is_file()
+    stray, code = sorted(_matching(folder, _STRAY)), sorted(_matching(folder, _RUNS_CODE))
+    places = sorted(_places(folder))
+    missing = "no `license:` in the first lines of README.md, and no LICENSE file"
+    return [
+        Finding("a license is stated", stated is not None, target=True, detail={} if stated else {"reason": missing}),
+        Finding("there is a model card", card, target=True),
+        _verdict(folder),
+        _digests(folder, progress),
+        _count("files that do not belong into a published model", stray),
+        _count("files that run code when they are opened", [name for name in code if name not in stray]),
+        _count("paths of this machine in files", places),
+    ]
+
+
+def _count(name: str, which: list[str]) -> Finding:
+    return Finding(name, len(which), better="lower", target=0, detail={"which": which})
+
+
+def _verdict(folder: Path) -> Finding:
+    name = "the verdict in the card is to publish"
+    entries = entries_of(folder)
+    stated = verdict_of(folder)
+    if stated is not None:
+        return Finding(name, stated.startswith("Publish, because"), target=True, detail={"verdict": stated})
+    if all(entry.tags == ("compressed",) for entry in entries) and (folder / MANIFEST).exists():
+        return Finding(name, None, detail={"reason": "only compressed, without loss; its digests are checked below"})
+    if not entries:
+        return Finding(name, None, detail={"reason": "no record of a treatment lies in the folder"})
+    reason = f"the card has none; add it: netweight report RUN --card {folder}"
+    return Finding(name, None, target=True, detail={"reason": reason})
+
+
+def _digests(folder: Path, progress: Progress) -> Finding:
+    """Whether weight files can be read, and those of a compressed folder have their digests."""
+    name = "weight files that are damaged"
+    bad: list[str] = []
+    files = sorted(folder.rglob("*.safetensors"))
+    if (folder / MANIFEST).exists():
+        try:
+            bad += [each.name for each in verify(folder, progress=progress) if each.passed is False]
+        except NetweightError as error:
+            bad.append(str(error))
+    else:
+        for file in files:
+            try:
+                with open_store(file) as store:
+                    store.names()
+            except NetweightError as error:
+                bad.append(f"{file.relative_to(folder)}: {error}")
+    if not files:
+        return Finding(name, None, target=0, better="lower", detail={"reason": "there is no .safetensors file"})
+    return Finding(name, len(bad), n=len(files), better="lower", target=0, detail={"which": bad})
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:
+    for path in folder.rglob("*"):
+        relative = path.relative_to(folder)
+        if (
+            path.is_symlink()
+            and not path.resolve().is_relative_to(folder.resolve())
+            and "blobs" not in str(path.resolve())
+        ):
+            yield f"{relative} (a link out of the folder)"
+        elif any(fnmatch.fnmatch(part, pattern) for part in relative.parts for pattern in patterns):
+            yield relative.as_posix()
+
+
+def _places(folder: Path) -> Iterator[str]:
+    """Paths of a disk in JSON values and in the card."""
+    here = {str(Path.home()), os.getcwd(), str(folder.resolve().parent)} - {"/"}
+    for file in sorted(folder.rglob("*.json")):
+        if file.stat().st_size > 10_000_000:
+            continue
+        try:
+            values = list(_texts(json.loads(file.read_text(encoding="utf-8"))))
+        except (OSError, ValueError):
+            continue  # what is no JSON is not ours to read
+        for text in values:
+            if _PLACE.match(text) or any(text.startswith(f"{place}/") for place in here):
+                yield f"{file.relative_to(folder).as_posix()}: {text}"
+    card = folder / CARD
+    if card.is_file():
+        text = card.read_text(encoding="utf-8", errors="replace")
+        found = {*_PLACE.findall(text), *(place for place in here if f"{place}/" in text)}
+        yield from (f"{CARD}: {place}" for place in sorted(found))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, list) and len(value) < 1000:
+        for each in value:
+            yield from _texts(each)
+
+
+def upload(folder: Path, name: str, *, private: bool = False, message: str = "Upload with netweight") -> str:
+    """Upload a folder to a repository of the hub, which is made if it is new; return the address of the commit.
+
+    Raises:
+        UsageError: The hub refuses, or cannot be reached.
+    """
+    with extra("llm", "Uploading needs huggingface_hub"):
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    try:
+        api = HfApi()
+        api.create_repo(name, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message=message).commit_url)
+    except HFValidationError as error:
+        raise UsageError(f"No repository can be named {name!r}.", cure="Write it as OWNER/NAME.") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise UsageError(
+            f"{folder} could not be uploaded to {name}: {error}.", cure="Log in with `hf auth login`, and try again."
+        ) from error

@@ -1,0 +1,16 @@
+"""The registration of `netweight publish`; it imports nothing heavy."""
+
+from netweight.registry import Argument, Command, lazy
+
+PUBLISH: Command = Command(
+    "publish",
+    lazy("netweight.plugins.publish:PublishSettings"),
+    run=lazy("netweight.plugins.publish:publish"),
+    summary="Check a model's folder, and upload it to the Hugging Face hub.",
+    description="Checks the license, the model card, the verdict of the run that tested the model, digests, files that "
+    "do not belong into a published model, and paths of this machine in its files. Without --to nothing is uploaded, "
+    "and the command for it is printed. With --to the folder is uploaded if all checks pass. Exits with 1 if one does "
+    "not.",
+    example="netweight publish my-model-release --to me/my-model-release",
+    arguments=(Argument("folder", "folder"),),
+)
