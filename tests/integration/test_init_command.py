@@ -48,6 +48,12 @@ def test_a_model_of_ones_own_gets_the_recipe_for_its_kind_and_rows_to_replace(he
     assert {each.name for each in Path("mine").iterdir()} == {"recipe.yaml", "recipe.schema.json", *rows}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir("mine")
+        for command in (["--plan"], []):
+            answer = CliRunner().invoke(netweight, ["run", "recipe.yaml", *command])
+            assert answer.exit_code == 2
+            assert "placeholders.pairs.jsonl: the file still holds placeholder rows." in answer.stderr
+        for name in rows:  # rows of one's own
+            Path(name).write_text(Path(name).read_text() + Path(name).read_text().splitlines()[0] + "\n")
         recipe = read_recipe("recipe.yaml")
     assert [chosen.what.verb for chosen in recipe.treatments] == ["immunize", "compress"]
     assert recipe.subject == here / "model"
@@ -65,8 +71,73 @@ def test_what_is_there_is_not_written_over(here):
 
 def test_the_plan_says_what_a_run_will_take(here):
     Path("recipe.yaml").write_text("subject: model\ntreatments: [compress]\noutput: out\n")
-    answer = CliRunner().invoke(netweight, ["run", "recipe.yaml", "--plan", "--measure"])
+    answer = CliRunner().invoke(netweight, ["run", "recipe.yaml", "--plan"])
     assert answer.exit_code == 0, answer.output
-    assert "step 1: at least 1 run, about 0.0 minutes on this machine" in answer.output
-    assert "disk: at most" in answer.output
+    assert "time: unknown: no earlier run of this recipe recorded it for compress" in answer.output
+    assert "Disk: at most" in answer.output
     assert not Path("out").exists()
+    assert CliRunner().invoke(netweight, ["run", "recipe.yaml"]).exit_code == 0
+    Path("recipe.yaml").write_text("subject: model\ntreatments: [compress: {level: max}]\noutput: out\n")
+    answer = CliRunner().invoke(netweight, ["run", "recipe.yaml", "--plan"])
+    assert "time: about 0.0 minutes (an earlier run took" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "says"),
+    [
+        ("BertForMaskedLM", {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "is an encoder"),
+        ("BertModel", {"model_type": "bert", "architectures": ["BertModel"]}, "is an encoder"),
+        (
+            "T5ForConditionalGeneration",
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+            "is an encoder-decoder",
+        ),
+        ("ViTModel", {"model_type": "vit", "architectures": ["ViTModel"]}, "is of the family 'vit'"),
+        ("LlamaForCausalLM", None, "has no tokenizer"),
+    ],
+)
+def test_a_model_without_a_use_is_refused_by_name_in_one_line_by_every_command(here, family, change, says):
+    folder = here / "odd"
+    shutil.copytree("model", folder)
+    if change is None:
+        for file in folder.glob("*token*"):
+            file.unlink()
+    else:
+        (folder / "config.json").write_text(json.dumps(change))
+    Path("recipe.yaml").write_text(
+        "subject: odd\ntreatments: [immunize: {pairs: pairs.jsonl, epochs: 1, batch_size: 4}]\noutput: out\n"
+    )
+    commands = (
+        ["init", "mine", "--subject", "odd"], ["run", "recipe.yaml", "--plan"],
+        ["immunize", "odd", "new", "--pairs", "pairs.jsonl"],
+        ["attack", "finetune", "odd", "--harmful", "pairs.jsonl", "--out", "attacks"],
+    )  # fmt: skip
+    for command in commands:
+        answer = CliRunner().invoke(netweight, command)
+        assert answer.exit_code == 2, answer.output
+        line = next(line for line in answer.stderr.splitlines() if says in line)
+        assert family in line
+    assert not any(Path(name).exists() for name in ("mine", "new", "attacks", "out"))
+    assert CliRunner().invoke(netweight, ["init", "mine", "--subject", "odd", "--use", "compress"]).exit_code == 0
+
+
+def test_a_model_on_the_hub_is_found_in_its_cache(here, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    snapshot = here / "cache" / "models--me--mine" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree("model", snapshot)
+    reference = here / "cache" / "models--me--mine" / "refs" / "main"
+    reference.parent.mkdir()
+    reference.write_text("0" * 40)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(here / "cache"))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(here / "cache"))
+    for command in (["inspect", "me/mine"], ["init", "there", "--subject", "me/mine"], ["compress", "me/mine", "net"]):
+        answer = CliRunner().invoke(netweight, command)
+        assert answer.exit_code == 0, answer.output
+    assert 'subject: "me/mine"' in Path("there", "recipe.yaml").read_text()
+    Path("recipe.yaml").write_text("subject: me/mine\ntreatments: [compress]\noutput: out\n")
+    assert CliRunner().invoke(netweight, ["run", "recipe.yaml"]).exit_code == 0
+    absent = CliRunner().invoke(netweight, ["inspect", "me/absent"])
+    assert absent.exit_code == 2
+    assert "the hub could not be reached" in absent.stderr

@@ -49,7 +49,8 @@ def run(tmp_path):
 def test_a_compressed_folder_tells_what_was_done_and_keeps_its_proof(model, tmp_path):
     call("compress", model, tmp_path / "net", "--card")
     text = (tmp_path / "net" / CARD).read_text()
-    assert text.startswith(USERS)
+    head, body = USERS.split("\n---\n")
+    assert text.startswith(f"{head}\ntags:\n- netweight\n- compressed\n---\n{body}")
     for expected in ("### Compressed, bit for bit", "License: apache-2.0, as stated above.", "| level | default |"):
         assert expected in text
     assert all(finding.passed is not False for finding in verify(tmp_path / "net", against=model))
@@ -71,7 +72,7 @@ def test_a_second_time_changes_nothing_and_what_users_add_stays(model, run, tmp_
     card = update_card(tmp_path / "net", command="netweight compress model net")
     add_evidence(tmp_path / "net", run)
     once = card.read_text()
-    assert call("report", run, "--card", tmp_path / "net")["card"] == str(card)
+    assert call("report", run, "--card", tmp_path / "net", code=1)["card"] == str(card)
     assert card.read_text() == once  # the command that made it, too
     assert "`netweight compress model net`" in once
     changed = once.replace("What I say of it.", "What else I say.") + "\nAnd below.\n"
@@ -84,12 +85,18 @@ def test_a_second_time_changes_nothing_and_what_users_add_stays(model, run, tmp_
 
 def test_evidence_is_told_with_what_missed_its_target(model, run):
     text = add_evidence(model, run).read_text()
-    assert "| steps to recovery | 3.200 | 2.900 to 3.500 | 3.000 | passed |" in text
+    assert text.startswith(USERS.partition("\n\n")[0])
+    verdict = (
+        "Do not publish, because 1 of 2 targets is missed: ability lost | of all is 0.2000 points "
+        "(target: at most 0.1)."
+    )
+    assert text.index(verdict) < text.index("# My model") < text.rindex(verdict)
+    assert "| steps to recovery | 3.200 | 2.900 to 3.500 | 3.000 | met |" in text
     assert "| ability lost \\| of all | 0.2000 points |  | 0.1000 | **missed** |" in text
     assert "It holds a while." in text
     Report("Nothing proved").section("Defense", [], treatment="compress", audits=()).write(run)
     text = add_evidence(model, run).read_text()
-    assert "**Not proved**: compress without its audits identity, size, outputs." in text
+    assert "**Not tested**: compress by: identity, size, outputs." in text
     assert "steps to recovery" not in text
 
 

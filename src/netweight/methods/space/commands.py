@@ -175,16 +175,18 @@ def export(
     opened = _opened(space, bank)
     points = points_of(opened, point)
     made: dict[str, Exported] = {}
+    places: list[Path] = []
     how: Any = {name: value for name, value in settings if name != "point"}
     for name, place, scores in zip(points.names, places_of(points), points.scores, strict=True):
         path = destination if len(points.names) == 1 else destination / place
+        places.append(path)
         made[name] = opened.point(scores).export(path, overwrite=overwrite, **how)
         if path.is_dir():
             export_record(opened, name, made[name]).write(path)
     return Result(
         [Rows(("point", "rank", "relative error", "where"), [(name, *_cells(each)) for name, each in made.items()])],
         payload={name: _payload(each) for name, each in made.items()},
-        written=tuple(each.path for each in made.values()),
+        written=tuple(places),
     )  # fmt: skip
 
 
