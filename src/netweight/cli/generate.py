@@ -28,6 +28,7 @@ from netweight.registry import (
     is_own,
     loaded,
     points,
+    registered,
 )
 
 _KINDS: dict[str, Any] = {
@@ -90,8 +91,7 @@ class _Group(click.Group):
                     found[point.name] = next(e.line for e in loaded(point) if isinstance(e, Command))
                 elif point.dist is not None:
                     found[point.name] = point.dist.metadata["Summary"]
-            more = {name: entry for name, entry in commands("attack").items()} if not found else {}
-            return found | {name.split()[1]: entry.line for name, entry in more.items()}
+            return found | {each.words[1]: each.line for each in registered() if isinstance(each, Attack)}
         return {name.split(maxsplit=1)[1]: each.line for name, each in commands(self.name).items() if " " in name}
 
 
