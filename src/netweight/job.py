@@ -35,6 +35,7 @@ from netweight.core.files import (
     publish,
     read_record,
     refuse_existing,
+    refuse_planted,
     sync,
     take_lock,
     work_of,
@@ -583,6 +584,7 @@ def check_destination(destination: str | Path, *, overwrite: bool | None = False
     """
     destination = Path(destination)
     work = folder or work_of(destination)
+    refuse_planted(work)
     if work.is_dir():
         with naming_failures(destination), Job._locked(work, destination, None, "", _STATE):
             pass

@@ -97,7 +97,7 @@ DESCRIPTIONS = {
     "a list": lambda about: "[]",
     "version 99": put("version", 99),
     "version true": put("version", True),
-    "version 1 without tensors": put("version", 1),
+    "version 0": put("version", 0),
     "digests of other tensors": put("digests", base64.b64encode(bytes(8)).decode()),
     "too few digests": put("digests", ""),
     "digests as a number": put("digests", 5),

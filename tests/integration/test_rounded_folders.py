@@ -74,7 +74,7 @@ def test_the_manifest_records_it(model, tmp_path):
     file = tmp_path / "net" / "model.net.safetensors"
     raw = file.read_bytes()
     metadata = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])["__metadata__"]
-    assert json.loads(metadata["netweight"])["version"] == 3
+    assert json.loads(metadata["netweight"])["version"] == 1
     netweight.compress_folder(model, "lossless")
     manifest = json.loads((tmp_path / "lossless" / "netweight.json").read_bytes())
     assert "rounding" not in manifest

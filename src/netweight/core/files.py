@@ -1,8 +1,10 @@
 """Files: of ours, which appear whole or not at all, digests, records, and JSON of strangers, read within bounds.
 
-Ours are written aside, synced, renamed. The temporary name is derived from the target's name, so that the next run
-finds what a killed run left behind, and it is locked while in use, so that two runs cannot mix. `publish` is the one
-place that syncs and renames. Parts of a file are worked on by several threads, `in_order`. Of a stranger's JSON, bytes,
+Ours are written aside, synced, renamed. A file's temporary name begins with the target's and ends at random, so that
+nobody can have put a link there beforehand; the file is locked while in use, so that two runs cannot mix, and so that
+a later run can tell what a killed one left behind. A folder's temporary name is derived from the target's, so that the
+next run continues in it. `publish` is the one place that syncs
+and renames. Parts of a file are worked on by several threads, `in_order`. Of a stranger's JSON, bytes,
 depth and the number of values are checked before parsing.
 
 A digest is the text `"xxh3-128:"` and 32 hexadecimal digits. It detects damage and change; it is no defense against
@@ -18,11 +20,13 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path, PurePath
 from typing import IO, Any, TypeVar
 
@@ -143,7 +147,9 @@ def naming_failures(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         refused = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes | os.PathLike) else part
-        if refused != target.parent and not any(refused.is_relative_to(own) for own in (target, part, work)):
+        ours = any(refused.is_relative_to(own) for own in (target, part, work))
+        ours = ours or (refused.parent == part.parent and refused.name.startswith(part.name))
+        if refused != target.parent and not ours:
             raise UsageError(
                 f"{refused} could not be read ({error.strerror}).", cure="Check that it is there and its permissions."
             ) from error
@@ -229,12 +235,45 @@ def take_lock(descriptor: int) -> bool:
     return True
 
 
+_OWN = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+
+def _planted(path: Path) -> OutputFailed:
+    return OutputFailed(
+        f"{path} is a link, where a temporary file belongs: writing would change what it leads to.",
+        cure="Remove it, and choose a folder into which nobody else writes.",
+    )
+
+
+def refuse_planted(folder: Path) -> None:
+    """Refuse a temporary folder that somebody else may have put there.
+
+    Args:
+        folder: The path at which work is continued, or begun.
+
+    Raises:
+        OutputFailed: It is a link, or a folder of another user.
+    """
+    if folder.is_symlink():
+        raise _planted(folder)
+    if hasattr(os, "geteuid") and folder.exists() and folder.stat().st_uid not in (os.geteuid(), 0):
+        raise OutputFailed(
+            f"{folder}, where work is to be continued, belongs to another user.",
+            cure="Choose a folder into which nobody else writes.",
+        )
+
+
 @contextmanager
 def lock(path: Path) -> Iterator[IO[bytes]]:
     """Open a file to read and write, made if absent, that no other run may open this way meanwhile."""
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     while True:
-        file = os.fdopen(os.open(path, flags, 0o666), "r+b")
+        try:
+            descriptor = os.open(path, _OWN | os.O_CREAT, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP or path.is_symlink():
+                raise _planted(path) from error
+            raise
+        file = os.fdopen(descriptor, "r+b")
         if not take_lock(file.fileno()):
             file.close()
             raise UsageError(f"Another run is writing {path}.", cure="Wait for it, or choose another name.")
@@ -251,22 +290,61 @@ def whole_file(target: Path, *, overwrite: bool = False, mode: int | None = None
     """Write a file that appears whole or not at all."""
     # `mode`: its permissions, also while it is written; None for those that new files get
     refuse_existing(target, overwrite=overwrite)
-    part = part_of(target)
-    with naming_failures(target), lock(part) as file:
+    with naming_failures(target):
+        part, file = _new_part(target)
         try:
-            file.truncate(0)
             if mode is not None:
-                os.chmod(part, mode)
+                os.chmod(file.fileno() if os.chmod in os.supports_fd else part, mode)
             yield file
             file.flush()
             if _WINDOWS:
                 file.close()
             publish(part, target)
         except BaseException:
-            if _WINDOWS:
-                file.close()
-            part.unlink(missing_ok=True)
+            try:
+                file.close()  # which may try to write once more, to a disk that is full
+            finally:
+                part.unlink(missing_ok=True)
             raise
+        file.close()
+
+
+def _new_part(target: Path) -> tuple[Path, IO[bytes]]:
+    """Make the temporary file of a target, locked, and remove those that killed runs left behind."""
+    held = part_of(target)
+    if held.is_dir():  # a folder of the same name was to be written before
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(held))
+    while True:
+        part = held.with_name(f"{held.name}-{secrets.token_hex(8)}")
+        file = os.fdopen(os.open(part, _OWN | os.O_CREAT | os.O_EXCL, 0o666), "r+b")
+        # Another run may find it before it is locked, take it for one that was left behind, and remove it.
+        if take_lock(file.fileno()) and part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat()):
+            break
+        file.close()
+    for other in target.parent.glob(f"{escape(held.name)}-*"):
+        if other != part and not _remove_left(other):
+            file.close()
+            part.unlink()
+            raise UsageError(f"Another run is writing {target}.", cure="Wait for it, or choose another name.")
+    return part, file
+
+
+def _remove_left(path: Path) -> bool:
+    """Remove a temporary file that a killed run left behind, or a link in its place; False if a run still writes it."""
+    try:
+        descriptor = os.open(path, _OWN)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        path.unlink(missing_ok=True)
+        return True
+    try:
+        left = take_lock(descriptor)
+        if left:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+    return left
 
 
 @contextmanager
@@ -274,6 +352,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """Write a folder that appears whole or not at all."""
     refuse_existing(target, overwrite=None)
     part = part_of(target)
+    refuse_planted(part)
     with naming_failures(target):
         if part.exists():
             shutil.rmtree(part)  # of a run that was killed
@@ -317,17 +396,20 @@ _BLOCK = 1 << 20  # bytes looked at at a time
 _FREE = 400_000  # values that any text may hold; a parsed value takes up to 64 bytes
 
 
-def parse_json(text: str | bytes, *, most: int | None = None) -> Any:
+def parse_json(text: str | bytes, *, most: int | None = None, free: int = _FREE) -> Any:
     """Parse JSON; every refusal is a `ValueError`: too deep, too many values, names given twice, text without UTF-8."""
-    # `most`: values it may hold beyond 400,000; None for as many as its own length allows
+    # `most`: values it may hold beyond `free`; None for as many as its own length allows
     data = text.encode() if isinstance(text, str) else text
     values, depth = _structure(data)
     if depth > _DEPTH:
         raise ValueError(f"it is nested {depth:,} deep, more than {_DEPTH}")
-    if most is not None and values > _FREE + most:
-        raise ValueError(f"it holds {values:,} values, more than {_FREE + most:,}")
-    parsed = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_unique)
-    if b"\\u" in data:  # an escaped half of a surrogate pair is no text: nothing could be named or written so
+    if most is not None and values > free + most:
+        raise ValueError(f"it holds {values:,} values, more than {free + most:,}")
+    escapes = b"\\u" in data
+    if isinstance(text, str):
+        del data  # a copy of the text, which may be long
+    parsed = json.loads(text if isinstance(text, str) else data.decode("utf-8-sig"), object_pairs_hook=_unique)
+    if escapes:  # an escaped half of a surrogate pair is no text: nothing could be named or written so
         json.dumps(parsed, ensure_ascii=False).encode()
     return parsed
 

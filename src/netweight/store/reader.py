@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ import xxhash
 
 from netweight import codec
 from netweight.codec.backend import best
-from netweight.codec.header import Bytes, tensor_of, torch_dtype
+from netweight.codec.header import Bytes, refuse_inflated, tensor_of, torch_dtype
 from netweight.core.files import in_order, read_object
 from netweight.core.names import not_found
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
@@ -121,6 +121,16 @@ class StoredFile:
             name, original.dtype, original.shape, original.nbytes, span.nbytes, True, original.digest, self.path
         )
 
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they were; refused if a file of this size cannot hold so many."""
+        total = sum(self.info(name).nbytes for name in self._spans)
+        try:
+            _refuse_inflated(total, max(self.header.data_size, 1))
+        except CorruptBlob as error:
+            raise CorruptBlob(f"{self.path}: {error.reason}", cure=error.cure) from error
+        return total
+
     def __contains__(self, name: str) -> bool:
         """Whether it holds a tensor of this original name."""
         return name in self._spans
@@ -213,13 +223,11 @@ class StoredFile:
         if self.description is None:
             return {span.name: span for span in self.header.spans}
         stored = {span.name.removesuffix(SUFFIX): span for span in self.header.spans if span.name.endswith(SUFFIX)}
-        described: Mapping[str, object] | None = self.description.tensors
-        if described is None and self.description.header is not None:
-            described = {span.name: span for span in self.description.header.spans}
-        names = list(stored) if described is None else list(described)
+        header = self.description.header
+        names = list(stored) if header is None else [span.name for span in header.spans]
         odd = {span.name for span in self.header.spans} - {span.name for span in stored.values()}
         odd |= set(names) ^ stored.keys()
-        if not odd and self.description.tensors is None and len(self.description.starts) != len(stored):
+        if not odd and len(self.description.starts) != len(stored):
             odd = {*names[len(self.description.starts) :], "of which there is no more than its digest"}
         if odd:
             raise CorruptBlob(
@@ -233,11 +241,9 @@ class StoredFile:
         if name not in self._originals:
             with self._named(name):
                 info = self._blob_info(name)
+                _refuse_inflated(info.nbytes, self._spans[name].nbytes)
                 found = Original(info.dtype, tuple(info.shape), info.digest)
-                described = None if self.description.tensors is None else self.description.tensors[name]
-                if described is not None and found != described:
-                    raise CorruptBlob(f"the payload holds {found}, described is {described}.")
-                if described is None and not self.description.fits(self._at[name], found.digest):
+                if not self.description.fits(self._at[name], found.digest):
                     raise CorruptBlob("the payload is that of another tensor.")
                 self._originals[name] = found
         return self._originals[name]
@@ -292,13 +298,14 @@ class StoredFile:
         # version's tensors have one digest: for them the error comes at the end.
         wholes: dict[str, Any] = {}
         broken: set[str] = set()
-        batches = self._batches(self.names() if names is None else names)
-        for done in in_order(self._parts, batches, threads):
+        batches = self._batches(self.names() if names is None else names, broken)
+        for done in in_order(lambda batch: self._parts(batch, broken), batches, threads):
             for name, start, content in done:
                 if name in broken:
                     continue
                 if isinstance(content, CorruptBlob):
                     broken.add(name)
+                    self._decoders.pop(name, None)  # its list of chunks may be long
                     yield name, start, content
                     continue
                 yield name, start, content
@@ -310,8 +317,9 @@ class StoredFile:
                         reason = f"{self.path}, tensor {name!r}: the decoded bytes do not have the recorded digest."
                         yield name, start, CorruptBlob(reason, cure="Fetch or compress the file again.")
 
-    def _batches(self, names: Iterable[str]) -> Iterator[list[tuple[str, int, int]]]:
+    def _batches(self, names: Iterable[str], broken: Container[str]) -> Iterator[list[tuple[str, int, int]]]:
         """Parts of tensors, together a few megabytes; a part is whole chunks, and an empty one if the header is bad."""
+        # `broken`: tensors of which nothing more is wanted; it grows meanwhile
         batch: list[tuple[str, int, int]] = []
         room = BATCH
         for name in names:
@@ -324,6 +332,8 @@ class StoredFile:
             except CorruptBlob:
                 nbytes, step = 0, 1
             for start in range(0, nbytes, step) or (0,):
+                if name in broken:
+                    break
                 stop = min(start + step, nbytes)
                 batch.append((name, start, stop))
                 room -= stop - start
@@ -333,13 +343,19 @@ class StoredFile:
         if batch:
             yield batch
 
-    def _parts(self, batch: list[tuple[str, int, int]]) -> list[tuple[str, int, Bytes | CorruptBlob]]:
+    def _parts(
+        self, batch: list[tuple[str, int, int]], broken: Container[str]
+    ) -> list[tuple[str, int, Bytes | CorruptBlob]]:
         done: list[tuple[str, int, Bytes | CorruptBlob]] = []
+        bad: str | None = None  # the tensor of the batch that was found damaged last
         for name, start, stop in batch:
+            if name == bad or name in broken:
+                continue
             try:
                 done.append((name, start, self.part(name, start, stop)))
             except CorruptBlob as error:
-                done.append((name, start, error))
+                bad = name
+                done.append((name, start, _without_frames(error)))
         return done
 
     def _refuse_other_base(self, name: str) -> None:
@@ -419,6 +435,23 @@ class Base:
                 if (info.dtype, info.shape) == (dtype, shape):
                     return file, name
         return None
+
+
+def _refuse_inflated(nbytes: int, stored: int) -> None:
+    """Refuse a tensor that declares far more bytes than its stored ones can hold, before any is decoded."""
+    try:
+        refuse_inflated(nbytes, stored)
+    except ValueError as error:
+        raise CorruptBlob(f"{error}.", cure="Do not use this file.") from error
+
+
+def _without_frames(error: CorruptBlob) -> CorruptBlob:
+    """The error without the frames that it passed, which hold on to the pieces of tensors that they worked on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def _buffer(size: int) -> Bytes:

@@ -99,6 +99,11 @@ def name_of(path: Path) -> str:
 
 
 MAX_HEADER = 100_000_000  # bytes; the safetensors library's own bound
+# Bounds of what one file may declare, checked before anything is allocated for it. The largest mixtures of experts have
+# fewer than 1,000 tensors in a shard.
+MOST_TENSORS = 1 << 16
+_MOST_DIMENSIONS = 64  # as many as numpy knows
+_MOST_NUMBERS = 1 << 60  # product of a shape's sizes other than 0: torch computes strides with such products
 METADATA = "__metadata__"
 
 # Bits of one element by safetensors dtype name.
@@ -150,8 +155,18 @@ class Header:
 
 
 def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes that a tensor of this safetensors dtype and shape takes."""
-    # Returns: The number of bytes.
+    """Count the bytes that a tensor takes.
+
+    Args:
+        dtype: Its safetensors dtype, e.g. `"BF16"`.
+        shape: Its shape.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        Unsupported: The dtype is not known, or the tensor does not end on a whole byte.
+    """
     width = _WIDTHS.get(dtype)
     if width is None:
         raise Unsupported(
@@ -221,9 +236,12 @@ def _checked(path: Path, raw: bytes, size: int) -> Header:
 def parse_header(raw: bytes, *, most: int | None = None) -> Header:
     """Parse header bytes and check that the tensors lie side by side from offset 0."""
     # `raw`: the JSON, without the eight bytes of its length; `most`: see `parse_json`
-    fields = parse_json(raw, most=most)
+    tensors = raw.count(b'"dtype"')
+    refuse_many(tensors)  # before it is parsed, which takes a hundred times its own memory
+    fields = parse_json(raw, most=_VALUES_OF_TENSOR * tensors if most is None else most, free=_OTHER_VALUES)
     if not isinstance(fields, dict):
         raise ValueError("it is not a JSON object")
+    refuse_many(len(fields))
     metadata = _text_map(fields.pop(METADATA, None)) or {}
     # Empty tensors share an offset with their successor, so the end decides between equal starts.
     spans = sorted((_span(name, entry) for name, entry in fields.items()), key=lambda span: (span.start, span.stop))
@@ -233,6 +251,26 @@ def parse_header(raw: bytes, *, most: int | None = None) -> Header:
             raise ValueError(f"the data of tensor {span.name!r} starts at {span.start}, not at {end}")
         end = span.stop
     return Header(raw, metadata, tuple(spans))
+
+
+_VALUES_OF_TENSOR = 16  # in a header: name, dtype, two offsets, and a shape of several sizes
+_OTHER_VALUES = 100_000  # in a header, such as metadata
+
+
+def refuse_many(tensors: int) -> None:
+    """Refuse more tensors than one file may hold.
+
+    Args:
+        tensors: How many it would hold.
+
+    Raises:
+        Unsupported: There are more than `MOST_TENSORS`.
+    """
+    if tensors > MOST_TENSORS + 1:  # the metadata are an entry like a tensor's
+        raise Unsupported(
+            f"the header lists {tensors:,} tensors; one file may hold {MOST_TENSORS:,}.",
+            cure="Split the tensors over several files.",
+        )
 
 
 def build_header(
@@ -266,7 +304,11 @@ def _span(name: str, entry: Any) -> Span:
         valid = all(map(_natural, (*shape, start, stop))) and isinstance(dtype, str)
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"the entry of tensor {name!r} is malformed") from error
-    if not valid or stop - start != nbytes_of(dtype, shape):
+    if not valid:
+        raise ValueError(f"the shape and offsets of tensor {name!r} contradict each other")
+    if len(shape) > _MOST_DIMENSIONS or math.prod(size or 1 for size in shape) > _MOST_NUMBERS:
+        raise ValueError(f"the shape of tensor {name!r} is larger than any tensor")
+    if stop - start != nbytes_of(dtype, shape):
         raise ValueError(f"the shape and offsets of tensor {name!r} contradict each other")
     return Span(name, dtype, tuple(shape), start, stop)
 
@@ -306,7 +348,7 @@ def _not_safetensors(path: Path, start: bytes, size: int) -> CorruptBlob | Unsaf
 
 KEY = "netweight"
 SUFFIX = ".net"
-VERSION = 3
+VERSION = 1
 _SENTENCE = f"these weights are compressed by netweight{HOME and f' ({HOME})'}: netweight decompress restores them"
 # Further entries of `__metadata__`, there to stop loaders that know nothing of netweight and would find none of the
 # names they look for. transformers up to 4.57 refuses a `format` that it does not know, and shows it. diffusers makes a
@@ -338,14 +380,13 @@ class Original:
 class Description:
     """Everything that a compressed file says about what it holds, beside what the tensors' own bytes say.
 
-    Versions 1 and 2 repeat dtype, shape and digest of every tensor; version 3 keeps the start of each digest, which
-    tells a tensor from another one in its place, and the original file's header only where it is not the usual one.
+    It keeps the start of each tensor's digest, which tells a tensor from another one in its place, and the original
+    file's header only where it is not the usual one.
     """
 
     header: Header | None = None  # the header of the file that was compressed, if it is not the usual one
     metadata: Mapping[str, str] | None = None  # of that file, if its header is the usual one
-    tensors: Mapping[str, Original] | None = None  # versions 1 and 2: the tensors by their original names
-    starts: tuple[str, ...] = ()  # version 3: how each tensor's digest starts, in the order of the data
+    starts: tuple[str, ...] = ()  # how each tensor's digest starts, in the order of the data
     base: BaseNote | None = None  # what tensors are differences from
     # Of tensors that are equal to another one of the folder: the file beside this one that holds it, "" for this one,
     # and its name there.
@@ -366,7 +407,7 @@ class Description:
             spans = [(span.name, span.dtype, span.shape, span.nbytes) for span in header.spans]
             usual = build_header(spans, header.metadata) == header.raw
         metadata = header.metadata if header is not None and usual else None
-        return cls(None if usual else header, metadata, None, starts, base, same)
+        return cls(None if usual else header, metadata, starts, base, same)
 
     def to_json(self) -> str:
         """Write the description."""
@@ -390,33 +431,27 @@ class Description:
         try:
             fields = parse_json(text)
             version = fields["version"]
-            if type(version) is not int or not 1 <= version <= VERSION:
+            if type(version) is not int or version != VERSION:
                 raise Unsupported(
-                    f"the format version is {version!r}; this release reads up to version {VERSION}.",
-                    cure="Upgrade netweight: pip install --upgrade netweight.",
+                    f"the format version is {version!r}; this release reads version {VERSION}.",
+                    cure="Install a newer release of netweight.",
                 )
             header = None
             if "header" in fields:
                 header = parse_header(inflate_text(fields["header"], limit=most_inflated(text)), most=len(text))
-            if version == VERSION:
-                digests = base64.b64decode(fields["digests"], validate=True).hex()
-                starts = tuple(digests[at : at + _KEPT_DIGITS] for at in range(0, len(digests), _KEPT_DIGITS))
-                base = BaseNote.from_json(fields["base"]) if "base" in fields else None
-                same = {name: _place(place) for name, place in fields.get("same", {}).items()}
-                return cls(header, _text_map(fields.get("metadata")), None, starts, base, same)
-            tensors = {name: _original(entry) for name, entry in fields["tensors"].items()}
+            if len(fields["digests"]) > 8 * MOST_TENSORS:
+                raise ValueError("it holds more digests than a file has tensors")
+            digests = base64.b64decode(fields["digests"], validate=True).hex()
+            starts = tuple(digests[at : at + _KEPT_DIGITS] for at in range(0, len(digests), _KEPT_DIGITS))
+            base = BaseNote.from_json(fields["base"]) if "base" in fields else None
+            same = {name: _place(place) for name, place in fields.get("same", {}).items()}
+            return cls(header, _text_map(fields.get("metadata")), starts, base, same)
         except Unsupported as error:
             raise Unsupported(f"{where}: {error.reason}", cure=error.cure) from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptBlob(
                 f"{where}: netweight's description is damaged ({error}).", cure="Fetch the file again."
             ) from error
-        described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        if header is not None and {span.name: (span.dtype, span.shape) for span in header.spans} != described:
-            raise CorruptBlob(
-                f"{where}: netweight's description contradicts the kept header.", cure="Fetch the file again."
-            )
-        return cls(header, None, tensors)
 
     def fits(self, at: int, digest: str) -> bool:
         """Whether the tensor at this place of the file may have this digest."""
@@ -463,11 +498,3 @@ def inflate_text(text: str, *, limit: int) -> bytes:
     if not inflater.eof:
         raise ValueError(f"the deflated text is incomplete or holds more than {limit:,} bytes")
     return data
-
-
-def _original(entry: Mapping[str, Any]) -> Original:
-    dtype, shape, digest = entry["dtype"], tuple(entry["shape"]), entry["digest"]
-    if not isinstance(digest, str) or not isinstance(dtype, str) or not all(map(_natural, shape)):
-        raise ValueError("a digest, dtype or shape is malformed")
-    nbytes_of(dtype, shape)
-    return Original(dtype, shape, digest)

@@ -38,6 +38,7 @@ from netweight.store.safetensors import (
     Span,
     build_header,
     name_of,
+    refuse_many,
 )
 
 if TYPE_CHECKING:
@@ -242,6 +243,7 @@ class StoreWriter:
             raise UsageError(f"{self.path} is not open.", cure="Use `with StoreWriter(...) as writer:`.")
         if not is_text(name):
             raise UsageError(f"{self.path}: {name!r} is no text that a file can hold.", cure="Give it another name.")
+        refuse_many(len(self._tensors))
         return self._file
 
     def _note(self, name: str, info: codec.BlobInfo, size: int) -> int:
@@ -500,7 +502,7 @@ class _Tally:
 def plain_size(source: Path) -> int:
     """Bytes of the plain file that a weights file holds or is."""
     with closing(StoredFile(source)) as file:
-        return len(plain_head(file)) + sum(file.info(name).nbytes for name in file.names())
+        return file.nbytes + len(plain_head(file))
 
 
 def check_digest(path: Path, found: str, recorded: str) -> None:
@@ -514,6 +516,8 @@ def check_digest(path: Path, found: str, recorded: str) -> None:
 
 def plain_head(file: StoredFile) -> bytes:
     """The bytes before the data of the plain file: the original's if there was one, else new ones."""
+    if file.description is not None:
+        file.nbytes  # noqa: B018  a file that declares more than it can hold is refused before any work
     if file.original_header is not None:
         return _head(file.original_header.raw)
     infos = [file.info(name) for name in file.names()]

@@ -96,7 +96,11 @@ def inspect_tensors(
         names = {name for store in stores for name in store.names()}
         chosen = names if tensor is None else set(Select(tensor).keys(sorted(names)))
         todo = [(store, name) for store in stores for name in store.names() if name in chosen]
-        total = sum(store.info(name).nbytes for store, name in todo)
+        total = (
+            sum(file.nbytes for store in stores for file in store.files)
+            if tensor is None
+            else sum(store.info(name).nbytes for store, name in todo)
+        )
         with progress.task(f"inspect {Path(path).name}", total) as task:
             for store, name in todo:
                 yield TensorReport(store.info(name), _bits(store, name), store.rounding(name))
