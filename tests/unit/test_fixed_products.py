@@ -99,6 +99,20 @@ def test_blocks_are_added_as_described(rows, columns, inputs, biased):
     assert same(multiplied(weight, x, bias, Order("tiles", 32), "auto", is_fixed=True), in_tiles(weight, x, bias))
 
 
+@pytest.mark.parametrize("prefer", ["memory", "speed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("biased", [True, False])
+def test_inputs_that_are_not_contiguous_give_the_bits_of_the_dense_layer(prefer, dtype, biased):
+    """The last positions of several sequences, from which models calculate their next tokens."""
+    dense = torch.nn.Linear(512, 700, bias=biased).to(dtype)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 700, bias=biased).to(dtype))
+    model[0].load_state_dict(dense.state_dict())
+    netweight.compress_(model, prefer=prefer)
+    with torch.no_grad():
+        for x in (drawn(8, 5, 512)[:, -1:], drawn(512, 6).T, drawn(3, 40, 512)[:, ::2], drawn(2, 512)[0]):
+            assert same(model(x.to(dtype)), dense(x.to(dtype)))
+
+
 @in_blocks
 def test_many_shapes_are_torchs_bit_for_bit():
     """Where a trial found torch's order, other weights of the shape agree, large and small numbers among them."""

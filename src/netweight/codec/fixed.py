@@ -383,8 +383,11 @@ def _orders(columns: int, inputs: int) -> Iterator[Order]:
 
 
 @cache
-def order_of(rows: int, columns: int, inputs: int, threads: int, biased: bool) -> Order | None:
+def order_of(
+    rows: int, columns: int, inputs: int, threads: int, biased: bool, *, strided: bool = False
+) -> Order | None:
     """In what order torch adds up such a product; None if the native module does not know it."""
+    # `strided`: the inputs are not contiguous, as the last positions of several sequences are not
     known, rows = list(_orders(columns, inputs)), min(rows, _MOST_ROWS_TRIED)
     if not known:
         return None
@@ -397,7 +400,8 @@ def order_of(rows: int, columns: int, inputs: int, threads: int, biased: bool) -
     weight, x = torch.cat([window, -window], 1)[:, places], torch.cat([other, other], 1)[:, places]
     # A bias of usual size would hide these errors, one of their size does not.
     biases = [noise[:rows], noise[:rows] * 2**-20] if biased else [None]
-    wanted, found = [F.linear(x, weight, bias) for bias in biases], torch.empty(inputs, rows, dtype=torch.bfloat16)
+    asked = x[:, None].repeat(1, 2, 1)[:, -1:] if strided else x
+    wanted, found = [F.linear(asked, weight, bias).view(inputs, rows) for bias in biases], torch.empty(inputs, rows, dtype=torch.bfloat16)
     for order in known:
         same = []
         for bias, each in zip(biases, wanted, strict=True):

@@ -32,11 +32,11 @@ from netweight.methods.compress.runtime.storage import Form, blob_of, decode_her
 
 def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
     """`torch.nn.functional.linear`, or None where torch's own must run."""
-    if not _as_dense_would(x):
-        return None
-    if torch.is_grad_enabled() or _is_watched() or _casts(x):
-        return _product(x, weight, bias)
     stored = weight.stored
+    if torch.is_grad_enabled() or _is_watched() or _casts(x) or torch.compiler.is_compiling():
+        return _product(x, weight, bias) if _as_dense_would(x) else None
+    if not _as_dense_would(x) and not (stored.payload.is_cpu and device.is_here(stored.payload)):
+        return None
     small = stored.small()
     if small is not None:
         return F.linear(x, small, bias)
@@ -448,7 +448,12 @@ def _product_by_tiles(
         return None
     if not fixed_products.fit(x, bias, rows, columns, payload.device):
         return None
-    order = order_of(rows, columns, inputs, threads, bias is not None)
+    strided = not _as_dense_would(x)
+    # Of inputs that are not contiguous, the last positions of several sequences are tried alone: torch rounds others, and
+    # those with a bias, in other places.
+    if strided and not (x.dim() == 3 and x.shape[1] == 1 and x.stride(2) == 1 and bias is None):
+        return None
+    order = order_of(rows, columns, inputs, threads, bias is not None, strided=strided)
     if order is None:
         return None
     flat, result, row = x.reshape(inputs, columns).contiguous(), torch.empty(inputs, rows, dtype=torch.bfloat16), 0
