@@ -401,7 +401,8 @@ def order_of(
     # A bias of usual size would hide these errors, one of their size does not.
     biases = [noise[:rows], noise[:rows] * 2**-20] if biased else [None]
     asked = x[:, None].repeat(1, 2, 1)[:, -1:] if strided else x
-    wanted, found = [F.linear(asked, weight, bias).view(inputs, rows) for bias in biases], torch.empty(inputs, rows, dtype=torch.bfloat16)
+    wanted = [F.linear(asked, weight, bias).view(inputs, rows) for bias in biases]
+    found = torch.empty(inputs, rows, dtype=torch.bfloat16)
     for order in known:
         same = []
         for bias, each in zip(biases, wanted, strict=True):

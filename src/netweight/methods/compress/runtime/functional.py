@@ -449,7 +449,7 @@ def _product_by_tiles(
     if not fixed_products.fit(x, bias, rows, columns, payload.device):
         return None
     strided = not _as_dense_would(x)
-    # Of inputs that are not contiguous, the last positions of several sequences are tried alone: torch rounds others, and
+    # Of inputs that are not contiguous only the last positions of several sequences are tried: torch rounds others, and
     # those with a bias, in other places.
     if strided and not (x.dim() == 3 and x.shape[1] == 1 and x.stride(2) == 1 and bias is None):
         return None
