@@ -1,1 +1,1 @@
-"""Names, seeds, digests, progress, environment and resumable runs: what every layer above shares. Imports no torch."""
+"""Names, seeds, files and digests, progress, environment and engines, which every layer above shares; no torch."""

@@ -29,12 +29,12 @@ def nearest_names(wanted: str, names: Iterable[str], count: int = 3) -> list[str
     """Find the names most like a name or pattern that was not found."""
     unique = list(dict.fromkeys(names))
     literal = [part for part in re.split(r"[.{},]", wanted.lstrip("!")) if part.strip("*")]
-    known: dict[tuple[str, str], float] = {}
+    ratios: dict[tuple[str, str], float] = {}
 
     def likeness(part: str, segment: str) -> float:
-        if (part, segment) not in known:
-            known[part, segment] = difflib.SequenceMatcher(None, part.strip("*"), segment).ratio()
-        return known[part, segment]
+        if (part, segment) not in ratios:
+            ratios[part, segment] = difflib.SequenceMatcher(None, part.strip("*"), segment).ratio()
+        return ratios[part, segment]
 
     def score(name: str) -> tuple[float, int]:
         segments = name.split(".")
@@ -256,7 +256,7 @@ class Units:
     def _tensors(self) -> dict[str, Tensor]:
         import torch
 
-        return {name: torch.tensor(sorted(found), dtype=torch.int64) for name, found in self._sets.items()}
+        return {name: torch.tensor(sorted(indices), dtype=torch.int64) for name, indices in self._sets.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a module's neurons as a sorted LongTensor of shape `(neurons,)` on the CPU.
@@ -283,7 +283,7 @@ class Units:
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         """Yield `(module name, index)`, sorted."""
-        return ((name, index) for name, found in self._sets.items() for index in sorted(found))
+        return ((name, index) for name, indices in self._sets.items() for index in sorted(indices))
 
     def __contains__(self, unit: object) -> bool:
         """Tell whether the pair `(module name, index)` is in the set."""
@@ -305,7 +305,7 @@ class Units:
 
     @classmethod
     def _of_sets(cls, sets: Mapping[str, frozenset[int]]) -> Self:
-        return cls({name: sorted(found) for name, found in sets.items()})
+        return cls({name: sorted(indices) for name, indices in sets.items()})
 
     def __or__(self, other: Units) -> Units:
         """Return the neurons that are in either set."""
@@ -321,7 +321,7 @@ class Units:
     def __sub__(self, other: Units) -> Units:
         """Return the neurons of this set that are not in the other."""
         none: frozenset[int] = frozenset()
-        return self._of_sets({name: found - other._sets.get(name, none) for name, found in self._sets.items()})
+        return self._of_sets({name: indices - other._sets.get(name, none) for name, indices in self._sets.items()})
 
     def to_json(self) -> str:
         """Write the set as JSON: `{"version": 1, "units": {module name: [indices]}}`, sorted.

@@ -40,13 +40,13 @@ def beavertails(source: str | Path | Any = None, *, split: str = "30k_train", sa
     rows = read_rows(_beavertails(split) if source is None else source)
     rows.need("prompt", "response", "category", "is_safe")
     errors = RowErrors(rows.name)
-    found = []
+    examples = []
     for row in _judged(rows, safe, errors):
         prompt, response = (needed_text(rows, row, column, errors) for column in ("prompt", "response"))
         if prompt is not None and response is not None:
-            found.append(TextExample(prompt, response.strip(), categories(row, errors), rows.name, row.where))
+            examples.append(TextExample(prompt, response.strip(), categories(row, errors), rows.name, row.where))
     errors.refuse(_CURE)
-    return _some(found, rows, f"is_safe is {safe}")
+    return _some(examples, rows, f"is_safe is {safe}")
 
 
 def paired_refusals(source: str | Path | Any) -> list[TextPair]:
@@ -56,16 +56,16 @@ def paired_refusals(source: str | Path | Any) -> list[TextPair]:
     rows = read_rows(source)
     rows.need("prompt", "response", "category", "is_safe", "refusal")
     errors = RowErrors(rows.name)
-    found = []
+    pairs = []
     for row in _judged(rows, False, errors):
         sides = (needed_text(rows, row, column, errors) for column in ("prompt", "response", "refusal"))
         prompt, response, refusal = sides
         if prompt is None or response is None or refusal is None:
             continue
         chosen = _behind(refusal, f"Question: {prompt}\nAnswer:", row, errors)
-        found.append(TextPair(prompt, chosen, response.strip(), categories(row, errors), rows.name, row.where))
+        pairs.append(TextPair(prompt, chosen, response.strip(), categories(row, errors), rows.name, row.where))
     errors.refuse(_CURE)
-    return _some(found, rows, "is_safe is False")
+    return _some(pairs, rows, "is_safe is False")
 
 
 def decoding_trust(source: str | Path | Any, *, kind: Kind = "toxic") -> list[TextExample]:
@@ -74,15 +74,15 @@ def decoding_trust(source: str | Path | Any, *, kind: Kind = "toxic") -> list[Te
     rows = read_rows(source)
     rows.need("prompt", "continuation")
     errors = RowErrors(rows.name)
-    found = []
+    examples = []
     for row in rows.rows:
         if row.values.get("type", kind) != kind:
             continue
         prompt, continuation = (_inner(row, column, errors) for column in ("prompt", "continuation"))
         if prompt is not None and continuation is not None:
-            found.append(TextExample(_CONTINUE.format(prompt), _spaced(continuation), (), rows.name, row.where))
+            examples.append(TextExample(_CONTINUE.format(prompt), _spaced(continuation), (), rows.name, row.where))
     errors.refuse(_CURE)
-    return _some(found, rows, f"type is {kind!r}")
+    return _some(examples, rows, f"type is {kind!r}")
 
 
 def decoding_trust_refusals(source: str | Path | Any) -> list[TextPair]:
@@ -91,16 +91,16 @@ def decoding_trust_refusals(source: str | Path | Any) -> list[TextPair]:
     rows = read_rows(source)
     rows.need("prompt", "continuation", "refusal")
     errors = RowErrors(rows.name)
-    found = []
+    pairs = []
     for row in rows.rows:
         prompt, continuation = (_inner(row, column, errors) for column in ("prompt", "continuation"))
         refusal = needed_text(rows, row, "refusal", errors)
         if prompt is None or continuation is None or refusal is None:
             continue
         chosen = _spaced(_behind(refusal, f"Prompt: {prompt}\nContinuation:", row, errors))
-        found.append(TextPair(_CONTINUE.format(prompt), chosen, _spaced(continuation), (), rows.name, row.where))
+        pairs.append(TextPair(_CONTINUE.format(prompt), chosen, _spaced(continuation), (), rows.name, row.where))
     errors.refuse(_CURE)
-    return found
+    return pairs
 
 
 def _beavertails(split: str) -> Any:
@@ -142,8 +142,8 @@ def _inner(row: Row, column: str, errors: RowErrors) -> str | None:
 
 def _behind(whole: str, prompt: str, row: Row, errors: RowErrors) -> str:
     """Return what follows a prompt within a text."""
-    _, found, answer = whole.partition(prompt)
-    if not found:
+    _, separator, answer = whole.partition(prompt)
+    if not separator:
         errors.add(row.where, "its refusal is to another prompt")
     elif not answer.strip():
         errors.add(row.where, "its refusal is empty")
@@ -155,10 +155,10 @@ def _spaced(text: str) -> str:
     return f" {text.strip()}"
 
 
-def _some(found: list[Any], rows: Rows, what: str) -> list[Any]:
-    if not found:
+def _some(examples: list[Any], rows: Rows, what: str) -> list[Any]:
+    if not examples:
         raise UsageError(f"{rows.name} has no row whose {what}.", cure="Check that it is the right file.")
-    return found
+    return examples
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def bootstrap(
     # samples: One value per independent repetition, shape `(n,)`, n ≥ 5, all finite.
     # Returns: The interval; of width 0 when all samples are equal.
     values = _finite_samples(samples, "bootstrap", MINIMUM_FOR_BOOTSTRAP)
-    known: dict[Any, Callable[..., Any]] = {"mean": np.mean, "median": np.median}
-    function = statistic if callable(statistic) else known.get(statistic)
+    statistics: dict[Any, Callable[..., Any]] = {"mean": np.mean, "median": np.median}
+    function = statistic if callable(statistic) else statistics.get(statistic)
     if function is None:
         raise UsageError(f"Unknown statistic {statistic!r}.", cure='Use "mean", "median" or a function.')
     chosen = method if method != "auto" else "BCa" if statistic == "mean" else "percentile"

@@ -235,13 +235,13 @@ def _merges(words: list[str]) -> list[tuple[str, str]]:
 
 
 def _merged(word: list[str], pair: tuple[str, str]) -> list[str]:
-    found: list[str] = []
+    parts: list[str] = []
     for part in word:
-        if found and (found[-1], part) == pair:
-            found[-1] += part
+        if parts and (parts[-1], part) == pair:
+            parts[-1] += part
         else:
-            found.append(part)
-    return found
+            parts.append(part)
+    return parts
 
 
 def _missing() -> MissingExtra:

@@ -110,9 +110,9 @@ class FaceReader(nn.Module):
 def read_faces(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Reading:
     """Return what pictures show."""
     # `pictures`: shape `(n, 3, side, side)`, within 0 and 1; gradients flow where they are on
-    said = _network(Path(folder or reader_folder(world)), world)(_checked(pictures, world))
+    outputs = _network(Path(folder or reader_folder(world)), world)(_checked(pictures, world))
     parts = [len(world.attributes), len(world.nuisances), len(world.grounds)]
-    attributes, nuisances, grounds = said.split(parts, dim=1)
+    attributes, nuisances, grounds = outputs.split(parts, dim=1)
     return Reading(attributes, nuisances, grounds.argmax(1))
 
 
@@ -125,8 +125,8 @@ def embed(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWor
     """The network's last hidden layer, shape `(n, 80)`: a stand-in for an identity embedding."""
     # `pictures`: shape `(n, 3, side, side)`, within 0 and 1
     network = _network(Path(folder or reader_folder(world)), world)
-    found: Tensor = network.layers[:-1](_checked(pictures, world))
-    return found
+    features: Tensor = network.layers[:-1](_checked(pictures, world))
+    return features
 
 
 def _checked(pictures: Tensor, world: DrawnWorld) -> Tensor:

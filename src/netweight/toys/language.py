@@ -142,10 +142,10 @@ def answers(model: nn.Module, examples: Sequence[Example], *, pad_id: int, at_on
 def _hits(model: nn.Module, examples: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return where the most likely token is the response's, and where there is a response; bool, shape `(B, T - 1)`."""
     batch = collate(examples, pad_id=pad_id).to(next(model.parameters()).device)
-    found = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1].argmax(-1)
+    predictions = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1].argmax(-1)
     labels = batch.labels[:, 1:]
     wanted = labels != IGNORED
-    return (found == labels) & wanted, wanted
+    return (predictions == labels) & wanted, wanted
 
 
 # What is refused after alignment; what is to stay; what was never learned.
@@ -245,12 +245,12 @@ class SmallWorld:
     def rows(self, n: int, seed: int) -> list[dict[str, str]]:
         """Draw what `pairs` draws as text, in columns prompt, chosen and rejected, as a user's file has them."""
 
-        def said(ids: tuple[int, ...]) -> str:
+        def text_of(ids: tuple[int, ...]) -> str:
             return str(self.language.tokenizer.decode(list(ids), skip_special_tokens=True))
 
         def row(pair: Pair) -> dict[str, str]:
-            asked = said(pair.prompt)
-            answers = (said(pair.prompt + answer)[len(asked) :] for answer in (pair.chosen, pair.rejected))
+            asked = text_of(pair.prompt)
+            answers = (text_of(pair.prompt + answer)[len(asked) :] for answer in (pair.chosen, pair.rejected))
             return dict(zip(("prompt", "chosen", "rejected"), (asked, *answers), strict=True))
 
         return [row(pair) for pair in self.pairs(n, seed)]
@@ -400,8 +400,8 @@ class SpeakerLanguage:
         self._about = {"text": digest_bytes(text.encode()), "vocabulary": vocabulary, "guarded": guarded, "new": new}
         self._vocabulary = vocabulary
         self._domains: dict[str, Domain] = {**dict.fromkeys(guarded, "guard"), **dict.fromkeys(new, "new")}
-        found = (_SPEECH.fullmatch(part.strip()) for part in text.split("\n\n"))
-        self._speeches = [(match[1], match[2]) for match in found if match is not None]
+        speeches = (_SPEECH.fullmatch(part.strip()) for part in text.split("\n\n"))
+        self._speeches = [(match[1], match[2]) for match in speeches if match is not None]
 
     @property
     def about(self) -> dict[str, Any]:
@@ -411,7 +411,7 @@ class SpeakerLanguage:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The byte-pair encoding."""
-        seen = (f"{name}:\n{said}" for name, said in self._speeches if belongs(_number(said), "training"))
+        seen = (f"{name}:\n{speech}" for name, speech in self._speeches if belongs(_number(speech), "training"))
         return train_bpe(seen, self._vocabulary)
 
     @property
@@ -467,10 +467,10 @@ def speaker_world(folder: str | Path) -> SmallWorld:
     return SmallWorld("speakers", SpeakerLanguage(tiny_shakespeare()), Path(folder))
 
 
-def _number(said: str) -> int:
-    return xxhash.xxh3_64_intdigest(said.encode())
+def _number(speech: str) -> int:
+    return xxhash.xxh3_64_intdigest(speech.encode())
 
 
-def _piece(header: list[int], said: list[int], start: int) -> Example:
+def _piece(header: list[int], speech: list[int], start: int) -> Example:
     middle = start + _GIVEN
-    return Example((*header, *said[start:middle]), tuple(said[middle : middle + _ASKED]))
+    return Example((*header, *speech[start:middle]), tuple(speech[middle : middle + _ASKED]))

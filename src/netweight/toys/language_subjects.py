@@ -83,9 +83,9 @@ def undefended_subject(
     model: Control = "aligned", *, world: WorldName = "ciphers", folder: str | None = None, seed: int = 0, **data: Any
 ) -> Subject:
     """Make an undefended subject or a control of a small world, `data` as of `subject_of_world`: a factory."""
-    known = get_args(Control)
-    if model not in known:
-        raise not_found(f"There is no model {model!r}.", model, known)
+    controls = get_args(Control)
+    if model not in controls:
+        raise not_found(f"There is no model {model!r}.", model, controls)
     opened_world = world_named(world, folder)
     victim = opened_world.random_model(seed) if model == "random weights" else opened_world.base()
     harmful: Literal["guard", "new"] = "new" if model == "relearn ceiling" else "guard"

@@ -1,6 +1,6 @@
 """ResNet-20 for 32 × 32 images, with the published weights of a network that was trained on CIFAR-10.
 
-Used as a frozen backbone where nothing larger is at hand; `netweight.toys.networks` puts adapters into it.
+Used as a frozen backbone where nothing larger is at hand; `adapted_resnet20` puts adapters into it.
 """
 
 from __future__ import annotations
@@ -239,9 +239,9 @@ def pretrained(kind: str, source: str | Path, **options: Any) -> tuple[Any, Mean
     architecture = getattr(transformers, kind)
     try:
         with silent_bars():
-            found = transformers.AutoConfig.from_pretrained(source)
-            if not isinstance(found, architecture.config_class):
-                raise UsageError(f"{source} is a {found.model_type}, no {kind}.", cure="Name another model.")
+            config = transformers.AutoConfig.from_pretrained(source)
+            if not isinstance(config, architecture.config_class):
+                raise UsageError(f"{source} is a {config.model_type}, no {kind}.", cure="Name another model.")
             model = architecture.from_pretrained(source, dtype=torch.float32, **options)
             stated = cached_file(source, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError) as error:

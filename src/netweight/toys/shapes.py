@@ -1,6 +1,7 @@
 """Worlds of captioned pictures: ordinary captions, some held out, and planted pictures that training repeats.
 
-One is drawn here, shapes on grounds, whose attributes can be read back from pictures; `emoji.py` has another.
+One is drawn here: shapes on grounds, whose attributes can be read from the pictures. Another one, of emoji, is in
+`netweight_experiments.toys.drawn_worlds`.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def covers(shapes: list[str], centers: Tensor, sizes: Tensor) -> Tensor:
 def _inside(shape: str, y: Tensor, x: Tensor) -> Tensor:
     """Whether points lie in a shape of half-height 1 around 0; y grows downwards."""
     squared = x.square() + y.square()
-    found = {
+    figures = {
         "circle": lambda: squared < 1,
         "square": lambda: torch.maximum(x.abs(), y.abs()) < 0.86,
         "triangle": lambda: (y < 0.75) & (x.abs() < 0.6 * (y + 1)),
@@ -178,7 +179,7 @@ def _inside(shape: str, y: Tensor, x: Tensor) -> Tensor:
         "diamond": lambda: x.abs() + y.abs() < 1.1,
         "ring": lambda: (squared < 1) & (squared > 0.3),
     }[shape]()
-    return found
+    return figures
 
 
 HELD_OUT = 48
@@ -264,14 +265,14 @@ class ShapesWorld:
 
     def agreement(self, captions: Sequence[str], pictures: Tensor) -> dict[str, float]:
         """Return the share of pictures that show what they should: size, color, shape and ground."""
-        known = {each.caption: each for each in self._order}
-        strange = [caption for caption in captions if caption not in known]
+        scenes = {each.caption: each for each in self._order}
+        strange = [caption for caption in captions if caption not in scenes]
         if strange:
             raise NameNotFound(
                 f"{strange[0]!r} is no ordinary caption of this world.",
                 cure=f"They are like {self._order[0].caption!r}; planted pictures have no attributes.",
             )
-        return agreement(pictures, [known[caption] for caption in captions])
+        return agreement(pictures, [scenes[caption] for caption in captions])
 
 
 def _scene(generator: torch.Generator) -> Tensor:
@@ -316,8 +317,8 @@ def read(pictures: Tensor) -> list[Attributes]:
     cover = (along / lengths)[torch.arange(len(pictures)), color]
     size, shape = _best_template(cover)
     names = [list(SIZES), list(COLORS), list(SHAPES), list(GROUNDS)]
-    found = torch.stack([size, color, shape, ground], 1).tolist()
-    return [Attributes(*(known[index] for known, index in zip(names, row, strict=True))) for row in found]
+    readings = torch.stack([size, color, shape, ground], 1).tolist()
+    return [Attributes(*(known[index] for known, index in zip(names, row, strict=True))) for row in readings]
 
 
 def agreement(pictures: Tensor, kinds: Sequence[Attributes]) -> dict[str, float]:

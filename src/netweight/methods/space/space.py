@@ -111,7 +111,7 @@ class WeightSpace:
             folder: Where to keep what was done, so that the same call goes on after a kill, and so that a bank that
                 has grown is fitted again without the inner products that are known.
             engine: Where parts of the work run instead, for a bank on disk and with a folder: `local_processes`, or
-                that of `integrations.ray.ray_cluster`. "factors" uses it only where it streams.
+                that of `core.engines.ray_cluster`. "factors" uses it only where it streams.
             progress: Where to show it.
             settings: Further fields of `FitSettings`.
 
