@@ -1,11 +1,15 @@
-# make tour    install what the tour needs and run it: everything at work on a small real model
-# make test    install what the tests need and run them
-# make check   style, formatting, types, the layers of the architecture, docstrings, the documentation's site
-# make docs    the documentation as a site, in site/; a warning is an error
-# make study   the slow studies, resumable: faults of a federation's processes, fuzzing, and the papers' tables
-# make bench   the codec against its peers on this machine; results go to benchmarks/results/ and docs/performance.md
-# make bench-gpu  the tests that need a GPU, then speed and memory at the size of Llama-3 8B, in ten minutes; one dated result
-# make clean   remove what was built, except downloaded packages
+# `make` prints these lines.
+#
+# make tour       Install what the tour needs and run it. It shows every method at work on small models.
+# make quick      Run fast tests of every area, in about a minute.
+# make test       Install what the tests need and run all of them.
+# make check      Check style, formatting, types, layers, docstrings, figures in pages, and build the site.
+# make figures    Write the figures in README.md and docs/ from the result files that they come from.
+# make docs       Build the documentation as a site in site/. A warning is an error.
+# make study      Run the slow studies: faults of a federation's processes, fuzzing, and the papers' tables. They resume.
+# make bench      Measure the codec and its peers on this machine, and write docs/performance.md.
+# make bench-gpu  Run the tests that need a GPU, then measure speed and memory at the size of Llama-3 8B.
+# make clean      Remove what was built, except downloaded packages.
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,7 +26,10 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src
 PAGES := README.md $(wildcard docs/*.md)
 COG := $(BIN)/cog --verbosity=0 -I scripts -p 'from figures import *'
 
-.PHONY: tour test check check-types check-the-rest figures docs study bench bench-gpu clean
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+.PHONY: help tour quick test check check-types check-the-rest figures docs study bench bench-gpu clean
 
 tour: $(VENV)/tour.stamp
 	$(BIN)/netweight tour
@@ -30,6 +37,14 @@ tour: $(VENV)/tour.stamp
 # Two processes, each with whole files of tests and one thread.
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Fast files of every area.
+QUICK := $(addprefix tests/, \
+	$(addsuffix .py, \
+QUICKFILES))
+
+quick: $(VENV)/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(QUICK)
 
 # Types take longest, so the rest is checked beside them.
 check: $(VENV)/dev.stamp

@@ -1,7 +1,9 @@
-"""Shared by all tests: hypothesis profiles, local data sets, long files first, collections with little to do."""
+"""Shared by all tests: seeds, hypothesis profiles, local data sets, long files first, collections with little to do."""
 
 import gc
 import os
+import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,15 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command does; proce
 
 os.fsync = lambda descriptor: None  # no test cuts the power; those of what is synced put their own in its place
 
-settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile(
-    "ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+# A test gives the same answer every time; HYPOTHESIS_PROFILE=explore looks for new examples.
+for profile, examples in (("dev", 25), ("ci", 100), ("explore", 500)):
+    settings.register_profile(
+        profile,
+        max_examples=examples,
+        deadline=None,
+        derandomize=profile != "explore",
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 
@@ -31,6 +38,16 @@ LONG = (
 def pytest_collection_modifyitems(items):
     """Order files; `make test` hands them to its processes in this order."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Seed what draws without a generator of its own, so that no test depends on the order or on chance."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="module", autouse=True)
