@@ -38,10 +38,15 @@ tour: $(VENV)/tour.stamp
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Fast files of every area.
-QUICK := $(addprefix tests/, \
-	$(addsuffix .py, \
-QUICKFILES))
+# Files of fast tests, from every area.
+QUICK := tests/golden/test_golden_blobs.py $(patsubst %,tests/unit/test_%.py, \
+	settings recipes recipe_schema cli cli_run errors finding report report_text conclusions names seeds \
+	statistics progress digest environment packaging store store_header adapter_files adapter_kinds \
+	basis space_points space_merging compress_plan compress_loaders memory_tensor memory_model layerwise \
+	in_order codec_queue finetuning_parts finetuning_findings repnoise_loss answers row_layouts \
+	chat_templates texts survival perplexity federate_updates federate_hyperfl forget_detection \
+	forget_images image_metrics copy_metrics embedding_search_findings probe units privacy_account) \
+	tests/property/test_names_laws.py tests/property/test_partition_laws.py
 
 quick: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(QUICK)
