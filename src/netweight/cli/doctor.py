@@ -28,6 +28,7 @@ def doctor(context: click.Context, output: Output) -> None:
     facts = environment.describe({"codec_path": codec.active_path(), "codec_paths": list(codec.available_paths())})
     facts["accelerators"] = _accelerators()
     facts["gpu_decoding"] = _gpu_decoding()
+    facts["default_forms"] = _default_forms()
     facts["compressed_models"] = _compressed_models()
     extras = _extras()
     data = _data()
@@ -55,6 +56,13 @@ def _gpu_decoding() -> str:
     if reason is None:
         return "netweight's kernels"
     return f"no kernels: {reason} Weights on a CUDA device would be decoded on the CPU and copied, slowly."
+
+
+def _default_forms() -> dict[str, str]:
+    """Describe the form in which compressed weights are kept on the CPU and on GPUs, with the reason."""
+    from netweight.methods.compress.runtime.model import default_forms
+
+    return default_forms()
 
 
 def _compressed_models() -> str:
@@ -144,6 +152,8 @@ def _show(
             ("instructions", " ".join(facts["cpu_flags"]) or "unknown"),
             ("accelerators", ", ".join(facts["accelerators"]) or "none"),
             ("on a GPU", facts["gpu_decoding"]),
+            ("CPU form", facts["default_forms"]["cpu"]),
+            ("GPU form", facts["default_forms"]["cuda"]),
             ("opened by", facts["compressed_models"]),
             ("codec", f"{facts['codec_path']} (available: {', '.join(facts['codec_paths'])})"),
             ("NETWEIGHT_DATA", f"{data['folder']}: {', '.join(data['holds'])}" if data["folder"] else "not set"),

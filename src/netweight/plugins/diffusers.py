@@ -19,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+import netweight.plugins.transformers  # noqa: F401  a pipeline's text encoders come from transformers
 from netweight import autoload, codec
 from netweight.autoload import HINT, METHOD
 from netweight.core.lazy import extra
@@ -32,6 +33,7 @@ from netweight.plugins.loading import (
     refuse_disk,
     refuse_quantized,
     save_folder,
+    settings_for,
     untied,
 )
 from netweight.store.reader import StoredFile
@@ -39,7 +41,11 @@ from netweight.store.safetensors import SUFFIX
 
 with extra("diffusion", "This plug-in needs diffusers 0.42 or newer"):
     from diffusers.configuration_utils import FrozenDict
-    from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+    from diffusers.quantizers.auto import (
+        AUTO_QUANTIZATION_CONFIG_MAPPING,
+        AUTO_QUANTIZER_MAPPING,
+        DiffusersAutoQuantizer,
+    )
     from diffusers.quantizers.base import DiffusersQuantizer
     from diffusers.utils.import_utils import is_accelerate_available
 
@@ -195,6 +201,15 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
 autoload.install()
 AUTO_QUANTIZER_MAPPING[METHOD] = NetweightDiffusersQuantizer
 AUTO_QUANTIZATION_CONFIG_MAPPING |= dict.fromkeys((METHOD, HINT), NetweightConfig)
+_THEIR_MERGE = DiffusersAutoQuantizer.merge_quantization_configs
+
+
+def _merge(cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
+    """Let the settings that the user gave win; diffusers ignores them."""
+    return settings_for(quantization_config, quantization_config_from_args, _THEIR_MERGE)
+
+
+DiffusersAutoQuantizer.merge_quantization_configs = classmethod(_merge)  # type: ignore[method-assign, assignment]
 
 
 def save_pretrained(

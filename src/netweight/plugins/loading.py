@@ -7,6 +7,7 @@ by `transformers.py` and `diffusers.py` only; users take `NetweightConfig` from 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from netweight import codec
-from netweight.autoload import METHOD
+from netweight.autoload import HINT, METHOD
 from netweight.codec import Precision
 from netweight.codec.header import dtype_name, refuse_inflated, torch_dtype
 from netweight.core.files import publish
@@ -29,7 +30,14 @@ from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.quantized import foreign_method
 from netweight.methods.compress.runtime import cuda as device
-from netweight.methods.compress.runtime.model import Prefer, check_prefer, choose_weights, linear_weights, place
+from netweight.methods.compress.runtime.model import (
+    Prefer,
+    check_prefer,
+    choose_weights,
+    linear_weights,
+    place,
+    takes_fixed,
+)
 from netweight.methods.compress.runtime.storage import CompressedStorage, pack
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.store.reader import StoredFile
@@ -54,8 +62,7 @@ class _Method(StrEnum):
 class NetweightConfig(QuantizationConfigMixin):
     """How `from_pretrained` keeps weights: `from_pretrained(folder, quantization_config=NetweightConfig())`."""
 
-    # A folder that is compressed already needs none: it loads with its own, and the libraries warn if they ignore
-    # another.
+    # A folder that is compressed already needs none. If one is given, all its settings take the place of the folder's.
 
     def __init__(
         self,
@@ -68,7 +75,7 @@ class NetweightConfig(QuantizationConfigMixin):
         mantissa_bits: int = 7,
         block_size: int | None = 512,
         fidelity: str = "corrected",
-        prefer: Prefer = "memory",
+        prefer: Prefer | None = None,
     ) -> None:
         if level not in get_args(Level):
             raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(get_args(Level))}.")
@@ -94,6 +101,44 @@ class NetweightConfig(QuantizationConfigMixin):
     def precision(self) -> Precision:
         """How much of weights to keep."""
         return Precision(self.mantissa_bits, self.block_size, self.fidelity)
+
+
+def settings_for(stored: Any, given: Any, theirs: Callable[[Any, Any], Any]) -> Any:
+    """Decide which settings a model is loaded with: those that the user gave, where the folder is compressed by us.
+
+    Args:
+        stored: The `quantization_config` of the folder: a mapping or an object.
+        given: The one that was given to `from_pretrained`; None if there was none.
+        theirs: The library's own decision, for the two.
+
+    Returns:
+        The settings to load with.
+
+    Raises:
+        UsageError: Another method's settings, or rounding, were given for a folder that is compressed.
+    """
+    method = stored.get("quant_method") if isinstance(stored, Mapping) else getattr(stored, "quant_method", None)
+    if given is None or getattr(method, "value", method) not in (METHOD, HINT):
+        return theirs(stored, given)
+    folders = NetweightConfig.from_dict(dict(stored)) if isinstance(stored, Mapping) else stored
+    if isinstance(given, Mapping) and given.get("quant_method") in (METHOD, HINT):
+        given = NetweightConfig.from_dict(dict(given))
+    if not isinstance(given, NetweightConfig):
+        if folders.weights is None:
+            return theirs(stored, given)
+        raise UsageError(
+            f"The folder is compressed by netweight: {type(given).__name__} cannot quantize its weights while they are "
+            "loaded.",
+            cure="Run netweight decompress FOLDER NEW_FOLDER, and load NEW_FOLDER.",
+        )
+    if folders.weights is not None and given.precision != Precision():
+        raise UsageError(
+            "The folder is compressed already: its weights cannot be rounded while they are loaded.",
+            cure="Run netweight decompress, then netweight compress with --mantissa-bits; or leave mantissa_bits out.",
+        )
+    settings = copy.deepcopy(given)
+    settings.weights = folders.weights
+    return settings
 
 
 def _listed(patterns: Select | str | Iterable[str] | None) -> list[str] | None:
@@ -132,7 +177,7 @@ class Weights:
             if target not in self._chunks or source not in self._chunks:
                 self._chunks.pop(target, None)
                 self._chunks.pop(source, None)
-        if self.config.prefer == "speed":
+        if self.config.prefer != "memory":
             self._fixed = linear_weights(model)
             self._fixed |= {name for pair in tied.items() if self._fixed.intersection(pair) for name in pair}
 
@@ -158,7 +203,7 @@ class Weights:
         level: Any = info.level
         if info.base_digest is not None:
             return self.compress(name, dense.clone().to(stored.device))
-        fixed, rows = name in self._fixed, self._chunks[name]
+        fixed, rows = self._takes_fixed(name, stored.device), self._chunks[name]
         chunks: int | None = info.chunk_log2
         if device.wants_other_chunks(stored, level, chunks):
             chunks = None
@@ -192,9 +237,13 @@ class Weights:
             level=self.config.level,
             chunk_log2=self._chunks[name],
             precision=precision,
-            fixed=name in self._fixed,
+            fixed=self._takes_fixed(name, dense.device),
         )
         return dense if stored.payload.nbytes >= dense.nbytes else _parameter(stored)
+
+    def _takes_fixed(self, name: str, place: torch.device) -> bool:
+        """Whether a weight takes the fixed-length form on the device that it is loaded to."""
+        return name in self._fixed and takes_fixed(self.config.prefer, place)
 
     def release(self, model: nn.Module) -> None:
         """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place."""

@@ -33,6 +33,7 @@ from netweight.plugins.loading import (
     refuse_disk,
     refuse_quantized,
     save_folder,
+    settings_for,
     untied,
 )
 from netweight.store.reader import StoredFile, weight_map
@@ -41,7 +42,7 @@ from netweight.store.safetensors import SUFFIX
 with extra("llm", "This plug-in needs transformers 5"):
     from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, revert_weight_conversion
     from transformers.modeling_utils import PreTrainedModel
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.hub import cached_file
 
@@ -200,6 +201,15 @@ class NetweightQuantizer(HfQuantizer):
 autoload.install()
 AUTO_QUANTIZER_MAPPING[METHOD] = NetweightQuantizer
 AUTO_QUANTIZATION_CONFIG_MAPPING |= dict.fromkeys((METHOD, HINT), NetweightConfig)
+_THEIR_MERGE = AutoHfQuantizer.merge_quantization_configs
+
+
+def _merge(cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
+    """Let the settings that the user gave win; transformers ignores those of methods that it does not list."""
+    return settings_for(quantization_config, quantization_config_from_args, _THEIR_MERGE)
+
+
+AutoHfQuantizer.merge_quantization_configs = classmethod(_merge)  # type: ignore[method-assign, assignment]
 
 
 def save_pretrained(

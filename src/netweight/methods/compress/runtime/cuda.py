@@ -38,6 +38,16 @@ def handles(payload: torch.Tensor) -> bool:
     return payload.is_cuda and (torch.compiler.is_compiling() or _kernels_run())
 
 
+def multiplies_fixed(place: torch.device) -> bool:
+    """Whether products with the fixed-length form run on a device by kernels of ours."""
+    return place.type == "cuda" and _kernels_run()
+
+
+def no_fixed_because() -> str | None:
+    """The reason for which no such product runs on a CUDA device here; None if it does."""
+    return cuda.unavailable_because()
+
+
 def is_here(payload: torch.Tensor) -> bool:
     """Whether a payload is decoded by the CPU, and lies there."""
     return payload.is_cpu and not handles(payload)

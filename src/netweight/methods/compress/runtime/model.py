@@ -70,7 +70,7 @@ def compress_(
     mantissa_bits: int = 7,
     block_size: int | None = 512,
     fidelity: str = "corrected",
-    prefer: Prefer = "memory",
+    prefer: Prefer | None = None,
 ) -> Compression:
     """Compress a model's weights in memory, in place; unless they are rounded, outputs stay the same bit for bit.
 
@@ -83,10 +83,10 @@ def compress_(
     report says by how much at most. Nothing can be written into rounded weights, since each write would round again. A
     conversion to another dtype keeps the rounded values as that dtype has them, compressed without a further loss.
 
-    With `prefer="speed"` bf16 weights of Linear layers, tied to an embedding or not, take the fixed-length form, three
-    quarters of the dense size instead of two thirds, which products of up to 256 rows of inputs read without decoding
-    all of it first. The weights are the same, bit for bit. Outputs are so on the CPU; on a GPU such products are summed
-    in another order than torch's (see docs/gpus.md).
+    With `prefer="speed"`, and by default on GPUs, bf16 weights of Linear layers, tied to an embedding or not, take the
+    fixed-length form, three quarters of the dense size instead of two thirds, which products of up to 256 rows of
+    inputs read without decoding all of it first. The weights are the same, bit for bit. Outputs are so on the CPU; on a
+    GPU such products are summed in another order than torch's (see docs/gpus.md).
 
     Args:
         model: Any module. Its own forward runs unchanged.
@@ -96,7 +96,8 @@ def compress_(
         mantissa_bits: Bits of the mantissa to keep, 0 to 6; 7 keeps all bits of any dtype.
         block_size: Weights that share a normalizer when rounded; None for no normalizers.
         fidelity: The arithmetic of rounding, "corrected" or "reference"; see `netweight.codec.encode_lossy`.
-        prefer: "memory" for the codec's form for all weights; "speed" for the fixed-length form where there is one.
+        prefer: "memory" for the codec's form for all weights; "speed" for the fixed-length form where there is one;
+            None for "speed" on GPUs on which netweight's kernels run, and "memory" elsewhere and for rounded weights.
 
     Returns:
         What was compressed, what was left dense and why, the bytes, and what rounding changed.
@@ -116,7 +117,7 @@ def compress_(
         raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(get_args(Level))}.")
     precision = Precision(mantissa_bits, block_size, fidelity)
     check_prefer(prefer, precision)
-    linear = linear_weights(model) if prefer == "speed" else frozenset()
+    linear = linear_weights(model)
     weights, left = _plan(model, include, exclude)
     _refuse_unroundable(weights, precision)
     _refuse_live_optimizers(
@@ -133,7 +134,11 @@ def compress_(
         places = weights.pop(0)  # let go of it, so that its dense memory is freed at once
         dense, chunks, its_names = places[0].parameter, _row_chunks(places), [at.name for at in places]
         stored = CompressedStorage.of(
-            dense.data, level=level, chunk_log2=chunks, precision=precision, fixed=its_names[0] in linear
+            dense.data,
+            level=level,
+            chunk_log2=chunks,
+            precision=precision,
+            fixed=its_names[0] in linear and takes_fixed(prefer, dense.device),
         )
         if stored.payload.nbytes >= dense.nbytes:
             left.update(dict.fromkeys(its_names, "would not get smaller"))
@@ -366,8 +371,41 @@ def linear_weights(model: nn.Module) -> frozenset[str]:
     )
 
 
-def check_prefer(prefer: str, precision: Precision) -> None:
+def takes_fixed(prefer: Prefer | None, place: torch.device) -> bool:
+    """Decide whether weights that are multiplied take the fixed-length form.
+
+    Args:
+        prefer: What the user prefers; None if nothing was said.
+        place: The device of the weights.
+
+    Returns:
+        Whether they do. Without a preference they do on GPUs on which netweight's kernels run, where products are then
+        faster than dense ones, and not on the CPU, where people compress to save memory.
+    """
+    return prefer == "speed" or (prefer is None and device.multiplies_fixed(place))
+
+
+def default_forms() -> dict[str, str]:
+    """Describe the form that weights take on each kind of device if no preference is given.
+
+    Returns:
+        A sentence for "cpu" and one for "cuda", each with the form and the reason.
+    """
+    reason = device.no_fixed_because()
+    cuda = (
+        'the fixed-length form (prefer="speed") for what is multiplied: 12 of 16 bits, faster than dense at batch 1 to '
+        "32; others the codec's"
+        if reason is None
+        else f"the codec's form, decoded on the CPU: {reason}"
+    )
+    cpu = 'the codec\'s form (prefer="memory"): the least memory; prefer="speed" is faster where kernels multiply it'
+    return {"cpu": cpu, "cuda": cuda}
+
+
+def check_prefer(prefer: str | None, precision: Precision) -> None:
     """Refuse a preference that there is not, or that cannot be together with rounding."""
+    if prefer is None:
+        return
     if prefer not in get_args(Prefer):
         raise UsageError(f"There is no preference {prefer!r}.", cure=f"Choose one of {', '.join(get_args(Prefer))}.")
     if prefer == "speed" and precision.mantissa_bits != LOSSLESS_BITS:
