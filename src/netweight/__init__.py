@@ -88,12 +88,15 @@ def _names() -> Any:
             "scale": "netweight.nn.hooks",
             # evidence, and what a method of one's own is made of
             "Attack": "netweight.registry",
+            "Command": "netweight.registry",
             "Finding": "netweight.report.finding",
             "Job": "netweight.job",
             "Method": "netweight.registry",
             "Report": "netweight.report.report",
             "Section": "netweight.report.finding",
             "Settings": "netweight.settings",
+            "Result": "netweight.registry",
+            "command": "netweight.registry",
             "register": "netweight.registry",
             # files and errors
             "NetweightError": "netweight.errors",

@@ -49,7 +49,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, cast, final, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, Union, cast, final, get_args, get_origin
 
 import click
 import pydantic
@@ -61,8 +61,21 @@ from pydantic.types import PathType
 from pydantic_core import PydanticCustomError, PydanticUndefined, core_schema
 
 from netweight.core.files import canonical_json, digest_config
+from netweight.core.hub import local_model
 from netweight.core.names import nearest, not_found
 from netweight.errors import NameNotFound, NetweightError, UsageError
+
+
+def _model(value: Any) -> Path:
+    """The file or folder of a model, which may be given by its id on the hub."""
+    try:
+        return local_model(str(value))
+    except NetweightError as error:
+        raise PydanticCustomError("check", "{message}", {"message": str(error), "error": error}) from error
+
+
+# A model as an option: a folder, a file, or the id of a model on the Hugging Face hub, which is fetched or found there.
+ModelPath: TypeAlias = Annotated[Path, pydantic.BeforeValidator(_model)]
 
 _LISTS = (list, set, frozenset, Sequence, AbstractSet)  # collections of one type; and tuple[T, ...]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from netweight.core.lazy import extra
-from netweight.errors import Unsupported, UsageError
+from netweight.errors import UsageError
 
 # Any of these makes a tokenizer of transformers.
 _TOKENIZERS = (
@@ -30,8 +30,8 @@ def check_language_model(folder: str | Path) -> None:
     """Refuse what is not a decoder language model with its tokenizer; only config.json and names of files are read.
 
     Raises:
-        UsageError: There is no config.json, it cannot be read, or there is no tokenizer.
-        Unsupported: The family has no use here; the message names it.
+        UsageError: There is no config.json, it cannot be read, there is no tokenizer, or the family has no use
+            here; the message names it.
     """
     folder = Path(folder)
     name, reason = family_of(folder), ""
@@ -50,7 +50,7 @@ def check_language_model(folder: str | Path) -> None:
     elif not causal and family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         reason = f"of the family {family!r}" if family else "of no family that its config names"
     if reason:
-        raise Unsupported(
+        raise UsageError(
             f"{folder} ({name}) is {reason}, and this is for decoder language models only.",
             cure=f"Such a model can be compressed: netweight compress {folder} NEW.",
         )

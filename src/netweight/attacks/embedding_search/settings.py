@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, final
 
-from pydantic import DirectoryPath, Field, FilePath
+from pydantic import Field, FilePath
 
 from netweight.errors import UsageError
 from netweight.hf.pipeline_settings import PipelineSettings
-from netweight.settings import Cli, Settings
+from netweight.settings import Cli, ModelPath, Settings
 
 # Where a search for embeddings begins: the target's own prompt, one that has nothing to do with it, or noise. Further
 # attacks: "soft" searches what the text encoder reads in place of token embeddings; "typed" searches words; "noised"
@@ -107,7 +107,7 @@ class FolderSearch(Settings):
     """Whether memorized images are found again in an edited pipeline folder."""
 
     targets: FilePath = Field(description="Rows with prompt and image (a file): memorized pairs.")
-    base: DirectoryPath | None = Field(None, description="The pipeline before its edit.")
+    base: ModelPath | None = Field(None, description="The pipeline before its edit.")
     controls: FilePath | None = Field(
         None,
         description="Rows with prompt and image never trained on; else targets upside down, colors exchanged.",
@@ -115,9 +115,7 @@ class FolderSearch(Settings):
     unrelated: FilePath | None = Field(
         None, description="Prompts to start from that have nothing to do with the targets; else some that come along."
     )
-    also: Mapping[str, DirectoryPath] = Field(
-        default={}, description="Further edited pipelines, such as a hardened one."
-    )
+    also: Mapping[str, ModelPath] = Field(default={}, description="Further edited pipelines, such as a hardened one.")
     search: SearchSettings = Field(default=SearchSettings(), description="Settings of each search.")
     seeds: int = Field(1, ge=1, description="Searches for each target and model, with different seeds.")
     sscd: FilePath | None = Field(

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
 
-from pydantic import DirectoryPath, Field
+from pydantic import Field
 
 from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.names import not_found
 from netweight.data.text_options import RowSource, TextOptions
 from netweight.data.tokens import LossOn
 from netweight.errors import NameNotFound, UsageError
-from netweight.settings import Cli, Settings
+from netweight.settings import Cli, ModelPath, Settings
 
 Precision = Literal["fp32", "mixed", "bf16"]
 
@@ -226,11 +226,11 @@ class FolderAttack(TextOptions):
     never_learned: RowSource | None = Field(
         None, description="Rows as `harmful`, of a domain that the base never learned: how long would that take?"
     )
-    base: DirectoryPath | None = Field(None, description="The model before its defense, to compare with.")
-    released: DirectoryPath | None = Field(
+    base: ModelPath | None = Field(None, description="The model before its defense, to compare with.")
+    released: ModelPath | None = Field(
         None, description="Another model of this shape that the attacker has; mixed in and subtracted."
     )
-    also: Mapping[str, DirectoryPath] = Field(
+    also: Mapping[str, ModelPath] = Field(
         {}, description="Further defended models by name, such as one with layers frozen; needs the base."
     )
     grid: Literal["adaptive", "quick", "paper"] = Field(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, final
 
-from pydantic import DirectoryPath, Field
+from pydantic import Field
 
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.refusal.edits import EDITS
@@ -20,7 +20,7 @@ from netweight.attacks.refusal.edits.subspaces import Subspaces
 from netweight.core.names import not_found
 from netweight.data.text_options import RowSource, TextOptions
 from netweight.errors import UsageError
-from netweight.settings import Cli
+from netweight.settings import Cli, ModelPath
 
 PHRASES = (
     "i cannot", "i can't", "i can not", "i could not", "i won't", "i will not", "i'm sorry", "i am sorry", "sorry,",
@@ -37,7 +37,7 @@ class RefusalSettings(TextOptions):
         "hub:NAME or hub:NAME:SPLIT for a set that `datasets` loads."
     )
     ordinary: RowSource = Field(description="Rows with a prompt that it answers, likewise.")
-    base: DirectoryPath | None = Field(
+    base: ModelPath | None = Field(
         None, description="A model of this shape before its alignment; its weights are mixed in and taken beyond."
     )
     judge: str = Field(
@@ -108,7 +108,7 @@ class SafeguardSettings(RefusalSettings, FolderAttack):
         "", description="Rows with a prompt that the model refuses; without them refusal is not attacked."
     )
     ordinary: RowSource = Field("", description="Rows with a prompt that it answers, needed with `refused`.")
-    base: DirectoryPath | None = Field(
+    base: ModelPath | None = Field(
         None, description="The model before its safeguards: steps are compared with its own, and it is mixed in."
     )
 

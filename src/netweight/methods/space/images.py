@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from pydantic import DirectoryPath, Field, FilePath
+from pydantic import Field, FilePath
 from torch import Tensor
 
 from netweight.core.lazy import import_named
@@ -33,7 +33,7 @@ from netweight.registry import Target
 from netweight.report.finding import Figure, Finding, Section
 from netweight.report.plots import image_grid
 from netweight.report.text import Conclusion, Criterion, Words, worst
-from netweight.settings import Settings
+from netweight.settings import ModelPath, Settings
 
 _SHOWN = 5  # points in the picture
 _STRENGTHS = (1.0, 2.0, 3.0)  # of edits, in multiples of the farthest model
@@ -42,7 +42,7 @@ _STRENGTHS = (1.0, 2.0, 3.0)  # of edits, in multiples of the farthest model
 class PointImages(Settings):
     """What the points of a space look like."""
 
-    pipeline: DirectoryPath = Field(description="The base model: a folder of a diffusers pipeline.")
+    pipeline: ModelPath = Field(description="The base model: a folder of a diffusers pipeline.")
     prompts: tuple[str, ...] = Field(("",), min_length=1, description="Prompts, an image of each with its own noise.")
     reader: str | None = Field(None, description='What measures attributes in images, "module:function".')
     models: int = Field(24, ge=5, description="Training models that are read to compare with.")

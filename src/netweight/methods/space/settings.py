@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AliasChoices, DirectoryPath, Field, FilePath
 
 from netweight.errors import UsageError
-from netweight.settings import Cli, Settings
+from netweight.settings import Cli, ModelPath, Settings
 
 # What an adapter is a point of: its change ΔW, or the raw numbers of its factors.
 Representation: TypeAlias = Literal["delta", "factors"]
@@ -100,7 +100,7 @@ class DirectionSettings(CorrectionSettings):
         default=False, description="Correct it for --at, by what the edit changes in images, which --reader reads."
     )
     at: Annotated[str, Cli(metavar="POINT")] = Field(default="mean", description="The point to be edited.")
-    pipeline: DirectoryPath | None = Field(default=None, description="The base model, a pipeline, for --corrected.")
+    pipeline: ModelPath | None = Field(default=None, description="The base model, a pipeline, for --corrected.")
     reader: str | None = Field(
         default=None, description='What measures labeled attributes in images, "module:function".'
     )
@@ -293,7 +293,7 @@ INVERSIONS: Mapping[str, InversionSettings] = {
 class FolderInversion(InversionSettings):
     """How images are inverted; what is not given is taken from the named settings."""
 
-    pipeline: DirectoryPath = Field(description="The base model: a folder of a diffusers pipeline.")
+    pipeline: ModelPath = Field(description="The base model: a folder of a diffusers pipeline.")
     prompt: str = Field(description="What the adapters' own prompt was, such as 'sks person'.")
     masks: DirectoryPath | None = Field(
         default=None, description="Folder with masks of the images' names; white is what counts."
@@ -348,7 +348,7 @@ class RenderSettings(Settings):
 class FolderView(RenderSettings):
     """What a page about a space shows, and the pipeline that generates its images."""
 
-    pipeline: DirectoryPath | None = Field(
+    pipeline: ModelPath | None = Field(
         default=None, description="A diffusers pipeline, of whose adapters the space is made."
     )
     directions: Annotated[tuple[FilePath, ...], Cli(name="--direction")] = Field(
