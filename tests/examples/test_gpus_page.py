@@ -1,4 +1,4 @@
-"""What docs/gpus.md shows is run, and its figures are those of the benchmark's results."""
+"""What docs/gpus.md shows is run; its arithmetic is that of the kernels."""
 
 import json
 import re
@@ -25,20 +25,6 @@ def test_the_code_works():
     torch.manual_seed(0)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     exec(compile(code, str(PAGE), "exec"), {})
-
-
-def test_what_is_measured_is_that_of_the_results():
-    text, measured = PAGE.read_text(), results()["measured"]
-    for key, row, digits in (
-        ("escapes of 10 000, 4-bit codes", "escapes with 4-bit codes", 2),
-        ("escapes of 10 000, 3-bit codes", "escapes with 3-bit codes", 0),
-        ("bits per weight, fixed", "bits per weight, fixed-length form", 3),
-        ("bits per weight, codec", "bits per weight, codec", 3),
-        ("bits per weight, 3-bit codes, counted out", "bits per weight with 3-bit codes, exponents", 2),
-        ("bits per weight, 3-bit codes, with places", "bits per weight with 3-bit codes, places", 2),
-    ):
-        cells = " | ".join(f"{measured[name][key]:.{digits}f}" for name in ("all-MiniLM-L6-v2", "N(0, 0.02)"))
-        assert re.search(rf"\| {re.escape(row)}.*\| {re.escape(cells)} \|", text), row
 
 
 def test_arithmetic_is_that_of_the_kernels():
