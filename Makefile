@@ -45,7 +45,7 @@ QUICK := tests/golden/test_golden_blobs.py $(patsubst %,tests/unit/test_%.py, \
 	basis space_points space_merging compress_plan compress_loaders memory_tensor memory_model layerwise \
 	in_order codec_queue finetuning_parts finetuning_findings repnoise_loss answers row_layouts \
 	chat_templates texts survival perplexity federate_updates federate_hyperfl forget_detection \
-	forget_images image_metrics copy_metrics embedding_search_findings probe units privacy_account) \
+	forget_images image_metrics copy_metrics embedding_search_findings probe units) \
 	tests/property/test_names_laws.py tests/property/test_partition_laws.py
 
 quick: $(VENV)/dev.stamp

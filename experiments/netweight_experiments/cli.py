@@ -123,7 +123,7 @@ def _show_table(result: Reproduction, output: Output) -> None:
     ])  # fmt: skip
     for sentence in result.measured.differs:
         output.line(f"Differs: {sentence}")
-    output.findings(result.measured.findings, met="met", missed="MISSED")
+    output.findings(result.measured.findings)
     output.line(f"{'Reused' if result.reused else 'Written'}: {result.folder / 'report.html'}")
 
 
@@ -362,7 +362,7 @@ def gpu(device: str | None, minutes: float, folder: Path, out: Path | None, tria
             (one.row, one.column, one.unit, format_number(one.published), format_number(one.measured))
             for one in numbers
         ])  # fmt: skip
-        output.findings(done.tables[table_id].findings, met="met", missed="MISSED")
+        output.findings(done.tables[table_id].findings)
     for run in done.left_out:
         output.line(f"No time was left for: {run}. Run it again to go on.", fg="yellow")
     if trial:

@@ -108,9 +108,9 @@ def _parts_of(run: FederatedRun) -> Parts:
         parts = federated_images(images_of(run.data), clients=run.clients, seed=split, per_client=sizes)
         task = dataclasses.replace(task, data=dict(enumerate(parts)))
     if entry_of(run.method).private:  # the noise that the paper computes, each client counted on its own
-        sizes = [task.client(client).n for client in task.clients]
+        counts = [task.client(client).n for client in task.clients]
         about = {"batch_size": plan.batch_size, "epochs": plan.epochs * plan.rounds}
-        plan = plan.replace(noise_multiplier=noise_multiplier_for_all(_EPSILON, _DELTA, sizes=sizes, **about))
+        plan = plan.replace(noise_multiplier=noise_multiplier_for_all(_EPSILON, _DELTA, sizes=counts, **about))
     method = plan.make_method(task)
     if isinstance(method, PFedHN):
         method = dataclasses.replace(method, training=method.training.replace(lr=method.training.lr * run.factor))

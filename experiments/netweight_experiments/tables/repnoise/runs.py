@@ -24,7 +24,7 @@ from netweight.data.tokens import Pair
 from netweight.errors import TrainingStopped
 from netweight.methods.immunize.baselines import hold_security_vectors
 from netweight.methods.immunize.defense import Defense
-from netweight.methods.immunize.settings import DEFENSES, RepNoise, TrainingSettings
+from netweight.methods.immunize.settings import DEFENSES, DefenseSettings, RepNoise, TrainingSettings
 from netweight.methods.immunize.train import CHECKPOINT, defense_of, immunize
 from netweight.store import StoreWriter, open_store
 from netweight_experiments.tables.grid import chosen, finished, finished_of, run_each
@@ -119,6 +119,7 @@ def _parts(defended: Defended, setup: Setup, share: float) -> tuple[Defense[Any]
         changes |= {} if defended.beta is None else {"beta": defended.beta}
         changes |= {"lens_layers": 0} if defended.loss == "no lens" else {}
         own = own.replace(**changes)
+    assert isinstance(own, DefenseSettings)
     return defense_of(own), pairs, setup.retain(count, defended.seed)
 
 
