@@ -436,6 +436,15 @@ class Base:
                     return file, name
         return None
 
+    def lack(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
+        """Say why there is no tensor of this name, dtype and shape, as what follows the number of tensors."""
+        info = next((file.info(name) for file in self.files if name in file), None)
+        if info is None:
+            return "with names that the base lacks"
+        if info.dtype != dtype:
+            return f"in {dtype} where the base has {info.dtype}"
+        return "with other shapes than in the base"
+
 
 def _refuse_inflated(nbytes: int, stored: int) -> None:
     """Refuse a tensor that declares far more bytes than its stored ones can hold, before any is decoded."""

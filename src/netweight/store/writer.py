@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +39,7 @@ from netweight.store.safetensors import (
     Span,
     build_header,
     name_of,
+    nbytes_of,
     refuse_many,
 )
 
@@ -153,6 +155,8 @@ class StoreWriter:
         """
         below = None if self.base is None else self.base.find(name, dtype, shape)
         base = None if below is None else below[0].content(below[1], threads=self._threads)
+        if base is not None and not _pays(buffer, base, dtype, self._level):
+            base = None
         how: dict[str, Any] = {"level": self._level, "threads": self._threads}
         blob = codec.encode_raw(buffer, dtype, shape, base=base, **how)
         if (place := self._equal(name, codec.info(blob))) is not None:
@@ -290,6 +294,25 @@ class StoreWriter:
         file.truncate(8 + len(header) + payload)
 
 
+_SAMPLE = 1 << 15  # numbers by which it is found out whether a base pays
+
+
+def _pays(content: Any, base: Any, dtype: str, level: Level) -> bool:
+    """Whether a tensor gets smaller as a difference from a base, by three samples of it."""
+    width = nbytes_of(dtype, (8,)) // 8
+    if not width or not len(content):
+        return True  # several numbers share a byte, or there are none
+    mine, theirs = (memoryview(each).cast("B") for each in (content, base))
+    numbers, alone, beside = len(mine) // width, 0, 0
+    for start in {0, max((numbers - _SAMPLE) // 2, 0), max(numbers - _SAMPLE, 0)}:
+        cut = slice(start * width, (start + _SAMPLE) * width)
+        own, below = bytes(mine[cut]), bytes(theirs[cut])
+        shape = (len(own) // width,)
+        alone += len(codec.encode_raw(own, dtype, shape, level=level))
+        beside += len(codec.encode_raw(own, dtype, shape, level=level, base=below))
+    return beside < alone
+
+
 def _move(file: IO[bytes], source: int, target: int, size: int) -> None:
     """Move bytes within a file; the ranges may overlap."""
     file.flush()
@@ -319,6 +342,9 @@ class ShardResult:
     rounded: int = 0  # number of tensors that are rounded
     bound: float = 0.0  # how much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded
     worst_change: float = 0.0  # how much it did change one at most
+    differences: int = 0  # number of tensors that are stored as differences from a base
+    # Tensors that are not, though a base was given, counted by the reason.
+    unlike_base: Mapping[str, int] = field(default_factory=dict)
 
 
 def compress_shard(
@@ -371,7 +397,8 @@ def compress_shard(
             after = os.stat(source)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise UsageError(f"{source} changed while it was read.", cure="Wait until it is complete; try again.")
-    return tally.result(plain=before.st_size, stored=target.stat().st_size)
+    result = tally.result(plain=before.st_size, stored=target.stat().st_size)
+    return replace(result, differences=encoding.differences, unlike_base=dict(encoding.unlike))
 
 
 @dataclass(frozen=True)
@@ -390,6 +417,8 @@ class _Encoding:
 
     def __init__(self, file: StoredFile, spans: Sequence[Span], level: Level, base: Base | None, threads: int) -> None:
         self._file, self._level, self._base = file, level, base
+        self.differences = 0  # tensors that are stored as differences from the base
+        self.unlike: Counter[str] = Counter()  # those that are not, by the reason
         self._done = chain.from_iterable(in_order(self._encode, self._batches(spans), threads))
 
     def next(self, update: Callable[[Any], None]) -> tuple[codec.ChunkEncoder, Iterator[bytes]]:
@@ -421,7 +450,7 @@ class _Encoding:
         batch: list[_Piece] = []
         room = BATCH
         for span in spans:
-            below = None if self._base is None else self._base.find(span.name, span.dtype, span.shape)
+            below = self._below(span)
             encoder = codec.ChunkEncoder(span.dtype, span.shape, level=self._level, base=below is not None)
             step = max(BATCH // encoder.chunk_bytes, 1)
             for first in range(0, encoder.chunks, step) or (0,):
@@ -432,6 +461,33 @@ class _Encoding:
                     yield batch
                     batch, room = [], BATCH
         yield batch
+
+    def _below(self, span: Span) -> tuple[StoredFile, str] | None:
+        """Where the tensor is that this one is stored as a difference from; None if none is, or it brings nothing."""
+        if self._base is None:
+            return None
+        below = self._base.find(span.name, span.dtype, span.shape)
+        if below is None:
+            self.unlike[self._base.lack(span.name, span.dtype, span.shape)] += 1
+            return None
+        if not self._pays(span, below):
+            self.unlike["not smaller as differences"] += 1
+            return None
+        self.differences += 1
+        return below
+
+    def _pays(self, span: Span, below: tuple[StoredFile, str]) -> bool:
+        """Whether a tensor gets smaller as a difference, by a few samples of it."""
+        width = nbytes_of(span.dtype, (8,)) // 8
+        if not width or not span.nbytes:
+            return True  # several numbers share a byte, or there are none
+        size = _SAMPLE * width
+        starts = {0, (span.nbytes // width - _SAMPLE) // 2 * width, span.nbytes - size} if span.nbytes > size else {0}
+        cuts = [(start, min(start + size, span.nbytes)) for start in sorted(starts)]
+        content, base = (
+            b"".join(bytes(file.part(name, *cut)) for cut in cuts) for file, name in ((self._file, span.name), below)
+        )
+        return _pays(content, base, span.dtype, self._level)
 
     def _encode(self, batch: list[_Piece]) -> list[tuple[_Piece, Any, list[Any]]]:
         done = []

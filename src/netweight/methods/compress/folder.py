@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class Summary:
     bytes_only: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Folders of quantized weights that must be decompressed before use; see `Manifest.bytes_only`."""
     base: Path | None = None
-    """The base that was given; None if there was none, or the result is not bound to it."""
+    """The base that was given. If `differences` is 0 the result is not bound to it."""
     differences: int = 0
     """Number of tensors that are stored as differences from the base."""
     unlike_base: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -115,6 +116,15 @@ class Summary:
             the folder's totals; a base of which few tensors or none made use.
         """
         lines = [f"{_where(self.target, at)} {reason}: {_BYTES_ONLY}" for at, reason in self.bytes_only.items()]
+        if self.base is not None and self.unlike_base:
+            reasons = "; ".join(f"{_tensors(count)} {reason}" for reason, count in sorted(self.unlike_base.items()))
+            if self.differences:
+                lines.append(f"{self.differences} of {self.tensors} tensors are stored as differences: {reasons}.")
+            else:
+                lines.append(
+                    f"The base {self.base} brought nothing, and the result does not need it: {reasons}. Check that it "
+                    "is the model that was fine-tuned, with the same names and dtypes."
+                )
         copied = sum(self.copied.values())
         if copied > _MUCH * max(self.nbytes, 1):
             shown = [f"{path} ({_size(size)})" for path, size in [*self.copied.items()][:_SHOWN]]
@@ -181,7 +191,7 @@ def compress_folder(
                 base=None if settings.base is None else Base(settings.base),
                 advance=task.update,
             )
-        return _summary(source, target, [result], started)
+        return dataclasses.replace(_summary(source, target, [result], started), base=settings.base)
     plan = make_plan(source, settings)
     total = sum(item.size for item in plan.items)
     with _job(target, overwrite) as work, progress.task(f"compress {source.name}", total) as task:
@@ -196,7 +206,7 @@ def compress_folder(
         _finish(work, manifest.stored_names, plan.folders)
         work.publish(target, overwrite=overwrite)
     summary = _summary(source, target, entries, started, resumed, plan.left_out)
-    return dataclasses.replace(summary, bytes_only=plan.bytes_only)
+    return dataclasses.replace(summary, bytes_only=plan.bytes_only, base=settings.base)
 
 
 def decompress_folder(
@@ -300,6 +310,9 @@ def _summary(
     left_out: tuple[str, ...] = (),
 ) -> Summary:
     weights = [file for file in files if isinstance(file, ShardResult) or file.kind == "compressed"]
+    unlike: Counter[str] = Counter()
+    for file in weights:
+        unlike.update(file.unlike_base)
     return Summary(
         source,
         target,
@@ -313,12 +326,18 @@ def _summary(
         rounded=sum(file.rounded for file in weights),
         bound=max((file.bound for file in weights), default=0.0),
         worst_change=max((file.worst_change for file in weights), default=0.0),
+        differences=sum(file.differences for file in weights),
+        unlike_base=dict(unlike),
         copied=_by_size(file for file in files if isinstance(file, FileEntry) and file.kind == "carried"),
     )
 
 
 def _by_size(files: Iterable[FileEntry]) -> dict[str, int]:
     return {file.path: file.nbytes for file in sorted(files, key=lambda file: -file.nbytes)}
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor" + ("s" if count != 1 else "")
 
 
 def _where(target: Path, at: str) -> str:

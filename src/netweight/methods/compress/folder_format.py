@@ -104,6 +104,9 @@ class FileEntry:
     rounded: Count = 0  # how many tensors are rounded; `digest` is then that of the file that comes back
     bound: NonNegativeFloat = 0.0  # how much rounding may have changed a weight at most, relative to it
     worst_change: NonNegativeFloat = 0.0  # how much it did change one at most
+    differences: Count = 0  # how many tensors are stored as differences from a base
+    # Tensors that are not, though a base was given, counted by the reason.
+    unlike_base: dict[str, Count] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def rewritten(cls, path: str, stored: str, original: bytes, *, digests: tuple[str, str], size: int) -> Self:
