@@ -81,8 +81,8 @@ STUDY_WITH_DATA := neuzip-table1 neuzip-table2 neuzip-table3-decoder neuzip-tabl
 # The second text-to-image miniature, real pictures with captions: hours on a CPU; goes on where it was stopped.
 STUDY_EMOJI := reproductions/emoji-diffusion
 # At the paper's scale, which takes hours to days on a CPU; each run within a table is kept and goes on by the round.
-STUDY_FEDERATED := hyperfl-table3 hyperfl-fig5 hyperfl-table5 hyperfl-fig6 hyperfl-fig7 hyperfl-table4 hyperfl-fig4 \
-	hyperfl-fig8 hyperfl-table1 hyperfl-table2
+STUDY_FEDERATED := hyperfl-table3 hyperfl-fig5 hyperfl-table5 hyperfl-fig6 hyperfl-fig7 hyperfl-table4 \
+	hyperfl-table1 hyperfl-table2
 
 # Exit code 1 is a finding that failed, which a study reports and goes on; tables that train need NETWEIGHT_DATA.
 study: $(VENV)/dev.stamp

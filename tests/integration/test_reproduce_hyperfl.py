@@ -126,18 +126,3 @@ def test_table_1_measures_the_runs_asked_for_at_the_rate_found_for_them(tmp_path
     assert set(values) == {("Local-only", column), ("Local-only, before local training", column)}
     assert values["Local-only", column] > 50
     assert "digits local 1." in " ".join(result.measured.notes)
-
-
-def test_figures_4_and_8_follow_a_federation(tmp_path, monkeypatch):
-    whole = federations.plan_of
-    monkeypatch.setattr(federations, "plan_of", lambda run: whole(run).replace(epochs=1))
-    losses = run_table("hyperfl-fig4", out=tmp_path, options={"rounds": 2})
-    values = measured(losses)
-    for method in ("Local-only", "FedAvg", "HyperFL"):
-        assert values[method, "last round"] < values[method, "first round"]
-    assert len(losses.measured.figures) == 2
-    clients = run_table("hyperfl-fig8", out=tmp_path, options={"rounds": 1})
-    (separated,) = clients.measured.findings
-    assert separated.n == 20
-    assert 0 < separated.detail["permutation test, one-sided p"] <= 1
-    assert len(clients.measured.figures) == 2

@@ -293,7 +293,7 @@ def local_processes(
                 schedule()
             yield index, _outcome_of(value, time.perf_counter() - started[index])
     finally:
-        pool.stop()
+        pool.stop()  # type: ignore[no-untyped-call]
         pool.join()
         events.close()
 

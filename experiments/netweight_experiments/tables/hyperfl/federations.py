@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,10 +14,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor
-
-from netweight.core import seeds
 from netweight.core.files import digest_config, digest_tensor, usable_cores
 from netweight.core.progress import Progress
 from netweight.data.images import Images, load
@@ -29,8 +24,7 @@ from netweight.methods.federate.algorithms.pfedhn import PFedHN
 from netweight.methods.federate.folder import REFERENCE_SPLIT, FederationPlan, entry_of
 from netweight.methods.federate.partition import federated_images
 from netweight.metrics.intervals import t_interval
-from netweight.report.finding import Figure, Finding
-from netweight.report.plots import canvas, lines, series_color, to_figure
+from netweight.report.finding import Finding
 from netweight_experiments.benchmarks.federate.rounds import Contender, random_federation, speed_findings, time_rounds
 from netweight_experiments.tables.grid import N, chosen, finished, grid, run_each
 from netweight_experiments.tables.registry import Column, Measured, Scale, table
@@ -304,154 +298,6 @@ def _finding(name: str, values: Mapping[int, float], target: float | None, unit:
     ci95 = t_interval(list(values.values())).ci95 if len(values) > 1 else None
     more: dict[str, Any] = {"unit": unit, "better": "higher", "target": target}
     return Finding(name, mean(values.values()), ci95=ci95, n=len(values), seeds=tuple(values), **more)
-
-
-@table("hyperfl-fig4", needs=("evidence",), stand_in=True)
-def figure4(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
-    """Draw each method's training loss by round, and how far one client's generated body moves between rounds."""
-    data, usual = (MINIATURE, 10) if scale == "small" else ("emnist-letters", 50)
-    rounds = rounds or usual
-    runs = [
-        FederatedRun(data, method, rounds=rounds) for method in ("local", "fedavg", "fedavg-private-head", "hyperfl")
-    ]
-    curves = {run.method: curve for run, curve in zip(runs, run_all(runs, out), strict=True)}
-    moved = _movements(runs[-1], out)
-    losses = lines(
-        {METHODS[method]: (range(1, rounds + 1), curve["loss"]) for method, curve in curves.items()},
-        alt="Mean training loss of four methods by round.",
-        caption="(a) Mean training loss over clients.",
-        xlabel="round", ylabel="loss", log="y",
-    )  # fmt: skip
-    changes = lines(
-        {"client 0": (range(2, rounds + 1), moved)},
-        alt="Norm of the change of client 0's generated body between rounds.",
-        caption="(b) Norm of the change of one client's generated body between adjacent rounds.",
-        xlabel="round", ylabel="norm of the change", log="y",
-    )  # fmt: skip
-    tenth = max(1, len(moved) // 10)
-    falls = mean(moved[-tenth:]) / mean(moved[:tenth])
-    name = "change of the generated body, last tenth of rounds over first"
-    return grid(
-        {METHODS[method]: curve["loss"] for method, curve in curves.items()},
-        [
-            (Column("first round", "nats", "lower"), lambda loss: loss[0]),
-            (Column("last round", "nats", "lower"), lambda loss: loss[-1]),
-        ],
-        differs=(f"{data} with 20 clients and {rounds} rounds; the paper draws EMNIST byclass.",),
-        findings=(Finding(name, falls, better="lower", target=1.0, seeds=(runs[0].seed,)),),
-        figures=(losses, changes),
-    )
-
-
-def _movements(run: FederatedRun, out: Path) -> list[float]:
-    """Return norms of the change of client 0's generated body between adjacent rounds, kept once computed."""
-    kept = out / "movements.json"
-    if kept.exists():
-        moved = [float(value) for value in json.loads(kept.read_text())]
-        if len(moved) == run.rounds - 1:
-            return moved
-    plan = plan_of(run)
-    task = plan.task()
-    method = plan.make_method(task)
-    bodies = []
-    for round in range(1, run.rounds + 1):
-        settings = plan.replace(rounds=round, evaluate_every=run.rounds)
-        bodies.append(train(task, method, settings, folder=out / "movements").weights(0).body)
-    moved = [float((after - before).norm()) for before, after in itertools.pairwise(bodies)]
-    kept.write_text(json.dumps(moved))
-    return moved
-
-
-@table("hyperfl-fig8", needs=("evidence",), stand_in=True)
-def figure8(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
-    """Draw the label distribution of 20 clients and a t-SNE map of their embeddings after training."""
-    run = FederatedRun("digits", "hyperfl", rounds=rounds or 10)
-    if scale == "paper":
-        run = FederatedRun("emnist-letters", "hyperfl", rounds=rounds or 50)
-    plan = plan_of(run)
-    task = plan.task()
-    done = train(task, plan.make_method(task), plan, folder=out / run.name, progress=Progress("auto"))
-    embeddings = torch.stack([done.private[number]["embedding"] for number in task.clients])
-    classes = int(max(task.client(number).train[1].max() for number in task.clients)) + 1
-    counts = torch.stack([task.client(n).train[1].bincount(minlength=classes) for n in task.clients])
-    groups = _groups(counts)
-    within, between = _distances(embeddings, groups)
-    p = _permutation_test(embeddings, groups, seed=run.seed)
-    separated = Finding(
-        "distance between embeddings of clients with the same dominant classes, over that of others", within / between,
-        better="lower", target=1.0, n=len(embeddings), seeds=(run.seed,),
-        detail={"permutation test, one-sided p": p, "within": within, "between": between},
-    )  # fmt: skip
-    return grid(
-        {"same dominant classes": within, "other dominant classes": between},
-        [(Column("mean distance of embeddings"), float)],
-        differs=(f"{run.data}, {run.rounds} rounds; the paper draws EMNIST byclass after its training.",),
-        findings=(separated,),
-        figures=(_label_figure(counts), _map(embeddings, groups, run.seed)),
-    )
-
-
-def _groups(counts: Tensor) -> list[int]:
-    """Number clients by their three most frequent classes."""
-    tops = [tuple(sorted(row.topk(3).indices.tolist())) for row in counts]
-    order = list(dict.fromkeys(tops))
-    return [order.index(top) for top in tops]
-
-
-def _distances(embeddings: Tensor, groups: list[int]) -> tuple[float, float]:
-    apart = torch.cdist(embeddings, embeddings)
-    group = torch.tensor(groups)
-    same = (group[:, None] == group[None]) & ~torch.eye(len(groups), dtype=torch.bool)
-    return float(apart[same].mean()), float(apart[group[:, None] != group[None]].mean())
-
-
-def _permutation_test(embeddings: Tensor, groups: list[int], *, seed: int, draws: int = 2000) -> float:
-    """Return how often shuffled groups are as well separated as the true ones."""
-    generator = seeds.torch_generator(seed, "permutations")
-    within, between = _distances(embeddings, groups)
-    as_good = 0
-    for _ in range(draws):
-        shuffled = [groups[index] for index in torch.randperm(len(groups), generator=generator).tolist()]
-        a, b = _distances(embeddings, shuffled)
-        as_good += a / b <= within / between
-    return (as_good + 1) / (draws + 1)
-
-
-def _label_figure(counts: Tensor) -> Figure:
-    with canvas(1) as (drawing, (axes,)):
-        clients, classes = (range(size) for size in counts.shape)
-        image = axes.pcolormesh(clients, classes, counts.T.numpy(), shading="nearest", cmap="viridis")
-        axes.set_xticks(clients[::5])
-        axes.set_xlabel("client")
-        axes.set_ylabel("class")
-        scale = drawing.colorbar(image, ax=axes, label="training images")
-        assert scale.solids is not None
-        scale.solids.set_rasterized(False)  # an SVG of a report must not hold pictures
-        return to_figure(
-            drawing,
-            alt="Number of training images of each class that each of the 20 clients has.",
-            caption="(a) Label distribution of the clients.",
-        )
-
-
-def _map(embeddings: Tensor, groups: list[int], seed: int) -> Figure:
-    from sklearn.manifold import TSNE  # type: ignore[import-untyped]
-
-    places = TSNE(perplexity=5, random_state=seed, init="pca").fit_transform(embeddings.numpy())
-    with canvas(1) as (drawing, (axes,)):
-        for group in sorted(set(groups)):
-            chosen = [index for index, own in enumerate(groups) if own == group]
-            axes.scatter(places[chosen, 0], places[chosen, 1], color=series_color(group), label=f"group {group + 1}")
-        for index, (x, y) in enumerate(places):
-            axes.annotate(str(index), (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.legend(fontsize=7, frameon=False)
-        return to_figure(
-            drawing,
-            alt="t-SNE map of the clients' embeddings, colored by their dominant classes.",
-            caption="(b) t-SNE of the clients' embeddings; a color for each set of dominant classes.",
-        )
 
 
 _TITLES = {
