@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from netweight.cli import FINDING_FAILED, Output, output_option
+from netweight.report.verdict import mark_of
 from netweight_experiments.benchmarks.script import RESULTS, about, write
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def reproduce(
     result = run_table(table, scale=scale, out=out, overwrite=overwrite, options=options, command=shlex.join(words))
     _show_table(result, output)
     output.result(result.to_json())
-    if any(finding.passed is False for finding in result.measured.findings):
+    if any(mark_of(finding) in ("missed", "no control") for finding in result.measured.findings):
         context.exit(FINDING_FAILED)
 
 
@@ -288,7 +289,7 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
 def _ratio_line(finding: Finding) -> tuple[str, ...]:
     low, high = finding.ci95 or (float("nan"), float("nan"))
     target = "" if finding.target is None else f"{'≤' if finding.better == 'lower' else '≥'} {finding.target}"
-    verdict = {True: "met", False: "MISSED", None: ""}[finding.passed]
+    verdict = "" if finding.target is None else mark_of(finding)
     return finding.name, target, f"{finding.value:.3g}", f"{low:.3g} to {high:.3g}", verdict
 
 

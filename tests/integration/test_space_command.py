@@ -92,7 +92,7 @@ def test_damage_and_missing_banks_have_their_exit_codes(source, tmp_path):
     assert run("info", tmp_path / "bank").exit_code == 3  # its table of ranks
     fitted = run("fit", tmp_path / "bank", tmp_path / "space")
     assert (fitted.exit_code, shard.name in fitted.stderr) == (3, True)
-    edited = run("edit", tmp_path / "fitted", "1", "--move", tmp_path / "x", 1, "--out", tmp_path / "moved.json")
+    edited = run("edit", tmp_path / "fitted", "1", "--move", f"{tmp_path / 'x'}=1", "--out", tmp_path / "moved.json")
     assert (edited.exit_code, shard.name in edited.stderr) == (3, True)
     exported = run("export", tmp_path / "fitted", "mean", tmp_path / "out")
     assert (exported.exit_code, shard.name in exported.stderr) == (3, True)

@@ -107,7 +107,7 @@ def test_a_direction_is_corrected_by_what_it_changes_in_images(place, beard, ope
 
 def test_an_edit_is_exported_at_its_rank_and_loaded_by_diffusers(place, beard, opened, tmp_path):
     name = opened.names[4]
-    run(*on(place, "edit", name, "--move", beard[0], 2.5, "--out", tmp_path / "edited.json"))
+    run(*on(place, "edit", name, "--move", f"{beard[0]}=2.5", "--out", tmp_path / "edited.json"))
     direction = read_direction(beard[0])
     [edited] = read_points(tmp_path / "edited.json").scores
     assert torch.allclose(edited.double(), opened.scores[4].double() + direction.step(2.5), atol=1e-5)
@@ -240,8 +240,10 @@ def test_mistakes_are_named_before_any_work(place, beard, tmp_path):
     other = json.loads(beard[0].read_text())
     other["direction"]["space"] = "xxh3-128:0"
     (tmp_path / "other.json").write_text(json.dumps(other))
-    told = error(*on(place, "edit", first, "--move", tmp_path / "other.json", 1, *out))
+    told = error(*on(place, "edit", first, "--move", f"{tmp_path / 'other.json'}=1", *out))
     assert "another space" in told["message"]
-    assert error(*on(place, "edit", first, "--move", place / "labels.csv", 1, *out), code=3)["kind"] == "CorruptBlob"
+    assert (
+        error(*on(place, "edit", first, "--move", f"{place / 'labels.csv'}=1", *out), code=3)["kind"] == "CorruptBlob"
+    )
     assert "bank" in error("neighbors", place / "space", first)["cure"]
     assert not (tmp_path / "x.json").exists()

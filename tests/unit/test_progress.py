@@ -60,3 +60,16 @@ def test_track_passes_items_on_and_notes_are_lines():
 def test_an_exception_passes_through_a_task(mode):
     with pytest.raises(ZeroDivisionError), Progress(mode, stream=io.StringIO()).task("x"):
         raise ZeroDivisionError
+
+
+def test_events_carry_how_far_work_is_and_what_is_left():
+    events = []
+    progress = Progress(every=0, listener=events.append)
+    with progress.task("packing", 4, unit="files") as task:
+        task.update()
+    progress.note("a note")
+    first, note = events
+    assert (first.description, first.done, first.total, first.unit) == ("packing", 1, 4, "files")
+    assert first.seconds_left == pytest.approx(3 * first.seconds)
+    assert str(first).startswith("packing: 1 of 4 files, about ")
+    assert (str(note), note.total) == ("a note", None)

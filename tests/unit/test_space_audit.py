@@ -1,11 +1,11 @@
 """Audits of a space in use, on worlds whose answers are known: pictures whose colors are the attributes."""
 
-import netweight.methods.space.recipe as audits
 import numpy as np
 import pytest
 import torch
 from known_spaces import known_scores
 
+import netweight.methods.space.audits as audits
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import direction_of, fit_direction
 from netweight.methods.space.edits import (

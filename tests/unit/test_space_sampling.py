@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_spaces import known_scores
-from netweight.methods.space.recipe import neighbor_findings, spread_findings
 
 from netweight.errors import NameNotFound, UsageError
+from netweight.methods.space.audits import neighbor_findings, spread_findings
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.points import (
     ConditionalSampler,
