@@ -341,7 +341,7 @@ class Method(Command[S]):
         from netweight.report.audit import run_audits
 
         source, destination = (values[each.name] for each in self.arguments[:2])
-        sections = []
+        sections: list[Section] = []
         for name in self.runnable:
             subject, config = self.examine(name, destination, source, settings, context.progress)
             sections += run_audits(

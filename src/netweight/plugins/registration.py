@@ -1,8 +1,10 @@
 """The registration of `netweight publish`; it imports nothing heavy."""
 
+from typing import Any
+
 from netweight.registry import Argument, Command, lazy
 
-PUBLISH: Command = Command(
+PUBLISH: Command[Any] = Command(
     "publish",
     lazy("netweight.plugins.publish:PublishSettings"),
     run=lazy("netweight.plugins.publish:publish"),

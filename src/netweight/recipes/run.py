@@ -6,7 +6,7 @@ Results are known again by digests of all that they were made from.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -240,7 +240,8 @@ def estimates(plan: Plan) -> list[Estimate]:
     with Job.open(plan.recipe.output, reading=True) as job:
         rows = job.records(LEDGER)
     size, results = size_of(plan.recipe.subject), []
-    for step in (*plan.steps, *plan.attacks):
+    steps: tuple[Step | AttackStep, ...] = (*plan.steps, *plan.attacks)
+    for step in steps:
         key = "treatment" if isinstance(step, Step) else "attack"
         earlier = [row for row in rows if row.get(key) == step.verb and row.get("seconds")]
         if not earlier:
@@ -385,14 +386,14 @@ def _run(plan: Plan, progress: Progress) -> Iterator[Done]:
             source = path
         for attack, key in zip(plan.attacks, keys[len(plan.steps) :], strict=True):
             target = Target(source, recipe.subject if plan.steps else None, recipe.output, recipe.seed)
-            sections = sections_of(job, key)
-            remembered = sections is not None
-            if sections is None:
+            attacked: Sequence[Section] | None = sections_of(job, key)
+            remembered = attacked is not None
+            if attacked is None:
                 began = time.monotonic()
-                sections = attack.chosen.what.on(target, attack.chosen.config, progress).sections
+                attacked = attack.chosen.what.on(target, attack.chosen.config, progress).sections
                 row = {"step": attack.number, "attack": attack.verb, "seconds": time.monotonic() - began}
-                job.record(LEDGER, {**row, "sections": [each.to_json() for each in sections]}, key=key)
-            named = {attack.verb if not n else f"{attack.verb} {n + 1}": each for n, each in enumerate(sections)}
+                job.record(LEDGER, {**row, "sections": [each.to_json() for each in attacked]}, key=key)
+            named = {attack.verb if not n else f"{attack.verb} {n + 1}": each for n, each in enumerate(attacked)}
             yield Done(attack, source, named, remembered, recipe.name, subject)
 
 

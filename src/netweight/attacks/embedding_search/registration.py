@@ -1,10 +1,12 @@
 """The registration of `netweight attack embedding`; it imports nothing heavy."""
 
+from typing import Any
+
 from netweight.registry import Attack, lazy
 
 _FOLDER = "netweight.attacks.embedding_search.folder"
 
-EMBEDDING: Attack = Attack(
+EMBEDDING: Attack[Any] = Attack(
     "embedding",
     lazy("netweight.attacks.embedding_search.settings:FolderSearch"),
     attack=lazy(f"{_FOLDER}:attack"),

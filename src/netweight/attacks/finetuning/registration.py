@@ -1,10 +1,12 @@
 """The registration of `netweight attack finetune`; it imports nothing heavy."""
 
+from typing import Any
+
 from netweight.registry import Attack, lazy
 
 _FOLDER = "netweight.attacks.finetuning.folder"
 
-FINETUNE: Attack = Attack(
+FINETUNE: Attack[Any] = Attack(
     "finetune",
     lazy("netweight.attacks.finetuning.settings:FolderAttack"),
     attack=lazy(f"{_FOLDER}:attack"),

@@ -1,10 +1,12 @@
 """The registration of `netweight attack gradient-inversion`; it imports nothing heavy."""
 
+from typing import Any
+
 from netweight.registry import RESULTS, SEED, Argument, Attack, lazy
 
 _FOLDER = "netweight.attacks.gradient_inversion.folder"
 
-GRADIENT_INVERSION: Attack = Attack(
+GRADIENT_INVERSION: Attack[Any] = Attack(
     "gradient-inversion",
     lazy("netweight.attacks.gradient_inversion.settings:InversionSettings"),
     attack=lazy(f"{_FOLDER}:attack"),

@@ -1,10 +1,12 @@
 """The registrations of `netweight attack refusal` and `netweight attack safeguards`; they import nothing heavy."""
 
+from typing import Any
+
 from netweight.registry import Attack, lazy
 
 _COMMANDS, _SETTINGS = "netweight.attacks.refusal.commands", "netweight.attacks.refusal.settings"
 
-REFUSAL: Attack = Attack(
+REFUSAL: Attack[Any] = Attack(
     "refusal",
     lazy(f"{_SETTINGS}:RefusalSettings"),
     attack=lazy(f"{_COMMANDS}:attack"),
@@ -17,7 +19,7 @@ REFUSAL: Attack = Attack(
     check=lazy(f"{_COMMANDS}:check"),
 )
 
-SAFEGUARDS: Attack = Attack(
+SAFEGUARDS: Attack[Any] = Attack(
     "safeguards",
     lazy(f"{_SETTINGS}:SafeguardSettings"),
     attack=lazy(f"{_COMMANDS}:attack_safeguards"),

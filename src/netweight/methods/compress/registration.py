@@ -1,11 +1,13 @@
 """The registrations of `netweight compress`, `decompress`, `inspect` and `verify`; they import nothing heavy."""
 
+from typing import Any
+
 from netweight.registry import DESTINATION, MODEL, OVERWRITE, SOURCE, Command, Method, lazy
 
 _COMMANDS, _RECIPE = "netweight.methods.compress.commands", "netweight.methods.compress.recipe"
 _SETTINGS = "netweight.methods.compress.settings"
 
-COMPRESS: Method = Method(
+COMPRESS: Method[Any] = Method(
     "compress",
     lazy(f"{_SETTINGS}:CompressSettings"),
     lazy(f"{_RECIPE}:apply"),
@@ -33,7 +35,7 @@ COMPRESS: Method = Method(
     card=lazy(f"{_RECIPE}:card"),
 )
 
-DECOMPRESS: Command = Command(
+DECOMPRESS: Command[Any] = Command(
     "decompress",
     lazy(f"{_SETTINGS}:DecompressSettings"),
     run=lazy(f"{_COMMANDS}:decompress"),
@@ -46,7 +48,7 @@ DECOMPRESS: Command = Command(
     arguments=COMPRESS.arguments,
 )
 
-INSPECT: Command = Command(
+INSPECT: Command[Any] = Command(
     "inspect",
     lazy(f"{_SETTINGS}:InspectSettings"),
     run=lazy(f"{_COMMANDS}:inspect"),
@@ -59,7 +61,7 @@ INSPECT: Command = Command(
     arguments=(MODEL.named("path"),),
 )
 
-VERIFY: Command = Command(
+VERIFY: Command[Any] = Command(
     "verify",
     lazy(f"{_SETTINGS}:VerifySettings"),
     run=lazy(f"{_COMMANDS}:verify"),

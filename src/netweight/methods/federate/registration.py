@@ -1,11 +1,13 @@
 """The registrations of `netweight federate run|audit` and `netweight attack server`; they import nothing heavy."""
 
-from netweight.registry import Argument, Attack, Command, Group, Method, lazy
+from typing import Any
+
+from netweight.registry import Argument, Attack, Command, Entry, Group, Method, lazy
 
 _COMMANDS, _RECIPE = "netweight.methods.federate.commands", "netweight.methods.federate.recipe"
 _REPORT = "netweight.methods.federate.report"
 
-SERVER: Attack = Attack(
+SERVER: Attack[Any] = Attack(
     "server",
     lazy(f"{_RECIPE}:ServerAttack"),
     attack=lazy(f"{_RECIPE}:attack"),
@@ -18,7 +20,7 @@ SERVER: Attack = Attack(
     takes=("federation",),
 )
 
-COMMANDS = (
+COMMANDS: tuple[Entry, ...] = (
     Group("federate", "Train a personalized model across clients, and audit what a server could see of their data."),
     Method(
         "federate run",

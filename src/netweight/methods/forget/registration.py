@@ -1,13 +1,13 @@
 """The registrations of `netweight forget statistics|detect|localize|apply|undo|audit`; they import nothing heavy."""
 
-from netweight.registry import OVERWRITE, RESULTS, SEED, Argument, Command, Group, Method, lazy
+from netweight.registry import OVERWRITE, RESULTS, SEED, Argument, Command, Entry, Group, Method, lazy
 
 _COMMANDS, _FOLDER = "netweight.methods.forget.commands", "netweight.methods.forget.folder"
 _REPORT, _SETTINGS = "netweight.methods.forget.report", "netweight.methods.forget.settings"
 _PIPELINE = Argument("pipeline")
 _CONTINUED = RESULTS.named("out", help="Folder for results; a second call continues from there.")
 
-COMMANDS = (
+COMMANDS: tuple[Entry, ...] = (
     Group(
         "forget",
         "Find what a text-to-image model memorized, and remove it.",

@@ -1,10 +1,12 @@
 """The registration of `netweight immunize`; it imports nothing heavy."""
 
+from typing import Any
+
 from netweight.registry import MODEL, Argument, Method, lazy
 
 _FOLDER = "netweight.methods.immunize.folder"
 
-IMMUNIZE: Method = Method(
+IMMUNIZE: Method[Any] = Method(
     "immunize",
     lazy("netweight.methods.immunize.settings:ImmunizeSettings"),
     lazy(f"{_FOLDER}:apply"),

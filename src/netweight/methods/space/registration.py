@@ -1,6 +1,8 @@
 """The registrations of `netweight space …` and `netweight attack images`; they import nothing heavy."""
 
-from netweight.registry import DESTINATION, OVERWRITE, SOURCE, Argument, Attack, Command, Group, Method, lazy
+from typing import Any
+
+from netweight.registry import DESTINATION, OVERWRITE, SOURCE, Argument, Attack, Command, Entry, Group, Method, lazy
 
 _AUDITS, _STEPS = "netweight.methods.space.audits", "netweight.methods.space.steps"
 _COMMANDS, _SETTINGS = "netweight.methods.space.commands", "netweight.methods.space.settings"
@@ -18,7 +20,7 @@ _A_POINT = (
     "or folder, which is projected into the space, or mean."
 )
 
-IMAGES: Attack = Attack(
+IMAGES: Attack[Any] = Attack(
     "images",
     lazy("netweight.methods.space.images:PointImages"),
     attack=lazy("netweight.methods.space.images:attack"),
@@ -31,7 +33,7 @@ IMAGES: Attack = Attack(
     takes=("space", "points"),
 )
 
-COMMANDS = (
+COMMANDS: tuple[Entry, ...] = (
     Group(
         "space",
         "Treat many adapters as points of one space: fit, edit, sample, invert.",
