@@ -181,7 +181,16 @@ class Command(Generic[S]):
         return self.summary or (inspect.getdoc(self.settings_class) or "").partition("\n")[0]
 
     def execute(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
-        """Run the command on checked settings, and arguments of which models may be ids on the hub."""
+        """Run the command on checked settings, after models that are named by an id on the hub are looked up.
+
+        Args:
+            settings: Of the command's class of settings; None without one.
+            context: Of the call: progress, the command line, warnings.
+            arguments: By name, as `arguments` declares them.
+
+        Returns:
+            What the command returned.
+        """
         from netweight.core.hub import local_model
 
         exclude = getattr(settings, "exclude", ())
@@ -194,7 +203,19 @@ class Command(Generic[S]):
         return self.perform(settings, context, {**arguments, **found})
 
     def perform(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
-        """Run the command on checked settings and arguments."""
+        """Run the command on checked settings and arguments.
+
+        Args:
+            settings: Of the command's class of settings; None without one.
+            context: Of the call: progress, the command line, warnings.
+            arguments: By name; models are paths.
+
+        Returns:
+            What `run` returned.
+
+        Raises:
+            UsageError: The command was registered without `run`.
+        """
         run: Any = self.run
         if run is None:
             raise UsageError(f"The command {self.name!r} has no `run`.", cure="Register it with one.")
@@ -505,7 +526,10 @@ def groups() -> Mapping[str, Group]:
 
 
 def command(name: str) -> Command[Any]:
-    """Return the command of a name, such as "attack finetune"; it can be called.
+    """Return the command of a name; it can be called.
+
+    Args:
+        name: All words of it, such as "attack finetune".
 
     Raises:
         NameNotFound: There is no such command.

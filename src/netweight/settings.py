@@ -125,7 +125,7 @@ class Settings(pydantic.BaseModel):
     """
 
     def __init__(self, **values: Any) -> None:
-        """Check all values; a UsageError names every bad one."""
+        """Check all `values`, given by field name; a UsageError names every bad one."""
         try:
             self.__pydantic_validator__.validate_python(values, self_instance=self)
         except pydantic.ValidationError as error:
