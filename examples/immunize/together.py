@@ -46,7 +46,7 @@ def main() -> None:
         model,
         world.pairs(options.pairs, seed=0),
         world.examples("keep", options.pairs, seed=0, share="defense"),
-        settings=TrainingSettings(lr=3e-4, batch_size=24, save_every=1),
+        settings=TrainingSettings(lr=3e-4, batch_size=24, checkpoint_every=1),
         folder=options.folder,
     )
     if torch.distributed.get_rank() == 0:

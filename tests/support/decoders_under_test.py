@@ -9,7 +9,7 @@ from netweight.data.tokens import Pair  # noqa: E402
 from netweight.methods.immunize.settings import TrainingSettings  # noqa: E402
 
 VOCABULARY = 37
-SHORT = TrainingSettings(lr=1e-2, batch_size=4, epochs=6, warmup=0.2, measure_every=3, save_every=4)
+SHORT = TrainingSettings(lr=1e-2, batch_size=4, epochs=6, warmup=0.2, measure_every=3, checkpoint_every=4)
 FAMILIES = ("llama", "qwen3", "gpt2", "neox")
 ALL_FAMILIES = (*FAMILIES, "opt", "gemma", "phi", "mixtral", "falcon", "bloom")
 

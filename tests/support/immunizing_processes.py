@@ -124,7 +124,7 @@ def narrow_weights_are_stepped_in_float32(rank, folder):
 
 def the_first_process_keeps_a_checkpoint_for_all(rank, folder):
     """A training that ends early goes on to the same bits, sharded, and to the same numbers in one process."""
-    settings = FEW.replace(save_every=2)
+    settings = FEW.replace(checkpoint_every=2)
     arguments = {"defense": "repnoise", "settings": settings}
     whole = sharded(decoder("gpt2"))  # with dropout
     record = immunize(whole, PAIRS, KEPT, **arguments)

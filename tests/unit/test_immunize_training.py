@@ -27,6 +27,7 @@ from netweight.methods.immunize.baselines import (
     remove_security_vectors,
     without_security_vectors,
 )
+from netweight.methods.immunize.compact_adam import CompactAdam
 from netweight.methods.immunize.defense import Defense, Term, collate_pairs, response_loss
 from netweight.methods.immunize.settings import (
     DEFENSES,
@@ -190,7 +191,7 @@ def test_adapters_alone_are_trained_where_they_alone_require_gradients():
 
 
 def test_nan_stops_with_the_last_good_checkpoint(tmp_path):
-    pairs, settings = some_pairs(8), SHORT.replace(save_every=2)
+    pairs, settings = some_pairs(8), SHORT.replace(checkpoint_every=2)
 
     class Bursting(Defense):
         name = "bursting"
@@ -378,3 +379,62 @@ def test_a_bound_on_norms_opposes_the_growth_of_states():
         found = next(defense.sides(model, batch, drawn()))["norms"]
         lengths = states["model.layers.0"].norm(dim=-1)[rows.attention_mask.bool()]
     assert found.value.item() == pytest.approx(float((lengths / usual / 0.4 - 1).clamp(min=0).square().mean()))
+
+
+def test_compact_states_train_as_adam_does_and_resume_to_the_same_bits(tmp_path):
+    pairs, settings = some_pairs(8), SHORT.replace(states="compact", checkpoint_every=2)
+    full, compact, resumed = decoder(), decoder(), decoder()
+    start = tensors_of(full)
+    before = immunize(full, pairs, defense="safety-training", settings=SHORT.replace(states="full"))
+    record = immunize(compact, pairs, defense="safety-training", settings=settings)
+    assert record.settings["states"] == "compact"
+    gains = [each.steps[0].terms["retain"].value - each.steps[-1].terms["retain"].value for each in (before, record)]
+    assert gains[1] > 0.8 * gains[0] > 0
+    moves = [tensors_of(each) - start for each in (full, compact)]
+    assert torch.cosine_similarity(*moves, dim=0) > 0.8
+
+    class Killed(Exception):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("netweight.methods.immunize.train.Watch.problem", stopping_after(5, kill))
+        with pytest.raises(Killed):
+            immunize(resumed, pairs, defense="safety-training", settings=settings, folder=tmp_path)
+    again = decoder()
+    immunize(again, pairs, defense="safety-training", settings=settings, folder=tmp_path)
+    assert weights(again) == weights(compact)
+
+
+def tensors_of(model):
+    """All weights of a model in one vector."""
+    return torch.cat([value.detach().flatten() for value in model.parameters()]).clone()
+
+
+def stopping_after(steps, stop):
+    """A check of steps that stops the training after so many."""
+    done = []
+
+    def problem(self, terms):
+        done.append(terms)
+        return stop() if len(done) > steps else None
+
+    return problem
+
+
+def test_the_vectors_of_compact_states_take_the_steps_of_adam():
+    torch.manual_seed(0)
+    ours, theirs = torch.randn(7), torch.nn.Parameter(torch.zeros(7))
+    theirs.data.copy_(ours)
+    lean, adam = CompactAdam({"bias": ours}), torch.optim.Adam([theirs], lr=0.1)
+    for _ in range(20):
+        theirs.grad = torch.randn(7)
+        lean.step({"bias": theirs.grad}, 0.1)
+        adam.step()
+    assert torch.allclose(ours, theirs.data, atol=0.02)
+    matrix = torch.zeros(3, 5)
+    lean, gradient = CompactAdam({"matrix": matrix}), torch.outer(torch.tensor([1.0, 2, 3]), torch.arange(1.0, 6))
+    lean.step({"matrix": gradient}, 0.1)  # a product of rows and columns is kept exactly
+    assert torch.allclose(matrix, torch.full((3, 5), -0.1), atol=1e-3)

@@ -255,7 +255,11 @@ def _by(settings: TrainingSettings, given: TrainingArguments | None) -> Training
     args = TrainingArguments() if given is None else copy.copy(given)
     args.learning_rate, args.num_train_epochs, args.seed = settings.lr, settings.epochs, settings.seed
     args.per_device_train_batch_size = max(1, settings.batch_size // args.world_size)
-    args.max_grad_norm, args.weight_decay, args.save_steps = settings.clip or 0.0, 0.0, settings.save_every
+    args.max_grad_norm, args.weight_decay = settings.clip or 0.0, 0.0
+    if settings.checkpoint_every is None:
+        args.save_strategy = "no"
+    else:
+        args.save_steps = settings.checkpoint_every
     return args
 
 

@@ -14,6 +14,7 @@ from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.data.text import text_examples, text_pairs, withhold
 from netweight.data.tokens import BELOW, load_examples, padding_of, tokenized_pairs
 from netweight.errors import UsageError
+from netweight.hf.carry_over import carry_over
 from netweight.hf.families import check_language_model
 from netweight.hf.load_language_model import check_finite, context_of, load_causal_lm
 from netweight.job import Job, check_destination
@@ -59,7 +60,7 @@ def immunize_folder(
     Args:
         source: A model folder of transformers; it stays as it is.
         destination: Where the defended folder goes, with its record and its report. A call that was stopped is
-            continued by the next one with the same settings.
+            continued from its last checkpoint by the next one with the same settings.
         settings: Files, training and defense.
         command: The command line, for the report.
         progress: Where progress is shown.
@@ -100,9 +101,11 @@ def immunize_folder(
             report.add(depth_section(DepthAnalysis(changes, before, after), seen=True))
         with silent_bars():
             network.save_pretrained(job.tree)
-        tokenizer.save_pretrained(job.tree)
+        if not (source / "tokenizer_config.json").exists():
+            tokenizer.save_pretrained(job.tree)
         record.write(job.file(RECORD))
         report.write(job.file(REPORT))
+        carry_over(source, job.tree)
         job.publish(destination, overwrite=None)
     return Immunized(record, destination / REPORT / "report.html", why_not)
 

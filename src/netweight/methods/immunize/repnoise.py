@@ -37,6 +37,9 @@ from netweight.methods.immunize.distributed import ProcessGroup, is_sharded, uni
 from netweight.methods.immunize.settings import RepNoise
 from netweight.nn.hooks import capture, in_mode
 
+# With more tokens than these, only so many depths are drawn at each step unless `lens_layers` says otherwise.
+LARGE_VOCABULARY, LENS_LAYERS = 65_536, 2
+
 
 @final
 class RepNoiseDefense(Defense[RepNoise]):
@@ -120,7 +123,10 @@ def harmful_terms(
         noise = _corrected_noise(found, answers, settings, generator, group) if settings.beta else final * 0
         average = final
         if settings.lens_layers != 0:
-            chosen = sampled_layers(len(depths) - 1, settings.lens_layers, generator)
+            wanted = settings.lens_layers
+            if wanted is None and parts.vocabulary > LARGE_VOCABULARY:
+                wanted = LENS_LAYERS
+            chosen = sampled_layers(len(depths) - 1, wanted, generator)
             lens = mean_lens_loss([depths[index] for index in chosen], targets, parts, chunk=settings.chunk)
             average = (final + lens * (len(depths) - 1)) / len(depths)
     if units(model):

@@ -43,7 +43,13 @@ class TrainingSettings(Settings):
         description="Steps between two measurements of each term's gradient norm, by which weights are balanced; such "
         "a step goes backward once per term.",
     )  # fmt: skip
-    save_every: int = Field(100, ge=1, description="Steps between two checkpoints.")
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Steps between two checkpoints, from which a run that was stopped continues; none by default. A checkpoint holds
+    the weights in float32 and the optimizer's states."""
+    states: Annotated[Literal["full", "compact"] | None, _BY_SET] = None
+    """Adam's states: `full` keeps both moments in float32; `compact` keeps the first in bfloat16, the second of a
+    matrix by its rows and columns, and the gradients in the weights' dtype, which takes a quarter of the memory. By
+    default compact where more than 200 million weights are trained."""
     frozen: Annotated[str | None, Cli(name="--freeze", metavar="LAYERS")] = Field(
         None, description="Layers not to train, such as 0-3,head: for ablations."
     )
@@ -77,11 +83,10 @@ class RepNoise(DefenseSettings):
         description="Weight of the noise: the norm of its gradient as a multiple of that of the weighted ascent; with "
         "fidelity `reference` a factor of its value. 0 leaves it out.",
     )  # fmt: skip
-    lens_layers: int | None = Field(
-        None, ge=0,
-        description="States below the last one, drawn anew at each step, at which the ascent looks; null for all, 0 "
-        "for the model's own logits alone. Corrected only.",
-    )  # fmt: skip
+    lens_layers: int | None = Field(None, ge=0)
+    """Number of depths below the last one, drawn anew at each step, at which the loss on harmful answers is raised.
+    0 leaves the model's own logits alone. By default all, or two where the vocabulary has more than 65,536 tokens,
+    since each costs a product with the whole vocabulary. Corrected only."""
     noise_tokens: int | None = Field(
         256, ge=2,
         description="Tokens at which the noise looks, drawn anew at each step and layer; null for all. Corrected only.",

@@ -21,17 +21,19 @@ from netweight.core.files import digest_config, digest_tensor, read_record, writ
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Batch, Example, Pair, collate
-from netweight.errors import TrainingStopped, UsageError
+from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.hf.load_language_model import check_finite, frozen, positions_of, vocabulary_of
 from netweight.job import Job
 from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
+from netweight.methods.immunize.compact_adam import CompactAdam
 from netweight.methods.immunize.defense import Defense, PairBatch, TermLog, add_gradients, blank, collate_pairs
 from netweight.methods.immunize.distributed import (
     ProcessGroup,
     Spread,
     average_gradients,
     common_norm,
+    is_sharded,
     local,
     put,
     sharded_like,
@@ -49,6 +51,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # Adam's
 _KEPT = ("retain", "general")  # terms that must not diverge
 _PATIENCE = 5  # so many steps in a row may be far worse than guessing
+_MANY_WEIGHTS = 200_000_000  # above, states are compact unless settings say otherwise
 _NAMED = 5  # of several bad rows so many are named
 _DEFENSES: Mapping[type[DefenseSettings], type[Defense[Any]]] = {
     known.RepNoise: RepNoiseDefense,
@@ -146,8 +149,8 @@ def immunize(
         retain: Examples of ability that is to be kept; at each step a batch of them joins the loss as "general".
         defense: A defense's settings, its name (see docs/immunize.md), or a `Defense` of one's own.
         settings: How it is trained; None takes what the defense recommends.
-        folder: Where a checkpoint and finally the record are written, or a job that is open. A second call with the
-            same model, data and settings continues where the first one was killed, to the same bits.
+        folder: Where checkpoints (see `checkpoint_every`) and finally the record are written, or a job that is open. A
+            second call with the same model, data and settings continues from the last checkpoint, to the same bits.
         pad_id: What stands after the end of shorter rows. Only the published loss, which takes it for text, depends
             on it.
         progress: Where progress is shown.
@@ -273,11 +276,27 @@ def _check_same(identity: str, group: ProcessGroup) -> None:
         )
 
 
+def compact_states(model: nn.Module, settings: TrainingSettings, group: ProcessGroup) -> bool:
+    """Say whether the optimizer's states of a training are compact, which one process alone can have.
+
+    Raises:
+        Unsupported: They are asked for, and weights are sharded or several processes share the batch.
+    """
+    trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    whole_here = not any(map(is_sharded, model.parameters())) and group.size == 1
+    if settings.states == "compact" and not whole_here:
+        raise Unsupported(
+            "Compact states of the optimizer need a training in one process.", cure="Leave states out, or give full."
+        )
+    return settings.states == "compact" or (settings.states is None and whole_here and trained > _MANY_WEIGHTS)
+
+
 @final
 class MasterWeights:
     """What an optimizer steps: a float32 copy of each trained weight that is narrower, else the weight itself."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, compact: bool = False) -> None:
+        self.compact = compact  # whether gradients stay as narrow as the weights
         # The model's own parameters, by name.
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         if not self.trained:
@@ -296,7 +315,9 @@ class MasterWeights:
         return list(self.trained.values())
 
     def take_gradients(self) -> None:
-        """Add the narrow gradients to those of the float32 copies and free them."""
+        """Add the narrow gradients to those of the float32 copies and free them; not where states are compact."""
+        if self.compact:
+            return
         for name, value in self.trained.items():
             master = self.masters[name]
             if master is not value and value.grad is not None:
@@ -317,8 +338,14 @@ class MasterWeights:
         for grad in map(local, self._gradients()):
             grad.mul_(factor.to(grad.device))
 
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients by name, of the weights that have one."""
+        owners = self.trained if self.compact else self.masters
+        return {name: value.grad for name, value in owners.items() if value.grad is not None}
+
     def _gradients(self) -> list[Tensor]:
-        return [master.grad for master in self.masters.values() if master.grad is not None]
+        return list(self.gradients.values())
 
     def clear(self) -> None:
         """Free all gradients."""
@@ -327,9 +354,8 @@ class MasterWeights:
 
     def not_finite(self, group: ProcessGroup) -> str | None:
         """The name of a weight whose gradient holds NaN or infinity, in any process."""
-        bad = [
-            master.grad is not None and not torch.isfinite(local(master.grad)).all() for master in self.masters.values()
-        ]
+        gradients = self.gradients
+        bad = [name in gradients and not torch.isfinite(local(gradients[name])).all() for name in self.masters]
         found = group.sum(torch.tensor(bad, dtype=torch.int64)).tolist()
         return next((name for name, count in zip(self.masters, found, strict=True) if count), None)
 
@@ -384,8 +410,11 @@ class _Training:
         self.model, self.group, self.device = spread.model, spread.group, spread.device
         self.defense, self.settings = defense, settings
         self.pairs, self.retain, self.pad_id = pairs, retain, pad_id
-        self.weights = MasterWeights(self.model)
-        self.optimizer = torch.optim.Adam(self.weights.masters.values(), lr=settings.lr)
+        compact = compact_states(self.model, settings, self.group)
+        self.weights = MasterWeights(self.model, compact=compact)
+        masters = self.weights.masters
+        self.optimizer = None if compact else torch.optim.Adam(masters.values(), lr=settings.lr)
+        self.compact = CompactAdam(masters) if compact else None
         self.balance: dict[str, float] = {}
         self.steps: list[StepLog] = []
         self.per_epoch = math.ceil(len(pairs) / settings.batch_size)
@@ -403,7 +432,8 @@ class _Training:
                     self._stop(problem)
                 # Weights of steps that may turn out to be the beginning of the end are not kept.
                 done = len(self.steps)
-                if not self.watch.bad and (done % self.settings.save_every == 0 or done == self.count):
+                every = self.settings.checkpoint_every
+                if not self.watch.bad and every is not None and (done % every == 0 or done == self.count):
                     self._save()
                 task.update()
                 task.describe(f"{self.defense.name} " + ", ".join(map(_shown, self.steps[-1].terms.items())))
@@ -419,6 +449,10 @@ class _Training:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, master in self.weights.masters.items():
             yield f"weight|{name}", whole(master)
+        if self.compact is not None:
+            yield from self.compact.tensors()
+            return
+        assert self.optimizer is not None
         for name, master in self.weights.masters.items():
             for kind in _MOMENTS if master in self.optimizer.state else ():
                 yield f"{kind}|{name}", whole(self.optimizer.state[master][kind])
@@ -441,6 +475,8 @@ class _Training:
         about, names = known
         for name, master in self.weights.masters.items():
             put(master, self.group.spread(tensors.get(f"weight|{name}"), master))
+            if self.optimizer is None:
+                continue
             state: dict[str, Tensor] = {}
             for kind in (kind for kind in _MOMENTS if f"{kind}|{name}" in names):
                 like = torch.zeros(()) if kind == "step" else master  # Adam counts its steps on the CPU
@@ -448,6 +484,8 @@ class _Training:
             self.optimizer.state.pop(master, None)
             if state:
                 self.optimizer.state[master] = state
+        if self.compact is not None:
+            self.compact.restore(tensors, len(about["steps"]))
         self.weights.write_back()
         self.balance, self.steps = about["balance"], [StepLog.from_json(values) for values in about["steps"]]
         self.watch = Watch(self.model, self.steps[0].terms)
@@ -471,7 +509,7 @@ class _Training:
             self.defense, self.model, self._batch(step), self._retained(step), self.weights.parameters, self.balance,
             draws=(settings.seed, step), measure=step % settings.measure_every == 0, then=self.weights.take_gradients,
         )  # fmt: skip
-        average_gradients(self.weights.masters.values(), self.group)
+        average_gradients((self.weights.trained if self.weights.compact else self.weights.masters).values(), self.group)
         norm = self.weights.norm(self.group)
         if (problem := self.watch.problem(terms)) is not None:
             return problem
@@ -479,9 +517,12 @@ class _Training:
             return f"the gradient of {self.weights.not_finite(self.group) or 'several weights together'} is not finite"
         self.weights.clip(norm, settings.clip)
         rate = settings.rate(step, self.count)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        if self.compact is not None:
+            self.compact.step(self.weights.gradients, rate)
+        elif self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
         self.weights.write_back()
         self.weights.clear()
         self.steps.append(StepLog(step, rate, norm, terms))

@@ -1,0 +1,73 @@
+"""What a treatment of a model folder leaves as it was: licence, README, tokenizer and all other files beside weights.
+
+`save_pretrained` writes weights and configuration alone. Whoever publishes the result also owes the author's licence
+and card, and its users need the tokenizer, the chat template and custom code exactly as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from netweight.core.files import read_json
+
+# Endings of files that hold weights, which a treatment writes anew.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+# Reports about the source, which say nothing of what a treatment made of it.
+_REPORTS = ("-report", "-reports", "attacks")
+_PATH_KEYS = ("_name_or_path", "name_or_path", "tokenizer_file", "_model_name_or_path")
+
+
+def carry_over(source: str | Path, target: str | Path) -> list[str]:
+    """Copy the files of a model folder that a treatment does not write, and take paths of this disk out of the rest.
+
+    Files that the target holds already are left alone, except tokenizer files, which are those of the source to the
+    byte. Weights, hidden files, and folders of reports about the source are not copied.
+
+    Args:
+        source: The model folder that was treated.
+        target: The folder with the treated weights and their configuration.
+
+    Returns:
+        The copied files, relative to the target, in alphabetical order.
+    """
+    source, target = Path(source), Path(target)
+    copied: list[str] = []
+    for file in sorted(source.rglob("*")):
+        inside = file.relative_to(source)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        report = any(part.endswith(_REPORTS) for part in inside.parts[:-1])
+        if not file.is_file() or hidden or report or file.name.endswith(_WEIGHTS):
+            continue
+        place = target / inside
+        if place.exists() and not _of_tokenizer(file.name):
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
+        copied.append(inside.as_posix())
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        _without_paths(target / name)
+    return copied
+
+
+def _of_tokenizer(name: str) -> bool:
+    return name.startswith(("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template"))
+
+
+def _without_paths(file: Path) -> None:
+    """Remove entries that name a path of this disk."""
+    if not file.exists():
+        return
+    values = read_json(file, limit=2**24)
+    paths = [key for key in _PATH_KEYS if _is_path(values.get(key))]
+    if paths:
+        kept = {key: value for key, value in values.items() if key not in paths}
+        file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
+
+
+def _is_path(value: object) -> bool:
+    """Say whether a text is a path of a disk and no id of a hub, such as "author/model"."""
+    if not isinstance(value, str) or not value:
+        return False
+    return value.startswith(("/", ".", "~", "\\")) or value[1:3] in (":\\", ":/") or Path(value).is_absolute()
