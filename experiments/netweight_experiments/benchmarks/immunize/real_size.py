@@ -27,7 +27,7 @@ def train(model: str, defense: str, steps: int, threads: int) -> dict[str, Any]:
     """Train so many steps of a defense in this process; return seconds and the largest resident memory."""
     import torch
 
-    from netweight.data.tokens import Example, Pair
+    from netweight.data.tokens import Pair
     from netweight.hf.load_language_model import load_causal_lm
     from netweight.methods.immunize.settings import DEFENSES, TrainingSettings
     from netweight.methods.immunize.train import immunize
@@ -35,7 +35,7 @@ def train(model: str, defense: str, steps: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     network, _ = load_causal_lm(Path(model))
     drawn = torch.randint(1000, 50_000, (4 * steps, 3, 64), generator=torch.Generator().manual_seed(0)).tolist()
-    pairs = [Pair(Example(tuple(a), tuple(b)), Example(tuple(a), tuple(c))) for a, b, c in drawn]
+    pairs = [Pair(*map(tuple, row)) for row in drawn]
     settings = TrainingSettings(batch_size=4, lr=1e-6, measure_every=1000, warmup=0.0)
     begun = time.perf_counter()
     immunize(network, pairs, defense=DEFENSES[defense](), settings=settings)
@@ -50,7 +50,8 @@ def main(model: Path, /, *, output: Path, threads: int = 2) -> Iterator[dict[str
     for defense, steps in RUNS:
         name = f"{defense}, {steps} steps"
         if name not in measured:
-            call = f"import json; from {__name__} import train; print(json.dumps(train(*{(str(model), defense, steps, threads)!r})))"
+            arguments = (str(model), defense, steps, threads)
+            call = f"import json; from {__name__} import train; print(json.dumps(train(*{arguments!r})))"
             made = subprocess.run([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True, check=True)
             measured[name] = json.loads(made.stdout.splitlines()[-1])
         yield {"trainings": measured, **_summary(measured)}
