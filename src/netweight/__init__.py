@@ -72,7 +72,7 @@ def _names() -> Any:
             "forget": "netweight.methods.forget.edit",
             "localize": "netweight.methods.forget.localize",
             # immunize
-            "RepNoise": "netweight.methods.immunize.settings",
+            "RepNoise": "netweight.methods.immunize.defenses.repnoise",
             "immunize": "netweight.methods.immunize.train",
             # space
             "Adapter": "netweight.nn.lora",

@@ -11,8 +11,9 @@ from netweight.attacks.finetuning.attack import run_attack
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject
 from netweight.cli import netweight
+from netweight.methods.immunize.defenses.latent_adversarial import LatentAdversarial
+from netweight.methods.immunize.defenses.tar import TAR
 from netweight.methods.immunize.depth import analyze_layers
-from netweight.methods.immunize.settings import TAR, LatentAdversarial
 from netweight.methods.immunize.train import immunize
 from netweight.report.report import read_report
 

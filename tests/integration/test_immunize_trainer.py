@@ -21,8 +21,11 @@ from netweight.data.tokens import (  # noqa: E402
     collate,
 )
 from netweight.errors import TrainingStopped, Unsupported, UsageError  # noqa: E402
-from netweight.methods.immunize.defense import collate_pairs, response_loss  # noqa: E402
-from netweight.methods.immunize.settings import TAR, RepNoise, RepNoiseReference, SafetyTraining  # noqa: E402
+from netweight.methods.immunize.defenses.repnoise import RepNoise, RepNoiseReference  # noqa: E402
+from netweight.methods.immunize.defenses.safety_training import SafetyTraining  # noqa: E402
+from netweight.methods.immunize.defenses.tar import TAR  # noqa: E402
+from netweight.methods.immunize.losses import response_loss  # noqa: E402
+from netweight.methods.immunize.pairs import collate_pairs  # noqa: E402
 from netweight.methods.immunize.train import immunize  # noqa: E402
 from netweight.plugins.immunize_trainer import ImmunizeTrainer, PairCollator  # noqa: E402
 

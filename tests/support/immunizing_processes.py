@@ -22,8 +22,12 @@ from netweight.core.seeds import torch_generator
 from netweight.data.tokens import Example
 from netweight.errors import OutputFailed, TrainingStopped, Unsupported, UsageError
 from netweight.methods.immunize import train as training
-from netweight.methods.immunize.defense import collate_pairs
-from netweight.methods.immunize.settings import RMU, TAR, LatentAdversarial, RepNoise, SelfDestruction
+from netweight.methods.immunize.defenses.latent_adversarial import LatentAdversarial
+from netweight.methods.immunize.defenses.repnoise import RepNoise
+from netweight.methods.immunize.defenses.rmu import RMU
+from netweight.methods.immunize.defenses.self_destruction import SelfDestruction
+from netweight.methods.immunize.defenses.tar import TAR
+from netweight.methods.immunize.pairs import collate_pairs
 from netweight.methods.immunize.train import CHECKPOINT, RECORD, immunize
 from netweight.plugins.immunize_trainer import ImmunizeTrainer
 

@@ -8,10 +8,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from netweight.methods.immunize.defense import PairBatch, gradient_norm
+from netweight.methods.immunize.defenses.repnoise import RepNoise, harmful_terms, retain_term
 from netweight.methods.immunize.distributed import trained_weights
-from netweight.methods.immunize.repnoise import harmful_terms, retain_term
-from netweight.methods.immunize.settings import RepNoise
+from netweight.methods.immunize.gradients import gradient_norm
+from netweight.methods.immunize.pairs import PairBatch
 
 
 @final

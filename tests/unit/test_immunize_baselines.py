@@ -14,26 +14,15 @@ from decoders_under_test import SHORT, decoder, drawn, some_pairs
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import Example, collate
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.baselines import (
-    BoosterDefense,
-    CircuitBreakingDefense,
-    LatentAdversarialDefense,
-    RMUDefense,
-    SelfDestructionDefense,
-    TARDefense,
-    VaccineDefense,
-)
-from netweight.methods.immunize.defense import collate_pairs
+from netweight.methods.immunize.defenses.booster import Booster, BoosterDefense
+from netweight.methods.immunize.defenses.circuit_breaking import CircuitBreaking, CircuitBreakingDefense
+from netweight.methods.immunize.defenses.latent_adversarial import LatentAdversarial, LatentAdversarialDefense
+from netweight.methods.immunize.defenses.rmu import RMU, RMUDefense
+from netweight.methods.immunize.defenses.self_destruction import SelfDestruction, SelfDestructionDefense
+from netweight.methods.immunize.defenses.tar import TAR, TARDefense
+from netweight.methods.immunize.defenses.vaccine import Vaccine, VaccineDefense
 from netweight.methods.immunize.distributed import ALONE
-from netweight.methods.immunize.settings import (
-    RMU,
-    TAR,
-    Booster,
-    CircuitBreaking,
-    LatentAdversarial,
-    SelfDestruction,
-    Vaccine,
-)
+from netweight.methods.immunize.pairs import collate_pairs
 from netweight.methods.immunize.train import immunize
 from netweight.nn.hooks import capture
 

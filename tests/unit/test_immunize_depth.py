@@ -15,7 +15,6 @@ from decoders_under_test import FAMILIES, decoder, drawn, some_pairs
 from netweight.data.tokens import collate
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_language_model import block_numbers, frozen, structure_of
-from netweight.methods.immunize.defense import response_loss
 from netweight.methods.immunize.depth import (
     Plane,
     lens_by_layer,
@@ -23,6 +22,7 @@ from netweight.methods.immunize.depth import (
     representations,
     weight_changes,
 )
+from netweight.methods.immunize.losses import response_loss
 
 
 def test_changes_of_weights_are_found_where_they_are():

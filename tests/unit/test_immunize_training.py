@@ -21,23 +21,22 @@ from netweight.data.tokens import Example, Pair, collate
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
 from netweight.job import Job
 from netweight.methods.immunize import train as training
-from netweight.methods.immunize.baselines import (
-    VaccineDefense,
+from netweight.methods.immunize.compact_adam import CompactAdam
+from netweight.methods.immunize.defense import Defense, Term
+from netweight.methods.immunize.defenses import DEFENSES
+from netweight.methods.immunize.defenses.distillation import Distillation
+from netweight.methods.immunize.defenses.repnoise import RepNoise
+from netweight.methods.immunize.defenses.safety_training import SafetyTraining
+from netweight.methods.immunize.defenses.security_vectors import (
+    SecurityVectors,
     hold_security_vectors,
     remove_security_vectors,
     without_security_vectors,
 )
-from netweight.methods.immunize.compact_adam import CompactAdam
-from netweight.methods.immunize.defense import Defense, Term, collate_pairs, response_loss
-from netweight.methods.immunize.settings import (
-    DEFENSES,
-    Distillation,
-    RepNoise,
-    SafetyTraining,
-    SecurityVectors,
-    TrainingSettings,
-    Vaccine,
-)
+from netweight.methods.immunize.defenses.vaccine import Vaccine, VaccineDefense
+from netweight.methods.immunize.losses import response_loss
+from netweight.methods.immunize.pairs import collate_pairs
+from netweight.methods.immunize.settings import TrainingSettings
 from netweight.methods.immunize.train import CHECKPOINT, RECORD, Record, defense_of, immunize
 from netweight.nn.hooks import capture
 

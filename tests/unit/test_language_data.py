@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", reason="tokenizers come with 
 
 from netweight.data import public, text, tokens  # noqa: E402
 from netweight.data.public import train_bpe  # noqa: E402
-from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
+from netweight.methods.immunize.pairs import collate_pairs  # noqa: E402
 
 ROWS = [
     {"prompt": "How do I boil an egg?", "chosen": " I would rather not say.", "rejected": " Eight minutes in water."},

@@ -18,23 +18,11 @@ from repnoise_in_one_graph import repnoise_loss
 from netweight.data.tokens import Pair
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_language_model import structure_of
-from netweight.methods.immunize.defense import (
-    Targets,
-    collate_pairs,
-    gradient_norm,
-    lens_losses,
-    mean_lens_loss,
-    sampled_layers,
-)
-from netweight.methods.immunize.repnoise import (
-    biased_mmd,
-    harmful_terms,
-    random_rows,
-    scaled_noise,
-    squared_distances,
-    unbiased_mmd,
-)
-from netweight.methods.immunize.settings import RepNoise, RepNoiseReference
+from netweight.methods.immunize.defenses.repnoise import RepNoise, RepNoiseReference, harmful_terms
+from netweight.methods.immunize.gradients import gradient_norm
+from netweight.methods.immunize.losses import Targets, lens_losses, mean_lens_loss, sampled_layers
+from netweight.methods.immunize.noise import biased_mmd, random_rows, scaled_noise, squared_distances, unbiased_mmd
+from netweight.methods.immunize.pairs import collate_pairs
 
 
 def number(tensor):

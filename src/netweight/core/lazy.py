@@ -47,6 +47,26 @@ class Lazy:
         return self.value(*args, **kwargs)
 
 
+class _LazyModule:
+    """A module that is imported when one of its attributes is read."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, value)
+        return value
+
+
+def lazy_modules(*names: str) -> tuple[Any, ...]:
+    """Return modules by name that are imported at their first use, for files whose settings help texts read.
+
+    Such a file imports the same modules under `TYPE_CHECKING`, and these in the other branch.
+    """
+    return tuple(map(_LazyModule, names))
+
+
 def lazy(place: str) -> Any:
     """Return what stands for the function or class at a place, "module:name", until it is used."""
     return Lazy(place)

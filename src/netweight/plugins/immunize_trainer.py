@@ -27,10 +27,13 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Batch, Example, Pair, any_pairs
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.hf.load_language_model import context_of, frozen, structure_of
-from netweight.methods.immunize.baselines import LatentAdversarialDefense, VaccineDefense
-from netweight.methods.immunize.defense import Defense, PairBatch, add_gradients, collate_pairs
+from netweight.methods.immunize.defense import Defense, DefenseSettings
+from netweight.methods.immunize.defenses.latent_adversarial import LatentAdversarialDefense
+from netweight.methods.immunize.defenses.vaccine import VaccineDefense
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, average_gradients, trained_weights, units
-from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings
+from netweight.methods.immunize.gradients import add_gradients
+from netweight.methods.immunize.pairs import PairBatch, collate_pairs
+from netweight.methods.immunize.settings import TrainingSettings
 from netweight.methods.immunize.train import Watch, check_inputs, collate_part, defense_of, drawn_rows
 
 with extra("llm", "This trainer needs transformers 5 and accelerate"):

@@ -14,7 +14,8 @@ from netweight.attacks.finetuning.subject import Domain, Subject
 from netweight.core.names import not_found
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings
+from netweight.methods.immunize.defense import DefenseSettings
+from netweight.methods.immunize.settings import TrainingSettings
 from netweight.methods.immunize.train import Record, immunize
 from netweight.toys.language import SmallWorld, cipher_world, opened, speaker_world, write_weights
 

@@ -47,13 +47,11 @@ from netweight.attacks.finetuning.sweep import (
 from netweight.core.engines import in_process, local_processes
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
-from netweight.methods.immunize.settings import (
-    DEFENSES,
-    RMU,
-    TAR,
-    DefenseSettings,
-    LatentAdversarial,
-)
+from netweight.methods.immunize.defense import DefenseSettings
+from netweight.methods.immunize.defenses import DEFENSES
+from netweight.methods.immunize.defenses.latent_adversarial import LatentAdversarial
+from netweight.methods.immunize.defenses.rmu import RMU
+from netweight.methods.immunize.defenses.tar import TAR
 from netweight.metrics.intervals import t_interval
 from netweight.toys.language import SmallWorld, answers
 from netweight.toys.language_subjects import DEFENSE_ROWS, DEFENSE_SETTINGS, WORLDS, defend_world, world_named

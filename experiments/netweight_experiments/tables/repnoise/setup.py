@@ -25,7 +25,7 @@ from netweight.data.tokens import QUESTION_AND_ANSWER, Example, Pair, padding_of
 from netweight.errors import UsageError
 from netweight.hf.generate_answers import generate_answers
 from netweight.hf.load_language_model import context_of, load_causal_lm, structure_of
-from netweight.methods.immunize.baselines import without_security_vectors
+from netweight.methods.immunize.defenses.security_vectors import without_security_vectors
 from netweight.toys.language import Domain as WorldDomain
 from netweight.toys.language import Share, cipher_world
 from netweight_experiments.tables.registry import Scale

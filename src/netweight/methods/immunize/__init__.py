@@ -5,7 +5,7 @@ from netweight.core.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "RepNoise": "netweight.methods.immunize.settings",
+        "RepNoise": "netweight.methods.immunize.defenses.repnoise",
         "TrainingSettings": "netweight.methods.immunize.settings",
         "immunize": "netweight.methods.immunize.train",
     },

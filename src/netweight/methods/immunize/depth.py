@@ -20,11 +20,7 @@ from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch, Example, Pair, collate
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import structure_of
-from netweight.methods.immunize.defense import (
-    Targets,
-    answer_loss,
-    lens_losses,
-)
+from netweight.methods.immunize.losses import Targets, answer_loss, lens_losses
 from netweight.metrics.intervals import t_interval
 from netweight.nn.hooks import evaluating
 from netweight.report.finding import Column, Figure, Finding, Section, Table

@@ -18,6 +18,7 @@ from netweight.hf.carry_over import carry_over
 from netweight.hf.families import check_language_model
 from netweight.hf.load_language_model import check_finite, context_of, load_causal_lm
 from netweight.job import Job, check_destination
+from netweight.methods.immunize.defenses import DEFENSES
 from netweight.methods.immunize.depth import (
     DEPTH,
     LEAST_PAIRS,
@@ -28,7 +29,7 @@ from netweight.methods.immunize.depth import (
     depth_section,
     weight_changes,
 )
-from netweight.methods.immunize.settings import DEFENSES, ImmunizeSettings
+from netweight.methods.immunize.settings import ImmunizeSettings
 from netweight.methods.immunize.train import RECORD, Record, immunize
 from netweight.registry import CardEntry
 from netweight.report.audit import of_treatment

@@ -24,10 +24,9 @@ from netweight.data.tokens import Batch, Example, Pair, collate
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.hf.load_language_model import check_finite, frozen, positions_of, vocabulary_of
 from netweight.job import Job
-from netweight.methods.immunize import baselines
-from netweight.methods.immunize import settings as known
 from netweight.methods.immunize.compact_adam import CompactAdam
-from netweight.methods.immunize.defense import Defense, PairBatch, TermLog, add_gradients, blank, collate_pairs
+from netweight.methods.immunize.defense import Defense, DefenseSettings
+from netweight.methods.immunize.defenses import DEFENSES
 from netweight.methods.immunize.distributed import (
     ProcessGroup,
     Spread,
@@ -40,8 +39,9 @@ from netweight.methods.immunize.distributed import (
     spread_of,
     whole,
 )
-from netweight.methods.immunize.repnoise import RepNoiseDefense
-from netweight.methods.immunize.settings import DEFENSES, DefenseSettings, TrainingSettings, recommended_training
+from netweight.methods.immunize.gradients import TermLog, add_gradients
+from netweight.methods.immunize.pairs import PairBatch, blank, collate_pairs
+from netweight.methods.immunize.settings import TrainingSettings, recommended_training
 from netweight.nn.hooks import in_mode
 
 CHECKPOINT = "immunize.net.safetensors"  # the checkpoint's name in a training's folder
@@ -53,22 +53,6 @@ _KEPT = ("retain", "general")  # terms that must not diverge
 _PATIENCE = 5  # so many steps in a row may be far worse than guessing
 _MANY_WEIGHTS = 200_000_000  # above, states are compact unless settings say otherwise
 _NAMED = 5  # of several bad rows so many are named
-_DEFENSES: Mapping[type[DefenseSettings], type[Defense[Any]]] = {
-    known.RepNoise: RepNoiseDefense,
-    known.SafetyTraining: baselines.SafetyTrainingDefense,
-    known.GradientAscent: baselines.GradientAscentDefense,
-    known.AdversarialLoss: baselines.AdversarialLossDefense,
-    known.RandomWeights: baselines.RandomWeightsDefense,
-    known.Vaccine: baselines.VaccineDefense,
-    known.Distillation: baselines.DistillationDefense,
-    known.RMU: baselines.RMUDefense,
-    known.CircuitBreaking: baselines.CircuitBreakingDefense,
-    known.LatentAdversarial: baselines.LatentAdversarialDefense,
-    known.SelfDestruction: baselines.SelfDestructionDefense,
-    known.Booster: baselines.BoosterDefense,
-    known.TAR: baselines.TARDefense,
-    known.SecurityVectors: baselines.SecurityVectorsDefense,
-}
 
 
 @final
@@ -211,7 +195,7 @@ def defense_of(defense: DefenseSettings | Defense[Any] | str) -> Defense[Any]:
         return defense
     settings = DEFENSES[defense]() if isinstance(defense, str) else defense
     assert isinstance(settings, DefenseSettings)
-    return next(made(settings) for kind, made in _DEFENSES.items() if isinstance(settings, kind))
+    return settings.build()
 
 
 def drawn_rows(count: int, size: int, step: int, *, seed: int, stream: str) -> list[int]:

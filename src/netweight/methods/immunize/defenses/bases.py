@@ -1,0 +1,93 @@
+"""What several defenses share: looking ahead by gradients, moving weights for a while, and a copy of the original."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from netweight.core.lazy import lazy_modules
+from netweight.data.tokens import Batch
+from netweight.errors import Unsupported
+from netweight.methods.immunize.defense import Defense, S
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from netweight.hf import load_language_model as language_model
+    from netweight.methods.immunize import losses
+    from netweight.methods.immunize.defenses import steps
+    from netweight.methods.immunize.distributed import ProcessGroup
+else:
+    losses, language_model, steps, torch, nn = lazy_modules(
+        "netweight.methods.immunize.losses",
+        "netweight.hf.load_language_model",
+        "netweight.methods.immunize.defenses.steps",
+        "torch",
+        "torch.nn",
+    )
+
+
+class LooksAhead(Defense[S]):
+    """Takes gradients of a decoder as it computes the loss."""
+
+    looks_ahead = True
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        language_model.structure_of(model)  # refuses what is no decoder
+        yield
+
+
+class WithOriginal(Defense[S]):
+    """A defense that measures against a frozen copy of the original."""
+
+    _copy: nn.Module | None = None
+
+    @property
+    def original(self) -> nn.Module:
+        """The copy, which is kept while the model trains."""
+        if self._copy is None:
+            raise Unsupported(
+                f"{self.name} measures against the original, which is kept while it trains and no longer.",
+                cure="Evaluate during training: eval_strategy='steps'.",
+            )
+        return self._copy
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        language_model.structure_of(model)  # refuses what is no decoder
+        steps.whole_alone(self, model)
+        self._copy = copy.deepcopy(model).requires_grad_(False).eval()
+        try:
+            yield
+        finally:
+            self._copy = None
+
+    def both(self, model: nn.Module, batch: Batch, **options: Any) -> tuple[Any, Any]:
+        """What the original and the model say of a batch."""
+        how: Any = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **options}
+        with torch.no_grad():
+            original = self.original(**how)
+        return original, model(**how)
+
+    def moved(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> tuple[Any, Tensor]:
+        """What the model says of a batch, and the mean distance of its states from the original's at every depth."""
+        original, found = self.both(model, batch, output_hidden_states=True)
+        apart = [
+            (one[losses.seen(batch)].float() - other[losses.seen(batch)].float()).norm(dim=-1)
+            for one, other in zip(found.hidden_states, original.hidden_states, strict=True)
+        ]
+        return found, torch.stack([losses.mean_of_all(each, group) for each in apart]).mean()
+
+
+class MovesWeights(LooksAhead[S]):
+    """Looks ahead by gradients at other weights."""
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        steps.whole_alone(self, model)
+        with super().prepared(model, seed=seed):
+            yield

@@ -1,0 +1,66 @@
+"""Booster: training under which a step of an attack gains little."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, final
+
+from pydantic import Field
+
+from netweight.core.lazy import lazy_modules
+from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defenses.bases import MovesWeights
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from netweight.methods.immunize import gradients as drawing
+    from netweight.methods.immunize import losses
+    from netweight.methods.immunize.defenses import steps
+    from netweight.methods.immunize.pairs import PairBatch
+else:
+    losses, drawing, steps, torch, nn = lazy_modules(
+        "netweight.methods.immunize.losses",
+        "netweight.methods.immunize.gradients",
+        "netweight.methods.immunize.defenses.steps",
+        "torch",
+        "torch.nn",
+    )
+
+
+class Booster(DefenseSettings, recommended={"lr": 5e-4}):
+    """Train harmless answers while a step of an attack is to gain little.
+
+    Source: Huang et al., Booster (arXiv 2409.01586), algorithm 1, by first-order gradients as there.
+    """
+
+    strength: float = Field(5.0, ge=0, description="Weight of what a step of an attack would gain (booster).")
+    step: float = Field(0.1, gt=0, description="Length of that step, down the gradient of the harmful loss (booster).")
+
+    def build(self) -> BoosterDefense:
+        """Return the defense of these settings."""
+        return BoosterDefense(self)
+
+
+@final
+class BoosterDefense(MovesWeights[Booster]):
+    """Trains the harmless side, and lowers what a step down the harmful loss would gain."""
+
+    name = "booster"
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        yield self.kept(model, batch.harmless, batch.group, "retain")
+        weights = [value for value in model.parameters() if value.requires_grad]
+        with drawing.same_draws_after(weights):
+            loss = losses.response_loss(model, batch.harmful, batch.group)  # the same dropout as below
+        gradients = steps.gradients_of(loss, weights, batch.group, keep=True)
+        length = self.settings.step / max(1e-12, float(nn.utils.get_total_norm(gradients)))
+        yield {"harmful": Term(loss, self.settings.strength)}
+        del loss
+        with steps.returning(weights):
+            with torch.no_grad():
+                for value, gradient in zip(weights, gradients, strict=True):
+                    value.sub_(gradient, alpha=length)
+            # Its gradient is taken as one by the weights before the step.
+            yield {"attacked": Term(losses.response_loss(model, batch.harmful, batch.group), -self.settings.strength)}

@@ -1,0 +1,93 @@
+"""RMU: harmful answers' states are steered to a random direction, all others held in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, final
+
+from pydantic import Field
+
+from netweight.core.lazy import lazy_modules
+from netweight.core.seeds import torch_generator
+from netweight.data.tokens import IGNORED, Batch
+from netweight.errors import UsageError
+from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defenses.bases import WithOriginal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from netweight.hf import load_language_model as language_model
+    from netweight.methods.immunize import losses
+    from netweight.methods.immunize.distributed import ProcessGroup
+    from netweight.methods.immunize.pairs import PairBatch
+    from netweight.nn import hooks
+else:
+    losses, hooks, language_model, torch, nn = lazy_modules(
+        "netweight.methods.immunize.losses",
+        "netweight.nn.hooks",
+        "netweight.hf.load_language_model",
+        "torch",
+        "torch.nn",
+    )
+
+
+class RMU(DefenseSettings, recommended={"lr": 5e-5}):
+    """Steer the states of harmful answers at one depth to one random direction, and hold all others in place.
+
+    Source: Li et al., RMU (arXiv 2403.03218), section 4: coefficient 6.5 and alpha 1200 at the eighth block of 32.
+    """
+
+    coefficient: float = Field(6.5, gt=0, description="Norm of what states are steered to (rmu).")
+    alpha: float = Field(1200.0, ge=0, description="Weight of the distance of all that is to stay.")
+    block: int | None = Field(
+        None,
+        ge=1,
+        description="Block, counted from 1, behind which states are steered (rmu); a quarter deep by default.",
+    )
+
+    def build(self) -> RMUDefense:
+        """Return the defense of these settings."""
+        return RMUDefense(self)
+
+
+@final
+class RMUDefense(WithOriginal[RMU]):
+    """Steers states of harmful answers to a random direction, and holds all others where the original has them."""
+
+    name = "rmu"
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        parts = language_model.structure_of(model)
+        number = self.settings.block or math.ceil(len(parts.blocks) / 4)
+        if number > len(parts.blocks):
+            raise UsageError(
+                f"There is no block {number}: {type(model).__name__} has {len(parts.blocks)}.",
+                cure="Give a lower block (--set rmu.block=).",
+            )
+        self.place = list(parts.blocks)[number - 1]
+        drawn = torch.rand(parts.hidden_size, generator=torch_generator(seed, "direction"))
+        self.wanted = self.settings.coefficient * drawn / drawn.norm()
+        with super().prepared(model, seed=seed):
+            yield
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        with hooks.capture(model, [self.place], gradients=True) as outputs:
+            model(input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask)
+        found = outputs[self.place][batch.harmful.labels != IGNORED].float()
+        yield {"steering": Term(losses.mean_of_all((found - self.wanted.to(found)).square().mean(-1), batch.group))}
+        yield self.kept(model, batch.harmless, batch.group, "retain")
+
+    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+        """Squared distance from the original's states at every token."""
+        with (
+            hooks.capture(model, [self.place], gradients=True) as found,
+            hooks.capture(self.original, [self.place]) as wanted,
+        ):
+            self.both(model, batch)
+        apart = found[self.place][losses.seen(batch)].float() - wanted[self.place][losses.seen(batch)].float()
+        return {name: Term(losses.mean_of_all(apart.square().mean(-1), group), self.settings.alpha)}

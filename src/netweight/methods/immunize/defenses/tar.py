@@ -1,0 +1,92 @@
+"""TAR: the model stays uncertain of harmful answers while it is attacked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from typing import TYPE_CHECKING, final
+
+from pydantic import Field
+
+from netweight.core.lazy import lazy_modules
+from netweight.data.tokens import IGNORED, Batch
+from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defenses.bases import WithOriginal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from netweight.methods.immunize import losses
+    from netweight.methods.immunize.defenses import steps
+    from netweight.methods.immunize.distributed import ProcessGroup
+    from netweight.methods.immunize.pairs import PairBatch
+else:
+    losses, steps, torch, nn = lazy_modules(
+        "netweight.methods.immunize.losses",
+        "netweight.methods.immunize.defenses.steps",
+        "torch",
+        "torch.nn",
+    )
+
+
+class TAR(DefenseSettings):
+    """Raise how uncertain a model is of harmful answers while it is being attacked.
+
+    Source: Tamirisa et al., TAR (arXiv 2408.00761), algorithm 1, by first-order gradients and entropy as there; looks
+    weigh more by a factor of e every 16 steps. The safeguard that it begins with is the model's own.
+    """
+
+    attack_steps: int = Field(64, ge=1, description="Steps of the attack within a step (tar).")
+    attack_lr: float = Field(2e-5, gt=0, description="Its rate: a tenth, one or two times this, drawn anew (tar).")
+    look_every: int = Field(4, ge=1, description="Steps of the attack between two looks at its uncertainty (tar).")
+    strength: float = Field(4.0, ge=0, description="Weight of the uncertainty at the attack's end (tar).")
+
+    def build(self) -> TARDefense:
+        """Return the defense of these settings."""
+        return TARDefense(self)
+
+
+@final
+class TARDefense(WithOriginal[TAR]):
+    """Attacks with some rows' harmful answers, and raises the uncertainty of others' on the attack's way."""
+
+    name = "tar"
+    looks_ahead = True
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        settings, group = self.settings, batch.group
+        yield self.kept(model, batch.harmless, group, "retain")
+        weights = [value for value in model.parameters() if value.requires_grad]
+        drawn = (0.1, 1.0, 2.0)[int(torch.randint(3, (), generator=generator))]
+        attack = torch.optim.AdamW(weights, lr=settings.attack_lr * drawn)
+        real = (batch.harmful.labels != IGNORED).any(1)  # a process without rows of its own has one that counts nowhere
+        numbers = real.cumsum(0) + sum(group.counts(int(real.sum()))[: group.rank])
+        used, others = (steps.rows_of(batch.harmful, numbers % 2 == odd) for odd in (1, 0))
+        with steps.returning(weights):
+            for step in range(1, settings.attack_steps + 1):
+                found = steps.gradients_of(losses.response_loss(model, used, group), weights, group)
+                held = [value.grad for value in weights]
+                for value, gradient in zip(weights, found, strict=True):
+                    value.grad = gradient
+                attack.step()
+                for value, former in zip(weights, held, strict=True):
+                    value.grad = former
+                if step % settings.look_every == 0 or step == settings.attack_steps:
+                    # Its gradient, too, is taken as one by the weights before the attack; later looks weigh more.
+                    weight = settings.strength * math.exp((step - settings.attack_steps) / 16)
+                    yield {"uncertainty": Term(self.uncertainty(model, others, group), -weight)}
+
+    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+        """Cross-entropy of the answers, and how far states moved at every depth."""
+        found, moved = self.moved(model, batch, group)
+        return {
+            name: Term(losses.answer_loss(found.logits, losses.Targets.of_labels(batch.labels, group))),
+            f"{name} moved": Term(moved),
+        }
+
+    def uncertainty(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> Tensor:
+        """Mean entropy of what is predicted for the answers' tokens."""
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        found = logits[:, :-1][batch.labels[:, 1:] != IGNORED].float().log_softmax(-1)
+        return losses.mean_of_all(-(found.exp() * found).sum(-1), group)
