@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from netweight.attacks.finetuning.attack import run_attack
+from netweight.attacks.finetuning.settings import AttackSettings
+from netweight.attacks.finetuning.subject import Goal, Subject
+from netweight.core.files import digest_config, whole_file
+from netweight.core.progress import Progress
+from netweight.data.tokens import Pair
+from netweight.errors import TrainingStopped
 from netweight.methods.immunize.defense import Defense, DefenseSettings
 from netweight.methods.immunize.defenses import DEFENSES
 from netweight.methods.immunize.defenses.repnoise import RepNoise
@@ -35,7 +43,7 @@ class Defended:
     """A model and its defense. Rates and counts are the paper's; the setup says what they are here."""
 
     defense: str = NONE
-    """A name of `methods.immunize.defenses.DEFENSES`, or `NONE`."""
+    """A name of `methods.immunize.catalog`, or `NONE`."""
     lr: float = 2e-5
     """Learning rate."""
     pairs: int = 10_000
