@@ -78,8 +78,8 @@ def _names() -> Any:
             "Adapter": "netweight.nn.lora",
             "AdapterBank": "netweight.store.bank.bank",
             "WeightSpace": "netweight.methods.space.space",
-            "read_adapter": "netweight.store.lora_formats.files",
-            "write_adapter": "netweight.store.lora_formats.files",
+            "read_adapter": "netweight.store.lora_formats.reading",
+            "write_adapter": "netweight.store.lora_formats.writing",
             # watch and edit a live model
             "Select": "netweight.core.names",
             "Units": "netweight.core.names",

@@ -6,7 +6,8 @@ from adapters_under_test import change_size, close, merge, random_adapter, same
 
 from netweight import Adapter, read_adapter, write_adapter
 from netweight.nn.lora import LowRank
-from netweight.store.lora_formats.files import export_adapter, plan_adapter
+from netweight.store.lora_formats.reading import plan_adapter
+from netweight.store.lora_formats.writing import export_adapter
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")

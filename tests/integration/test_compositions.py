@@ -11,7 +11,8 @@ from netweight.methods import federate
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.methods.space.space import WeightSpace
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.lora_formats.files import read_adapter, write_adapter
+from netweight.store.lora_formats.reading import read_adapter
+from netweight.store.lora_formats.writing import write_adapter
 from netweight.toys.networks import IMAGENET_MEAN_STD
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")

@@ -16,7 +16,7 @@ from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.edits import Delay
 from netweight.methods.space.inversion import generate_images
 from netweight.nn.apply_lora import linear_layers
-from netweight.store.lora_formats.files import export_adapter
+from netweight.store.lora_formats.writing import export_adapter
 from netweight.toys.diffusion import shapes_pipeline
 
 PROMPT, STEPS = "a large red circle on a gray ground", 8

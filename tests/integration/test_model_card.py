@@ -17,7 +17,8 @@ from netweight.plugins.model_card import CARD, add_evidence, update_card
 from netweight.report.finding import Finding
 from netweight.report.report import Report
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.lora_formats.files import read_adapter, write_adapter
+from netweight.store.lora_formats.reading import read_adapter
+from netweight.store.lora_formats.writing import write_adapter
 
 USERS = "---\nlicense: apache-2.0\nlanguage: en\n---\n\n# My model\n\nWhat I say of it.\n"
 

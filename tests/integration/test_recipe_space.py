@@ -13,7 +13,8 @@ from netweight.methods.space.points import read_points
 from netweight.methods.space.space import WeightSpace
 from netweight.report.report import read_report
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.lora_formats.files import read_adapter, write_adapter
+from netweight.store.lora_formats.reading import read_adapter
+from netweight.store.lora_formats.writing import write_adapter
 
 SHIPPED = Path(__file__).parents[2] / "src" / "netweight" / "recipes" / "space.yaml"
 COUNT = 24

@@ -20,7 +20,8 @@ from netweight.metrics.images import write_png
 from netweight.nn import Adapter, LowRank
 from netweight.nn.apply_lora import linear_layers, merge_
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.lora_formats.files import read_adapter, write_adapter
+from netweight.store.lora_formats.reading import read_adapter
+from netweight.store.lora_formats.writing import write_adapter
 
 COUNT = 24
 

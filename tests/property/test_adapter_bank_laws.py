@@ -10,17 +10,13 @@ from hypothesis import strategies as st
 from netweight import AdapterBank, read_adapter, write_adapter
 from netweight.nn.lora import AdapterStack
 from netweight.store.bank.shards import BankWriter
-from netweight.store.lora_formats.layouts import KohyaNames, kohya_name, structure
+from netweight.store.lora_formats.naming import flat, namings
 
 SHAPES = st.dictionaries(
     st.sampled_from(["unet.conv_in", "unet.conv_out", "unet.time_embedding.linear_1", "text_encoder.text_projection"]),
     st.tuples(st.integers(1, 5), st.integers(1, 5)),
     min_size=1,
 )
-COMPONENTS = {
-    "unet": "unet", "transformer": "transformer", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder",
-    "text_encoder_3": "text_encoder",
-}  # fmt: skip
 SCALES = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=1, max_size=4)
 RANKS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -72,17 +68,21 @@ def test_every_layout_keeps_the_change(tmp_path_factory, shapes, ranks, scales, 
     shutil.rmtree(folder.parent)
 
 
+TABLES = [table for table in namings() if table.component != "text_encoder"]
+
+
 @given(
-    st.sampled_from([(component, pattern) for component, kind in COMPONENTS.items() for pattern in structure(kind)]),
+    st.sampled_from([(table, entry, index) for table in TABLES for entry in table.entries
+                     for index in range(len(entry.diffusers)) if ":" not in entry.diffusers[index]]),
     st.lists(st.integers(0, 99), min_size=4, max_size=4),
-)
-def test_the_way_back_from_kohyas_names(which, numbers):
-    component, pattern = which
+)  # fmt: skip
+def test_the_way_back_from_flattened_names(which, numbers):
+    table, entry, index = which
+    module = entry.diffusers[index]
     for number in numbers:
-        pattern = pattern.replace("#", str(number), 1)
-    name = kohya_name(component, pattern, several_encoders=True)
-    expected = pattern
-    if component.startswith("text_encoder") and pattern.startswith("encoder.layers."):
-        expected = f"text_model.{pattern}"
-    assert KohyaNames().module(name) == f"{component}.{expected}"
-    assert KohyaNames([f"{component}.{pattern}", "unet.other"]).module(name) == f"{component}.{pattern}"
+        module = module.replace("#", str(number), 1)
+    found = table.match(flat(module), flattened=True, names="diffusers")
+    assert found.pieces(1, 1, table.component)[0].module == f"{table.component}.{module}"
+    authors = table.of_diffusers(f"{table.component}.{module}")
+    again = table.match(flat(authors.authors), flattened=True, names="authors")
+    assert again.entry.diffusers[authors.index] == authors.entry.diffusers[authors.index]

@@ -29,7 +29,7 @@ from netweight.nn.lora import Adapter, AdapterStack, LowRank
 from netweight.store.bank import bank as adapter_bank
 from netweight.store.bank import shards
 from netweight.store.bank.shards import BankWriter
-from netweight.store.lora_formats import files as formats
+from netweight.store.lora_formats import reading as formats
 
 KERNELS = {PROJ_IN: (2, 2)}
 LAYOUTS = ("diffusers", "peft", "kohya")

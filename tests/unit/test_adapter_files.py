@@ -185,31 +185,34 @@ def test_ranks_differ_inside_a_file_and_an_alpha_that_is_missing_is_the_rank(tmp
 
 def test_names_of_kohya_agree_with_diffusers_own_reading():
     conversion = pytest.importorskip("diffusers.loaders.lora_conversion_utils", reason="diffusers is not installed")
-    from netweight.store.lora_formats.layouts import KohyaNames, structure
+    from netweight.store.lora_formats.naming import naming_called
 
-    known = KohyaNames()
-    for pattern in structure("unet"):
-        if pattern.startswith("add_embedding"):  # which diffusers knows by its name in SDXL's own U-Net alone
+    table = naming_called("stable-diffusion")
+    for entry in table.entries:
+        if "norm" in entry.diffusers[0]:  # which diffusers adapts by no LoRA
             continue
-        module = pattern.replace("#", "1")
-        name = "lora_unet_" + module.replace(".", "_")
-        theirs = conversion._convert_unet_lora_key(f"{name}.lora_down.weight").replace(".processor.", ".")
+        module = entry.diffusers[0].replace("#", "1")
+        name = module.replace(".", "_")
+        theirs = conversion._convert_unet_lora_key(f"lora_unet_{name}.lora_down.weight").replace(".processor.", ".")
         theirs = theirs.replace("_lora.down.weight", "").replace(".lora.down.weight", "").replace("to_out", "to_out.0")
-        assert known.module(name) == f"unet.{module}"
+        [piece] = table.match(name, flattened=True).pieces(1, 1, "unet")
+        assert piece.module == f"unet.{module}"
         assert theirs == module
 
 
 def test_names_of_kohya_that_need_the_model(tmp_path):
     name = "lora_unet_double_blocks_0_img_attn_all"
     file = file_of(tmp_path, pair(f"{name}.lora_down.weight", f"{name}.lora_up.weight"))
-    with pytest.raises(Unsupported, match="of no known structure"):
+    with pytest.raises(Unsupported, match="is not in any table"):
         read_adapter(file)
     assert read_adapter(file, modules=["unet.double_blocks.0.img_attn.all"]).modules == (
         "unet.double_blocks.0.img_attn.all",
     )
-    with pytest.raises(UsageError, match=r"may mean double_blocks.0.img.attn_all or double_blocks.0.img_attn.all"):
+    with pytest.raises(
+        UsageError, match=r"may mean unet.double_blocks.0.img.attn_all or unet.double_blocks.0.img_attn.all"
+    ):
         read_adapter(file, modules=["unet.double_blocks.0.img.attn_all", "unet.double_blocks.0.img_attn.all"])
-    with pytest.raises(NameNotFound, match="nearest are double_blocks_0_txt_attn_qkv"):
+    with pytest.raises(NameNotFound, match=r"nearest names are unet.double_blocks.0.txt_attn.qkv"):
         read_adapter(file, modules=["unet.double_blocks.0.txt_attn.qkv"])
 
 

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 
 from netweight import AdapterBank, open_store, read_adapter
 from netweight.errors import NameNotFound, NetweightError, Unsupported, UsageError
-from netweight.methods.space.folder import convert_file
+from netweight.methods.space.converting import convert_file
 from netweight.methods.space.settings import ConvertSettings
 from netweight.nn.lora import LowRank
-from netweight.store.lora_formats.files import load_converted, plan_adapter
-from netweight.store.lora_formats.layouts import base_key
-from netweight.store.lora_formats.parts import Conversion
+from netweight.store.lora_formats.base_names import base_key
+from netweight.store.lora_formats.other_kinds import Conversion
+from netweight.store.lora_formats.reading import load_converted, plan_adapter
 
 
 def dense(change):

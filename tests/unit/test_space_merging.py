@@ -8,8 +8,9 @@ from peft.utils import merge_utils
 from netweight import Adapter, AdapterBank, read_adapter, write_adapter
 from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space import folder as merging
-from netweight.methods.space.folder import find_similar, merge_files
+from netweight.methods.space import merging
+from netweight.methods.space.folder import find_similar
+from netweight.methods.space.merging import merge_files
 from netweight.methods.space.settings import MergeSettings
 from netweight.nn.lora import combined
 

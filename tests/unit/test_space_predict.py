@@ -13,7 +13,7 @@ from netweight.methods.space.labels import LabelColumn, Labels
 from netweight.methods.space.predict import predict
 from netweight.nn import Adapter, LowRank
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.lora_formats.files import write_adapter
+from netweight.store.lora_formats.writing import write_adapter
 
 COUNT, MODULES = 60, {"unet.a.to_q": (6, 5), "unet.b.to_v": (20, 24)}
 

@@ -15,7 +15,8 @@ from netweight.nn import pca
 from netweight.nn.lora import Adapter, AdapterStack, LowRank, combined
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.shards import BankWriter, joined, rows_of_adapter
-from netweight.store.lora_formats.files import plan_adapter, read_adapter, write_adapter
+from netweight.store.lora_formats.reading import plan_adapter, read_adapter
+from netweight.store.lora_formats.writing import write_adapter
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ def _federation(folder: Path, output: Output) -> None:
 def _toys(folder: Path) -> None:
     """A language model, a pipeline, and a folder of LoRAs with labels."""
     from netweight.store.bank.bank import AdapterBank
-    from netweight.store.lora_formats.files import write_adapter
+    from netweight.store.lora_formats.writing import write_adapter
     from netweight.toys import checkpoint
     from netweight.toys.language import cipher_world
 

@@ -67,7 +67,7 @@ def measure_adapters(
         The facts of those that could be read, the reasons for those that could not, and the pairs whose changes have a
         cosine of at least `NEAR_DUPLICATE`: both names and the cosine.
     """
-    from netweight.store.lora_formats.files import load_plan, plan_adapter
+    from netweight.store.lora_formats.reading import load_plan, plan_adapter
 
     facts: list[AdapterFacts] = []
     failed: dict[Path, NetweightError] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -125,6 +125,9 @@ class Adapter:
     """
 
     factors: Mapping[str, LowRank]
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Parameter name → the change of a bias, norm or other parameter that no factors express; most adapters have
+    none. The algebra here is of the factors alone."""
 
     def __post_init__(self) -> None:
         """Refuse an adapter of nothing."""
@@ -157,7 +160,7 @@ class Adapter:
         changes = {
             name: LowRank(change.down, change.up, change.scale * factor) for name, change in self.factors.items()
         }
-        return Adapter(changes)
+        return Adapter(changes, {name: change * factor for name, change in self.vectors.items()})
 
     def truncated(self, rank: int) -> Truncation:
         """Return the nearest adapter of at most a rank per module, with the relative error of the whole.

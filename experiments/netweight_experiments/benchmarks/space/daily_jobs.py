@@ -25,9 +25,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from netweight.methods.space.folder import convert_file, merge_files
-from netweight.methods.space.settings import ConvertSettings, MergeSettings
-from netweight.store.lora_formats.files import differences, export_adapter
+from netweight.methods.space.converting import convert_file
+from netweight.methods.space.extraction import extract_files
+from netweight.methods.space.merging import merge_files
+from netweight.methods.space.settings import ConvertSettings, ExtractSettings, MergeSettings
 
 WIDTH, LAYERS, RANK, SMALL = 512, 8, 16, 4
 
@@ -80,8 +81,7 @@ def error(found, wanted):
 
 
 def extract_ours(work):
-    export_adapter(differences(work / "base", work / "tuned-1"), work / "ours-1", rank=RANK, overwrite=True,
-                   base=str(work / "base"))  # fmt: skip
+    extract_files(work / "base", work / "tuned-1", work / "ours-1", ExtractSettings(rank=RANK), overwrite=True)
     return lambda: adapter(work / "ours-1")
 
 
@@ -180,8 +180,7 @@ def main(*, work: Path, rounds: int = 5, sd_scripts: Path | None = None):
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "tuned-2").exists():
         models(work)
-    export_adapter(differences(work / "base", work / "tuned-2"), work / "ours-2", rank=RANK, overwrite=True,
-                   base=str(work / "base"))  # fmt: skip
+    extract_files(work / "base", work / "tuned-2", work / "ours-2", ExtractSettings(rank=RANK), overwrite=True)
     extract_ours(work)
     one, two = (adapter(work / f"ours-{number}") for number in (1, 2))
     both = {name: 0.7 * one[name] + 0.5 * two[name] for name in one}

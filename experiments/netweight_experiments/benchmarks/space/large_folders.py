@@ -29,11 +29,12 @@ from safetensors.torch import load_file, save_file
 from netweight import AdapterBank, write_adapter
 from netweight.core.progress import QUIET
 from netweight.methods.space.basis import Basis, Combinations
-from netweight.methods.space.folder import find_duplicates
+from netweight.methods.space.duplicates import find_duplicates
 from netweight.nn.lora import Adapter, LowRank, combined
 from netweight.store.bank.published import stable_diffusion_dimensions
 from netweight.store.bank.shards import BankWriter, Rows, read_bank_record
-from netweight.store.lora_formats.files import export_adapter, read_adapter
+from netweight.store.lora_formats.reading import read_adapter
+from netweight.store.lora_formats.writing import export_adapter
 from netweight_experiments.benchmarks.script import load, peak_bytes
 from netweight_experiments.memory import in_fresh_process
 

@@ -12,24 +12,27 @@ from tqdm import tqdm
 from netweight.core.files import refuse_existing
 from netweight.errors import UsageError
 from netweight.methods.space.audits import LEAST_AUDITED, neighbor_findings
+from netweight.methods.space.baking import bake_model
+from netweight.methods.space.converting import convert_file
+from netweight.methods.space.duplicates import find_duplicates
+from netweight.methods.space.extraction import extract_files
 from netweight.methods.space.fit import Accuracy
 from netweight.methods.space.folder import (
-    convert_file,
     draw,
     export_record,
     find_direction,
-    find_duplicates,
     find_similar,
     invert_files,
-    merge_files,
     moved,
     places_of,
     points_of,
     predict_files,
     view_folder,
 )
+from netweight.methods.space.merging import merge_files
 from netweight.methods.space.points import nearest, write_direction, write_points
 from netweight.methods.space.settings import (
+    BakeSettings,
     ConvertSettings,
     DirectionSettings,
     DuplicateSettings,
@@ -57,7 +60,7 @@ from netweight.registry import Context, Result, Rows
 from netweight.report.finding import Section
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.published import import_published, stable_diffusion_dimensions
-from netweight.store.lora_formats.files import Exported, differences, export_adapter
+from netweight.store.lora_formats.writing import Exported
 
 _SHOWN = 20  # adapters that are listed
 _WIDE = 48  # characters of what their files say
@@ -206,8 +209,24 @@ def extract(
     settings: ExtractSettings, context: Context, source: Path, tuned: Path, destination: Path, overwrite: bool
 ) -> Result:
     """Write what training changed as a LoRA."""
-    how = {**dict(settings), "base": settings.base or str(source)}
-    return _written(export_adapter(differences(source, tuned), destination, overwrite=overwrite, **how))
+    return _written(extract_files(source, tuned, destination, settings, overwrite=overwrite, progress=context.progress))
+
+
+def bake(
+    settings: BakeSettings, context: Context, model: Path, adapters: tuple[str, ...], destination: Path, overwrite: bool
+) -> Result:
+    """Add adapters to the weights of a model."""
+    made = bake_model(
+        model, adapters, destination, architecture=settings.architecture, compress=settings.compress,
+        overwrite=overwrite, progress=context.progress,
+    )  # fmt: skip
+    lines = [
+        *made.remarks,
+        *(f"{name}: all of its {count} changes were added." for name, count in made.changed.items()),
+    ]
+    lines.append(f"{made.modules} weights changed; {made.copied} tensors were copied as they are.")
+    payload = {"path": str(destination), "modules": made.modules, "copied": made.copied, "changed": dict(made.changed)}
+    return Result(lines, payload=payload, written=(destination,))
 
 
 def predict(settings: PredictSettings, context: Context, bank: Path, adapters: tuple[Path, ...]) -> Result:
@@ -308,12 +327,25 @@ def _cells(made: Exported) -> tuple[str, str, str]:
 
 
 def _payload(made: Exported) -> dict[str, Any]:
-    return {"path": str(made.path), "ranks": list(made.ranks), "relative_error": made.relative_error}
+    return {
+        "path": str(made.path), "layout": made.layout, "ranks": list(made.ranks),
+        "relative_error": made.relative_error, "modules": made.modules, "changed": made.changed or made.modules,
+        "left_out": dict(made.left_out), "remarks": list(made.remarks),
+    }  # fmt: skip
 
 
 def _written(made: Exported) -> Result:
-    rows = Rows(("rank", "relative error", "where"), [_cells(made)])
-    return Result([rows], payload=_payload(made), written=(made.path,))
+    count = f"{made.modules} of {made.changed} changed tensors" if made.changed else f"{made.modules} modules"
+    lines: list[str | Rows] = [Rows(("rank", "relative error", "where"), [_cells(made)]), *made.remarks]
+    lines.append(f"Layout {made.layout}: {count} written and read back.")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in made.left_out.items():
+        reasons.setdefault(reason, []).append(name)
+    warnings = []
+    for reason, names in reasons.items():
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")
+        warnings.append(f"{len(names)} left out ({reason}): {shown}")
+    return Result(lines, payload=_payload(made), written=(made.path,), warnings=warnings)
 
 
 def _bank(bank: AdapterBank, *, verified: bool = False, written: bool = False) -> Result:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
@@ -14,11 +14,9 @@ import torch
 from netweight.core.engines import Engine
 from netweight.core.files import read_record, write_record
 from netweight.core.lazy import import_named
-from netweight.core.names import Select, nearest_names
+from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
-from netweight.core.seeds import torch_generator
-from netweight.errors import NameNotFound, NetweightError, UsageError
-from netweight.methods.space.basis import Sketch
+from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import bootstrap_cosine, direction_of, fit_direction
 from netweight.methods.space.edits import Move, edit
 from netweight.methods.space.gram import inner_products, norms_of, read_blocks
@@ -37,31 +35,20 @@ from netweight.methods.space.points import (
 )
 from netweight.methods.space.predict import Predicted, predict
 from netweight.methods.space.settings import (
-    ConvertSettings,
     DirectionSettings,
-    ExportSettings,
     FolderFit,
     FolderInversion,
     FolderView,
-    MergeSettings,
     PredictSettings,
     RenderSettings,
     SampleSettings,
 )
 from netweight.methods.space.space import WeightSpace
-from netweight.nn.lora import Adapter, AdapterStack, LowRank, side_by_side
+from netweight.nn.lora import Adapter, AdapterStack
 from netweight.report.finding import Finding
-from netweight.store.bank.bank import AdapterBank, find_adapters
-from netweight.store.bank.shards import stacked
-from netweight.store.lora_formats.files import (
-    Exported,
-    export_adapter,
-    load_converted,
-    load_plan,
-    plan_adapter,
-    read_adapter,
-)
-from netweight.store.lora_formats.parts import AdapterPlan, Conversion
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.reading import read_adapter
+from netweight.store.lora_formats.writing import Exported
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,80 +156,6 @@ def places_of(points: NamedPoints) -> list[str]:
 
 @final
 @dataclass(frozen=True)
-class Duplicate:
-    """An adapter that another one of a folder makes needless."""
-
-    name: str
-    of: str  # the one that came first
-    cosine: float  # of what the two change; 1 for the same
-    ranks: tuple[int, int]  # the highest of each
-
-
-_MARGIN = 0.25  # of cosines of sketches below exact ones; some four of their standard deviations for sixty modules
-_SIDE = 16  # of these sketches
-
-
-def find_duplicates(folder: Path, least: float, progress: Progress) -> tuple[list[Duplicate], dict[str, str]]:
-    """Adapters below a folder that change nearly what another does, in any layout and rank; and why some are left out.
-
-    Pairs are sought among sketches of the changes, and decided by the changes' own cosine. Nothing is removed.
-
-    Args:
-        folder: Where the adapters are.
-        least: The least cosine of a duplicate, at most 1.
-        progress: Where to show it.
-
-    Raises:
-        UsageError: There is no such folder.
-    """
-    found, errors = find_adapters(folder)
-    bad = {name: str(error) for name, error in errors.items()}
-    plans: dict[str, AdapterPlan] = {}
-    for name, path in progress.track(found.items(), "Checking adapters", len(found), unit="adapters"):
-        try:
-            plans[name] = plan_adapter(path)
-        except NetweightError as error:
-            bad[name] = str(error)
-    shapes = {_of_shape(key, shape): shape for plan in plans.values() for key, shape in plan.shapes.items()}
-    sketch, rows, names = Sketch(shapes, _SIDE, 0), [], []
-    for name, plan in progress.track(plans.items(), "Reading adapters", len(plans), unit="adapters"):
-        try:
-            factors = {_of_shape(key, change.shape): change for key, change in load_plan(plan).factors.items()}
-        except NetweightError as error:
-            bad[name] = str(error)
-            continue
-        row = sketch.rows(stacked(Adapter(factors), shapes))[0]
-        rows.append(row / row.norm().clamp_min(1e-30))
-        names.append(name)
-    duplicates: dict[str, Duplicate] = {}
-    matrix = torch.stack(rows) if rows else torch.empty(0, 1)
-    for later in range(1, len(rows)):
-        near = matrix[:later] @ matrix[later]
-        for earlier in near.argsort(descending=True).tolist():
-            if near[earlier] < least - _MARGIN:
-                break
-            cosine = _cosine(*(load_plan(plans[names[number]]) for number in (later, earlier)))
-            if cosine >= least and names[earlier] not in duplicates:
-                ranks = tuple(max(part.rank for part in plans[names[n]].parts.values()) for n in (later, earlier))
-                duplicates[names[later]] = Duplicate(names[later], names[earlier], cosine, (ranks[0], ranks[1]))
-                break
-    return list(duplicates.values()), bad
-
-
-def _of_shape(name: str, shape: tuple[int, int]) -> str:
-    """A module's name that models of other widths do not share."""
-    return f"{name} {shape[0]}x{shape[1]}"
-
-
-def _cosine(one: Adapter, other: Adapter) -> float:
-    """The cosine of two changes; modules that only one has count as unchanged by the other."""
-    shared = [(change, other.factors[name]) for name, change in one.factors.items() if name in other.factors]
-    product = sum(left.inner(right) for left, right in shared if left.shape == right.shape)
-    return product / max(one.norm() * other.norm(), 1e-300)
-
-
-@final
-@dataclass(frozen=True)
 class Similar:
     """How near an adapter of a bank is to a given one."""
 
@@ -286,41 +199,6 @@ def find_similar(file: Path, bank: Path, count: int, progress: Progress) -> list
                 )
             )  # fmt: skip
     return sorted(found, key=lambda each: -each.shared_cosine)[:count]
-
-
-def merge_files(adapters: Sequence[Path], path: Path, how: MergeSettings, *, overwrite: bool) -> Exported:
-    """Merge adapters and write the result; arguments as for `netweight space merge`."""
-    plans = [plan_adapter(each) for each in adapters]
-    opened = [load_plan(plan) for plan in plans]
-    rank = how.rank
-    if how.method != "linear" and rank is None and how.energy == 1:
-        rank = max(change.rank for one in opened for change in one.factors.values())
-    return export_adapter(merged(opened, how), path, rank=rank, overwrite=overwrite, **_told(plans, how))
-
-
-def convert_file(adapter: Path, path: Path, how: ConvertSettings, *, overwrite: bool) -> Exported:
-    """Bring an adapter to another layout, rank or kind; arguments as for `netweight space convert`."""
-    any_rank = None if how.energy == 1 else _ANY_RANK
-    rank = how.rank or any_rank
-    plan = plan_adapter(adapter, conversion=None if rank is None else Conversion(rank, how.weights))
-    found = load_converted(plan)
-    written = export_adapter(found.adapter, path, rank=how.rank, overwrite=overwrite, **_told([plan], how))
-    # What the two steps leave out is orthogonal, and the second's share is of what the first has kept.
-    first, second = found.relative_error**2, written.relative_error**2
-    return replace(written, relative_error=math.sqrt(first + second * (1 - first)))
-
-
-_ANY_RANK = 1 << 30
-
-
-def _told(plans: Sequence[AdapterPlan], how: ExportSettings) -> dict[str, Any]:
-    """How an adapter that is made of others is written: with their base and kernels."""
-    return {
-        "layout": how.layout,
-        "energy": how.energy,
-        "base": how.base or next((plan.base for plan in plans if plan.base), None),
-        "kernels": {name: kernel for plan in plans for name, kernel in plan.kernels.items()},
-    }
 
 
 def draw(space: WeightSpace, how: SampleSettings) -> NamedPoints:
@@ -451,79 +329,3 @@ class ExportRecord:
             return cls(ranks=(low, high), **values)
 
         return read_record(Path(folder) / EXPORTED, made, version=_VERSION, of="an exported adapter")
-
-
-# Merges. Source: TIES (arXiv 2306.01708) and DARE (2311.03099), on the changes themselves, not on their factors.
-
-
-def merged(adapters: Sequence[Adapter], how: MergeSettings) -> Iterator[tuple[str, LowRank]]:
-    """Merge adapters, module by module.
-
-    Args:
-        adapters: At least one; a module that some of them lack is not changed by these.
-        how: Method, weights and density.
-
-    Returns:
-        Modules with their changes: exact in factors for a weighted sum, else of full rank.
-
-    Raises:
-        UsageError: There are more or fewer weights than adapters, or a module has two shapes.
-        NameNotFound: A pattern of blocks matches no module.
-    """
-    names = sorted({name for adapter in adapters for name in adapter.factors})
-    weights = _weights(names, len(adapters), how)
-    for name in names:
-        summed = side_by_side(name, adapters, weights[name])
-        if how.method == "linear":
-            yield name, summed
-        else:
-            parts = [
-                (number, one.factors[name].dense(), weights[name][number])
-                for number, one in enumerate(adapters)
-                if name in one.factors
-            ]
-            changes = [_trimmed(change.double(), how, name, number) for number, change, _ in parts]
-            yield name, LowRank.of(_joined(changes, [weight for _, _, weight in parts], how).float())
-
-
-def _weights(names: Sequence[str], count: int, how: MergeSettings) -> dict[str, list[float]]:
-    """The adapters' weights by module."""
-    weights = dict.fromkeys(names, _as_many(list(how.weights) or [1.0] * count, count, "--weight"))
-    for pattern, written in how.blocks:
-        try:
-            values = [float(value) for value in written.split(",")]
-        except ValueError as error:
-            raise UsageError(f"Weights {written!r} of {pattern!r} are no numbers.", cure="Write 1,0.5.") from error
-        weights |= dict.fromkeys(
-            Select(pattern).keys(list(names)),
-            _as_many(values * count if len(values) == 1 else values, count, "--block"),
-        )
-    return weights
-
-
-def _as_many(values: list[float], count: int, option: str) -> list[float]:
-    if len(values) != count:
-        raise UsageError(f"{count} adapters have {len(values)} weights ({option}).", cure="Give one for each.")
-    return values
-
-
-def _trimmed(change: Tensor, how: MergeSettings, name: str, number: int) -> Tensor:
-    """TIES keeps the largest entries; DARE random ones, which it enlarges so that their mean stays."""
-    if how.method == "ties":
-        kept = max(1, int(how.density * change.numel()))
-        flat = torch.zeros(change.numel(), dtype=change.dtype)
-        largest = change.abs().flatten().topk(kept).indices
-        flat[largest] = change.flatten()[largest]
-        return flat.view_as(change)
-    draw = torch_generator(how.seed, "dare", name, number)
-    return change * (torch.rand(change.shape, generator=draw) < how.density) / how.density
-
-
-def _joined(changes: Sequence[Tensor], weights: Sequence[float], how: MergeSettings) -> Tensor:
-    """A weighted sum; with elected signs, each entry is the mean of those that have the sign of their sum."""
-    weighted = torch.stack(list(changes)) * torch.tensor(weights, dtype=torch.float64)[:, None, None]
-    if how.method == "dare":
-        return weighted.sum(0)
-    elected = torch.where(torch.stack(list(changes)).sum(0) >= 0, 1.0, -1.0)
-    agreeing = torch.stack(list(changes)).sign() == elected
-    return (weighted * agreeing).sum(0) / agreeing.sum(0).clamp_min(1)

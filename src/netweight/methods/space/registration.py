@@ -162,9 +162,9 @@ COMMANDS: tuple[Entry, ...] = (
         lazy(f"{_SETTINGS}:MergeSettings"),
         run=lazy(f"{_COMMANDS}:merge"),
         summary="Merge adapters of one base model into one.",
-        description="They may be of any rank and layout, of the same modules or of others, from a space or from "
-        "elsewhere. A weighted sum is exact without --rank; ties and dare take the highest rank of ADAPTER where none "
-        "is given.",
+        description="They may be of any rank, layout and naming, of the same modules or of others, from a space or "
+        "from elsewhere. A weighted sum is exact without --rank; ties and dare take the highest rank of ADAPTER where "
+        "none is given. Trigger words and tags of all files are kept.",
         example="netweight space merge one.safetensors two.safetensors merged --weight 0.5 --weight 0.5",
         arguments=(Argument("adapters", "path", metavar="ADAPTER...", many=True), _DST, OVERWRITE),
     ),
@@ -183,11 +183,25 @@ COMMANDS: tuple[Entry, ...] = (
         lazy(f"{_SETTINGS}:ExtractSettings"),
         run=lazy(f"{_COMMANDS}:extract"),
         summary="Write what training changed as a LoRA.",
-        description="BASE and TUNED are safetensors files or folders of one model, such as a language model or a "
-        "pipeline's unet. The LoRA is the best one of --rank, with its error. Vectors, such as norms, and embeddings "
-        "are left out: no LoRA changes them.",
+        description="BASE and TUNED are folders of one model (of transformers or diffusers, or a whole pipeline), or "
+        "single files in the names of diffusers or of the model's authors. The LoRA is the best one of --rank. Norms, "
+        "embeddings and added tokens are left out and listed; the error is over everything that changed.",
         example="netweight space extract base tuned lora --rank 16",
         arguments=(SOURCE.named("source", metavar="BASE"), SOURCE.named("tuned", metavar="TUNED"), _DST, OVERWRITE),
+    ),
+    Command(
+        "space bake",
+        lazy(f"{_SETTINGS}:BakeSettings"),
+        run=lazy(f"{_COMMANDS}:bake"),
+        summary="Add LoRAs to the weights of a model.",
+        description="MODEL is a safetensors file, a model's folder or a pipeline's, compressed or not. A LoRA may be in "
+        "any known naming and of any kind (DoRA, LoHa and LoKr, too), with a weight behind it: style.safetensors=0.8. "
+        "One tensor is in memory at a time, and everything else of MODEL is copied byte for byte.",
+        example="netweight space bake my-pipeline style.safetensors=0.8 person.safetensors baked",
+        arguments=(
+            SOURCE.named("model", metavar="MODEL"), Argument("adapters", "text", metavar="LORA[=WEIGHT]...", many=True),
+            DESTINATION.named("destination", metavar="OUT"), OVERWRITE,
+        ),
     ),
     Command(
         "space predict",
@@ -215,7 +229,7 @@ COMMANDS: tuple[Entry, ...] = (
         lazy(f"{_SETTINGS}:DuplicateSettings"),
         run=lazy(f"{_COMMANDS}:dedupe"),
         summary="List adapters in a folder that change what another one changes.",
-        description="Copies are found in another layout, rank or strength, too. Nothing is removed. Files that cannot "
+        description="Copies are found in another naming, layout, rank or strength, too. Nothing is removed. Files that cannot "
         "be read are listed with the reason.",
         example="netweight space dedupe my-loras",
         arguments=(Argument("folder", "folder", metavar="DIR"),),

@@ -214,8 +214,10 @@ class EditSettings(Settings):
 class ExportSettings(Settings):
     """How points are written as adapters."""
 
-    layout: Literal["diffusers", "peft", "kohya"] | None = Field(
-        default=None, description="Whose files to write; else diffusers' for a pipeline, peft's for other models."
+    layout: Literal["diffusers", "peft", "kohya", "comfyui"] | None = Field(
+        default=None,
+        description="Whose files to write; by default the layout of the file that is read, for a folder diffusers' or "
+        "peft's.",
     )
     rank: int | None = Field(default=None, ge=1, description="Rank of each module; else as high as is needed.")
     energy: float = Field(
@@ -226,7 +228,17 @@ class ExportSettings(Settings):
     )
 
 
-class ConvertSettings(ExportSettings):
+class FileSettings(ExportSettings):
+    """How LoRA files are read and written."""
+
+    model: Annotated[str | None, Cli(metavar="NAME")] = Field(
+        default=None,
+        description="The model that the adapter belongs to: a folder, whose modules are checked, or an architecture "
+        "(flux, wan, sdxl, …), where the file does not tell it.",
+    )
+
+
+class ConvertSettings(FileSettings):
     """How an adapter is brought to another layout, rank or kind."""
 
     weights: Annotated[Path | None, Cli(metavar="BASE")] = Field(
@@ -234,7 +246,21 @@ class ConvertSettings(ExportSettings):
     )
 
 
-class MergeSettings(ExportSettings):
+class ExtractSettings(FileSettings):
+    """How a LoRA is extracted from two models."""
+
+    modules: Annotated[str | None, Cli(metavar="PATTERN")] = Field(
+        default=None, description="Only these modules, as in '**.attn.*' or '!**.mlp.**'; by default all that changed."
+    )
+    dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
+        default=None, description="Data type of the factors; by default that of the tuned model."
+    )
+    alpha: float | None = Field(
+        default=None, gt=0, description="Alpha of the file; the change stays the same. By default alpha is the rank."
+    )
+
+
+class MergeSettings(FileSettings):
     """How adapters are merged."""
 
     method: Literal["linear", "ties", "dare", "dare-ties"] = Field(
@@ -394,8 +420,13 @@ class DuplicateSettings(Settings):
     least: float = Field(default=0.98, gt=0, le=1, description="The least cosine of what two adapters change.")
 
 
-class ExtractSettings(ExportSettings):
-    """How the difference of two models is written as a LoRA."""
+class BakeSettings(Settings):
+    """How adapters are added to the weights of a model."""
+
+    architecture: Annotated[str | None, Cli(name="--model", metavar="NAME")] = Field(
+        default=None, description="The architecture (flux, wan, sdxl, …), where the files do not tell it."
+    )
+    compress: bool | None = Field(default=None, description="Whether OUT is compressed; by default it is as MODEL is.")
 
 
 class InfoSettings(Settings):

@@ -45,8 +45,8 @@ from netweight.nn.pca import RowBasis, orthonormality
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.published import Published, model_names, published_layout, published_tensor
 from netweight.store.bank.shards import stacked
-from netweight.store.lora_formats.files import Exported, export_adapter
 from netweight.store.lora_formats.parts import Layout
+from netweight.store.lora_formats.writing import Exported, export_adapter
 
 RECORD = "space.json"
 _NUMBERS, _ADAPTERS = "space.safetensors", "adapters.safetensors"

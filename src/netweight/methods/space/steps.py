@@ -40,7 +40,7 @@ from netweight.methods.space.settings import EditSettings, FolderExport, FolderF
 from netweight.methods.space.space import RECORD, WeightSpace, write_space
 from netweight.registry import CardEntry
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.lora_formats.files import read_adapter
+from netweight.store.lora_formats.reading import read_adapter
 
 _POINTS, _DIRECTIONS = "points.json", "directions"
 

@@ -29,10 +29,13 @@ from netweight.store.bank.shards import (
     read_bank_record,
     rows_of_adapter,
 )
-from netweight.store.lora_formats import layouts
-from netweight.store.lora_formats.files import load_converted, plan_adapter
-from netweight.store.lora_formats.layouts import AUTHORS, COMPONENTS, ModelNames, base_key, is_hub_name
-from netweight.store.lora_formats.parts import PICKLES, AdapterPlan, Conversion
+from netweight.store.lora_formats import peft_settings as peft
+from netweight.store.lora_formats.base_names import base_key, is_hub_name
+from netweight.store.lora_formats.identify import AUTHORS, COMPONENTS
+from netweight.store.lora_formats.model_names import ModelNames
+from netweight.store.lora_formats.other_kinds import Conversion
+from netweight.store.lora_formats.parts import PICKLES, AdapterPlan
+from netweight.store.lora_formats.reading import load_converted, plan_adapter, refuse_vectors
 
 if TYPE_CHECKING:
     from netweight.nn.lora import Adapter, AdapterStack
@@ -337,6 +340,7 @@ class _Reader:
 
     def plan(self, path: Path) -> AdapterPlan:
         plan = plan_adapter(path, self.model, self.conversion)
+        refuse_vectors(plan)
         base = plan.base if self.base is None else self.base
         if self.select is None:
             return replace(plan, base=base)
@@ -501,9 +505,9 @@ def _adapters_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path
 
 def _is_adapter(folder: Path) -> bool:
     """Whether a folder is one adapter: peft's, a pipeline's of peft, or diffusers' with the file it names."""
-    if any((folder / name).is_file() for name in (layouts.CONFIG, layouts.WEIGHTS, layouts.DIFFUSERS_WEIGHTS)):
+    if any((folder / name).is_file() for name in (peft.CONFIG, peft.WEIGHTS, peft.DIFFUSERS_WEIGHTS)):
         return True
-    return any((folder / name / layouts.CONFIG).is_file() for name in COMPONENTS)
+    return any((folder / name / peft.CONFIG).is_file() for name in COMPONENTS)
 
 
 def _stamp(path: Path) -> str:

@@ -21,8 +21,8 @@ from torch import Tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
 from netweight.store.bank.shards import MATRIX, BankWriter, Rows, find_published
-from netweight.store.lora_formats import layouts
-from netweight.store.lora_formats.layouts import in_component
+from netweight.store.lora_formats import peft_settings as peft
+from netweight.store.lora_formats.tensor_names import take_apart
 
 DIMENSIONS = "weight_dimensions.pt"
 _BLOCK_BYTES = 1 << 26
@@ -59,7 +59,7 @@ def stable_diffusion_dimensions(rank: int = 1) -> dict[str, tuple[int, ...]]:
     for head, attentions, width in blocks:
         for number in range(attentions):
             for attention, last in (("attn1", "to_q"), ("attn1", "to_v"), ("attn2", "to_q"), ("attn2", "to_v")):
-                name = f"{layouts.PREFIX}{head}.attentions.{number}.transformer_blocks.0.{attention}.{last}"
+                name = f"{peft.PREFIX}{head}.attentions.{number}.transformer_blocks.0.{attention}.{last}"
                 columns = 768 if (attention, last) == ("attn2", "to_v") else width  # the text encoder's width
                 shapes[f"{name}.lora_A.weight"] = (rank, columns)
                 shapes[f"{name}.lora_B.weight"] = (width, rank)
@@ -189,7 +189,7 @@ def published_layout(path: Path, width: int, *, stable_diffusion: bool) -> Publi
 
 
 def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Published:
-    settings = layouts.LoraSettings.read(_companion(path, layouts.CONFIG))
+    settings = peft.LoraSettings.read(_companion(path, peft.CONFIG))
     places, start = {}, 0
     for name, shape in shapes.items():
         places[name] = slice(start, start := start + math.prod(shape))
@@ -198,8 +198,12 @@ def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Publ
             f"{path} has rows of {width:,} entries, the shapes take {start:,}.",
             cure="Matrix and dimensions are of different data: fetch both again.",
         )
-    located = layouts.locate_peft(list(shapes), path)
-    full = in_component(located)
+    located: dict[str, dict[str, str]] = {}
+    for name in shapes:
+        apart = take_apart(name)
+        if apart is None:
+            raise CorruptBlob(f"{path}: {name!r} is no factor of a LoRA.", cure="Fetch the dimensions again.")
+        located.setdefault(apart.module.removeprefix(peft.PREFIX), {})[apart.role] = name
     modules = {}
     for module, roles in located.items():
         if "down" not in roles or "up" not in roles:
@@ -208,7 +212,7 @@ def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Publ
         if len(down) != 2 or len(up) != 2 or down[0] != up[1] or down[0] < 1:
             raise CorruptBlob(f"{path}: the factors of {module} have shapes {tuple(down)} and {tuple(up)}.")
         scale = settings.scale(module, down[0], path)
-        modules[full[module]] = PublishedModule(
+        modules[f"unet.{module}"] = PublishedModule(
             places[roles["down"]], places[roles["up"]], down[0], (up[0], down[1]), scale
         )
     return Published(modules, settings.base)

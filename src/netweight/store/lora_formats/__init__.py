@@ -1,6 +1,7 @@
-"""How others write low-rank adapters: the layouts of peft, diffusers and kohya; `files.py` chooses one and reads.
+"""How others write low-rank adapters: the files of peft, diffusers, kohya and ComfyUI.
 
-Each layout says, from a file's names, shapes and a few numbers alone, which tensors are which module's factors and what
-they are scaled by (`parts.Part`); and how an adapter is written. Names of modules begin with the component of the
-pipeline, if there is one (`layouts`).
+Reading order: `tensor_names` (which part of a change a tensor is), `naming` and its tables (what modules are called),
+`identify` (which architecture a file is of), `peft_settings`, `scales` and `metadata` (what scales it, and where it
+comes from), `other_kinds` and `parts` (a module's change), `reading`, `writing`; `base_weights` and `quantized` read
+the model's own files.
 """

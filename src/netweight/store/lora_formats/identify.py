@@ -1,0 +1,381 @@
+"""Which architecture a LoRA file is of, and what its modules are called in diffusers: told from the whole file.
+
+All names, the shapes and the trainer's note in the header decide together; a single name never does. Names in no table
+stay as they are, and are said. Text encoders are told by their prefix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.store.lora_formats.model_names import ModelNames
+from netweight.store.lora_formats.naming import Match, Naming, Piece, flat, namings
+
+Spelling = Literal["kohya", "comfyui", "diffusers", "peft"]
+"""How names are written: flattened behind `lora_unet_`; the authors' with dots; those of diffusers; a plain model's."""
+
+AUTHORS = "diffusion_model"
+"""The component of a module of a diffusion model in no table, under the name that its authors gave it."""
+COMPONENTS = (
+    "unet", AUTHORS, "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3", "connectors",
+    "text_conditioner",
+)  # fmt: skip
+
+_PEFT = "base_model.model."
+_FLAT_ENCODERS = {"lora_te_": 1, "lora_te1_": 1, "lora_te2_": 2, "lora_te3_": 3}
+_FLAT_DENOISERS = ("lora_unet_", "lora_transformer_", "lora_dit_", "lycoris_")
+_DOTTED_ENCODERS = {"clip_l": 1, "clip_g": 2, "t5xxl": 3}
+_DOTTED_ENCODER = re.compile(r"(?:text_encoders\.)?(clip_l|clip_g|t5xxl)\.(?:transformer\.)?(.+)")
+_DENOISERS = (
+    "model.diffusion_model.", "diffusion_model.", "transformer_2.", "transformer.", "unet.", "pipe.dit.", "dit.",
+    "conditional_transformer.", "module.", "net.",
+)  # fmt: skip
+# Names of layers that transformers' language models share with some diffusion models.
+_BODY = (
+    r"transformer\.(h|encoder|wte|wpe|word_embeddings)\b.*"
+    r"|transformer\.blocks\.\d+\.(attn\.(Wqkv|out_proj)|ffn\.(up|down)_proj|norm_[12])"
+)
+_LANGUAGE = re.compile(
+    r"((language_)?model\.)*(transformer\.)?(layers|h|decoder\.layers|encoder\.layers?|gpt_neox\.layers|block)\.\d+\."
+    r"(.*\.)?([qkvo]_proj|qkv_proj|(gate_|up_|gate_up_|down_)proj|c_attn|c_proj|c_fc|Wqkv|out_proj|query_key_value"
+    rf"|dense.*|fc1|fc2|fc_in|fc_out|w[io].*|SelfAttention.*)|{_BODY}|(.*\.)?(lm_head|embed_tokens|embed_out)"
+)
+# Language models of GPT-2's kind call their body `transformer`, as pipelines call a component.
+_LANGUAGE_BODY = re.compile(_BODY)
+
+
+def component_of(name: str) -> tuple[str, str]:
+    """The pipeline's component that a module is of, and its name there; no component for a plain model's.
+
+    Language models of GPT-2's kind call their body `transformer`, which is no component.
+    """
+    component, _, rest = name.partition(".")
+    if component not in COMPONENTS or not rest or (component == "transformer" and _LANGUAGE_BODY.fullmatch(name)):
+        return "", name
+    return component, rest
+
+
+@final
+@dataclass(frozen=True)
+class Identity:
+    """What the modules of a file are."""
+
+    naming: Naming | None
+    """The table of the denoiser's architecture; None where no table knows it, or the file has no denoiser."""
+    pieces: Mapping[str, tuple[Piece, ...]]
+    """The module as the file writes it → the modules that it stands for."""
+    spelling: Spelling
+    """How the file writes most names."""
+    unknown: tuple[str, ...] = ()
+    """Modules of a diffusion model in no table, which keep their names."""
+    others: tuple[str, ...] = ()
+    """Titles of further architectures that call all these modules alike."""
+
+    def sentence(self) -> str:
+        """Say what was recognized."""
+        if self.naming is None and not self.unknown:
+            return ""
+        first = self.unknown[0] if self.unknown else ""
+        if self.naming is None:
+            return (
+                f"Architecture unknown: {len(self.unknown)} modules such as {first} are in no table of names, and keep "
+                "their names."
+            )
+        alike = f" (or {', '.join(self.others)}, which call these modules alike)" if self.others else ""
+        kept = f"; {len(self.unknown)} modules such as {first} are not in its table, and keep their names"
+        return f"Architecture: {self.naming.title}{alike}{kept if self.unknown else ''}."
+
+
+@final
+@dataclass(frozen=True)
+class _Written:
+    """A module's name in a file, its prefix taken off."""
+
+    name: str
+    paths: tuple[str, ...]
+    """What may be its path: without prefix, or with less of it taken off."""
+    flattened: bool = False
+    encoder: int = 0
+    """The number of the text encoder, from 1; 0 for others."""
+    component: str = ""
+    """The component, where the prefix says it."""
+    denoises: bool = False
+    """Whether the prefix says that it is of a diffusion model."""
+    spelling: Spelling = "peft"
+
+
+def identify(
+    shapes: Mapping[str, tuple[int, int]],
+    where: Path,
+    *,
+    notes: Mapping[str, str] | None = None,
+    naming: Naming | None = None,
+    model: ModelNames | None = None,
+    component: str | None = None,
+    whole_model: bool = False,
+) -> Identity:
+    """Find the architecture of a file and the modules that its names stand for.
+
+    Args:
+        shapes: Module as the file writes it → rows and columns of its change.
+        where: The file, for messages.
+        notes: The file's metadata, in which trainers may name the architecture.
+        naming: The table to take, whatever the file looks like.
+        model: The names of the model's own modules, which names may be looked up in.
+        component: The component that all modules belong to, if that is known.
+        whole_model: Whether these are all modules of a model, of which a table may lack some and others may know more.
+
+    Raises:
+        UsageError: Two architectures fit and differ in what names mean; or the file is not of the one that was named.
+        CorruptBlob: Modules of two architectures are in one file.
+        Unsupported: A flattened name is in no table, so that its dots cannot be found again.
+    """
+    written = [_read(name, component) for name in shapes]
+    encoders = [each for each in written if each.encoder]
+    rest = [each for each in written if not each.encoder]
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    chosen, others, unknown = None, (), []
+    if model is not None:
+        for each in list(rest):
+            if module := model.find(each.paths, each.flattened, each.component):
+                pieces[each.name] = (Piece(module),)
+                rest.remove(each)
+    if rest:
+        chosen, others = _choose(rest, shapes, where, notes or {}, naming, whole_model)
+        for each in rest:
+            found = None if chosen is None else _pieces(each, chosen, shapes[each.name])
+            if found:
+                pieces[each.name] = found
+            elif chosen is None and not each.denoises and not each.flattened and not _authors_name(each):
+                pieces[each.name] = (Piece(_own_name(each, component)),)
+            else:
+                pieces[each.name] = (Piece(_kept(each, where, chosen, model)),)
+                unknown.append(each.name)
+    for each in encoders:
+        pieces[each.name] = (Piece(_encoder(each, chosen, where, model)),)
+    spelling = Counter(_spelling(each, chosen) for each in written).most_common(1)[0][0]
+    return Identity(chosen, pieces, spelling, tuple(unknown), others)
+
+
+def identify_modules(shapes: Mapping[str, tuple[int, int]], naming: Naming | None = None) -> Naming | None:
+    """The architecture of an adapter whose modules are called as in diffusers, with components; None if unknown."""
+    denoiser = {
+        name: shape
+        for name, shape in shapes.items()
+        if component_of(name)[0] in ("unet", "transformer", "transformer_2")
+    }
+    return identify(denoiser, Path("adapter"), naming=naming).naming if denoiser else None
+
+
+def _read(name: str, component: str | None) -> _Written:
+    for prefix, number in _FLAT_ENCODERS.items():
+        if name.startswith(prefix):
+            return _Written(name, (flat(name.removeprefix(prefix)),), True, number, denoises=True, spelling="kohya")
+    for prefix in _FLAT_DENOISERS:
+        if name.startswith(prefix):
+            paths = (flat(name.removeprefix(prefix)),)
+            return _Written(name, paths, True, denoises=prefix != "lycoris_", spelling="kohya")
+    plain = name.removeprefix(_PEFT)
+    if match := _DOTTED_ENCODER.fullmatch(plain):
+        return _Written(name, (match[2],), encoder=_DOTTED_ENCODERS[match[1]], denoises=True, spelling="comfyui")
+    if match := re.fullmatch(r"text_encoder(?:_([23]))?\.(.+)", plain):
+        return _Written(name, (match[2],), encoder=int(match[1] or 1), denoises=True, spelling="diffusers",
+                        component=plain.partition(".")[0])  # fmt: skip
+    if match := re.fullmatch(r"(connectors|text_conditioner)\.(.+)", plain):
+        return _Written(name, (plain, match[2]), component=match[1], denoises=True, spelling="diffusers")
+    if component:
+        number = int(component[-1]) if component[-1].isdigit() else 1
+        encoder = number if component.startswith("text_encoder") else 0
+        own = plain.removeprefix(f"{component}.")
+        return _Written(name, (own,), encoder=encoder, component=component, denoises=True, spelling="diffusers")
+    paths, found = [plain], ""
+    while prefix := next((prefix for prefix in _DENOISERS if paths[-1].startswith(prefix)), None):
+        paths.append(paths[-1].removeprefix(prefix))
+        found = found or prefix
+    # Language models call their body `transformer`, too, and wrappers call what they hold `module`.
+    says = found not in ("", "module.", "net.") and not (found == "transformer." and _LANGUAGE_BODY.fullmatch(plain))
+    spelling: Spelling = "peft"
+    if says:
+        spelling = "diffusers" if found in ("transformer.", "transformer_2.", "unet.") else "comfyui"
+    own = "transformer_2" if found == "transformer_2." else ""
+    return _Written(name, tuple(reversed(paths)), component=own, denoises=says, spelling=spelling)
+
+
+def _match(each: _Written, naming: Naming) -> Match | None:
+    matches = (naming.match(path, flattened=each.flattened) for path in each.paths)
+    return next((match for match in matches if match is not None), None)
+
+
+def _pieces(each: _Written, naming: Naming, shape: tuple[int, int]) -> tuple[Piece, ...] | None:
+    match = _match(each, naming)
+    found = None if match is None else match.pieces(*shape, each.component or naming.component)
+    return None if found is None else tuple(found)
+
+
+def _choose(
+    written: list[_Written],
+    shapes: Mapping[str, tuple[int, int]],
+    where: Path,
+    notes: Mapping[str, str],
+    naming: Naming | None,
+    whole_model: bool,
+) -> tuple[Naming | None, tuple[str, ...]]:
+    """Choose the table that knows the names, and name the others that say the same."""
+    tables = [naming] if naming else [each for each in namings() if not each.component.startswith("text_encoder")]
+    fitting = {
+        table.key: {each.name: found for each in written if (found := _pieces(each, table, shapes[each.name]))}
+        for table in tables
+    }
+    by_key = {table.key: table for table in tables}
+    if naming is not None:
+        if not fitting[naming.key]:
+            raise UsageError(
+                f"{where}: {written[0].name} is no module of {naming.title}, nor is any other.",
+                cure="Leave --model out, and the architecture is told from the file.",
+            )
+        return naming, ()
+    if not any(each.denoises or each.flattened for each in written):
+        # Names without a prefix may be a language model's: all must be known, and one must be no language model's.
+        own = [each.name for each in written if not _LANGUAGE.fullmatch(each.paths[-1])]
+        least = 0.7 * len(written) if whole_model else len(written)
+        fitting = {
+            key: found for key, found in fitting.items() if len(found) >= least and any(name in found for name in own)
+        }
+    most = max((len(found) for found in fitting.values()), default=0)
+    if not most:
+        return None, ()
+    best = [key for key, found in fitting.items() if len(found) == most]
+    ranked = sorted(best, key=lambda key: -_evidence(by_key[key], fitting[key], written, shapes, notes))
+    first = ranked[0]
+    if most < len(written) and not whole_model:
+        _refuse_two(first, fitting, by_key, written, where)
+    level = _evidence(by_key[first], fitting[first], written, shapes, notes)
+    equal = [key for key in ranked if _evidence(by_key[key], fitting[key], written, shapes, notes) == level]
+    differing = next((key for key in equal if _contradict(fitting[key], fitting[first])), None)
+    if differing is not None:
+        both = [each for each in fitting[first] if each in fitting[differing]]
+        name = next(each for each in both if fitting[first][each] != fitting[differing][each])
+        raise UsageError(
+            f"{where}: {name} may be of {by_key[first].title} ({fitting[first][name][0].module}) or of "
+            f"{by_key[differing].title} ({fitting[differing][name][0].module}).",
+            cure=f"Say which (--model {first} or --model {differing}).",
+        )
+    return by_key[first], tuple(by_key[key].title for key in equal[1:])
+
+
+def _contradict(one: Mapping[str, tuple[Piece, ...]], other: Mapping[str, tuple[Piece, ...]]) -> bool:
+    """Whether a name means different modules in two tables."""
+    return any(other.get(name, pieces) != pieces for name, pieces in one.items())
+
+
+def _refuse_two(
+    best: str,
+    fitting: Mapping[str, Mapping[str, tuple[Piece, ...]]],
+    tables: Mapping[str, Naming],
+    written: list[_Written],
+    where: Path,
+) -> None:
+    """Refuse a file in which some modules are of one architecture alone, and others of another one alone."""
+    for each in written:
+        if each.name in fitting[best]:
+            continue
+        key = next((key for key, found in fitting.items() if each.name in found), None)
+        alone = key and next((name for name in fitting[best] if name not in fitting[key]), None)
+        if key is not None and alone:
+            raise CorruptBlob(
+                f"{where} holds modules of two architectures: {alone} of {tables[best].title}, and {each.name} of "
+                f"{tables[key].title}.",
+                cure="Save the two as files of their own; nothing opens both at once.",
+            )
+
+
+def _evidence(
+    naming: Naming,
+    found: Mapping[str, tuple[Piece, ...]],
+    written: list[_Written],
+    shapes: Mapping[str, tuple[int, int]],
+    notes: Mapping[str, str],
+) -> int:
+    """How much speaks for a table among those that know the names: the trainer's note first, then shapes."""
+    family = notes.get("ss_base_model_version") or notes.get("modelspec.architecture", "").partition("/")[0]
+    points = 1000 * any(re.fullmatch(pattern, family.lower()) for pattern in naming.families) if family else 0
+    for each in written:
+        match = _match(each, naming) if each.name in found else None
+        if match is None:
+            continue
+        rows, columns = shapes[each.name]
+        if match.names == "authors" and (ratio := naming.ratios.get(match.entry.authors)):
+            points += 1 if rows * ratio[1] == columns * ratio[0] else -1
+        for index, pattern in enumerate(match.entry.diffusers):
+            if (widths := naming.columns.get(pattern)) and (match.names == "authors" or index == match.index):
+                points += 1 if columns in widths else 0
+    return 2 * points + (naming.usual != "" and all(re.fullmatch(naming.usual, each.name) for each in written))
+
+
+def _authors_name(each: _Written) -> bool:
+    """Whether a name without a prefix is one that authors of a diffusion model gave, though its shape is not theirs."""
+    if _LANGUAGE.fullmatch(each.paths[-1]):
+        return False
+    matches = (_match(each, naming) for naming in namings())
+    return any(match is not None and match.names == "authors" for match in matches)
+
+
+def _own_name(each: _Written, component: str | None) -> str:
+    """The name of a module of a model that is no pipeline's."""
+    name = each.paths[-1]
+    return f"{component}.{name}" if component else name
+
+
+def _kept(each: _Written, where: Path, naming: Naming | None, model: ModelNames | None) -> str:
+    """The name that a module in no table keeps."""
+    if each.flattened:
+        if model is not None:
+            raise model.not_found(each.name)
+        known = f"the table of {naming.title}" if naming else "any table"
+        raise Unsupported(
+            f"{where}: the name {each.name!r} is not in {known}, so where its dots were cannot be told.",
+            cure="Name the architecture (--model NAME, or the model's folder), or save the adapter with dotted names.",
+        )
+    if each.component:
+        return f"{each.component}.{each.paths[0]}"
+    component = {"unet.": "unet", "transformer.": "transformer"}
+    plain = each.name.removeprefix(_PEFT)
+    start = next((start for start in component if plain.startswith(start)), None)
+    return f"{component[start] if start else AUTHORS}.{each.paths[0]}"
+
+
+def _encoder(each: _Written, naming: Naming | None, where: Path, model: ModelNames | None) -> str:
+    component = each.component or ("text_encoder" if each.encoder == 1 else f"text_encoder_{each.encoder}")
+    if each.encoder == 3 and naming is not None and not each.component:
+        component = naming.t5
+    if model is not None and (module := model.find(each.paths, each.flattened, component)):
+        return module
+    if not each.flattened:
+        return f"{component}.{each.paths[0]}"
+    table = next(table for table in namings() if table.component == "text_encoder")
+    match = table.match(each.paths[0], flattened=True)
+    if match is None:
+        if model is not None:
+            raise model.not_found(each.name)
+        raise Unsupported(
+            f"{where}: the name {each.name!r} is of no known text encoder, so where its dots were cannot be told.",
+            cure="Name the model's folder (--model PATH), or save the adapter with dotted names.",
+        )
+    [piece] = match.pieces(1, 1, component) or []
+    return piece.module
+
+
+def _spelling(each: _Written, naming: Naming | None) -> Spelling:
+    """How a name is written; the authors' names are ComfyUI's whatever stands before them."""
+    if naming is None or each.flattened or each.encoder:
+        return each.spelling if each.flattened or naming or each.denoises else "peft"
+    match = _match(each, naming)
+    if match is None or each.spelling == "comfyui":
+        return "comfyui" if each.spelling != "diffusers" else "diffusers"
+    return "diffusers" if match.names == "diffusers" else "comfyui"

@@ -1,0 +1,122 @@
+"""What trainers write into a LoRA file's header: where it comes from, its base model, trigger words and tags."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from netweight.core.files import parse_json
+from netweight.errors import CorruptBlob
+from netweight.store.lora_formats.peft_settings import DIFFUSERS_METADATA
+
+SOURCES = "netweight.sources"
+"""In a merged file's metadata: the files that it was made of, and what their headers said where they differ."""
+COMPONENT = "netweight.component"
+"""In peft's files that we write: the component of the pipeline, which peft does not know."""
+
+_KEYS = (
+    "ss_output_name", "ss_base_model_version", "ss_sd_model_name", "ss_sd_model_hash", "ss_network_module", "ss_steps",
+    "ss_num_train_images", "modelspec.title", "modelspec.author", "modelspec.license", "modelspec.trigger_phrase",
+    "modelspec.architecture", "license", "source", "trained_words",
+)  # fmt: skip
+_TRIGGERS = "ss_tag_frequency"  # folder → tag → how often captions have it
+_LENGTH = 200  # characters that are kept of each
+# What describes a file's own bytes, ranks and names, so that it is wrong of another file.
+_OF_THE_BYTES = (
+    "format", "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", "alpha", "lora_alpha", "network_alpha",
+    DIFFUSERS_METADATA, COMPONENT,
+)  # fmt: skip
+
+
+def summary(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a file's metadata says of its origin, shortened, and the words that most captions had."""
+    entries = {name: metadata[name][:_LENGTH] for name in _KEYS if metadata.get(name)}
+    counts = tag_counts(metadata)
+    if counts:
+        entries["tags"] = ", ".join(tag.strip() for tag, _ in counts.most_common(5))[:_LENGTH]
+    return entries
+
+
+def tag_counts(metadata: Mapping[str, str]) -> Counter[str]:
+    """How often the captions of the training had each tag."""
+    try:
+        tables = [tags for tags in parse_json(metadata.get(_TRIGGERS, "{}")).values() if isinstance(tags, dict)]
+        return Counter({tag: count for one in tables for tag, count in one.items() if isinstance(count, int)})
+    except (ValueError, AttributeError):  # a note that is no table of tags tells none
+        return Counter()
+
+
+def base_model(metadata: Mapping[str, str]) -> str | None:
+    """The base model as trainers name it: the kind of model before a checkpoint's own name."""
+    kind = metadata.get("modelspec.architecture", "").partition("/")[0]  # as in stable-diffusion-v1/lora
+    return metadata.get("ss_base_model_version") or kind or metadata.get("ss_sd_model_name") or None
+
+
+def network_alpha(metadata: Mapping[str, str], where: Path) -> float | None:
+    """The alpha of all modules that a header states where no tensor does, or None."""
+    for key in ("alpha", "lora_alpha", "network_alpha"):
+        if key in metadata:
+            try:
+                return float(metadata[key])
+            except ValueError as error:
+                raise CorruptBlob(
+                    f"{where}: its header states {key} = {metadata[key]!r}, which is no number.",
+                    cure="Fetch the file again, or write the number that it was trained with.",
+                ) from error
+    return None
+
+
+def kept(metadata: Mapping[str, str], rank: int | None = None, alpha: float | None = None) -> dict[str, str]:
+    """What of a file's metadata is true of a file made of it.
+
+    Args:
+        metadata: The file's metadata.
+        rank: The new file's rank, for the trainer's note of it.
+        alpha: The new file's alpha, likewise.
+    """
+    entries = {key: value for key, value in metadata.items() if key not in _OF_THE_BYTES}
+    for key, value in (("ss_network_dim", rank), ("ss_network_alpha", alpha)):
+        if key in entries and value is not None:
+            entries[key] = f"{value:g}"
+    return entries
+
+
+def union(sources: Sequence[tuple[Path, Mapping[str, str]]], weights: Sequence[float]) -> dict[str, str]:
+    """The metadata of a file that was merged of others.
+
+    An entry that all files that have it agree on stays. Tags are added up; titles, trigger words and licenses are put
+    side by side. Where other entries differ, they are listed by file.
+
+    Args:
+        sources: Files and their metadata.
+        weights: The weight of each.
+    """
+    own = [kept(metadata) for _, metadata in sources]
+    if not any(own):
+        return {}
+    merged: dict[str, str] = {}
+    for key in dict.fromkeys(key for each in own for key in each):
+        values = list(dict.fromkeys(each[key] for each in own if key in each))
+        if len(values) == 1:
+            merged[key] = values[0]
+        elif key == _TRIGGERS:
+            tables: dict[str, dict[str, int]] = {}
+            for each in own:
+                try:
+                    for folder, tags in parse_json(each.get(key, "{}")).items():
+                        table = tables.setdefault(folder, {})
+                        for tag, count in tags.items():
+                            table[tag] = table.get(tag, 0) + int(count)
+                except (ValueError, AttributeError, TypeError):  # a note that is no table of tags adds none
+                    continue
+            merged[key] = json.dumps(tables)
+        elif key.startswith("modelspec.") or key in ("ss_output_name", "trained_words", "license", "source"):
+            merged[key] = ", ".join(values)
+    merged[SOURCES] = json.dumps([
+        {"file": path.name, "weight": weight}
+        | {key: value for key, value in each.items() if merged.get(key) != value and key != _TRIGGERS}
+        for (path, _), each, weight in zip(sources, own, weights, strict=True)
+    ])  # fmt: skip
+    return merged

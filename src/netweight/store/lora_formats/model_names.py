@@ -1,0 +1,73 @@
+"""The names of a model's own modules, in which the names of a file can be looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from netweight.core.names import nearest_names
+from netweight.errors import NameNotFound, UsageError
+from netweight.store.lora_formats.naming import flat
+
+_TEXT_MODEL = ".text_model."  # a level of CLIP's text encoder that older files have, and newer models may lack
+
+
+class ModelNames:
+    """The names of a model's modules, with the component in front for a pipeline's.
+
+    Args:
+        modules: The names.
+    """
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self._names = set(modules)
+        self._older = {name.replace(_TEXT_MODEL, ".", 1): name for name in self._names}
+        self._flat: dict[str, list[str]] = {}
+        for name in sorted(self._names):
+            self._flat.setdefault(flat(name), []).append(name)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the model has a module of this name."""
+        return name in self._names
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        """All names, sorted."""
+        return iter(sorted(self._names))
+
+    def find(self, paths: Sequence[str], flattened: bool, component: str) -> str | None:
+        """The module that a name in a file means, or None.
+
+        Args:
+            paths: What the name may be without prefix.
+            flattened: Whether its dots were replaced by underscores.
+            component: The component, or empty for any denoiser and for models that are no pipelines.
+
+        Raises:
+            UsageError: Several modules have this name when flattened.
+        """
+        components = [f"{component}."] if component else ["", "unet.", "transformer."]
+        for path in paths:
+            for start in components:
+                if not flattened and (own := self.own(f"{start}{path}")):
+                    return own
+                if flattened:
+                    plain = path.removeprefix("text_model_")
+                    found = self._flat.get(flat(f"{start}{path}")) or self._flat.get(flat(f"{start}{plain}")) or []
+                    if len(found) > 1:
+                        raise UsageError(
+                            f"The name {path!r} may mean {' or '.join(found)}.",
+                            cure="Save the adapter with dotted names, as diffusers and peft write them.",
+                        )
+                    if found:
+                        return found[0]
+        return None
+
+    def own(self, name: str) -> str | None:
+        """The model's own name of a module, with or without CLIP's level `text_model`; None if it has none."""
+        return name if name in self._names else self._older.get(name.replace(_TEXT_MODEL, ".", 1))
+
+    def not_found(self, name: str) -> NameNotFound:
+        """The error for a name that the model does not have."""
+        near = ", ".join(nearest_names(name.replace("_", "."), self._names))
+        return NameNotFound(
+            f"The model has no module {name!r}.", cure=f"It is of another model; the nearest names are {near}."
+        )

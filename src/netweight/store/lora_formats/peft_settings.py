@@ -1,0 +1,202 @@
+"""The settings of peft that scale a LoRA: `adapter_config.json`, or the same fields in a file's metadata."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, final
+
+from netweight.core.files import parse_json, read_object
+from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.store.lora_formats.other_kinds import CONVERT, CONVERT_DORA
+from netweight.store.lora_formats.scales import alpha_of
+from netweight.store.safetensors import MAX_HEADER
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+COMPRESSED_WEIGHTS = "adapter_model.net.safetensors"  # as `netweight compress` names it
+PREFIX = "base_model.model."
+DIFFUSERS_METADATA = "lora_adapter_metadata"
+DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
+
+_OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ down, and what to do
+    "use_dora": CONVERT_DORA,
+    "modules_to_save": "Train without modules_to_save: these modules are whole, no low-rank change.",
+    "trainable_token_indices": "Train without trainable_token_indices.",
+    "target_parameters": "Train with target_modules instead.",
+    "layer_replication": "Train without layer_replication.",
+    "alora_invocation_tokens": "Train without alora_invocation_tokens.",
+    "use_qalora": "Train with use_qalora=False.",
+    "use_bdlora": "Train without use_bdlora.",
+    "arrow_config": "Give the experts one by one.",
+    "kasa_config": "Train without kasa_config.",
+    "monteclora_config": "Train without monteclora_config.",
+}
+# Layers of language models, by which those that know the class of a model by its task find it.
+_LANGUAGE = re.compile(r"(model\.)?(layers|decoder\.layers|gpt_neox\.layers|transformer\.h)\.\d+\.")
+_PATTERN, _REPEATED = 1000, re.compile(r"[*+}][^()]*\)+[*+{]|\([^()]*\|[^()]*\)+[*+{]")
+_CONVERTIBLE = ("LOHA", "LOKR")
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they change the base's weights before training
+
+
+@final
+@dataclass(frozen=True)
+class LoraSettings:
+    """The settings that scale a LoRA."""
+
+    rank: int
+    """Rank of modules that no pattern names."""
+    alpha: float
+    """Alpha of modules that no pattern names."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Pattern of module names → rank."""
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    """Pattern of module names → alpha."""
+    root: bool = False
+    """Whether the scale is alpha / √rank instead of alpha / rank."""
+    base: str | None = None
+    """The model's name, if it is known."""
+    transposed: bool = False
+    """Whether the model stores these weights as (inputs, outputs), as GPT-2's `Conv1D` does (`fan_in_fan_out`)."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: Path, *, converts: bool = False) -> Self:
+        """Take peft's settings; LoHa's, LoKr's and DoRA's only to be converted."""
+        kind = values.get("peft_type", "LORA")
+        if kind != "LORA" and not (converts and kind in _CONVERTIBLE):
+            cure = CONVERT if kind in _CONVERTIBLE else "Only LoRA has low-rank factors."
+            raise Unsupported(f"{where} describes an adapter of kind {kind}.", cure=cure)
+        for name, cure in _OTHERS.items():
+            if values.get(name) and not (converts and name == "use_dora"):
+                raise Unsupported(f"{where} asks for {name}: {values[name]!r}.", cure=cure)
+        if values.get("bias", "none") not in ("none", None):
+            raise Unsupported(f"{where} trains biases: {values['bias']!r}.", cure='Train with bias="none".')
+        if str(values.get("init_lora_weights", True)).lower().startswith(_OTHER_BASE):
+            raise Unsupported(
+                f"{where} was begun with {values['init_lora_weights']!r}, which changes the base model.",
+                cure="Save it with path_initial_model_for_weight_conversion, which makes an ordinary LoRA of it.",
+            )
+        try:
+            ranks = {str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()}
+            alphas = {str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()}
+            if odd := [pattern for pattern in (*ranks, *alphas) if not _sound(pattern)]:
+                raise ValueError(f"{odd[0]!r} is no pattern of names")
+            base = values.get("base_model_name_or_path")
+            rank, alpha = int(values.get("r", 8)), float(values.get("lora_alpha" if kind == "LORA" else "alpha", 8))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CorruptBlob(f"{where}: r, lora_alpha or their patterns are no numbers ({error}).") from error
+        return cls(
+            rank,
+            alpha,
+            ranks,
+            alphas,
+            bool(values.get("use_rslora")),
+            base if isinstance(base, str) else None,
+            bool(values.get("fan_in_fan_out")),
+        )
+
+    @classmethod
+    def read(cls, path: Path, *, converts: bool = False) -> Self:
+        """Read `adapter_config.json`."""
+        try:
+            return cls.of(read_object(path, limit=MAX_HEADER), path, converts=converts)
+        except ValueError as error:
+            raise CorruptBlob(f"{path} is no JSON ({error}).", cure="Fetch the file again.") from error
+
+    def scale(self, module: str, rank: int | None, where: Path) -> float:
+        """Return a module's scale."""
+        # `rank`: None where its tensors do not tell it
+        stated = int(_matching(self.ranks, module, self.rank))
+        rank = stated if rank is None else rank
+        if stated != rank:
+            raise CorruptBlob(
+                f"{where}: {module} has rank {rank}, its settings say {stated}.",
+                cure="Weights and adapter_config.json are of different adapters: fetch both again.",
+            )
+        alpha = _matching(self.alphas, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.root else alpha / rank
+
+    def to_json(self, modules: list[str]) -> dict[str, Any]:
+        """Return the fields of peft's `LoraConfig` for these modules."""
+        return {
+            "peft_type": "LORA",
+            "base_model_name_or_path": self.base,
+            "r": self.rank,
+            "lora_alpha": _plain(self.alpha),
+            "rank_pattern": dict(self.ranks),
+            "alpha_pattern": {name: _plain(alpha) for name, alpha in self.alphas.items()},
+            "target_modules": modules,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "use_rslora": self.root,
+            "fan_in_fan_out": self.transposed,
+            "inference_mode": True,
+        } | ({"task_type": "CAUSAL_LM"} if any(_LANGUAGE.match(name) for name in modules) else {})
+
+
+def settings_for(
+    scales: Mapping[str, tuple[float, int]], base: str | None = None, *, transposed: bool = False
+) -> LoraSettings:
+    """Find the settings that give modules their scales."""
+    if not scales:
+        raise UsageError("An adapter needs at least one module.")
+    alphas = {name: alpha_of(scale, rank) for name, (scale, rank) in scales.items()}
+    rank = Counter(rank for _, rank in scales.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    return LoraSettings(
+        rank,
+        alpha,
+        {_pattern(name, scales): own for name, (_, own) in scales.items() if own != rank},
+        {_pattern(name, scales): own for name, own in alphas.items() if own != alpha},
+        base=base,
+        transposed=transposed,
+    )
+
+
+def _pattern(name: str, names: Mapping[str, Any]) -> str:
+    """A module's name as peft's pattern, which without `^` would also match longer names that end in it."""
+    return f"^{name}" if any(other.endswith(f".{name}") for other in names) else name
+
+
+def _sound(pattern: str) -> bool:
+    """Whether a stranger's pattern is one, and takes no endless time: nothing is repeated in what is repeated."""
+    try:
+        return len(pattern) <= _PATTERN and re.compile(pattern) and not _REPEATED.search(pattern)
+    except re.error:
+        return False
+
+
+def _matching(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
+    """The value of the first pattern that matches a name as peft matches: at its end, after a dot."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return otherwise
+
+
+def _plain(alpha: float) -> float:
+    """A whole number as an int, as peft writes it."""
+    return int(alpha) if alpha.is_integer() else alpha
+
+
+def settings_said(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSettings]:
+    """Read the settings of each component from a file's metadata; empty if it has none."""
+    if DIFFUSERS_METADATA not in metadata:
+        return {}
+    try:
+        fields = parse_json(metadata[DIFFUSERS_METADATA])
+        parts = {component: rest for component, rest in (key.split(".", 1) for key in fields)}
+    except (ValueError, TypeError) as error:
+        raise CorruptBlob(
+            f"{where}: its {DIFFUSERS_METADATA} cannot be read ({error}).", cure="Fetch the file again."
+        ) from error
+    return {component: LoraSettings.of(_fields_of(component, fields), where) for component in parts}
+
+
+def _fields_of(component: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    head = f"{component}."
+    return {key.removeprefix(head): value for key, value in fields.items() if key.startswith(head)}

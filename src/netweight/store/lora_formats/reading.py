@@ -1,0 +1,447 @@
+"""Reading adapters: what files hold, from headers and settings alone (`plan_adapter`), and their factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
+from netweight.nn.lora import Adapter, LowRank, Truncation
+from netweight.store.lora_formats import metadata as headers
+from netweight.store.lora_formats import peft_settings as peft
+from netweight.store.lora_formats.base_weights import BaseWeights
+from netweight.store.lora_formats.identify import COMPONENTS, Identity, identify
+from netweight.store.lora_formats.model_names import ModelNames
+from netweight.store.lora_formats.naming import Naming, Piece
+from netweight.store.lora_formats.other_kinds import Conversion, refuse_kinds
+from netweight.store.lora_formats.parts import (
+    PICKLES,
+    AdapterPlan,
+    Part,
+    VectorPart,
+    load_part,
+    plan_part,
+    refuse_pickle,
+    take_rows,
+    with_rows,
+)
+from netweight.store.lora_formats.tensor_names import Role, take_all_apart
+from netweight.store.reader import Store, open_store
+
+# What a tensor that is no matrix changes → the parameter's name after its module.
+_VECTORS = {"diff_b": "bias", "b_norm": "bias", "up_bias": "bias", "diff": "weight", "w_norm": "weight",
+            "diff_m": "modulation"}  # fmt: skip
+
+
+def plan_adapter(
+    path: str | Path,
+    model: ModelNames | None = None,
+    conversion: Conversion | None = None,
+    naming: Naming | None = None,
+) -> AdapterPlan:
+    """Find out what an adapter's files hold, from their headers.
+
+    Args:
+        path: A `.safetensors` file, a folder with one, or a folder of peft, or with one such folder per component.
+        model: The model's names: all modules must be among them, and flattened names are looked up in them.
+        conversion: How LoHa, LoKr, DoRA and differences become LoRAs; by default they are refused.
+        naming: The architecture's table, whatever the file looks like.
+
+    Returns:
+        The plan: modules are called as in diffusers, with components, where a table knows them.
+
+    Raises:
+        UsageError: There is no adapter, its rank is 0, or it may be of several architectures.
+        NameNotFound: The model has no such module.
+        Unsupported: It is of a kind that is to be converted, or no adapter.
+        UnsafeInput: It is a pickle.
+        CorruptBlob: A file is damaged, incomplete or contradicts itself.
+    """
+    plan = replace(_plan(Path(path), _Task(model, conversion, naming)), conversion=conversion)
+    if model is None:
+        return plan
+    return replace(plan, parts={_own(model, name, plan.path): part for name, part in plan.parts.items()})
+
+
+def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None, architecture: str | None = None) -> Adapter:
+    """Read one adapter.
+
+    Args:
+        path: A `.safetensors` file of any trainer whose names are known, or with the names of diffusers; or a folder
+            with one; or a folder of peft (`adapter_model.safetensors` and `adapter_config.json`), or with one such
+            folder per component.
+        modules: Names of the model's modules, with components: then an adapter of others is refused, names in kohya's
+            layout may have any structure, and text encoders are called as in the model, with or without `text_model`.
+        architecture: The name of its table of names (`flux`, `wan`, …), where the file does not tell it.
+
+    Returns:
+        The adapter: factors as stored, with their exact scale. Modules of known architectures are called as diffusers
+        calls them, with the component in front; modules that the authors fused are split.
+
+    Raises:
+        UsageError: There is no adapter, its rank is 0, it holds NaN or infinity, or may be of several architectures.
+        NameNotFound: The model has no such module.
+        Unsupported: It is no LoRA of linear layers and convolutions (DoRA, LoHa, LoKr, biases and so on).
+        UnsafeInput: It is a pickle.
+        CorruptBlob: A file is damaged, incomplete or contradicts itself.
+    """
+    from netweight.store.lora_formats.naming import naming_called
+
+    naming = None if architecture is None else naming_called(architecture)
+    plan = plan_adapter(path, None if modules is None else ModelNames(modules), naming=naming)
+    refuse_vectors(plan)
+    return load_plan(plan)
+
+
+def refuse_vectors(plan: AdapterPlan) -> None:
+    """Refuse changes of biases, norms and other vectors, which low-rank factors do not express."""
+    if plan.vectors:
+        first = next(iter(plan.vectors))
+        raise Unsupported(
+            f"{plan.path} changes {len(plan.vectors)} biases or other vectors, which are no low-rank change, such as "
+            f"{first} (tensor {plan.vectors[first].tensor!r}).",
+            cure="Keep the file as it is: netweight space convert and merge carry them along.",
+        )
+
+
+def load_plan(plan: AdapterPlan) -> Adapter:
+    """Read the adapter that was planned."""
+    return load_converted(plan).adapter
+
+
+def load_converted(plan: AdapterPlan) -> Truncation:
+    """Read the adapter that was planned, and the error of what is no plain LoRA."""
+    factors: dict[str, LowRank] = {}
+    lost = 0.0
+    weights = None if plan.conversion is None else plan.conversion.weights
+    with ExitStack() as stack:
+        base = None
+        if weights is not None and any(part.converts for part in plan.parts.values()):
+            base = stack.enter_context(BaseWeights(weights, naming=plan.naming))
+        for file in dict.fromkeys(part.file for part in plan.parts.values()):
+            with open_store(file) as store:
+                for name, part in plan.parts.items():
+                    if part.file == file:
+                        factors[name], left_out = load_part(store, name, part, base, transposed=plan.transposed)
+                        _refuse_not_finite(file, name, factors[name])
+                        lost += left_out
+    adapter = Adapter(dict(sorted(factors.items())), _vectors(plan))
+    return Truncation(adapter, math.sqrt(lost / (lost + adapter.norm() ** 2)) if lost else 0.0)
+
+
+class _Task:
+    """How files are planned."""
+
+    def __init__(self, model: ModelNames | None, conversion: Conversion | None, naming: Naming | None) -> None:
+        self.model, self.conversion, self.naming = model, conversion, naming
+
+
+def _vectors(plan: AdapterPlan) -> dict[str, object]:
+    vectors = {}
+    for name, part in sorted(plan.vectors.items()):
+        with open_store(part.file) as store:
+            change = take_rows(store.get(part.tensor), part.rows)
+            vectors[name] = change if part.scale == 1 else change.double().mul(part.scale).to(change.dtype)
+    return vectors
+
+
+def _plan(path: Path, task: _Task) -> AdapterPlan:
+    if path.is_file():
+        refuse_pickle(path)
+        return _plan_peft(path, task) if path.name == peft.WEIGHTS else _plan_file(path, path, task)
+    if not path.is_dir():
+        raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
+    if (path / peft.CONFIG).is_file() or (path / peft.WEIGHTS).is_file():
+        return _plan_peft(_peft_weights(path), task)
+    parts = [path / name for name in COMPONENTS if (path / name / peft.CONFIG).is_file()]
+    if parts:
+        return _joined(path, [_plan_peft(_peft_weights(folder), task) for folder in parts])
+    return _plan_file(_only_file(path), path, task)
+
+
+def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
+    """Plan a file that says its scales itself."""
+    with open_store(file) as store:
+        names = store.names()
+        if not names:
+            raise UsageError(f"{file} holds no tensor.", cure="Leave it out.")
+        header = store.files[0].metadata
+        located, remarks, kohya_ends = _locate(file, store, names, task)
+        identity = identify(
+            {name: _rough_shape(store, roles) for name, roles in located.items()},
+            file,
+            notes=header,
+            naming=task.naming,
+            model=task.model,
+        )
+        if identity.spelling == "peft" and any(name.startswith(peft.PREFIX) for name in names):
+            raise UsageError(
+                f"{file} is in peft's layout, but is not called {peft.WEIGHTS}, so its scale is not known.",
+                cure=f"Put it in a folder under that name, beside its {peft.CONFIG}.",
+            )
+        settings = peft.settings_said(header, file)
+        has_alphas = any("alpha" in roles for roles in located.values())
+        network = None if has_alphas or settings else headers.network_alpha(header, file)
+        scales = _Scales(file, store, settings, network)
+        parts, vectors = _parts(file, store, located, identity, scales, task.conversion)
+        bases = {one.base for one in settings.values() if one.base}
+        layout = identity.spelling if identity.spelling != "peft" else "diffusers"
+        if vectors:
+            remarks.append(
+                f"{len(vectors)} changes of biases, norms or other vectors, such as {next(iter(vectors))}, are carried "
+                "along as they are."
+            )
+        bare = {name for name, roles in located.items() if all(_is_vector(store, *each) for each in roles.items())}
+        identity = replace(identity, unknown=tuple(name for name in identity.unknown if name not in bare))
+        return AdapterPlan(
+            path, layout, parts, bases.pop() if len(bases) == 1 else headers.base_model(header),
+            headers.summary(header), None, vectors, identity.naming, header,
+            tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends, has_alphas,
+        )  # fmt: skip
+
+
+class _Scales:
+    """What scales modules: alphas in tensors, settings in the header, one alpha for all, or nothing."""
+
+    def __init__(
+        self, file: Path, store: Store, settings: Mapping[str, peft.LoraSettings], network: float | None
+    ) -> None:
+        self._file, self._store, self._settings, self._network = file, store, settings, network
+
+    def of(self, module: str, roles: Mapping[Role, str], rank: int | None) -> float:
+        """The scale of a module, called as in diffusers."""
+        component, _, rest = module.partition(".")
+        stated = None
+        if component in self._settings:
+            stated = self._settings[component].scale(rest, rank, self._file)
+        name = roles.get("alpha")
+        if name is None:
+            if stated is not None:
+                return stated
+            return 1.0 if self._network is None or rank is None else self._network / rank
+        alpha = self._store.get(name)
+        if alpha.numel() != 1:
+            raise CorruptBlob(f"{self._file}: {name} has shape {tuple(alpha.shape)} and is no alpha.")
+        scale = 1.0 if rank is None else float(alpha) / rank
+        if stated is not None and not math.isclose(stated, scale, rel_tol=1e-6):
+            raise CorruptBlob(
+                f"{self._file} says twice what {module} is scaled by: {scale:g} by the tensor {name}, {stated:g} by "
+                f"{peft.DIFFUSERS_METADATA} in its header.",
+                cure="Remove one of the two: the tensor, or the entry of the header.",
+            )
+        return scale
+
+
+def _locate(
+    file: Path, store: Store, names: list[str], task: _Task
+) -> tuple[dict[str, dict[Role, str]], list[str], bool]:
+    """Find the tensors of each module: module as the file writes it → role → tensor."""
+    left_out = [name for name in names if name.endswith(".base_layer.weight") or name.startswith("bundle_emb.")]
+    names = [name for name in names if name not in left_out]
+    refuse_kinds(file, {name: len(store.info(name).shape) for name in names}, task.conversion)
+    apart = take_all_apart(names)
+    located: dict[str, dict[Role, str]] = {}
+    for name, each in apart.items():
+        if each is None:
+            raise _no_part(file, name)
+        roles = located.setdefault(each.module, {})
+        if each.role in roles:
+            raise CorruptBlob(f"{file}: both {roles[each.role]!r} and {name!r} are the same part of {each.module}.")
+        roles[each.role] = name
+    remarks = []
+    if base := [name for name in left_out if name.endswith(".base_layer.weight")]:
+        remarks.append(
+            f"Left out: {', '.join(base)}, the base model's own weight, which peft saves beside the adapter of a head "
+            "or embedding."
+        )
+    if bundled := [name for name in left_out if name.startswith("bundle_emb.")]:
+        remarks.append(f"Left out: {len(bundled)} bundled text embeddings ({bundled[0]} and such), which are no LoRA.")
+    return located, remarks, any(each is not None and each.kohya for each in apart.values())
+
+
+def _no_part(file: Path, name: str) -> Unsupported:
+    if name.endswith(".bias"):
+        return Unsupported(f"{file}: tensor {name!r} is a bias that was trained along.", cure='Train with bias="none".')
+    if name.endswith(".weight"):
+        return Unsupported(
+            f"{file}: tensor {name!r} is a whole weight, no factor of a LoRA.",
+            cure="Train without modules_to_save; or extract a LoRA from the merged model: netweight space extract BASE "
+            "MERGED NEW.",
+        )
+    return Unsupported(f"{file}: tensor {name!r} is no part of a LoRA.", cure="Save the adapter without it.")
+
+
+def _rough_shape(store: Store, roles: Mapping[Role, str]) -> tuple[int, int]:
+    """Rows and columns of a module's change, as far as a look at its tensors tells: 1 where they do not."""
+    shapes = {role: store.info(name).shape for role, name in roles.items()}
+    if "up" in shapes and "down" in shapes and len(shapes["up"]) > 1 and len(shapes["down"]) > 1:
+        return shapes["up"][0], math.prod(shapes["down"][1:])
+    if "hada_w1_a" in shapes and "hada_w1_b" in shapes:
+        side = 1 if "hada_t1" in shapes else 0
+        return shapes["hada_w1_a"][side], math.prod(shapes["hada_w1_b"][1:])
+    if any(role.startswith("lokr") for role in shapes):
+        rows = columns = 1
+        for number in (1, 2):
+            whole = shapes.get(f"lokr_w{number}")
+            left, right = (shapes.get(f"lokr_w{number}_{side}", (1, 1)) for side in "ab")
+            rows *= whole[0] if whole else left[1 if number == 2 and "lokr_t2" in shapes else 0]
+            columns *= math.prod((whole or right)[1:])
+        return rows, columns
+    for role in ("diff", "diff_b", "up_bias", "w_norm", "b_norm"):
+        if shapes.get(role):
+            return shapes[role][0], math.prod(shapes[role][1:])
+    return 1, 1
+
+
+def _parts(
+    file: Path,
+    store: Store,
+    located: Mapping[str, Mapping[Role, str]],
+    identity: Identity,
+    scales: _Scales,
+    conversion: Conversion | None,
+) -> tuple[dict[str, Part], dict[str, VectorPart]]:
+    """Pair the tensors of each module, and divide those of fused modules."""
+    parts: dict[str, Part] = {}
+    vectors: dict[str, VectorPart] = {}
+    for written, roles in located.items():
+        pieces = identity.pieces[written]
+        flat = {role: name for role, name in roles.items() if _is_vector(store, role, name)}
+        factors = {role: name for role, name in roles.items() if role not in flat}
+        scale = 1.0
+        if factors.keys() - {"alpha"}:
+            first = pieces[0].module
+            whole = plan_part(file, store, written, factors, lambda rank, first=first, roles=roles: scales.of(
+                first, roles, rank), conversion)  # fmt: skip
+            scale = whole.scale
+            for piece in pieces:
+                if piece.module in parts:
+                    other = next(iter(parts[piece.module].tensors.values()))
+                    raise CorruptBlob(
+                        f"{file} holds {piece.module} under two names: {other} and {next(iter(factors.values()))}.",
+                        cure="Fetch the file again, or remove one of the two.",
+                    )
+                parts[piece.module] = with_rows(whole, piece.rows)
+        elif not flat:
+            raise CorruptBlob(
+                f"{file}: {written} has no down (lora_A) factor and no up (lora_B) factor, but {roles['alpha']!r}.",
+                cure="The file is incomplete: fetch it again.",
+            )
+        for role, name in flat.items():
+            for piece in pieces:
+                vectors[f"{piece.module}.{_VECTORS[role]}"] = _vector(file, name, role, scale, piece)
+    if not parts:
+        raise UsageError(f"{file} holds no low-rank change.", cure="Leave it out.")
+    return parts, vectors
+
+
+def _is_vector(store: Store, role: Role, name: str) -> bool:
+    """Whether a tensor changes a parameter that is no matrix."""
+    return role in _VECTORS and (role != "diff" or len(store.info(name).shape) < 2)
+
+
+def _vector(file: Path, name: str, role: Role, scale: float, piece: Piece) -> VectorPart:
+    return VectorPart(file, name, scale if role == "up_bias" else 1.0, piece.rows)
+
+
+def _peft_weights(folder: Path) -> Path:
+    """The weights in a folder of peft."""
+    if (folder / peft.WEIGHTS).is_file():
+        return folder / peft.WEIGHTS
+    if (folder / peft.COMPRESSED_WEIGHTS).is_file():
+        raise Unsupported(
+            f"{folder} is an adapter compressed by netweight.", cure="Run: netweight decompress FOLDER NEW_FOLDER"
+        )
+    for pickle in (folder / Path(peft.WEIGHTS).with_suffix(ending) for ending in PICKLES):
+        if pickle.is_file():
+            refuse_pickle(pickle)
+    raise UsageError(f"{folder} holds no {peft.WEIGHTS}.", cure="Fetch the adapter's weights, too.")
+
+
+def _plan_peft(file: Path, task: _Task) -> AdapterPlan:
+    """Plan peft's weights, with the settings beside them."""
+    config = file.with_name(peft.CONFIG)
+    if not config.is_file():
+        raise UsageError(f"{config} is missing, so what {file.name} is scaled by is not known.", cure="Fetch it, too.")
+    settings = peft.LoraSettings.read(config, converts=task.conversion is not None)
+    with open_store(file) as store:
+        located, remarks, kohya_ends = _locate(file, store, store.names(), task)
+        header = store.files[0].metadata
+        inside = header.get(headers.COMPONENT)
+        component = inside or (file.parent.name if file.parent.name in COMPONENTS else None)
+        identity = identify(
+            {name: _rough_shape(store, roles) for name, roles in located.items()},
+            file,
+            notes=header,
+            naming=task.naming,
+            model=task.model,
+            component=component,
+        )
+        scales = _PeftScales(config, settings, {piece.module: name for name, pieces in identity.pieces.items()
+                                                for piece in pieces})  # fmt: skip
+        parts, vectors = _parts(file, store, located, identity, scales, task.conversion)
+    return AdapterPlan(
+        file.parent, "peft", parts, settings.base, {}, None, vectors, identity.naming, header,
+        tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends, transposed=settings.transposed,
+    )  # fmt: skip
+
+
+class _PeftScales(_Scales):
+    """What scales modules of peft: the settings, whose patterns are of the names as peft writes them."""
+
+    def __init__(self, config: Path, settings: peft.LoraSettings, written: Mapping[str, str]) -> None:
+        self._config, self._one, self._written = config, settings, written
+
+    def of(self, module: str, roles: Mapping[Role, str], rank: int | None) -> float:
+        """The scale of a module, called as in diffusers."""
+        return self._one.scale(self._written[module].removeprefix(peft.PREFIX), rank, self._config)
+
+
+def _joined(path: Path, plans: list[AdapterPlan]) -> AdapterPlan:
+    """Join the plans of a pipeline's components."""
+    bases = {plan.base for plan in plans if plan.base}
+    return AdapterPlan(
+        path,
+        "peft",
+        {name: part for plan in plans for name, part in plan.parts.items()},
+        bases.pop() if len(bases) == 1 else None,
+        vectors={name: part for plan in plans for name, part in plan.vectors.items()},
+        naming=next((plan.naming for plan in plans if plan.naming), None),
+        metadata={key: value for plan in plans for key, value in plan.metadata.items()},
+        remarks=tuple(dict.fromkeys(remark for plan in plans for remark in plan.remarks)),
+    )
+
+
+def _only_file(folder: Path) -> Path:
+    """The file that diffusers would take, or the one safetensors file of a folder."""
+    if (folder / peft.DIFFUSERS_WEIGHTS).is_file():
+        return folder / peft.DIFFUSERS_WEIGHTS
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        for file in sorted(folder.iterdir()):
+            refuse_pickle(file)
+        raise UsageError(f"{folder} holds no adapter.", cure="Name a file or folder of peft, diffusers or kohya.")
+    if len(files) > 1:
+        raise UsageError(
+            f"{folder} holds several adapters: {files[0].name}, {files[1].name}.", cure="Name one; or make a bank."
+        )
+    return files[0]
+
+
+def _own(model: ModelNames, name: str, where: Path) -> str:
+    own = model.own(name)
+    if own is None:
+        error = model.not_found(name)
+        raise NameNotFound(f"{where}: the model has no module {name!r}.", cure=error.cure)
+    return own
+
+
+def _refuse_not_finite(file: Path, name: str, change: LowRank) -> None:
+    # A sum is finite only if all are; where it overflows, they are looked at one by one.
+    if math.isfinite(float(change.down.sum() + change.up.sum())):
+        return
+    if not (change.down.isfinite().all() and change.up.isfinite().all()):
+        raise UsageError(f"{file}: {name} holds NaN or infinity.", cure="Train it again, or leave it out.")
