@@ -110,7 +110,7 @@ def _other_trainers(hub):
         "lumina2": ("layers.0.attention.qkv", "cap_embedder.1"),
         "pixart-alpha": ("blocks.0.attn.qkv", "blocks.0.cross_attn.kv_linear"),
     }.items():
-        named = {f"lora_unet_{one.replace('.', '_')}": (f"diffusion_model.{one}", (8, 4)) for one in modules}
+        named = {f"lora_unet_{one.replace('.', '_')}": (f"diffusion_model.{one}", (24, 4)) for one in modules}
         hub.lora(f"kohya {name}", named, alpha=1, base=name)
     for name, base in {
         "diffusion_model.transformer_blocks.0.attn1.to_q": "ltxv",
@@ -119,7 +119,7 @@ def _other_trainers(hub):
         "transformer.transformer_blocks.0.attn2.to_q": "stabilityai/stable-diffusion-3.5-large",
         "unet.down_blocks.1.motion_modules.0.transformer_blocks.0.attention_blocks.0.to_q": SD,
     }.items():
-        hub.lora(f"{base.rpartition('/')[2]} {name.rpartition('.')[2]}", {name: (name, (8, 8))}, parts=PEFT, base=base)
+        hub.lora(f"{base.rpartition('/')[2]} {name.rpartition('.')[2]}", {name: (name, (24, 8))}, parts=PEFT, base=base)
     motion = "down_blocks.1.motion_modules.1.transformer_blocks.0.attention_blocks.0"
     hub.lora("animatediff", {f"{motion}.processor.to_q_lora": (f"unet.{motion}.to_q", (8, 8))},
              parts=("down.weight", "up.weight"))  # fmt: skip
@@ -353,7 +353,7 @@ def build(folder, weights):
         "lora_unet_img_in": ("diffusion_model.img_in", (8, 4)),
         "lora_unet_final_layer_adaLN_modulation_1": ("diffusion_model.final_layer.adaLN_modulation.1", (16, 8)),
         "lora_te3_encoder_block_0_layer_0_SelfAttention_q":
-            ("text_encoder_3.encoder.block.0.layer.0.SelfAttention.q", (6, 6)),
+            ("text_encoder_2.encoder.block.0.layer.0.SelfAttention.q", (6, 6)),
     }, alpha=1, base=FLUX)  # fmt: skip
     hub.lora("kohya sd3", {
         "lora_unet_joint_blocks_0_x_block_attn2_qkv": ("diffusion_model.joint_blocks.0.x_block.attn2.qkv", (24, 8)),
@@ -386,7 +386,7 @@ def build(folder, weights):
     pair = {"lora_A.weight": hub.normal(2, 8), "lora_B.weight": hub.normal(12, 2)}
     lora = {f"unet.{Q}.{part}": value for part, value in pair.items()}
     inside = {f"{Q}.{part}": value for part, value in pair.items()}
-    hub.file("norm", lora | {f"unet.{ATTENTION}.norm1.diff": hub.normal(8)}, refused="norm or bias")
+    hub.file("norm", lora | {f"unet.{ATTENTION}.norm1.diff": hub.normal(8)}, refused="biases or other vectors")
     hub.file("norm of lycoris", good | {f"{q}.w_norm": hub.normal(8)}, refused="full change")
     hub.file("embedding bundled", lora | {"bundle_emb.word.clip_l": hub.normal(2, 8)}, refused="no factor")
     hub.file("cascade", {"lora_prior_unet_down_blocks_0.lora_down.weight": hub.normal(2, 8),

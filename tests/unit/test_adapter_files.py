@@ -1,6 +1,7 @@
 """Adapters in files: old and foreign ways of writing them, what is refused, and by what name."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_names_of_kohya_agree_with_diffusers_own_reading():
 
     table = naming_called("stable-diffusion")
     for entry in table.entries:
-        if "norm" in entry.diffusers[0]:  # which diffusers adapts by no LoRA
+        if re.search("norm|motion", entry.diffusers[0]):  # which diffusers does not read in kohya's names
             continue
         module = entry.diffusers[0].replace("#", "1")
         name = module.replace(".", "_")
@@ -223,8 +224,8 @@ def test_names_of_kohya_that_need_the_model(tmp_path):
         ("lora_unet_mid_block_attentions_0_proj_in.dora_scale", "DoRA"),
         ("lora_unet_mid_block_attentions_0_proj_in.hada_w1_a", "LoHa"),
         ("lora_unet_mid_block_attentions_0_proj_in.lokr_w1", "LoKr"),
-        ("lora_unet_mid_block_attentions_0_proj_in.diff_b", "full change"),
-        (f"{BLOCK}.attn1.to_q.lora_B.bias", "biases"),
+        ("lora_unet_mid_block_attentions_0_proj_in.diff_b", "biases or other vectors"),
+        (f"{BLOCK}.attn1.to_q.lora_B.bias", "biases or other vectors"),
         (f"{BLOCK}.attn1.to_q.bias", "bias that was trained along"),
         ("base_model.model.embed.lora_embedding_A", "embedding"),
         (f"{BLOCK}.norm.weight", "no factor of a LoRA"),
@@ -245,7 +246,6 @@ def test_other_kinds_are_refused_by_name(tmp_path, tensor, message):
     [
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "trains biases"),
-        ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["head"]}, "modules_to_save"),
         ({"peft_type": "LOHA"}, "kind LOHA"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
@@ -385,8 +385,9 @@ def test_a_truncated_file_is_refused(tmp_path):
 
 def test_a_kohya_name_for_two_modules_is_refused(tmp_path):
     change = random_adapter(0).factors[TO_Q]
-    adapter = Adapter({"unet.a.b_c": change, "unet.a_b.c": change})
-    with pytest.raises(UsageError, match="Two modules are called 'lora_unet_a_b_c'"):
+    layer = "encoder.layers.0.mlp.fc1"
+    adapter = Adapter({f"text_encoder.{layer}": change, f"text_encoder.text_model.{layer}": change})
+    with pytest.raises(UsageError, match="Two modules are called 'lora_te_text_model_encoder_layers_0_mlp_fc1'"):
         write_adapter(adapter, tmp_path / "a.safetensors", layout="kohya")
     assert not list(tmp_path.iterdir())
 
@@ -395,28 +396,10 @@ def test_shapes_are_those_of_the_changes():
     assert {name: change.shape for name, change in random_adapter(0).factors.items()} == SHAPES
 
 
-@pytest.mark.parametrize("rest", ["double_blocks.3.img_attn.qkv", "single_blocks.11.linear1", "blocks.0.self_attn.q"])
-def test_the_authors_names_of_flux_and_wan(tmp_path, rest):
-    """As kohya and musubi flatten them, and as ComfyUI writes them: one module, read and written."""
-    import safetensors.torch
-
-    name, (down, up) = f"diffusion_model.{rest}", (torch.randn(2, 5), torch.randn(6, 2))
-    flat = f"lora_unet_{rest.replace('.', '_')}"
-    kohya = {f"{flat}.lora_down.weight": down, f"{flat}.lora_up.weight": up, f"{flat}.alpha": torch.tensor(2.0)}
-    comfy = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-    for layout, tensors in (("kohya", kohya), ("diffusers", comfy)):
-        safetensors.torch.save_file(tensors, tmp_path / f"{layout}.safetensors")
-        found = read_adapter(tmp_path / f"{layout}.safetensors")
-        assert found.modules == (name,)
-        torch.testing.assert_close(found.factors[name].dense(), up @ down)
-        written = write_adapter(found, tmp_path / f"again-{layout}.safetensors", layout=layout)
-        assert safetensors.torch.load_file(written).keys() == tensors.keys()
-
-
 def test_xlabs_names_of_flux(tmp_path):
     import safetensors.torch
 
     head = "double_blocks.0.processor.proj_lora2"
     tensors = {f"{head}.down.weight": torch.randn(2, 5), f"{head}.up.weight": torch.randn(6, 2)}
     safetensors.torch.save_file(tensors, tmp_path / "xlabs.safetensors")
-    assert read_adapter(tmp_path / "xlabs.safetensors").modules == ("diffusion_model.double_blocks.0.txt_attn.proj",)
+    assert read_adapter(tmp_path / "xlabs.safetensors").modules == ("transformer.transformer_blocks.0.attn.to_add_out",)

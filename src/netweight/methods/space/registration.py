@@ -194,9 +194,10 @@ COMMANDS: tuple[Entry, ...] = (
         lazy(f"{_SETTINGS}:BakeSettings"),
         run=lazy(f"{_COMMANDS}:bake"),
         summary="Add LoRAs to the weights of a model.",
-        description="MODEL is a safetensors file, a model's folder or a pipeline's, compressed or not. A LoRA may be in "
-        "any known naming and of any kind (DoRA, LoHa and LoKr, too), with a weight behind it: style.safetensors=0.8. "
-        "One tensor is in memory at a time, and everything else of MODEL is copied byte for byte.",
+        description="MODEL is a safetensors file, a model's folder or a pipeline's, compressed or not. A LoRA may be "
+        "in any known naming and of any kind (DoRA, LoHa and LoKr, too), with a weight behind it: "
+        "style.safetensors=0.8. One tensor is in memory at a time, and everything else of MODEL is copied byte for "
+        "byte.",
         example="netweight space bake my-pipeline style.safetensors=0.8 person.safetensors baked",
         arguments=(
             SOURCE.named("model", metavar="MODEL"), Argument("adapters", "text", metavar="LORA[=WEIGHT]...", many=True),
@@ -229,8 +230,8 @@ COMMANDS: tuple[Entry, ...] = (
         lazy(f"{_SETTINGS}:DuplicateSettings"),
         run=lazy(f"{_COMMANDS}:dedupe"),
         summary="List adapters in a folder that change what another one changes.",
-        description="Copies are found in another naming, layout, rank or strength, too. Nothing is removed. Files that cannot "
-        "be read are listed with the reason.",
+        description="Copies are found in another naming, layout, rank or strength, too. Nothing is removed. Files "
+        "that cannot be read are listed with the reason.",
         example="netweight space dedupe my-loras",
         arguments=(Argument("folder", "folder", metavar="DIR"),),
     ),

@@ -22,6 +22,8 @@ Spelling = Literal["kohya", "comfyui", "diffusers", "peft"]
 
 AUTHORS = "diffusion_model"
 """The component of a module of a diffusion model in no table, under the name that its authors gave it."""
+ARCHITECTURE = "netweight.architecture"
+"""In files that we write in the authors' names: the table that they were written by."""
 COMPONENTS = (
     "unet", AUTHORS, "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3", "connectors",
     "text_conditioner",
@@ -107,6 +109,8 @@ class _Written:
     """The component, where the prefix says it."""
     denoises: bool = False
     """Whether the prefix says that it is of a diffusion model."""
+    kind: str = ""
+    """`unet` or `transformer`, where the prefix says which one the denoiser is."""
     spelling: Spelling = "peft"
 
 
@@ -140,7 +144,9 @@ def identify(
     encoders = [each for each in written if each.encoder]
     rest = [each for each in written if not each.encoder]
     pieces: dict[str, tuple[Piece, ...]] = {}
-    chosen, others, unknown = None, (), []
+    chosen: Naming | None = None
+    others: tuple[str, ...] = ()
+    unknown: list[str] = []
     if model is not None:
         for each in list(rest):
             if module := model.find(each.paths, each.flattened, each.component):
@@ -194,20 +200,25 @@ def _read(name: str, component: str | None) -> _Written:
         encoder = number if component.startswith("text_encoder") else 0
         own = plain.removeprefix(f"{component}.")
         return _Written(name, (own,), encoder=encoder, component=component, denoises=True, spelling="diffusers")
-    paths, found = [plain], ""
-    while prefix := next((prefix for prefix in _DENOISERS if paths[-1].startswith(prefix)), None):
-        paths.append(paths[-1].removeprefix(prefix))
-        found = found or prefix
+    names, start = [plain], ""
+    while following := next((each for each in _DENOISERS if names[-1].startswith(each)), None):
+        names.append(names[-1].removeprefix(following))
+        start = start or following
     # Language models call their body `transformer`, too, and wrappers call what they hold `module`.
-    says = found not in ("", "module.", "net.") and not (found == "transformer." and _LANGUAGE_BODY.fullmatch(plain))
+    says = start not in ("", "module.", "net.") and not (start == "transformer." and _LANGUAGE_BODY.fullmatch(plain))
     spelling: Spelling = "peft"
     if says:
-        spelling = "diffusers" if found in ("transformer.", "transformer_2.", "unet.") else "comfyui"
-    own = "transformer_2" if found == "transformer_2." else ""
-    return _Written(name, tuple(reversed(paths)), component=own, denoises=says, spelling=spelling)
+        spelling = "diffusers" if start in ("transformer.", "transformer_2.", "unet.") else "comfyui"
+    own = "transformer_2" if start == "transformer_2." else ""
+    kind = {"unet.": "unet", "transformer.": "transformer", "transformer_2.": "transformer"}.get(
+        start if says else "", ""
+    )
+    return _Written(name, tuple(reversed(names)), component=own, denoises=says, spelling=spelling, kind=kind)
 
 
 def _match(each: _Written, naming: Naming) -> Match | None:
+    if each.kind and naming.component != each.kind:
+        return None
     matches = (naming.match(path, flattened=each.flattened) for path in each.paths)
     return next((match for match in matches if match is not None), None)
 
@@ -234,6 +245,8 @@ def _choose(
     }
     by_key = {table.key: table for table in tables}
     if naming is not None:
+        if not fitting[naming.key] and whole_model:
+            return None, ()
         if not fitting[naming.key]:
             raise UsageError(
                 f"{where}: {written[0].name} is no module of {naming.title}, nor is any other.",
@@ -242,7 +255,9 @@ def _choose(
         return naming, ()
     if not any(each.denoises or each.flattened for each in written):
         # Names without a prefix may be a language model's: all must be known, and one must be no language model's.
-        own = [each.name for each in written if not _LANGUAGE.fullmatch(each.paths[-1])]
+        # A name without a number, such as `first` or `proj_out`, is one that any model may have.
+        numbered = [each for each in written if re.search(r"\.\d+\.", each.paths[-1])]
+        own = [each.name for each in numbered if not _LANGUAGE.fullmatch(each.paths[-1])]
         least = 0.7 * len(written) if whole_model else len(written)
         fitting = {
             key: found for key, found in fitting.items() if len(found) >= least and any(name in found for name in own)
@@ -304,7 +319,8 @@ def _evidence(
 ) -> int:
     """How much speaks for a table among those that know the names: the trainer's note first, then shapes."""
     family = notes.get("ss_base_model_version") or notes.get("modelspec.architecture", "").partition("/")[0]
-    points = 1000 * any(re.fullmatch(pattern, family.lower()) for pattern in naming.families) if family else 0
+    points = 10_000 * (notes.get(ARCHITECTURE) == naming.key)
+    points += 1000 * (family != "" and any(re.fullmatch(pattern, family.lower()) for pattern in naming.families))
     for each in written:
         match = _match(each, naming) if each.name in found else None
         if match is None:
@@ -321,6 +337,8 @@ def _evidence(
 def _authors_name(each: _Written) -> bool:
     """Whether a name without a prefix is one that authors of a diffusion model gave, though its shape is not theirs."""
     if _LANGUAGE.fullmatch(each.paths[-1]):
+        return False
+    if not re.search(r"\.\d+\.", each.paths[-1]):
         return False
     matches = (_match(each, naming) for naming in namings())
     return any(match is not None and match.names == "authors" for match in matches)

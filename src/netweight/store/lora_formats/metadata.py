@@ -26,7 +26,7 @@ _LENGTH = 200  # characters that are kept of each
 # What describes a file's own bytes, ranks and names, so that it is wrong of another file.
 _OF_THE_BYTES = (
     "format", "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", "alpha", "lora_alpha", "network_alpha",
-    DIFFUSERS_METADATA, COMPONENT,
+    DIFFUSERS_METADATA, COMPONENT, "netweight.architecture",
 )  # fmt: skip
 
 

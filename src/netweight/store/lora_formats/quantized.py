@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from netweight.errors import CorruptBlob, Unsupported
 from netweight.store.reader import Store
@@ -97,7 +97,7 @@ def dequantized(store: Store, name: str, names: set[str]) -> Tensor:
         ) from error
 
 
-def _spread(factors: Tensor, shape: tuple[int, ...]) -> Any:
+def _spread(factors: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Scales in a shape that multiplies a weight: one for all, one per row, or one per block."""
     if factors.numel() == 1:
         return factors.reshape(())

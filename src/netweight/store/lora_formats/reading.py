@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 from netweight.nn.lora import Adapter, LowRank, Truncation
@@ -30,6 +32,9 @@ from netweight.store.lora_formats.parts import (
 )
 from netweight.store.lora_formats.tensor_names import Role, take_all_apart
 from netweight.store.reader import Store, open_store
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What a tensor that is no matrix changes → the parameter's name after its module.
 _VECTORS = {"diff_b": "bias", "b_norm": "bias", "up_bias": "bias", "diff": "weight", "w_norm": "weight",
@@ -139,7 +144,7 @@ class _Task:
         self.model, self.conversion, self.naming = model, conversion, naming
 
 
-def _vectors(plan: AdapterPlan) -> dict[str, object]:
+def _vectors(plan: AdapterPlan) -> dict[str, Tensor]:
     vectors = {}
     for name, part in sorted(plan.vectors.items()):
         with open_store(part.file) as store:
@@ -314,8 +319,7 @@ def _parts(
         scale = 1.0
         if factors.keys() - {"alpha"}:
             first = pieces[0].module
-            whole = plan_part(file, store, written, factors, lambda rank, first=first, roles=roles: scales.of(
-                first, roles, rank), conversion)  # fmt: skip
+            whole = plan_part(file, store, written, factors, partial(scales.of, first, roles), conversion)
             scale = whole.scale
             for piece in pieces:
                 if piece.module in parts:

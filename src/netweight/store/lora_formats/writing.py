@@ -19,7 +19,7 @@ from netweight.errors import CorruptBlob, UsageError
 from netweight.nn.lora import Adapter, LowRank, truncate
 from netweight.store.lora_formats import metadata as headers
 from netweight.store.lora_formats import peft_settings as peft
-from netweight.store.lora_formats.identify import AUTHORS, COMPONENTS, component_of, identify_modules
+from netweight.store.lora_formats.identify import ARCHITECTURE, AUTHORS, COMPONENTS, component_of, identify_modules
 from netweight.store.lora_formats.naming import Match, Naming, flat
 from netweight.store.lora_formats.parts import AdapterPlan, Layout
 from netweight.store.lora_formats.reading import load_plan, plan_adapter
@@ -122,6 +122,7 @@ def write_adapter(
         naming = naming or _naming_for(adapter, layout)
         tensors = _authors_tensors(adapter, kernels, naming, flattened=layout == "kohya", style=style)
         own = {"ss_sd_model_name": base} if base and layout == "kohya" and "ss_sd_model_name" not in metadata else {}
+        own |= {ARCHITECTURE: naming.key} if naming is not None else {}
     else:
         raise UsageError(f"There is no layout {layout!r}.", cure="Layouts are diffusers, peft, kohya and comfyui.")
     if file != path:
@@ -301,9 +302,9 @@ def _authors_tensors(
         tensors[f"{name}.{down_end}.weight"], tensors[f"{name}.{up_end}.weight"] = _shaped(own, kernel)
         if alpha is not None:
             tensors[f"{name}.alpha"] = _exact(alpha)
-    for (component, rest), (kind, change) in _joined_vectors(adapter, naming, flattened=flattened).items():
+    for (component, rest), (kind, vector) in _joined_vectors(adapter, naming, flattened=flattened).items():
         name = _written(component, rest.rpartition(".")[0], naming, flattened=flattened, several=several)
-        tensors[f"{name}.{_ENDS[kind]}"] = change
+        tensors[f"{name}.{_ENDS[kind]}"] = vector
     return tensors
 
 
@@ -427,10 +428,10 @@ def _fuse(match: Match, pieces: Mapping[int, tuple[str, LowRank]]) -> LowRank:
     up = torch.zeros(sum(rows), rank, dtype=dtype)
     row = column = 0
     for index, count in enumerate(rows):
-        if (change := by_index.get(index)) is not None:
+        if (piece := by_index.get(index)) is not None:
             start = 0 if shared else column
-            up[row : row + count, start : start + change.rank] = change.up.to(dtype)
-            column += change.rank
+            up[row : row + count, start : start + piece.rank] = piece.up.to(dtype)
+            column += piece.rank
         row += count
     ordered = [by_index[index] for index in sorted(by_index)]
     down = changes[0].down if shared else torch.cat([change.down.to(dtype) for change in ordered])
