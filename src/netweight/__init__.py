@@ -67,9 +67,9 @@ def _names() -> Any:
             # federate: everything is in the package
             "federate": "netweight.methods.federate",
             # forget
-            "deactivate": "netweight.methods.forget.edit",
+            "deactivate": "netweight.methods.forget.forgetting",
             "detect": "netweight.methods.forget.detect",
-            "forget": "netweight.methods.forget.edit",
+            "forget": "netweight.methods.forget.forgetting",
             "localize": "netweight.methods.forget.localize",
             # immunize
             "RepNoise": "netweight.methods.immunize.defenses.repnoise",

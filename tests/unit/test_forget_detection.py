@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from planted_diffusion import Planted
 from torch import nn
 
-from netweight.data.memorized import read_prompts
+from netweight.data.prompts import read_prompts
 from netweight.errors import CorruptBlob, NameNotFound, OutputExists, Unsupported, UsageError
 from netweight.methods.forget.detect import (
     Score,

@@ -68,7 +68,7 @@ def test_jpeg_cifar_is_decoded_kept_and_called_by_its_name(local, tmp_path, monk
         found.test[0][7].permute(1, 2, 0), np.asarray(image.open(tmp_path / "picture.jpg").convert("RGB"))
     )
     assert found.classes[found.test[1][7]] == rows[7]["img"]["path"].split("/")[1]
-    monkeypatch.setattr("netweight.data.images.public.decode_splits", None)  # what is kept is not decoded again
+    monkeypatch.setattr("netweight.data.images.public.decode_pictures", None)  # what is kept is not decoded again
     assert data.load("cifar10").digest == found.digest
 
 

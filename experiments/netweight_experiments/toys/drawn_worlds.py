@@ -24,7 +24,8 @@ from torch import Tensor
 from netweight.core.files import digest_tensor, whole_file
 from netweight.core.lazy import library
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.images.images import cached, decode_splits, local_folder, missing
+from netweight.data.images.images import cached, local_folder, missing
+from netweight.data.images.pictures import decode_pictures
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.metrics.copies import CenteredPixels, similarity
 from netweight.nn.apply_lora import applied
@@ -275,7 +276,7 @@ def emoji() -> CaptionedPictures:
 
     def decoded() -> dict[str, Tensor]:
         named = [(caption, row["image"]) for caption, row in zip(captions, rows, strict=True)]
-        return {"pictures": decode_splits([named], of="emoji")[0]}
+        return {"pictures": decode_pictures([named], of="emoji").splits[0]}
 
     status = file.stat()
     pictures = cached("emoji", [file.name, status.st_size, status.st_mtime_ns], decoded)["pictures"]

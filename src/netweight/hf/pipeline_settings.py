@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, final
+from typing import Annotated, Literal, final
 
 from pydantic import Field
 
@@ -24,6 +24,11 @@ class PipelineSettings(Settings):
     )
     size: Annotated[str | None, Cli(metavar="SIDE|HEIGHTxWIDTH")] = Field(
         None, description="Size of its images in pixels; by default what the configuration of the denoiser says."
+    )
+    fit: Literal["crop", "stretch", "pad"] = Field(
+        "crop",
+        description="How given pictures of another shape come to that size: cut in the middle, as models are trained "
+        "on them; stretched; or with black bars.",
     )
 
     def check(self) -> None:

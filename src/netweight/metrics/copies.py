@@ -257,6 +257,12 @@ class Memorized:
     # Shape `(height, width)`, True where a template stays as it is; only `CenteredPixels` can look there alone.
     # None is everywhere.
     where: Tensor | None = None
+    name: str = ""  # distinguishes several images of one prompt; the prompt where it is empty
+
+    @property
+    def label(self) -> str:
+        """What it is called in tables."""
+        return self.name or self.prompt
 
 
 @final
@@ -264,7 +270,7 @@ class Memorized:
 class PromptCopies:
     """What one prompt's images repeat; every tuple has one entry per seed."""
 
-    prompt: str  # the caption
+    prompt: str  # the label of the memorized image: its caption, numbered where this has several images
     kind: Kind  # how its training image is repeated
     to_image: tuple[float, ...]  # similarity to its training image
     # Similarity to what the unedited model makes of the same seed; None if not asked.
@@ -343,17 +349,17 @@ def copies_of_prompt(
             f"There are {len(images)} images and {len(unedited)} of the unedited model.",
             cure="Generate both with the same seeds.",
         )
-    known = [own, *(each for each in everything if each.prompt != own.prompt)]
+    known = [own, *(each for each in everything if each.label != own.label)]
     table = similarity_to_memorized(images, known, descriptor=descriptor)
     whole = descriptor if descriptor is not None else CenteredPixels()
     nearest, index = table.max(1)
     return PromptCopies(
-        prompt=own.prompt,
+        prompt=own.label,
         kind=own.kind,
         to_image=tuple(table[:, 0].tolist()),
         to_unedited=None if unedited is None else tuple(similarity(whole, images, unedited).diagonal().tolist()),
         nearest=tuple(nearest.tolist()),
-        nearest_prompt=tuple(known[place].prompt for place in index.tolist()),
+        nearest_prompt=tuple(known[place].label for place in index.tolist()),
         diversity=diversity(whole, images) if len(images) > 1 else None,
     )
 
@@ -471,7 +477,7 @@ def region_copies(own: Memorized, images: Tensor, *, foreground: Tensor | None =
         else:
             found.append(tuple(similarity(CenteredPixels(region), images, own.image[None])[:, 0].tolist()))
     share = float((mask & where).sum() / where.sum().clamp_min(1))
-    return RegionCopies(own.prompt, own.kind, share, found[0], found[1])
+    return RegionCopies(own.label, own.kind, share, found[0], found[1])
 
 
 def region_findings(prompts: Sequence[RegionCopies], *, threshold: float = COPY) -> list[Finding]:

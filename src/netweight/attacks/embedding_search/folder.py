@@ -11,7 +11,8 @@ from netweight.attacks.embedding_search.report import Wanted, search_section, ve
 from netweight.attacks.embedding_search.search import SEARCHES, Comparison, Subject, Target, compare, paired, turned
 from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
 from netweight.core.progress import QUIET, Progress
-from netweight.data.memorized import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
+from netweight.data.images.pairs import MemorizedPair, check_pairs, image_files, read_pairs
+from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
 from netweight.metrics.copies import CenteredPixels, Descriptor, sscd
 from netweight.registry import Result
@@ -33,6 +34,7 @@ class Prepared:
 
     subjects: tuple[Subject, ...]  # the base, the edited pipeline, and further ones
     pairs: tuple[MemorizedPair, ...]  # memorized pairs
+    controls: tuple[MemorizedPair, ...]  # pairs that were given as never trained on
     targets: tuple[Target, ...]
     unrelated: tuple[str, ...]  # prompts to start from
     settings: SearchSettings
@@ -70,17 +72,16 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
     if len(kinds) > 1:
         raise UsageError("The models predict different things, so they are not edits of one another.")
     settings = search.search if "error" in search.search.given else search.search.replace(error=kinds.pop())
-    size = image_size(models["original"])
-    pairs = read_pairs(search.targets, size)
+    size = models["original"].image_size
+    pairs = read_pairs(search.targets, size, search.pipeline.fit).pairs
     targets = [Target(pair.name, pair.prompt, pair.image) for pair in pairs]
     controls = [turned(target) for target in targets]
+    never: tuple[MemorizedPair, ...] = ()
     if search.controls is not None:
-        controls = [
-            Target(f"control: {pair.name}", pair.prompt, pair.image, trained=False)
-            for pair in read_pairs(search.controls, size)
-        ]
+        never = read_pairs(search.controls, size, search.pipeline.fit).pairs
+        controls = [Target(f"control: {pair.name}", pair.prompt, pair.image, trained=False) for pair in never]
     return Prepared(
-        tuple(Subject(name, one) for name, one in models.items()), tuple(pairs), (*targets, *controls), unrelated,
+        tuple(Subject(name, one) for name, one in models.items()), tuple(pairs), never, (*targets, *controls), unrelated,
         settings, descriptor, Wanted("original", "edited", search.least_resistance),
     )  # fmt: skip
 

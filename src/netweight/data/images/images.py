@@ -7,16 +7,13 @@ ones come from folders below `NETWEIGHT_DATA`, else from the Hugging Face hub.
 
 from __future__ import annotations
 
-import io
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -27,6 +24,7 @@ from netweight.core.files import digest_config, digest_tensor, whole_file
 from netweight.core.lazy import library
 from netweight.core.names import not_found
 from netweight.core.seeds import torch_generator
+from netweight.data.images.pictures import Fit, decode_pictures, picture_files
 from netweight.errors import MissingExtra, NetweightError, UsageError
 
 
@@ -55,67 +53,6 @@ def from_hub(repository: str, *splits: str, name: str, folder: str, holding: str
     except (OSError, ValueError) as error:
         because = f"The hub's {repository} could not be fetched either ({error})."
         raise missing(name, folder, holding, because) from error
-
-
-def decode_splits(
-    splits: Sequence[Sequence[tuple[str, Any]]], *, of: str, size: tuple[int, int] | None = None
-) -> list[Tensor]:
-    """Decode the pictures of one data set: all in gray if each of them is gray, else all in color."""
-    # Two passes, since opening reads a header only and decoded pictures may be large.
-    gray = all(_open(source, name).mode in ("1", "L") for split in splits for name, source in split)
-    decoded = [[_decode(source, name, gray, size) for name, source in split] for split in splits]
-    shapes = sorted({tuple(picture.shape[1:]) for split in decoded for picture in split})
-    if len(shapes) > 1:
-        sizes = ", ".join(f"{height}×{width}" for height, width in shapes[:4])
-        raise UsageError(
-            f"The pictures of {of} have {len(shapes)} sizes ({sizes}{', …' if len(shapes) > 4 else ''}).",
-            cure="Pass size=(height, width) to resize them.",
-        )
-    if not all(decoded):
-        raise UsageError(f"{of} has a split without pictures.", cure="Check what was passed.")
-    return [torch.stack(split) for split in decoded]
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Turn what Pillow raises into an error that names the picture."""
-    try:
-        yield
-    except (OSError, TypeError, ValueError, SyntaxError) as error:
-        reason = str(error).rstrip(".")
-        if "BytesIO" in reason:  # Pillow names what it was given, not what it is
-            reason = "its bytes are of no known format"
-        raise UsageError(
-            f"{name} is no picture that Pillow can read: {reason}.", cure="Remove or repair it."
-        ) from error
-
-
-def _open(source: Any, name: str) -> Any:
-    """Open a picture without decoding it."""
-    image = library("PIL.Image", "Decoding pictures", "federated")
-    if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path")
-    with _naming(name):
-        if isinstance(source, bytes):
-            return image.open(io.BytesIO(source))
-        if isinstance(source, str | Path):
-            return image.open(io.BytesIO(Path(source).read_bytes()))
-        return source if isinstance(source, image.Image) else image.fromarray(np.asarray(source, dtype=np.uint8))
-
-
-def _decode(source: Any, name: str, gray: bool, size: tuple[int, int] | None) -> Tensor:
-    """Decode a picture as uint8 of shape `(channels, height, width)`."""
-    image = library("PIL.Image", "Decoding pictures", "federated")
-    picture = _open(source, name)
-    with _naming(name):
-        if "A" in picture.getbands() or "transparency" in picture.info:
-            picture = picture.convert("RGBA")
-            picture = image.alpha_composite(image.new("RGBA", picture.size, "white"), picture)
-        picture = picture.convert("L" if gray else "RGB")
-        if size is not None and picture.size != size[::-1]:
-            picture = picture.resize(size[::-1], image.Resampling.BILINEAR)
-        pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
-    return pixels.unsqueeze(0) if gray else pixels.permute(2, 0, 1)
 
 
 def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -159,6 +96,7 @@ class Images:
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]: what `normalized` takes away
     std: tuple[float, ...]  # per channel, of pixels in [0, 1]: what `normalized` divides by
     digest: str = ""  # digest of all images, labels and writers; made when it is not given
+    remarks: tuple[str, ...] = ()  # what was decided in reading pictures, and what is odd about some, in sentences
 
     def __post_init__(self) -> None:
         """Check the parts and take the digest."""
@@ -239,19 +177,41 @@ def measured_mean_std(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, .
     return tuple(round(value, 4) for value in mean.tolist()), tuple(value or 1.0 for value in rounded)
 
 
-_ENDINGS = {".png", ".jpg", ".jpeg"}
-
-
 def load_folder(
-    path: str | Path, *, size: tuple[int, int] | None = None, test_share: float = 0.2, seed: int = 0
+    path: str | Path,
+    *,
+    size: tuple[int, int] | None = None,
+    fit: Fit = "stretch",
+    test_share: float = 0.2,
+    seed: int = 0,
 ) -> Images:
-    """Load PNG and JPEG pictures, each from the subfolder of its class."""
+    """Load pictures, each from the subfolder of its class.
+
+    Args:
+        path: A folder with a subfolder for each class, or with `train` and `test` (or `val`) that have them.
+        size: Height and width that all pictures are brought to; without it they must have one size.
+        fit: How pictures of another shape are brought to that size; see `pictures`.
+        test_share: Share of the pictures of each class that are test pictures where the folder has no split.
+        seed: Seed of that choice.
+
+    Returns:
+        The data set; what was decided in reading it is in its `remarks`.
+
+    Raises:
+        UsageError: The folder is not of this form, or a picture cannot be read.
+    """
     root = Path(path)
     if not root.is_dir():
         raise UsageError(f"{root} is no folder.", cure="Name a folder that holds a subfolder per class.")
     tested = next((root / name for name in ("test", "val", "valid", "validation") if (root / name).is_dir()), None)
     given = [root / "train", tested] if (root / "train").is_dir() and tested else [root]
-    found = [pictures_below(part) for part in given if part is not None]
+    found, remarks = [], []
+    for part in given:
+        if part is not None:
+            pictures, others = pictures_below(part)
+            found.append(pictures)
+            if others:
+                remarks.append(f"{len(others)} files of {part} are no pictures and were not read, such as {others[0]}.")
     classes = tuple(found[0])
     only_tested = sorted(set(found[-1]) - set(classes))
     if only_tested:
@@ -260,25 +220,31 @@ def load_folder(
         )
     files = [[file for own in part.values() for file in own] for part in found]
     labels = [torch.tensor([classes.index(name) for name, own in part.items() for _ in own]) for part in found]
-    images = decode_splits([[(str(file), file) for file in part] for part in files], of=str(root), size=size)
+    named = [[(str(file), file) for file in part] for part in files]
+    decoded = decode_pictures(named, of=str(root), size=size, fit=fit)
+    images, remarks = list(decoded.splits), [*remarks, *decoded.remarks]
     if len(found) == 1:
         kept, taken = split_off(labels[0], test_share, seed=seed)
         images, labels = [images[0][kept], images[0][taken]], [labels[0][kept], labels[0][taken]]
     mean, std = measured_mean_std(images[0])
-    return Images(root.name, (images[0], labels[0]), (images[1], labels[1]), classes, mean=mean, std=std)
+    return Images(
+        root.name, (images[0], labels[0]), (images[1], labels[1]), classes, mean=mean, std=std, remarks=tuple(remarks)
+    )
 
 
-def pictures_below(folder: Path) -> dict[str, list[Path]]:
-    """List the pictures of each class, in sorted order."""
-    classes = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    found = {
-        entry.name: sorted(file for file in entry.rglob("*") if file.suffix.lower() in _ENDINGS) for entry in classes
-    }
+def pictures_below(folder: Path) -> tuple[dict[str, list[Path]], list[Path]]:
+    """List the pictures of each class, in sorted order, and files among them that are none."""
+    classes = sorted(
+        entry for entry in folder.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".") and entry.name != "__MACOSX"
+    )  # fmt: skip
+    listed = {entry.name: picture_files(entry) for entry in classes}
+    found = {name: pictures for name, (pictures, _) in listed.items()}
     empty = [name for name, files in found.items() if not files]
     if not found or empty:
         what = f"holds no picture in {empty[:5]}" if empty else "holds no subfolder"
-        raise UsageError(f"{folder} {what}.", cure="Put PNG or JPEG files into one subfolder per class.")
-    return found
+        raise UsageError(f"{folder} {what}.", cure="Put pictures, such as PNG or JPEG, into one subfolder per class.")
+    return found, [file for _, others in listed.values() for file in others]
 
 
 MeanStd = tuple[tuple[float, ...], tuple[float, ...]]
@@ -293,6 +259,7 @@ def from_dataset(
     writer_column: str | None = None,
     name: str = "dataset",
     size: tuple[int, int] | None = None,
+    fit: Fit = "stretch",
     classes: Sequence[str] | None = None,
     mean_std: MeanStd | None = None,
     test_share: float = 0.2,
@@ -309,7 +276,8 @@ def from_dataset(
         [(f"Row {row} of {name}", picture) for row, picture in enumerate(_undecoded(rows, image_column))]
         for rows in splits
     ]
-    images = decode_splits(pictures, of=name, size=size)
+    decoded = decode_pictures(pictures, of=name, size=size, fit=fit)
+    images = list(decoded.splits)
     writers = _writers([list(rows[writer_column]) for rows in splits]) if writer_column else None
     if test is None:
         kept, taken = split_off(targets[0], test_share, seed=seed)
@@ -318,7 +286,7 @@ def from_dataset(
     mean, std = mean_std or measured_mean_std(images[0])
     split = [(images[part], targets[part]) for part in (0, 1)]
     wrote = (writers[0], writers[1]) if writers else None
-    return Images(name, split[0], split[1], names, writers=wrote, mean=mean, std=std)
+    return Images(name, split[0], split[1], names, writers=wrote, mean=mean, std=std, remarks=decoded.remarks)
 
 
 def split_off(labels: Tensor, share: float, *, seed: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,6 @@ from netweight.data.images.images import (
     MNIST_MEAN_STD,
     Images,
     cached,
-    decode_splits,
     from_dataset,
     from_hub,
     local_folder,
@@ -32,6 +31,7 @@ from netweight.data.images.images import (
     missing,
     pictures_below,
 )
+from netweight.data.images.pictures import decode_pictures
 from netweight.errors import CorruptBlob, UsageError
 
 
@@ -241,7 +241,7 @@ def _official(folder: Path) -> Parts:
     if bad:
         raise UsageError(f"{bad[0]} does not end in its drawer, 01 to 20.", cure="Unpack the official release again.")
     writers = [alphabets.index(f.parts[-3]) * DRAWERS + int(d) - 1 for f, d in zip(files, drawers, strict=True)]
-    pictures = decode_splits([[(str(file), file) for file in files]], of="omniglot")[0]
+    pictures = decode_pictures([[(str(file), file) for file in files]], of="omniglot").splits[0]
     labels = [number["/".join(file.parts[-3:-1])] for file in files]
     return 1 - pictures.float() / 255, torch.tensor(labels), torch.tensor(writers), tuple(classes)
 
@@ -298,7 +298,7 @@ def decoded(
 
     def make() -> dict[str, Tensor]:
         numbered = [[(f"Image {n} of {name}", item) for n, item in enumerate(part[0])] for part in (train, test)]
-        images = decode_splits(numbered, of=name)
+        images = list(decode_pictures(numbered, of=name).splits)
         return {"train": images[0].contiguous(), "test": images[1].contiguous()}
 
     tensors = make() if key is None else cached(name, key, make)
@@ -345,7 +345,7 @@ def cinic10() -> Images:
     key: list[list[list[str | int]]] = []
     parts: list[tuple[list[Any], list[int]]] = []
     for split in ("train", "test"):
-        found = pictures_below(folder / split)
+        found, _ = pictures_below(folder / split)
         files = [file for own in found.values() for file in own]
         key.append([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
         parts.append((files, [CIFAR_CLASSES.index(name) for name, own in found.items() for _ in own]))

@@ -7,23 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from netweight.core.files import digest_file, refuse_existing, whole_file
-from netweight.data.memorized import read_prompts
+from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import open_pipeline
+from netweight.methods.forget.check import EditCheck
 from netweight.methods.forget.detect import Threshold, calibrate, check_threshold, detect_resumably, look_of
 from netweight.methods.forget.edited_folder import undo_folder
 from netweight.methods.forget.folder import audit_folder, forget_folder
 from netweight.methods.forget.layers import Statistics, measure_statistics, value_layers
 from netweight.methods.forget.localize import localize as find_neurons
 from netweight.methods.forget.localize import write_published, write_results
-from netweight.methods.forget.report import DetectionSubject, detection
-from netweight.methods.forget.settings import (
-    FolderAudit,
-    FolderDetection,
-    FolderForgetting,
-    FolderLocalization,
-    FolderStatistics,
-)
+from netweight.methods.forget.report import DetectionSubject, check_section, detection
+from netweight.methods.forget.folder_settings import FolderAudit, FolderForgetting
+from netweight.methods.forget.settings import FolderDetection, FolderLocalization, FolderStatistics
 from netweight.registry import Context, Result, Rows
 from netweight.report.finding import Finding, Section
 from netweight.report.report import Report
@@ -129,19 +125,26 @@ def apply(settings: FolderForgetting, context: Context, pipeline: Path, destinat
             f"{', '.join(files.unedited)} hold or may hold the weights from before the edit and are not edited. "
             "Leave them out of the folder that is published: --other-weights leave-out."
         )
-    left = record.settings.get("unresolved", [])
-    warnings += [f"Images like the memorized one are still generated for: {prompt}" for prompt in left]
+    warnings += record.remarks
+    lines = [what, f"Read: {', '.join(variants)}. Edited: {', '.join(files.edited)}. All other files are copies."]
+    sections = []
+    if record.check:
+        check = EditCheck.from_json(record.check)
+        lines.append(check.verdict)
+        sections.append(check_section(check))
+    elif record.prompts:
+        warnings.append("Whether pictures still come back was not checked.")
     audit = (
         f"netweight forget audit {destination} --base {pipeline} --targets {settings.targets or 'targets.csv'} "
         f"--ordinary {settings.ordinary or 'ordinary.txt'} --out audit"
     )
     return Result(
-        [what, f"Read: {', '.join(variants)}. Edited: {', '.join(files.edited)}. All other files are copies."],
-        written=(destination,), next=(audit,), warnings=warnings,
+        lines, sections, written=(destination,), next=(audit,), warnings=warnings,
         payload={"pipeline": str(destination), "method": record.method, "neurons": len(record.units),
-                 "factor": record.factor, "before": record.before, "after": record.after, "unresolved": left,
-                 "edited": list(files.edited), "read": dict(files.read), "unedited": list(files.unedited),
-                 "left_out": list(files.left_out)},
+                 "factor": record.factor, "before": record.before, "after": record.after,
+                 "unresolved": record.settings.get("unresolved", []), "check": dict(record.check),
+                 "remarks": list(record.remarks), "edited": list(files.edited), "read": dict(files.read),
+                 "unedited": list(files.unedited), "left_out": list(files.left_out)},
     )  # fmt: skip
 
 

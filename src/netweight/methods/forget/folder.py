@@ -1,15 +1,11 @@
-"""Forgetting in pipeline folders: forget and audit, and the method's entry in recipes.
-
-Statistics, threshold, localization and edit in one go. What was found lies in the new folder's record; a call that was
-stopped continues prompt by prompt.
-"""
+"""Forgetting in pipeline folders: the commands `forget apply` and `forget audit`, and the method's entry in recipes."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -17,9 +13,11 @@ import torch
 
 from netweight.attacks.embedding_search.folder import prepare
 from netweight.attacks.embedding_search.report import search_section, verdict
+from netweight.attacks.embedding_search.search import Target, turned
 from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
-from netweight.data.memorized import MemorizedPair, check_pairs, image_files, image_size, read_pairs, read_prompts
+from netweight.data.images.pairs import MemorizedPair, Pairs, image_files, pair_prompts, read_pairs
+from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import (
     PipelineModel,
@@ -29,37 +27,37 @@ from netweight.hf.load_pipeline import (
     trained_prediction,
 )
 from netweight.job import Job, check_destination
-from netweight.methods.forget.detect import Score, Threshold, calibrate, detect_resumably, look_of
-from netweight.methods.forget.edit import apply_found_, forget, switch_off
+from netweight.methods.forget.check import FEW, check_edit
+from netweight.methods.forget.detect import detect_resumably
 from netweight.methods.forget.edited_folder import write_edited
-from netweight.methods.forget.layers import changed_neurons, measure_statistics
-from netweight.methods.forget.localize import Localization, localize, union
-from netweight.methods.forget.mitigations import Deactivated, neuron_counts, random_units
+from netweight.methods.forget.edits import EDITS
+from netweight.methods.forget.edits.edit import EditTask
+from netweight.methods.forget.edits.neurons import calibrated, neurons_of_prompts
+from netweight.methods.forget.folder_settings import FolderAudit, FolderForgetting
+from netweight.methods.forget.forgetting import forget
+from netweight.methods.forget.images import generate_before_and_after, generate_images
+from netweight.methods.forget.layers import changed_neurons
+from netweight.methods.forget.localize import Localization
+from netweight.methods.forget.membership import Membership, picture_errors
 from netweight.methods.forget.records import FOLDER, EditRecord, read_records
 from netweight.methods.forget.report import (
     DETECTION,
     IMAGES,
+    MEMBERSHIP,
     NEURONS,
     SEARCH,
     TREATMENT,
     DetectionSubject,
-    GeneratedImages,
     ImagesConfig,
     attacked_images,
     detection,
-    generate_images,
     images,
+    membership,
     neurons,
     verdicts,
 )
-from netweight.methods.forget.settings import (
-    DetectionConfig,
-    FolderAudit,
-    FolderForgetting,
-    GenerationSettings,
-    LocalizationConfig,
-)
-from netweight.metrics.copies import Clip, Memorized
+from netweight.methods.forget.settings import DetectionConfig, GenerationSettings
+from netweight.metrics.copies import Clip
 from netweight.nn.text_to_image import TextToImage
 from netweight.registry import CardEntry
 from netweight.report.audit import of_treatment
@@ -75,80 +73,77 @@ _SEED = 0  # of audits in recipes
 def forget_folder(
     source: str | Path, destination: str | Path, settings: FolderForgetting, *, progress: Progress = QUIET
 ) -> EditRecord:
-    """Edit a pipeline so that it forgets, and write it as a folder of its own, whole or not at all."""
+    """Edit a pipeline so that it forgets, check the edit, and write the pipeline as a folder of its own.
+
+    Args:
+        source: The pipeline's folder, which stays as it is.
+        destination: The folder to be made, whole or not at all.
+        settings: The edit, and what it is given.
+        progress: Reports steps.
+
+    Returns:
+        The record of the edit, with the check's counts and what became of the files.
+
+    Raises:
+        UsageError: Something that was given does not fit; nothing is written then.
+        Unsupported: The pipeline is of a kind that the edit does not work on.
+    """
     source, destination = Path(source), Path(destination)
     check_destination(destination, overwrite=None)
     prompts, ordinary, anchors = _asked(settings)
     model, earlier = open_pipeline(source, settings.pipeline), read_records(source)
     check_lengths(model, [*prompts, *(anchors or [])])
+    pairs = _pairs(settings, model)
     with Job.beside(destination, overwrite=None) as job:
-        if settings.neurons is not None:
-            record = switch_off(model, settings.neurons, earlier, factor=settings.factor)
-        elif settings.method == "neurons":
-            record = _neurons_off(model, prompts, ordinary, settings, job, progress)
-        else:
-            record = _led_elsewhere(model, prompts, anchors, ordinary, settings, job, progress)
+        checked = pairs.pairs if pairs is not None and settings.verify else ()
+        generation = settings.generation(_SEED)
+        kept = None if job.folder is None else job.folder / "checks"
+        before = generate_images(model, pairs.prompts, generation, folder=kept, progress=progress) if checked else {}  # type: ignore[union-attr]
+        record = _edited(model, prompts, ordinary, anchors, pairs, settings, earlier, job, progress)
+        if checked:
+            after = generate_images(model, pairs.prompts, generation, folder=kept, progress=progress)  # type: ignore[union-attr]
+            record = replace(record, check=check_edit(checked, before, after).to_json())
+        remarks = tuple(pairs.remarks) if pairs is not None else ()
+        if ordinary and len(ordinary) < FEW:
+            remarks += (
+                f"{len(ordinary)} ordinary prompts are few: what an edit of so few keeps, and statistics over them, mean "
+                "little. Give 100 or more.",
+            )
+        record = replace(record, remarks=remarks)
         return write_edited(job, model, record, destination, other_weights=settings.other_weights, undo=settings.undo)
 
 
-def _neurons_off(
-    model: PipelineModel, prompts: list[str], ordinary: list[str], settings: FolderForgetting, job: Job,
-    progress: Progress,
+def _edited(
+    model: PipelineModel, prompts: list[str], ordinary: list[str], anchors: list[str] | None, pairs: Pairs | None,
+    settings: FolderForgetting, earlier: list[EditRecord], job: Job, progress: Progress,
 ) -> EditRecord:  # fmt: skip
-    """Calibrate, measure, localize and switch off; a second call goes on prompt by prompt."""
-    config = settings.localization
-    found = _found(model, prompts, ordinary, config, job, progress)
-    if not any(each.neurons for each in found):
-        words = "; ".join(f"{each.prompt!r}: {each.status}" for each in found[:3])
-        raise UsageError(
-            f"No neurons were found for {len(found)} prompts ({words}).",
-            cure="Score them first: netweight forget detect.",
-        )
-    return apply_found_(model, union(found), found, file="neurons.json", factor=settings.factor)
-
-
-def _found(
-    model: TextToImage, prompts: Sequence[str], ordinary: Sequence[str], config: LocalizationConfig, folder: Path | Job,
-    progress: Progress,
-) -> list[Localization]:  # fmt: skip
-    """The neurons of prompts, with statistics and threshold of ordinary ones; a second call goes on by prompt."""
-    threshold, _ = calibrated(model, ordinary, config.detection, folder=folder, progress=progress)
-    statistics = measure_statistics(model, ordinary, scope=config.scope, progress=progress)
-    return localize(
-        model, list(dict.fromkeys(prompts)), statistics, threshold, config, folder=folder,
-        progress=progress,
-    )  # fmt: skip
-
-
-def _led_elsewhere(
-    model: PipelineModel, prompts: list[str], anchors: list[str] | None, ordinary: list[str],
-    settings: FolderForgetting, job: Job, progress: Progress,
-) -> EditRecord:  # fmt: skip
-    """Give memorized prompts the answers of their anchors, in closed form or by training."""
-    chosen: Any = settings.closed_form
-    if settings.method != "closed-form":
-        chosen = settings.training(trained_prediction(model))
-    images = None
-    if settings.method == "siss" and settings.targets is not None:
-        pairs = {pair.prompt: pair.image for pair in read_pairs(settings.targets, image_size(model))}
-        images = torch.stack([pairs[prompt] for prompt in prompts])
+    edit = settings.edit_of(trained_prediction(model))
+    pictures = None if pairs is None else [(pair.prompt, pair.image) for pair in pairs.pairs]
     try:
         return forget(
-            model, prompts, ordinary, anchors=anchors, images=images, settings=chosen, folder=job, progress=progress
-        )
+            model, prompts, ordinary, edit=edit, anchors=anchors, pictures=pictures, earlier=earlier, folder=job,
+            progress=progress,
+        )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            f"Memory ran out in training with batches of {settings.distil.batch}.",
-            cure=f"Lower the batch, or train fewer layers; then remove {job.folder}.",
+            "Memory ran out in the training.",
+            cure=f"Compute fewer latents at a time, --set {edit.name}.at_once=1, or train fewer layers, such as --set "
+            f'{edit.name}.layers="**.attn2"; then remove {job.folder}.',
         ) from error
+
+
+def _pairs(settings: FolderForgetting, model: PipelineModel) -> Pairs | None:
+    """The memorized pairs; None where none were given."""
+    return None if settings.targets is None else read_pairs(
+        settings.targets, model.image_size, settings.pipeline.fit
+    )  # fmt: skip
 
 
 def _asked(settings: FolderForgetting) -> tuple[list[str], list[str], list[str] | None]:
     """Memorized prompts, those that are not, and anchors if they are given; nothing where neurons are."""
-    if settings.neurons is not None:
+    if not settings.edit.needs_prompts:
         return [], [], None
     prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
-    prompts = list(dict.fromkeys(prompts))
     anchors = None if settings.anchors is None else read_prompts(settings.anchors, column=settings.column)
     if anchors is not None and len(anchors) != len(prompts):
         raise UsageError(
@@ -197,7 +192,8 @@ def audit_folder(
     comparison = None
     if audit.searched:
         comparison = prepared.compare(range(seed, seed + audit.search.seeds), folder=folder, progress=progress)
-    ran = {DETECTION: True, NEURONS: found is not None, IMAGES: True, SEARCH: comparison is not None}
+    errors = _membership(models, prepared.pairs, prepared.controls, seed=seed, progress=progress)
+    ran = {DETECTION: True, MEMBERSHIP: True, NEURONS: found is not None, IMAGES: True, SEARCH: comparison is not None}
     attacked = None if comparison is None else attacked_images(comparison, "edited", folder)
     shown = images(made, config, seed=seed, attacked=attacked)
     sections = [of_treatment(shown, TREATMENT, [name for name, done in ran.items() if done])]
@@ -205,7 +201,7 @@ def audit_folder(
     if comparison is not None:
         sections.append(search_section(comparison, prepared.targets, prepared.wanted, folder=folder, seed=seed))
         searched = {name: verdict(comparison, name)[1] for name in comparison.subjects}
-    sections.append(detection(scores))
+    sections += [membership(errors, seed=seed), detection(scores)]
     if found is not None:
         sections.append(neurons(found, _changed(models["original"], models["edited"], found)))
     for each in sections:
@@ -220,66 +216,6 @@ def localized(model: str | Path) -> list[Localization] | None:
     return [Localization.from_json(each) for each in found] or None
 
 
-def generate_before_and_after(
-    models: Mapping[str, TextToImage],
-    pairs: Sequence[MemorizedPair],
-    ordinary: Sequence[str],
-    units: Units,
-    settings: GenerationSettings,
-    *,
-    folder: Path,
-    seed: int,
-    others: Sequence[str] = (),
-    progress: Progress = QUIET,
-) -> GeneratedImages:
-    """Generate memorized and ordinary prompts by the original, by its edit, and with as many random neurons off."""
-    memorized = [Memorized(pair.prompt, pair.kind, pair.image) for pair in pairs]
-    prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
-    made = {
-        name: generate_images(
-            model, [*prompts, *ordinary, *others] if name in ("original", "edited") else prompts, settings,
-            folder=folder, progress=progress,
-        )
-        for name, model in models.items()
-    }  # fmt: skip
-    original, edited = made.pop("original"), made.pop("edited")
-    name, random = _random(models["original"], units, seed)
-    if random is not None:
-        with Deactivated(random)(models["original"], prompts) as model:
-            made[name] = generate_images(
-                model, prompts, settings, setting=random.to_json(), folder=folder, progress=progress
-            )
-    warnings = () if random is not None else (f"There is no control of random neurons: {name}.",)
-    return GeneratedImages(memorized, list(ordinary), original, edited, made, warnings, list(others))
-
-
-def _random(model: TextToImage, units: Units, seed: int) -> tuple[str, Units | None]:
-    """As many other neurons, matched by layer where a layer has enough; or why there are none."""
-    if not units:
-        return "the edited folder holds no record of its neurons", None
-    counts = neuron_counts(model.denoiser, scope="all")
-    reason = ""
-    for matched, name in ((True, "random neurons, matched by layer"), (False, "random neurons")):
-        try:
-            return name, random_units(units, counts, layer_matched=matched, seed=seed)
-        except UsageError as error:  # more than half of a layer cannot be matched by others
-            reason = error.reason.rstrip(".")
-    return reason, None
-
-
-def calibrated(
-    model: TextToImage,
-    ordinary: Sequence[str],
-    config: DetectionConfig,
-    *,
-    folder: Path | Job,
-    progress: Progress = QUIET,
-) -> tuple[Threshold, list[Score]]:
-    """Calibrate a threshold on every second ordinary prompt; return it with the scores of the others."""
-    scores = detect_resumably(model, ordinary, config, folder=folder, progress=progress)
-    return calibrate(scores[::2], model=model.digest(), look=look_of(model, config)), scores[1::2]
-
-
 def _scores(
     original: TextToImage, edited: TextToImage, prompts: Sequence[str], ordinary: Sequence[str],
     config: DetectionConfig, folder: Path, progress: Progress,
@@ -290,7 +226,26 @@ def _scores(
         detect_resumably(model, list(dict.fromkeys(prompts)), config, folder=folder, progress=progress)
         for model in (original, edited)
     )
-    return DetectionSubject(before, held_out, threshold, after)
+    others = detect_resumably(edited, [each.prompt for each in held_out], config, folder=folder, progress=progress)
+    return DetectionSubject(before, held_out, threshold, after, others)
+
+
+def _membership(
+    models: Mapping[str, TextToImage], pairs: Sequence[MemorizedPair], controls: Sequence[MemorizedPair],
+    *, seed: int, progress: Progress,
+) -> Membership:  # fmt: skip
+    """Errors on memorized pictures and on others, by the model before the edit and by the edited one."""
+    memorized = [(pair.name, pair.prompt, pair.image) for pair in pairs]
+    others = [(pair.name, pair.prompt, pair.image) for pair in controls]
+    if not controls:
+        copies = [turned(Target(pair.name, pair.prompt, pair.image)) for pair in pairs]
+        others = [(copy.name, copy.prompt, copy.image) for copy in copies]
+    errors = [
+        picture_errors(models[name], pictures, seed=seed, progress=progress)
+        for pictures in (memorized, others)
+        for name in ("original", "edited")
+    ]
+    return Membership(*errors, given=bool(controls))
 
 
 def _changed(original: TextToImage, edited: TextToImage, found: Sequence[Localization]) -> dict[str, float]:
@@ -301,7 +256,7 @@ def _prompts(targets: Path | None, ordinary: Path | None, column: str) -> tuple[
     """Memorized prompts, and those that are not."""
     if targets is None or ordinary is None:
         raise UsageError("Audits need targets and ordinary.", cure="Give both beside the neurons.")
-    memorized = [str(row.values["prompt"]) for row in check_pairs(targets).rows]
+    memorized = pair_prompts([targets])
     others = read_prompts(ordinary, column=column)
     _check_apart({"ordinary": others, "memorized": memorized})
     if len(others) < _LEAST_ORDINARY:
@@ -353,16 +308,24 @@ def examine(
     if audit == DETECTION:
         prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
         return _scores(
-            models["original"], models["edited"], prompts, ordinary, settings.localization.detection, beside, progress
+            models["original"],
+            models["edited"],
+            prompts,
+            ordinary,
+            settings.neurons.localization.detection,
+            beside,
+            progress,
         ), None
     if audit == NEURONS:
         prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
-        found = localized(destination) or _found(
-            models["original"], prompts, ordinary, settings.localization, beside, progress
-        )
+        config = settings.neurons.localization
+        task = EditTask(models["original"], prompts, ordinary, job=beside, progress=progress)
+        found = localized(destination) or neurons_of_prompts(task, config)
         return found, _changed(models["original"], models["edited"], found)
     assert settings.targets is not None  # checked
-    pairs = read_pairs(settings.targets, image_size(models["original"]))
+    pairs = read_pairs(settings.targets, models["original"].image_size, settings.pipeline.fit).pairs
+    if audit == MEMBERSHIP:
+        return _membership(models, pairs, (), seed=_SEED, progress=progress), None
     _, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
     made = generate_before_and_after(
         models, pairs, ordinary[:_SHOWN], _units(destination), settings.generation(_SEED), folder=beside, seed=_SEED,
@@ -385,14 +348,7 @@ def card(folder: Path) -> CardEntry | None:
     if not (folder / FOLDER).exists():
         return None
     records = read_records(folder)
-    methods = {
-        "neurons": "neurons on which they hang were switched off in the weights",
-        "closed-form": "keys and values of their prompts were led elsewhere, in closed form",
-        "distil": "noise was added to the weights, and the rest was distilled from the model before",
-        "esd": "cross-attention was trained away from their prompts",
-        "siss": "the weights were trained away from their images",
-    }
-    done = "; ".join(dict.fromkeys(methods[record.method] for record in records))
+    done = "; ".join(dict.fromkeys(EDITS[record.method].card for record in records))
     text = (
         f"Memorized training images are suppressed under their prompts: {done}. Other text embeddings may still bring "
         "them back."

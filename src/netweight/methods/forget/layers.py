@@ -10,8 +10,9 @@ run. No model library is needed; any denoiser that names its parts as diffusers 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, final, get_args
 
@@ -66,12 +67,58 @@ def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str,
         raise Unsupported(
             f"The {type(denoiser).__name__} attends to text on the way up only.", cure='Look there: scope="all".'
         )
+    if not found and hasattr(denoiser, "context_embedder"):
+        raise Unsupported(
+            f"In the {type(denoiser).__name__} text and image attend to each other jointly: its values depend on the "
+            "image and the timestep, so that it has no neurons of a prompt.",
+            cure="Use an edit without neurons: --method closed-form or --method siss.",
+        )
     if not found:
         raise Unsupported(
             f"The {type(denoiser).__name__} has no cross-attention: there is no module attn2.to_v in it.",
             cure="Forgetting needs a model that attends to text in such layers, as Stable Diffusion 1 and 2 do.",
         )
     return dict(sorted(found.items(), key=lambda item: _stage(item[0])))  # stable: the order within a stage stays
+
+
+@final
+@dataclass(frozen=True)
+class TextLayer:
+    """Linear layers of a denoiser that read text alone, the same input each; what `ClosedForm` edits."""
+
+    modules: tuple[Any, ...]
+    """The layers."""
+    read: Callable[[Text], Tensor]
+    """Returns their input for prompts, of shape `(n, tokens, width)`."""
+
+    def inputs(self, text: Text) -> Tensor:
+        """Return the input of the layers for prompts, of shape `(n, tokens, width)`."""
+        return self.read(text)
+
+
+def text_layers(denoiser: nn.Module) -> list[TextLayer]:
+    """Find the layers through which text enters a denoiser and which read nothing else.
+
+    These are keys and values of cross-attention; and where text and image attend to each other jointly, as in SD3 and
+    Flux, the embedders of the text's tokens and of the pooled text, through which all of it enters.
+    """
+    embedder = getattr(denoiser, "context_embedder", None)
+    if embedder is None:
+        return [
+            TextLayer((layer.attention.to_k, layer.module), partial(attended, denoiser, layer))
+            for layer in value_layers(denoiser, scope="all").values()
+        ]
+    pooled: Any = denoiser.get_submodule("time_text_embed.text_embedder.linear_1")
+    return [
+        TextLayer((embedder,), lambda text: text.states.to(embedder.weight)),
+        TextLayer((pooled,), lambda text: _pooled(text)[:, None].to(pooled.weight)),
+    ]
+
+
+def _pooled(text: Text) -> Tensor:
+    if text.pooled is None:
+        raise UsageError("The prompts were embedded without the pooled text that this denoiser takes.")
+    return text.pooled
 
 
 def attended(denoiser: nn.Module, layer: ValueLayer, text: Text) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from netweight.core.names import Select, Units
 from netweight.core.seeds import derive, numpy_generator, torch_generator
 from netweight.errors import UsageError
-from netweight.methods.forget.edit import deactivated
 from netweight.methods.forget.layers import value_layers
+from netweight.methods.forget.scaling import deactivated
 from netweight.methods.forget.settings import Scope
 from netweight.nn.text_to_image import Text, TextToImage
 

@@ -82,6 +82,9 @@ class EditRecord:
     check: Mapping[str, Any] = field(default_factory=dict)
     """What a check of the edited model found: see `check.py`; empty if none was made."""
 
+    remarks: Sequence[str] = ()
+    """What a reader must know of what the edit was given, in whole sentences."""
+
     @property
     def undoable(self) -> bool:
         """Whether the record keeps the weights as they were."""
@@ -104,6 +107,7 @@ class EditRecord:
             "settings": dict(self.settings),
             "files": asdict(self.files),
             "check": dict(self.check),
+            "remarks": list(self.remarks),
         }
         rows = {name: value.contiguous() for name, value in self.rows.items()}
         rows |= {_STORED + name: value.contiguous() for name, value in self.stored.items()}

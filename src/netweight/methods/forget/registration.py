@@ -4,6 +4,7 @@ from netweight.registry import OVERWRITE, RESULTS, SEED, Argument, Command, Entr
 
 _COMMANDS, _FOLDER = "netweight.methods.forget.commands", "netweight.methods.forget.folder"
 _REPORT, _SETTINGS = "netweight.methods.forget.report", "netweight.methods.forget.settings"
+_FOLDERS = "netweight.methods.forget.folder_settings"
 _PIPELINE = Argument("pipeline")
 _CONTINUED = RESULTS.named("out", help="Folder for results; a second call continues from there.")
 
@@ -51,10 +52,11 @@ COMMANDS: tuple[Entry, ...] = (
     ),
     Method(
         "forget apply",
-        lazy(f"{_SETTINGS}:FolderForgetting"),
+        lazy(f"{_FOLDERS}:FolderForgetting"),
         lazy(f"{_FOLDER}:apply"),
         {
             "detection": lazy(f"{_REPORT}:detection"),
+            "membership": lazy(f"{_REPORT}:membership"),
             "neurons": lazy(f"{_REPORT}:neurons"),
             "images": lazy(f"{_REPORT}:images"),
             "embedding search": None,
@@ -63,7 +65,9 @@ COMMANDS: tuple[Entry, ...] = (
         run=lazy(f"{_COMMANDS}:apply"),
         summary="Edit a pipeline so that it forgets memorized prompts.",
         description="All prompts are edited together. DESTINATION is an ordinary pipeline folder; DESTINATION/forget "
-        "records what was done. The same command continues where an earlier one was stopped.",
+        "records what was done. Only tensors that the edit changed are written; every other byte is copied. The same "
+        "command continues where an earlier one was stopped. Exits with 1 if images of a prompt still copy a memorized "
+        "picture.",
         example="netweight forget apply my-pipeline edited --targets targets.csv --ordinary ordinary.txt",
         arguments=(_PIPELINE, Argument("destination", "new")),
         audited=False,
@@ -76,17 +80,17 @@ COMMANDS: tuple[Entry, ...] = (
     Command(
         "forget undo",
         run=lazy(f"{_COMMANDS}:undo"),
-        summary="Undo the last edit of a pipeline, bit for bit, in a new folder.",
+        summary="Undo the last edit of a pipeline, byte for byte, in a new folder.",
         example="netweight forget undo edited restored",
         arguments=(_PIPELINE, Argument("destination", "new")),
     ),
     Command(
         "forget audit",
-        lazy(f"{_SETTINGS}:FolderAudit"),
+        lazy(f"{_FOLDERS}:FolderAudit"),
         run=lazy(f"{_COMMANDS}:audit"),
         summary="Compare an edited pipeline with the one before its edit.",
-        description="Four audits: how well detection separates memorized prompts from others, which neurons were "
-        "found, images of the same seeds before and after the edit and with as many random neurons off, and whether a "
+        description="Five audits: how well detection separates memorized prompts from others, whether the model's errors "
+        "show which pictures it was trained on or made to forget, which neurons were found, images of the same seeds before and after the edit and with as many random neurons off, and whether a "
         "search for embeddings brings images back. OUT receives the report, and scores, images and searches, from "
         "which a second call continues. Exits with 1 if a target is missed or could not be measured.",
         example="netweight forget audit edited --base my-pipeline --targets targets.csv --ordinary ordinary.txt "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Protocol, final
@@ -19,17 +19,16 @@ from torch import Tensor
 
 from netweight.attacks.embedding_search.report import best_image
 from netweight.attacks.embedding_search.search import Comparison, Run
-from netweight.core.files import digest_config
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import UsageError
+from netweight.methods.forget.check import EditCheck
 from netweight.methods.forget.detect import Score, Threshold, roc
+from netweight.methods.forget.images import GeneratedImages
 from netweight.methods.forget.localize import Localization
-from netweight.methods.forget.settings import GenerationSettings
+from netweight.methods.forget.membership import Membership, two_sided
 from netweight.metrics.copies import (
     COPY,
     CenteredPixels,
     Descriptor,
-    Memorized,
     PromptCopies,
     copies_of_prompt,
     copy_findings,
@@ -39,81 +38,11 @@ from netweight.metrics.copies import (
     similarity_to_memorized,
 )
 from netweight.metrics.intervals import ends_if_enough, interval_finding, proportion
-from netweight.nn.text_to_image import Batches, TextToImage, generated
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import bars, heat_maps, histogram, image_grid
 from netweight.report.text import Conclusion, Criterion, Words, worst
-from netweight.store.writer import open_checkpoint, write_checkpoint
 
-_FOLDER = "painted"  # of the images of every prompt
 _SAME = 0.5  # similarity to the image before below which a prompt's images count as changed
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class GeneratedImages:
-    """Images of memorized and ordinary prompts, all with the same settings, each `(seeds, 3, height, width)`."""
-
-    memorized: Sequence[Memorized]  # training images with their prompts
-    ordinary: Sequence[str]  # prompts whose images an edit is to leave as they are
-    original: Mapping[str, Tensor]
-    edited: Mapping[str, Tensor]
-    # Other edits to compare with, such as as many random neurons switched off; memorized prompts alone suffice.
-    controls: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    warnings: Sequence[str] = ()  # what a reader must know of them
-    others: Sequence[str] = ()  # prompts that the edit knew nothing of
-
-
-def generate_images(
-    model: TextToImage,
-    prompts: Sequence[str],
-    settings: GenerationSettings,
-    *,
-    setting: str = "",
-    folder: str | Path | None = None,
-    progress: Progress = QUIET,
-) -> dict[str, Tensor]:
-    """Generate the images of prompts; those of each are kept in a folder as soon as they are there."""
-    if not prompts:
-        raise UsageError("There is no prompt to generate images of.", cure="Give at least one.")
-    about = {"model": model.digest(), "setting": setting, **settings.to_json()}
-    del about["rows"]  # which does not change the images
-    keys = {prompt: digest_config({**about, "prompt": prompt}) for prompt in prompts}
-    files = {} if folder is None else {prompt: _path(Path(folder), key) for prompt, key in keys.items()}
-    found = {prompt: _kept(files[prompt], keys[prompt]) for prompt in files if files[prompt].exists()}
-    missing = [prompt for prompt in keys if prompt not in found]
-    at_once = max(1, settings.rows // len(settings.seeds))
-    batches = Batches(settings.rows)
-    with progress.task(f"generate: {model.name}", len(keys), unit="prompts") as task:
-        task.update(len(found))
-        for start in range(0, len(missing), at_once):
-            group = missing[start : start + at_once]
-            for prompt, images in zip(group, _seeded(model, group, settings, batches), strict=True):
-                levels = (images * 255).round().to(torch.uint8)
-                if files:
-                    write_checkpoint(files[prompt], {"of": keys[prompt]}, [("images", levels)])
-                found[prompt] = levels.float() / 255
-            task.update(len(group))
-    return {prompt: found[prompt] for prompt in keys}
-
-
-def _seeded(
-    model: TextToImage, prompts: Sequence[str], settings: GenerationSettings, batches: Batches
-) -> tuple[Tensor, ...]:
-    count, seeds = len(settings.seeds), [*settings.seeds] * len(prompts)
-    text = model.embed(prompts).rows([row // count for row in range(len(seeds))])
-    images = generated(model, text, seeds, batches, guidance=settings.guidance, steps=settings.steps)
-    return torch.split(images, count)
-
-
-def _path(folder: Path, key: str) -> Path:
-    return folder / _FOLDER / f"{key.rpartition(':')[2]}.net.safetensors"
-
-
-def _kept(path: Path, key: str) -> Tensor:
-    with open_checkpoint(path, {"of": key}) as (_, store, _):
-        images: Tensor = store.get("images", check=True)
-        return images.float() / 255
 
 
 class Alignment(Protocol):
@@ -268,7 +197,8 @@ def _alignment(images: GeneratedImages, measure: Alignment) -> list[Finding]:
 
 TREATMENT = "forget"
 # Names of the audits.
-DETECTION, NEURONS, IMAGES, SEARCH = "detection", "neurons", "images", "embedding search"
+DETECTION, MEMBERSHIP, NEURONS, IMAGES = "detection", "membership", "neurons", "images"
+SEARCH = "embedding search"
 
 
 @final
@@ -280,6 +210,7 @@ class DetectionSubject:
     ordinary: Sequence[Score]
     threshold: Threshold
     after: Sequence[Score] = ()  # of the memorized ones by the edited model
+    ordinary_after: Sequence[Score] = ()  # of the ordinary ones by the edited model
 
 
 def detection(
@@ -379,6 +310,7 @@ def _detection_findings(subject: DetectionSubject) -> list[Finding]:
             "memorized prompts found in the edited model", later, n=len(subject.after), better="lower", baseline=found,
             detail=about,
         ))  # fmt: skip
+        edited += _recognized(subject)
     return [
         Finding("AUC of noise differences", similar.auc, n=count, better="higher", baseline=norms.auc),
         Finding("AUC of Wen's norm", norms.auc, n=count, better="higher"),
@@ -386,6 +318,89 @@ def _detection_findings(subject: DetectionSubject) -> list[Finding]:
         Finding("ordinary prompts taken for memorized", alarms, n=len(subject.ordinary), better="lower", detail=about),
         *edited,
     ]
+
+
+def _recognized(subject: DetectionSubject) -> list[Finding]:
+    """How well prompts are recognized after the edit, whichever way a score is read: a low one is a sign as well."""
+    after = list(subject.ordinary_after or subject.ordinary)
+    count = len(subject.after) + len(after)
+    findings = []
+    for name, of in (("noise differences", "similarity"), ("Wen's norm", "wen")):
+        values = [
+            roc([getattr(each, of) for each in one], [getattr(each, of) for each in other]).auc
+            for one, other in ((subject.memorized, subject.ordinary), (subject.after, after))
+        ]
+        findings.append(Finding(
+            f"two-sided AUC of {name}, edited model", two_sided(values[1]), n=count, better="lower",
+            target=_TWO_SIDED, baseline=two_sided(values[0]), detail={"AUC": values[1], "AUC before": values[0]},
+        ))  # fmt: skip
+    return findings
+
+
+def membership(subject: Membership, config: object = None, *, seed: int = 0, progress: Progress = QUIET) -> Section:
+    """Return whether the model's errors tell memorized pictures from others, before and after the edit."""
+    findings = []
+    for prompt, words in ((True, "their own prompts"), (False, "the empty prompt")):
+        before, after = (subject.auc(edited=edited, prompt=prompt) for edited in (False, True))
+        count = len(subject.after.own) + len(subject.controls_after.own)
+        findings.append(Finding(
+            f"two-sided AUC of errors under {words}", two_sided(after), n=count, better="lower", target=_TWO_SIDED,
+            baseline=two_sided(before), seeds=(seed,), detail={"AUC": after, "AUC before": before},
+        ))  # fmt: skip
+    worst_auc = max(float(each.value or 0) for each in findings)
+    told = "do not tell" if worst_auc <= _TWO_SIDED else "tell"
+    controls = "pictures that were given as never trained on" if subject.given else "turned copies of the pictures"
+    few = [] if len(subject.controls_after.own) >= _FEW_CONTROLS else [
+        f"Only {len(subject.controls_after.own)} pictures are compared with: an area under the curve of so few is coarse."
+    ]  # fmt: skip
+    if not subject.given:
+        few.append("Turned copies stand for pictures that were never trained on. Real ones are better: --controls.")
+    return Section(
+        "Membership", findings, tables=[_errors_table(subject)], warnings=few,
+        question="Do the model's errors show which pictures it was trained on, or made to forget?",
+        conclusion=f"After the edit, errors {told} memorized pictures from others (two-sided AUC {worst_auc:.2f}).",
+        intro=f"The error of the model's prediction on a noised picture is small if the picture was trained on, and "
+        f"large if it was unlearned too far; both are signs. Memorized pictures are compared with {controls}. A "
+        "two-sided AUC of 0.5 tells nothing apart; 1 tells all.",
+    )  # fmt: skip
+
+
+def check_section(check: EditCheck) -> Section:
+    """Return what the check right after an edit found."""
+    count = len(check.after)
+    return Section(
+        "Check of the edit", [
+            Finding(
+                "pictures that still come back", len(check.returning), n=count, better="lower", target=0,
+                baseline=sum(copies > 0 for copies in check.before.values()), detail={"pictures": check.returning},
+            ),
+            Finding(
+                "prompts that bring another memorized picture", len(check.diverted), n=count, better="lower", target=0,
+                detail={"pictures": check.diverted},
+            ),
+        ],
+        question="Do memorized prompts still bring their pictures?", conclusion=check.verdict,
+    )  # fmt: skip
+
+
+_TWO_SIDED = 0.65  # two-sided AUC up to which scores are said not to tell pictures apart
+_FEW_CONTROLS = 12
+
+
+def _errors_table(subject: Membership) -> Table:
+    columns = (
+        "picture", "known as", Column("own prompt, before"), Column("own prompt, after"),
+        Column("empty prompt, before"), Column("empty prompt, after"),
+    )  # fmt: skip
+    groups = (
+        ("memorized", subject.before, subject.after), ("never trained on", subject.controls_before, subject.controls_after)
+    )  # fmt: skip
+    rows = [
+        (name, kind, before.own[name], after.own[name], before.empty[name], after.empty[name])
+        for kind, before, after in groups
+        for name in after.own
+    ]
+    return Table("Errors", columns, rows, ("Mean squared errors of the velocity over 24 noise levels.",))
 
 
 def _neuron_findings(found: Sequence[Localization]) -> list[Finding]:
@@ -531,11 +546,11 @@ def _images_figure(images: GeneratedImages, config: ImagesConfig, found: Mapping
         row_images += [control[each.prompt][place] for control in images.controls.values()]
         cells: list[object] = [_pixels(image) for image in row_images]
         if found:
-            cells.append(_pixels(found[each.prompt]) if each.prompt in found else None)
+            cells.append(_pixels(found[each.label]) if each.label in found else None)
         rows.append(cells)
     return image_grid(
         rows,
-        rows=[each.prompt for each, _ in shown],
+        rows=[each.label for each, _ in shown],
         columns=[*columns, _ATTACKED] if found else columns,
         alt=f"{len(shown)} training images beside what the models generate for their prompts.",
         caption="All images of a row but the first and the last are of one seed: the one in the middle of the edited "

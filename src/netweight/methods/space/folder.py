@@ -256,9 +256,9 @@ def _target(path: Path, masks: Path | None) -> InversionTarget:
 
 def _images(files: list[Path], channels: int) -> Tensor:
     """Images as `(m, channels, height, width)`, within 0 and 1."""
-    from netweight.data.images.images import decode_splits
+    from netweight.data.images.pictures import decode_pictures
 
-    [pixels] = decode_splits([[(file.name, file) for file in files]], of=str(files[0].parent))
+    [pixels] = decode_pictures([[(file.name, file) for file in files]], of=str(files[0].parent)).splits
     found = pixels.float() / 255
     return found.mean(1, keepdim=True) if channels == 1 else found.expand(-1, 3, -1, -1)
 

@@ -156,11 +156,12 @@ def _inverted(
     found = invert_files(
         [settings.image], how, lambda: world.space, out=target.output / "inversions", progress=progress
     )
-    from netweight.data.images.images import decode_splits
+    from netweight.data.images.pictures import decode_pictures
 
     images = world.generate(torch.cat([found.scores, torch.zeros_like(found.scores)]))
     size = (int(images.shape[3]), int(images.shape[4]))
-    image = decode_splits([[("the image", str(settings.image))]], of="the image", size=size)[0].float() / 255
+    decoded = decode_pictures([[("the image", str(settings.image))]], of="the image", size=size, fit="crop")
+    image = decoded.splits[0].float() / 255
     truth = world.read(image)
     spans = torch.tensor(ranges)
     apart, usual = (float(((world.read(each) - truth).abs().mean(0) / spans).mean()) for each in images)

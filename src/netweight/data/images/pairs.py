@@ -1,0 +1,126 @@
+"""Memorized pairs: rows of a table with the prompt, and the file of the picture, that a model repeats.
+
+A row has `prompt` and `image`, a file whose path starts at the table's folder, and may have `kind`: verbatim, or
+template where only the layout comes back. One prompt may have several pictures, and one picture several prompts: each
+row is a target of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, final, get_args
+
+from torch import Tensor
+
+from netweight.data.images.pictures import Fit, decode_pictures
+from netweight.data.rows import Row, RowErrors, Rows, read_rows
+from netweight.errors import NameNotFound
+
+if TYPE_CHECKING:
+    from netweight.metrics.copies import Kind
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class MemorizedPair:
+    """A prompt and one of its training pictures."""
+
+    name: str
+    """The prompt, numbered where it comes several times."""
+    prompt: str
+    """The prompt."""
+    image: Tensor
+    """The picture, float32 of shape `(3, height, width)`, within 0 and 1."""
+    kind: Kind = "verbatim"
+    """How the picture is repeated: as it is, or its layout alone."""
+
+
+@final
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a table."""
+
+    pairs: tuple[MemorizedPair, ...]
+    """One for each row."""
+    remarks: tuple[str, ...]
+    """What was decided in reading their pictures."""
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts, each once, in their order."""
+        return list(dict.fromkeys(pair.prompt for pair in self.pairs))
+
+
+def check_pairs(path: str | Path) -> Rows:
+    """Read a table and check that every row has a prompt, and an image file that is there; no image is opened."""
+    rows = read_rows(path)
+    try:
+        rows.need("prompt", "image")
+    except NameNotFound as error:
+        known = ", ".join(dict.fromkeys(name for row in rows.rows for name in row.values))
+        raise NameNotFound(error.reason, cure=f"Rename one in the table; it has: {known}.") from None
+    errors = RowErrors(rows.name)
+    for row in rows.rows:
+        for problem in _wrong(row, Path(path).parent):
+            errors.add(row.where, problem)
+    errors.refuse("Name a prompt and an image file in every row; paths start at the table's folder.")
+    return rows
+
+
+def read_pairs(path: str | Path, size: tuple[int, int], fit: Fit = "crop") -> Pairs:
+    """Read pairs, at least one.
+
+    Args:
+        path: The table.
+        size: Height and width of the pictures that the model makes, to which they are brought.
+        fit: How pictures of another shape are brought to that size; models are trained on pictures cut in the middle.
+
+    Returns:
+        The pairs; a row that is there twice counts once.
+
+    Raises:
+        UsageError: A row lacks a prompt or a file, or a picture cannot be read.
+    """
+    rows, folder = check_pairs(path), Path(path).parent
+    distinct = {(str(row.values["prompt"]), str(row.values["image"])): row for row in rows.rows}
+    named = [(f"{rows.name}, {row.where}", str(folder / image)) for (_, image), row in distinct.items()]
+    decoded = decode_pictures([named], of=rows.name, size=size, fit=fit)
+    images = (decoded.splits[0].float() / 255).expand(-1, 3, -1, -1)
+    prompts = [prompt for prompt, _ in distinct]
+    kinds = [cast("Kind", row.values.get("kind") or "verbatim") for row in distinct.values()]
+    made = zip(_names(prompts), prompts, images, kinds, strict=True)
+    return Pairs(tuple(MemorizedPair(*each) for each in made), decoded.remarks)
+
+
+def _wrong(row: Row, folder: Path) -> list[str]:
+    """What is wrong with a row."""
+    from netweight.metrics.copies import Kind
+
+    prompt, image, kind = (row.values.get(name) for name in ("prompt", "image", "kind"))
+    wrong = []
+    if not isinstance(prompt, str) or not prompt.strip():
+        wrong.append("no prompt")
+    if not isinstance(image, str) or not image:
+        wrong.append("no image")
+    elif not (folder / image).is_file():
+        wrong.append(f"there is no file {folder / image}")
+    if kind and kind not in get_args(Kind):
+        wrong.append(f"kind is {kind!r}, not {' or '.join(get_args(Kind))}")
+    return wrong
+
+
+def _names(prompts: Sequence[str]) -> list[str]:
+    counted = [(prompt, prompts[:place].count(prompt)) for place, prompt in enumerate(prompts)]
+    return [prompt if not before else f"{prompt} ({before + 1})" for prompt, before in counted]
+
+
+def image_files(*tables: Path) -> list[Path]:
+    """Return the images that tables name: another content of them is another step."""
+    return [table.parent / str(row.values["image"]) for table in tables for row in check_pairs(table).rows]
+
+
+def pair_prompts(tables: Iterable[Path]) -> list[str]:
+    """Return the prompts of tables of pairs, each once."""
+    return list(dict.fromkeys(str(row.values["prompt"]) for table in tables for row in check_pairs(table).rows))

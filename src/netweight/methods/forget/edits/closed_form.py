@@ -1,0 +1,122 @@
+"""The closed form: keys and values of memorized prompts become those of anchors, by least squares.
+
+Source: Gandikota et al., arXiv 2308.14761 (UCE), equation 7, for keys as well as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, final
+
+from pydantic import Field
+
+from netweight.errors import Unsupported
+from netweight.methods.forget.edits.edit import Edit, EditOutcome, EditTask
+from netweight.settings import Cli
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from netweight.nn.text_to_image import Text
+
+# Images of each prompt after an edit, and the upper quartile of their NCC to those before from which they remain.
+_CHECKED, _BROKEN = 8, 0.3
+
+
+@final
+class ClosedForm(Edit):
+    """Keys and values of memorized prompts become those of other prompts, by least squares, in seconds."""
+
+    name: ClassVar[str] = "closed-form"
+    card: ClassVar[str] = "keys and values of their prompts were replaced by those of other prompts, in closed form"
+
+    weight: Annotated[float, Cli(own=False)] = Field(
+        0.2, gt=0, description="Weight of memorized tokens against kept ones."
+    )
+    rounds: Annotated[int, Cli(own=False)] = Field(
+        4, ge=1, description="Tries, each with twice the weight and another anchor for prompts whose images remain."
+    )
+    ridge: Annotated[float, Cli(own=False)] = Field(
+        1e-4, gt=0, description="Weight of the difference from the original weights."
+    )
+
+    def apply(self, task: EditTask) -> EditOutcome:
+        """Edit the prompts together, and those again, with more weight and the next anchor, whose images remain."""
+        import torch
+
+        from netweight.methods.forget.anchors import described_images
+        from netweight.methods.forget.weights import exchange
+
+        model, prompts = task.model, task.prompts
+        wanted, tried = described_images(model, prompts, _CHECKED), [0] * len(prompts)
+        while True:
+            anchors = [each[min(times, len(each) - 1)] for each, times in zip(task.anchors, tried, strict=True)]
+            strength = torch.tensor([self.weight * 2**times for times in tried])
+            before = self._replace(task, anchors, strength)
+            alike = (described_images(model, prompts, _CHECKED) * wanted).sum(2).quantile(0.75, 1)
+            left = [row for row, value in enumerate(alike.tolist()) if not value <= _BROKEN]  # NaN counts as left
+            if not left or max(tried) + 1 == self.rounds:
+                break
+            exchange(model.denoiser, before)
+            for row in left:
+                tried[row] += 1
+        return EditOutcome(before, {
+            "anchors": dict(zip(prompts, anchors, strict=True)),
+            "weights": dict(zip(prompts, strength.tolist(), strict=True)),
+            "unresolved": [prompts[row] for row in left],
+        })  # fmt: skip
+
+    def _replace(self, task: EditTask, anchors: Sequence[str], weights: Tensor) -> dict[str, Tensor]:
+        """Give the tokens of each prompt what the layers answer to its anchor's; return the weights as they were."""
+        # W' minimizes Σ |W'k − Wk|² (kept tokens) + mean of weight · |W'b − Wa|² (memorized b, anchor a)
+        # + ridge |W' − W|².
+        import torch
+
+        from netweight.methods.forget.layers import text_layers
+
+        model = task.model
+        names = {id(module): name for name, module in model.denoiser.named_modules()}
+        texts = [model.embed(list(each)) for each in (task.prompts, anchors, [*task.ordinary, ""])]
+        before: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for layer in text_layers(model.denoiser):
+                memorized, anchor, ordinary = (layer.inputs(text).double() for text in texts)
+                shares = (weights / len(weights) / memorized.shape[1]).to(memorized)[:, None, None]
+                change = _change(memorized, anchor, shares, _tokens(ordinary, texts[2]), self.ridge)
+                for module in layer.modules:
+                    name = f"{names[id(module)]}.weight"
+                    before[name] = _multiplied(module, change, name)
+        return before
+
+
+def _change(memorized: Tensor, anchor: Tensor, shares: Tensor, kept: Tensor, ridge: float) -> Tensor:
+    """The matrix that weights are multiplied with, from the right."""
+    import torch
+
+    energy = kept.T @ kept / len(kept)
+    energy += ridge * energy.diagonal().mean() * torch.eye(len(energy)).to(energy)
+    led = (shares * memorized).flatten(0, 1)
+    wanted, given = energy + anchor.flatten(0, 1).T @ led, energy + memorized.flatten(0, 1).T @ led
+    change: Tensor = torch.linalg.solve(given, wanted, left=False)
+    return change
+
+
+def _tokens(states: Tensor, text: Text) -> Tensor:
+    """The tokens that count, of shape `(tokens, width)`."""
+    return states.flatten(0, 1) if text.mask is None else states[text.mask.bool()]
+
+
+def _multiplied(module: nn.Module, change: Tensor, name: str) -> Tensor:
+    """Multiply a layer's weight in place; return it as it was."""
+    import torch
+
+    if not isinstance(module, torch.nn.Linear):
+        raise Unsupported(
+            f"{name} is of a {type(module).__name__}, not of a linear layer.",
+            cure="Merge adapters first (pipeline.fuse_lora(), then pipeline.unload_lora_weights()), and load without "
+            "quantization.",
+        )
+    weight: Any = module.weight
+    before: Tensor = weight.detach().cpu().clone()
+    weight.copy_((weight.double() @ change).to(weight.dtype))
+    return before

@@ -1,0 +1,84 @@
+"""What an edit is given, and what it returns. torch is not imported, so that settings are read quickly."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+from netweight.core.progress import QUIET, Progress
+from netweight.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from netweight.core.names import Units
+    from netweight.job import Job
+    from netweight.methods.forget.records import EditRecord
+    from netweight.nn.text_to_image import TextToImage
+
+
+@final
+@dataclass(frozen=True)
+class EditTask:
+    """What an edit works on."""
+
+    model: TextToImage
+    """The model; changed in place."""
+    prompts: Sequence[str]
+    """Memorized prompts, each once."""
+    ordinary: Sequence[str]
+    """Prompts that are not memorized, whose images are to stay."""
+    anchors: Sequence[Sequence[str]] = ()
+    """For each memorized prompt, prompts whose answers it may get, the best first."""
+    pictures: Sequence[tuple[str, Tensor]] | None = None
+    """Memorized prompts with a picture each, of shape `(3, height, width)`, within 0 and 1; a prompt may have several
+    pictures, and a picture several prompts. None if no picture is known."""
+    job: Job | Path | None = None
+    """Where work is kept that is continued after a kill."""
+    progress: Progress = QUIET
+    """Reports steps."""
+    earlier: Sequence[EditRecord] = ()
+    """Records of edits that were made before."""
+
+
+@final
+@dataclass(frozen=True)
+class EditOutcome:
+    """What an edit changed, and how."""
+
+    rows: Mapping[str, Tensor]
+    """The weights as they were, by name; of neurons, their rows."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What was chosen and measured, as JSON values, for the record."""
+    units: Units | None = None
+    """The neurons that were scaled, if any."""
+    factor: float = 0.0
+    """The factor that they were multiplied with."""
+    thresholds: Mapping[str, Any] = field(default_factory=dict)
+    """What they were found with."""
+    prompts: Sequence[str] | None = None
+    """The prompts that the edit is for, where they are not those of the task."""
+
+
+class Edit(Settings):
+    """An edit: its settings and its algorithm."""
+
+    name: ClassVar[str]
+    """What it is called in commands and recipes."""
+    card: ClassVar[str]
+    """What it did to a model, for the model's card."""
+    anchored: ClassVar[bool] = True
+    """Whether it gives memorized prompts the answers of anchors."""
+
+    @property
+    def needs_prompts(self) -> bool:
+        """Whether memorized and ordinary prompts must be given."""
+        return True
+
+    @abstractmethod
+    def apply(self, task: EditTask) -> EditOutcome:
+        """Edit the model of a task in place."""

@@ -1,0 +1,37 @@
+"""Erased Stable Diffusion: cross-attention learns to answer a prompt with the opposite of what the prompt adds.
+
+Source: Gandikota et al., arXiv 2303.07345 (ESD), on images of the original, with ordinary prompts kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, final
+
+from pydantic import Field
+
+from netweight.methods.forget.edits.trained import LayerPattern, TrainedEdit
+
+if TYPE_CHECKING:
+    from torch import Generator
+
+    from netweight.methods.forget.training import Questions, Training
+
+
+@final
+class Esd(TrainedEdit):
+    """Cross-attention trained to answer prompts with the opposite of what they add."""
+
+    name: ClassVar[str] = "esd"
+    card: ClassVar[str] = "cross-attention was trained away from their prompts"
+    anchored: ClassVar[bool] = False
+
+    layers: LayerPattern = Field(
+        "**.attn2", description='Modules that are trained, by name with wildcards; "all" trains all.'
+    )
+
+    def questions(self, training: Training, count: int, generator: Generator) -> Questions:
+        """Ask on memorized images; the answer is that without a prompt, less what the prompt adds to it."""
+        chosen = training.drawn_pairs(count, generator)
+        asked = training.asked(training.memorized_latents(chosen), chosen, training.empty_text(count), generator)
+        return replace(asked, away=training.pair_text(chosen))

@@ -1,0 +1,85 @@
+"""Settings that edits by training share; torch is not imported."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BeforeValidator, Field
+
+from netweight.attacks.embedding_search.settings import PredictionKind
+from netweight.errors import UsageError
+from netweight.methods.forget.edits.edit import Edit, EditOutcome, EditTask
+from netweight.settings import Cli
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+    from netweight.methods.forget.training import Questions, Training
+    from netweight.nn.text_to_image import Prediction
+
+LayerPattern = Annotated[
+    str | None, BeforeValidator(lambda layers: None if layers == "all" else layers), Cli(own=False)
+]
+
+
+class TrainedEdit(Edit):
+    """An edit that learns from the model before: its answers to ordinary prompts, others to memorized ones."""
+
+    steps: Annotated[int, Cli(own=False)] = Field(200, ge=1, description="Training steps.")
+    batch: Annotated[int, Cli(own=False)] = Field(32, ge=2, description="Latents per training step.")
+    at_once: Annotated[int | None, Cli(own=False)] = Field(
+        None, ge=1, description="Latents that are computed at a time, to save memory; else the whole batch."
+    )
+    memorized: Annotated[float, Cli(own=False)] = Field(
+        0.16, gt=0, lt=1, description="Share of a batch under memorized prompts."
+    )
+    empty: Annotated[float, Cli(own=False)] = Field(
+        0.1, ge=0, lt=1, description="Share of a batch under the empty prompt."
+    )
+    lr: Annotated[float, Cli(own=False)] = Field(
+        2e-3, gt=0,
+        description="Largest learning rate of AdamW; it suits networks of a million weights, larger ones need less, "
+        "such as 1e-5.",
+    )  # fmt: skip
+    weight_decay: Annotated[float, Cli(own=False)] = Field(1e-3, ge=0, description="Weight decay of AdamW.")
+    images: Annotated[int, Cli(own=False)] = Field(
+        4, ge=1, description="Images of each ordinary prompt that the original makes to learn from."
+    )
+    guidance: Annotated[float, Cli(own=False)] = Field(3.0, description="Guidance scale of these images.")
+    generation_steps: Annotated[int, Cli(own=False)] = Field(20, ge=2, description="Scheduler steps of these images.")
+    layers: LayerPattern = Field(
+        None, description='Modules that are trained, by name with wildcards; "all" trains all.'
+    )
+    error: Annotated[PredictionKind, Cli(own=False)] = Field(
+        "velocity", description="Prediction whose difference is minimized; in folders, what the network predicts."
+    )
+    seed: Annotated[int, Cli(own=False)] = Field(0, description="Random seed.")
+
+    def check(self) -> None:
+        """Refuse batches without room for ordinary prompts."""
+        if self.memorized + self.empty > 0.9:
+            raise UsageError(
+                "Shares of memorized and empty prompts leave less than a tenth of a batch.", cure="Lower them."
+            )
+
+    @property
+    def noised(self) -> float:
+        """The share of each weight that is replaced by a fresh one before training."""
+        return float(getattr(self, "noise", 0.0))
+
+    @abstractmethod
+    def questions(self, training: Training, count: int, generator: Generator) -> Questions:
+        """Return what is asked under memorized prompts in a training step, and whose answers are learned."""
+
+    def losses(
+        self, training: Training, asked: Questions, found: Prediction, losses: Tensor, generator: Generator
+    ) -> Tensor:
+        """Return the losses under memorized prompts, shape `(n,)`: by default the differences from the answers."""
+        return losses
+
+    def apply(self, task: EditTask) -> EditOutcome:
+        """Train the model in place; with a job, a second call goes on where the first was killed, to the same bits."""
+        from netweight.methods.forget.training import train
+
+        return train(self, task)

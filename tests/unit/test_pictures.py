@@ -1,0 +1,245 @@
+"""Pictures as clinics, phones and hubs have them; the oracle is the 8-bit picture that each file was made of."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from netweight.data import images as data
+from netweight.data.images.pairs import read_pairs
+from netweight.data.images.pictures import decode_pictures, picture_files
+from netweight.errors import UsageError
+
+Image = pytest.importorskip("PIL.Image", reason="Pillow is in the federated extra")
+from PIL import ImageCms  # noqa: E402
+
+
+def plain(square, side=28):
+    """A ramp from left to right with a bright square, whose place says the class."""
+    ramp = np.tile(np.linspace(0, 200, side), (side, 1)).astype(np.uint8)
+    ramp[4 + 6 * square : 10 + 6 * square, 4:10] = 255
+    return ramp
+
+
+def folder(root, write, count=5):
+    for square in range(2):
+        (root / f"class{square}").mkdir(parents=True)
+        for number in range(count):
+            write(root / f"class{square}" / f"{number}", plain(square))
+    return root
+
+
+def loaded(root, **how):
+    found = data.load_folder(root, test_share=0.2, **how)
+    pixels, labels = (torch.cat(part) for part in zip(found.train, found.test, strict=True))
+    return found, pixels, labels
+
+
+def assert_same(pixels, labels, *, within=0, color=False):
+    assert pixels.shape[1] == (3 if color else 1)
+    for picture, label in zip(pixels, labels, strict=True):
+        wanted = torch.from_numpy(plain(int(label))).expand_as(picture)
+        assert int((picture.int() - wanted.int()).abs().max()) <= within
+
+
+def tiff_fractions(path, array):
+    Image.fromarray(array.astype(np.float32) / 255).save(f"{path}.tif")
+
+
+def turned(path, array):
+    picture, exif = Image.fromarray(np.rot90(array, 1)).convert("RGB"), Image.Exif()
+    exif[0x0112] = 6
+    picture.save(f"{path}.jpg", exif=exif, quality=100, subsampling=0)
+
+
+WRITERS = {
+    "16 bits": (lambda path, a: Image.fromarray(a.astype(np.uint16) * 257).save(f"{path}.png"), 0, False),
+    "12 bits in 16": (lambda path, a: Image.fromarray(a.astype(np.uint16) * 16 + 15).save(f"{path}.png"), 1, False),
+    "8 bits in 16": (lambda path, a: Image.fromarray(a.astype(np.uint16)).save(f"{path}.png"), 0, False),
+    "16 bits in tif": (lambda path, a: Image.fromarray(a.astype(np.uint16) * 257).save(f"{path}.TIF"), 0, False),
+    "32 bits in tif": (lambda path, a: Image.fromarray(a.astype(np.int32) * 257).save(f"{path}.tiff"), 0, False),
+    "fractions": (tiff_fractions, 0, False),
+    "bmp": (lambda path, a: Image.fromarray(a).save(f"{path}.bmp"), 0, False),
+    "webp": (lambda path, a: Image.fromarray(a).convert("RGB").save(f"{path}.webp", lossless=True), 1, True),
+    "gray palette": (lambda path, a: Image.fromarray(a).convert("P").save(f"{path}.png"), 0, False),
+    "gray and alpha": (lambda path, a: Image.fromarray(a).convert("LA").save(f"{path}.png"), 0, False),
+    "upper case": (lambda path, a: Image.fromarray(a).save(f"{path}.PNG"), 0, False),
+    "EXIF": (turned, 3, True),
+    "CMYK": (lambda path, a: Image.fromarray(a).convert("CMYK").save(f"{path}.jpg", quality=100), 3, True),
+    "no ending": (lambda path, a: Image.fromarray(a).save(path, format="PNG"), 0, False),
+    "another ending": (lambda path, a: Image.fromarray(a).save(f"{path}.jpg", format="PNG"), 0, False),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_folder_is_what_a_viewer_shows(kind, tmp_path):
+    write, within, color = WRITERS[kind]
+    found, pixels, labels = loaded(folder(tmp_path / "pictures", write))
+    assert_same(pixels, labels, within=within, color=color)
+    if "bits" in kind:
+        assert found.remarks[0].startswith("Gray of more than 8 bits, read as")
+        assert ": 10 pictures (" in found.remarks[0]
+
+
+def test_all_pictures_of_a_set_have_one_scale(tmp_path):
+    """A dark picture of 16 bits stays dark beside a bright one."""
+    (tmp_path / "a").mkdir()
+    for name, factor in (("dark", 1), ("bright", 257)):
+        Image.fromarray(plain(0).astype(np.uint16) * factor).save(tmp_path / "a" / f"{name}.png")
+    bright, dark = loaded(tmp_path)[1].sort(0).values[[1, 0]]
+    assert int(dark.max()) == 1
+    assert int(bright.max()) == 255
+
+
+def test_one_bit_is_black_and_white_and_not_called_clipped(tmp_path):
+    found, pixels, _ = loaded(folder(tmp_path, lambda path, a: Image.fromarray(a > 200).save(f"{path}.png")))
+    assert pixels.unique().tolist() == [0, 255]
+    assert found.remarks == ()
+
+
+def test_a_palette_of_colors_and_a_transparent_one(tmp_path):
+    (tmp_path / "a").mkdir()
+    color = Image.fromarray(np.stack([plain(0), plain(1), plain(0)], 2)).quantize(64)
+    color.save(tmp_path / "a" / "1.png")
+    see = Image.new("RGBA", (28, 28), (255, 0, 0, 0))
+    see.save(tmp_path / "a" / "2.png")
+    found, pixels, _ = loaded(tmp_path)
+    assert pixels.shape[1] == 3
+    assert any(bool((each == 255).all()) for each in pixels)
+    assert any("transparent in part: 1 picture (" in each for each in found.remarks)
+
+
+def test_a_color_profile_is_applied(tmp_path):
+    (tmp_path / "a").mkdir()
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    picture = Image.fromarray(np.stack([plain(0)] * 3, 2))
+    picture.save(tmp_path / "a" / "srgb.png", icc_profile=srgb)
+    picture.save(tmp_path / "a" / "broken.png", icc_profile=b"no profile")
+    found, pixels, _ = loaded(tmp_path)
+    assert torch.equal(pixels[0], pixels[1])
+    assert ["which cannot be read" in each for each in found.remarks].count(True) == 1
+
+
+def test_sizes_are_asked_for_and_what_was_done_is_said(tmp_path):
+    def mixed(path, array):
+        side = 28 + int(path.name) % 3
+        Image.fromarray(array).resize((side, 28)).save(f"{path}.png")
+
+    folder(tmp_path, mixed)
+    with pytest.raises(UsageError, match=r"3 sizes .*--size"):
+        data.load_folder(tmp_path)
+    for fit, words in (("stretch", "changed their shape"), ("crop", "cut in the middle"), ("pad", "black bars")):
+        found, pixels, _ = loaded(tmp_path, size=(28, 28), fit=fit)
+        assert pixels.shape[2:] == (28, 28)
+        assert any(words in each and ": 6 pictures (" in each for each in found.remarks)
+
+
+def test_odd_pictures_are_named(tmp_path):
+    folder(tmp_path, lambda path, a: Image.fromarray(a).save(f"{path}.png"))
+    Image.new("L", (28, 28), 7).save(tmp_path / "class0" / "flat.png")
+    white = np.full((28, 28), 255, np.uint8)
+    white[0, :2] = 100, 0
+    Image.fromarray(white).save(tmp_path / "class0" / "white.png")
+    remarks = " ".join(data.load_folder(tmp_path).remarks)
+    assert "Of one value everywhere" in remarks
+    assert "flat.png" in remarks
+    assert "Clipped" in remarks
+    assert "white.png" in remarks
+
+
+def frames(path, ending):
+    first, second = (Image.fromarray(plain(each)) for each in (0, 1))
+    first.save(path.with_suffix(ending), save_all=True, append_images=[second])
+
+
+@pytest.mark.parametrize("ending", [".gif", ".tif", ".webp", ".png"])
+def test_animations_and_stacks_are_refused_by_name(ending, tmp_path):
+    folder(tmp_path, lambda path, a: Image.fromarray(a).save(f"{path}.png"))
+    frames(tmp_path / "class0" / "stack", ending)
+    with pytest.raises(UsageError, match=rf"stack\{ending} has 2 frames"):
+        data.load_folder(tmp_path)
+
+
+def test_a_photo_of_a_phone_with_a_second_picture_is_read(tmp_path):
+    folder(tmp_path, lambda path, a: Image.fromarray(a).convert("RGB").save(f"{path}.png"))
+    first, second = (Image.fromarray(plain(each)).convert("RGB") for each in (0, 1))
+    first.save(tmp_path / "class0" / "phone.jpg", format="MPO", save_all=True, append_images=[second], quality=100)
+    assert len(loaded(tmp_path)[1]) == 11
+
+
+@pytest.mark.parametrize("content", [b"", b"not a picture", "cut"])
+def test_what_cannot_be_read_is_named(content, tmp_path):
+    folder(tmp_path, lambda path, a: Image.fromarray(a).save(f"{path}.png"))
+    if content == "cut":
+        whole = io.BytesIO()
+        Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8)).save(whole, format="JPEG")
+        content = whole.getvalue()[:-700]
+    for name in ("bad.jpg", "without_ending"):
+        (tmp_path / "class1" / name).write_bytes(content)
+        with pytest.raises(UsageError, match=rf"{name} is no picture"):
+            data.load_folder(tmp_path, size=(28, 28))
+        (tmp_path / "class1" / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["scan.dcm", "IMG_1.HEIC"])
+def test_files_of_other_programs_are_named_with_a_cure(name, tmp_path):
+    folder(tmp_path, lambda path, a: Image.fromarray(a).save(f"{path}.png"))
+    (tmp_path / "class0" / name).write_bytes(b"x")
+    with pytest.raises(UsageError, match=f"{name} is a .* which is not read here"):
+        data.load_folder(tmp_path)
+
+
+def test_hidden_files_are_left_and_tables_are_said(tmp_path):
+    folder(tmp_path, lambda path, a: Image.fromarray(a).save(f"{path}.png"))
+    for name in (".DS_Store", "._0.png", "labels.csv", "Thumbs.db"):
+        (tmp_path / "class0" / name).write_bytes(b"x")
+    (tmp_path / "__MACOSX").mkdir()
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    found, pixels, _ = loaded(tmp_path)
+    assert len(pixels) == 10
+    assert "2 files of" in found.remarks[0]
+    assert [path.name for path in picture_files(tmp_path / "class0")[1]] == ["Thumbs.db", "labels.csv"]
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.linspace(-1000, 3000, 784).reshape(28, 28).astype(np.int32), "gray values from -1000 to 3000"),
+        (np.linspace(0, 90_000, 784).reshape(28, 28).astype(np.int32), "gray values from 0 to 90000"),
+        (np.linspace(0, 255, 784).reshape(28, 28).astype(np.float32), "fractions up to 255"),
+        (np.full((28, 28), np.nan, np.float32), "NaN"),
+    ],
+)
+def test_numbers_whose_range_is_unknown_are_refused(array, message, tmp_path):
+    Image.fromarray(array).save(tmp_path / "scan.tif")
+    with pytest.raises(UsageError, match=message):
+        decode_pictures([[("scan.tif", tmp_path / "scan.tif")]], of="scans")
+
+
+def test_a_picture_beyond_all_bounds_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    Image.fromarray(plain(0)).save(tmp_path / "huge.png")
+    with pytest.raises(UsageError, match=r"huge\.png is larger than 200 pixels"):
+        decode_pictures([[("huge.png", tmp_path / "huge.png")]], of="scans")
+
+
+def test_pairs_keep_every_picture_of_a_caption_and_every_caption_of_a_picture(tmp_path):
+    Image.fromarray(plain(0)).save(tmp_path / "a.png")
+    Image.fromarray(plain(1).astype(np.uint16) * 257).save(tmp_path / "b.png")
+    (tmp_path / "t.csv").write_text("prompt,image\nharbor,a.png\nharbor,b.png\nlights,a.png\nharbor,a.png\n")
+    found = read_pairs(tmp_path / "t.csv", (28, 28))
+    assert [pair.name for pair in found.pairs] == ["harbor", "harbor (2)", "lights"]
+    assert found.prompts == ["harbor", "lights"]
+    for pair, square in zip(found.pairs, (0, 1, 0), strict=True):
+        assert torch.equal((pair.image * 255).round().byte(), torch.from_numpy(plain(square)).expand(3, -1, -1))
+    assert "16 bits" in found.remarks[0]
+
+
+def test_pairs_of_another_shape_are_cut_in_the_middle_as_in_training(tmp_path):
+    wide = np.concatenate([np.zeros((28, 14), np.uint8), plain(0), np.zeros((28, 14), np.uint8)], 1)
+    Image.fromarray(wide).save(tmp_path / "a.png")
+    (tmp_path / "t.csv").write_text("prompt,image\nharbor,a.png\n")
+    found = read_pairs(tmp_path / "t.csv", (28, 28))
+    assert torch.equal((found.pairs[0].image[0] * 255).round().byte(), torch.from_numpy(plain(0)))
+    assert "cut in the middle" in found.remarks[0]
