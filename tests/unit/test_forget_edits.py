@@ -8,31 +8,32 @@ from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import NameNotFound, TrainingStopped, Unsupported, UsageError
 from netweight.job import Job
-from netweight.methods.forget.distil import CHECKPOINT
-from netweight.methods.forget.edit import forget, undo
+from netweight.methods.forget.edits import ClosedForm, Distil, Esd, Siss
+from netweight.methods.forget.forgetting import forget, undo
 from netweight.methods.forget.records import EditRecord
-from netweight.methods.forget.settings import TRAINED, ClosedFormSettings, DistilSettings
+from netweight.methods.forget.training import CHECKPOINT
 
 correlation = paired()
-DISTIL = DistilSettings(steps=300, batch=32, lr=3e-3, generation_steps=8)
+DISTIL = Distil(steps=300, batch=32, lr=3e-3, generation_steps=8)
 SHORT = DISTIL.replace(steps=110, images=1)
-UNLEARN = SHORT.replace(objective="unlearn", generation_steps=2)
+UNLEARN = Siss(steps=110, batch=32, lr=3e-3, images=1, generation_steps=2)
 IMAGES = planted_images()
+PICTURES = list(zip(PLANTED, IMAGES, strict=True))
 
 
 EDITS = {
-    "closed-form": ClosedFormSettings(),
+    "closed-form": ClosedForm(),
     "distil": DISTIL,
-    "esd": TRAINED["esd"].replace(steps=100, generation_steps=8),
-    "siss": TRAINED["siss"].replace(steps=100, generation_steps=8),
+    "esd": Esd(steps=100, generation_steps=8),
+    "siss": Siss(steps=150, generation_steps=8),
 }
 
 
 @pytest.fixture(scope="module", params=[*EDITS, "siss on the model's own images"])
 def edited(request):
     model, method = trained("edited"), request.param.partition(" ")[0]
-    images = IMAGES if request.param == method else None
-    record = forget(model, PLANTED, ORDINARY, images=images, settings=EDITS[method])
+    pictures = PICTURES if request.param == method else None
+    record = forget(model, PLANTED, ORDINARY, pictures=pictures, edit=EDITS[method])
     assert record.method == method
     return model, record
 
@@ -72,8 +73,8 @@ def test_planted_pictures_of_the_miniature_are_broken_and_ordinary_captions_keep
         return model.generate(model.embed(prompts), range(first, first + len(prompts)), guidance=3, steps=20)
 
     before = world.agreement(asked, painted(asked, 81_100))
-    settings = ClosedFormSettings() if method == "closed-form" else TRAINED[method]
-    record = forget(model, [each.prompt for each in planted], given, settings=settings)
+    settings = ClosedForm() if method == "closed-form" else Distil()
+    record = forget(model, [each.prompt for each in planted], given, edit=settings)
     assert record.settings.get("unresolved", []) == []
     found = [copies_of_prompt(each, painted([each.prompt] * 4, 81_000), planted) for each in planted]
     assert [each.prompt for each in found if sorted(each.to_image)[2] > 0.3] == []
@@ -84,10 +85,10 @@ def test_planted_pictures_of_the_miniature_are_broken_and_ordinary_captions_keep
 
 def test_an_anchor_whose_image_is_the_memorized_one_is_not_chosen():
     model = trained()
-    record = forget(model, PLANTED[:1], [*ORDINARY, PLANTED[1]], settings=ClosedFormSettings())
+    record = forget(model, PLANTED[:1], [*ORDINARY, PLANTED[1]], edit=ClosedForm())
     assert record.settings["anchors"][PLANTED[0]] in ORDINARY
     model = trained()
-    twin = forget(model, ["a small blue"], ["a large blue", *ORDINARY[5:]], settings=ClosedFormSettings())
+    twin = forget(model, ["a small blue"], ["a large blue", *ORDINARY[5:]], edit=ClosedForm())
     assert twin.settings["anchors"]["a small blue"] != "a large blue"
 
 
@@ -95,7 +96,8 @@ def test_undoing_restores_every_bit_once(edited, tmp_path):
     model, record = edited
     again = EditRecord.read(record.write(tmp_path, 1))
     assert (again.method, again.prompts) == (record.method, PLANTED)
-    assert again.settings["anchors"].keys() == set(PLANTED)
+    if record.method != "esd":
+        assert again.settings["anchors"].keys() == set(PLANTED)
     copy = trained()
     copy.denoiser.load_state_dict(model.denoiser.state_dict())
     undo(copy, again)
@@ -109,9 +111,9 @@ def test_distillation_resists_a_search_longer_than_the_closed_form():
         steps=40, restarts=1, images=3, guidance=3, generation_steps=8, threshold=0.8, looks=(0, 5, 10, 20, 40)
     )
     soonest = {}
-    for name, chosen in (("closed", ClosedFormSettings()), ("distil", DISTIL)):
+    for name, chosen in (("closed", ClosedForm()), ("distil", DISTIL)):
         model = trained(name)
-        forget(model, PLANTED, ORDINARY, settings=chosen)
+        forget(model, PLANTED, ORDINARY, edit=chosen)
         trials = search(model, PLANTED[0], IMAGES[0], ORDINARY, settings, similarity=correlation, seed=5).trials
         soonest[name] = min(trial.steps or 41 for trial in trials)
     assert soonest["distil"] > soonest["closed"]
@@ -120,27 +122,27 @@ def test_distillation_resists_a_search_longer_than_the_closed_form():
 def test_a_killed_distillation_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     def run(model, folder, prompts=PLANTED):
         with Job.open(folder) as job:
-            return forget(model, prompts, ORDINARY, settings=SHORT, folder=job)
+            return forget(model, prompts, ORDINARY, edit=SHORT, folder=job)
 
     whole, killed, resumed = trained(), trained(), trained()
     straight = run(whole, tmp_path / "whole")
-    from netweight.methods.forget import distil
+    from netweight.methods.forget import training
 
-    difference, calls = distil.difference, []
+    difference, calls = training.difference, []
 
     def dying(*arguments):
         calls.append(1)
-        if len(calls) == 80:
+        if len(calls) == 160:
             raise KeyboardInterrupt
         return difference(*arguments)
 
-    monkeypatch.setattr(distil, "difference", dying)
+    monkeypatch.setattr(training, "difference", dying)
     with pytest.raises(KeyboardInterrupt):
         run(killed, tmp_path / "killed")
-    monkeypatch.setattr(distil, "difference", difference)
+    monkeypatch.setattr(training, "difference", difference)
     assert all(weight.requires_grad for weight in killed.denoiser.parameters())
     assert (tmp_path / "killed" / CHECKPOINT).is_file()
-    with pytest.raises(UsageError, match="holds a distillation with other settings: prompts is"):
+    with pytest.raises(UsageError, match="holds a training with other settings: prompts is"):
         run(trained(), tmp_path / "killed", prompts=PLANTED[:1])
     record = run(resumed, tmp_path / "killed")
     assert resumed.digest() == whole.digest() != trained().digest()
@@ -150,19 +152,19 @@ def test_a_killed_distillation_goes_on_to_the_same_bits(tmp_path, monkeypatch):
 
 def test_layers_that_are_not_chosen_stay(tmp_path):
     model = trained()
-    forget(model, PLANTED, ORDINARY, settings=SHORT.replace(steps=2, layers="**.attn2.to_v"))
+    forget(model, PLANTED, ORDINARY, edit=SHORT.replace(steps=2, layers="**.attn2.to_v"))
     moved = {name for name, value in model.denoiser.state_dict().items()
              if not torch.equal(value, trained().denoiser.state_dict()[name])}  # fmt: skip
     assert moved == {"blocks.0.attn2.to_v.weight", "blocks.1.attn2.to_v.weight"}
 
 
-@pytest.mark.parametrize("settings", [ClosedFormSettings(), SHORT.replace(steps=2, generation_steps=2)])
+@pytest.mark.parametrize("settings", [ClosedForm(), SHORT.replace(steps=2, generation_steps=2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_dtype_stays_and_undoing_is_exact_in_it(dtype, settings):
     model = trained()
     model.denoiser.to(dtype)
     before = model.digest()
-    record = forget(model, PLANTED, ORDINARY, settings=settings)
+    record = forget(model, PLANTED, ORDINARY, edit=settings)
     assert {weight.dtype for weight in model.denoiser.parameters()} == {dtype}
     undo(model, record)
     assert model.digest() == before
@@ -171,32 +173,36 @@ def test_the_dtype_stays_and_undoing_is_exact_in_it(dtype, settings):
 def test_what_cannot_be_meant_is_refused_before_any_work():
     model = trained()
     before = model.digest()
-    with pytest.raises(UsageError, match=r"(?s)noise: .* not -1.*lr: .* greater than 0, not 0"):
-        DistilSettings(noise=-1, lr=0)
+    with pytest.raises(UsageError, match=r"(?s)lr: .* greater than 0, not 0.*noise: .* not -1"):
+        Distil(noise=-1, lr=0)
     with pytest.raises(UsageError, match="less than a tenth of a batch"):
-        DistilSettings(memorized=0.9, empty=0.05)
+        Distil(memorized=0.9, empty=0.05)
     with pytest.raises(UsageError, match="'my odd holiday' is memorized and ordinary"):
         forget(model, PLANTED, [*ORDINARY, "my odd holiday"])
     with pytest.raises(UsageError, match="no ordinary prompts"):
         forget(model, PLANTED, [])
     with pytest.raises(UsageError, match="2 prompts came with 1 anchors"):
         forget(model, PLANTED, ORDINARY, anchors=["a photo"])
-    with pytest.raises(UsageError, match="2 prompts came with 1 images"):
-        forget(model, PLANTED, ORDINARY, images=IMAGES[:1], settings=UNLEARN)
+    with pytest.raises(UsageError, match="The prompt 'my odd holiday' has no picture"):
+        forget(model, PLANTED, ORDINARY, pictures=PICTURES[:1], edit=UNLEARN)
+    with pytest.raises(UsageError, match="A picture has the prompt 'other', which is none to forget"):
+        forget(model, PLANTED, ORDINARY, pictures=[*PICTURES, ("other", IMAGES[0])], edit=UNLEARN)
     with pytest.raises(NameNotFound):
-        forget(model, PLANTED, ORDINARY, settings=DISTIL.replace(layers="**.attn3"))
+        forget(model, PLANTED, ORDINARY, edit=DISTIL.replace(layers="**.attn3"))
     assert model.digest() == before
 
 
 def test_a_picture_of_another_size_is_named():
     with pytest.raises(UsageError, match=r"Images of \(6, 8\) pixels .* the model makes") as caught:
-        forget(trained(), PLANTED, ORDINARY, images=IMAGES[:, :, :6], settings=UNLEARN)
+        forget(
+            trained(), PLANTED, ORDINARY, pictures=[(prompt, image[:, :6]) for prompt, image in PICTURES], edit=UNLEARN
+        )
     assert "Resize" in caught.value.cure
 
 
 def test_an_infinite_loss_stops_the_training():
     with pytest.raises(TrainingStopped, match="Lower the learning rate"):
-        forget(trained(), PLANTED, ORDINARY, settings=SHORT.replace(lr=1e30))
+        forget(trained(), PLANTED, ORDINARY, edit=SHORT.replace(lr=1e30))
 
 
 def test_a_pipeline_is_edited_and_stays_an_ordinary_one(tmp_path):

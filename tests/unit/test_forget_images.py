@@ -13,11 +13,10 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 from tiny_diffusion import ORDINARY, PLANTED, picture, planted_images, trained
 
 from netweight.errors import CorruptBlob, UsageError
+from netweight.methods.forget.images import GeneratedImages, generate_images
 from netweight.methods.forget.report import (
     TREATMENT,
-    GeneratedImages,
     ImagesConfig,
-    generate_images,
     image_findings,
     images,
     verdicts,
@@ -29,9 +28,9 @@ from netweight.report.audit import audits_of, missing_audits
 SETTINGS = GenerationSettings(seeds=(3, 4), guidance=3, steps=4)
 
 
-def test_the_treatment_names_four_audits_and_all_are_written():
-    assert list(audits_of(TREATMENT)) == ["detection", "neurons", "images"]  # the search is an attack's
-    assert missing_audits(TREATMENT, ["detection", "neurons", "images"]) == ("embedding search",)
+def test_the_treatment_names_its_audits_and_all_are_written():
+    assert list(audits_of(TREATMENT)) == ["detection", "membership", "neurons", "images"]  # the search is an attack's
+    assert missing_audits(TREATMENT, ["detection", "membership", "neurons", "images"]) == ("embedding search",)
     assert audits_of(TREATMENT)["images"] is images
 
 
@@ -54,7 +53,7 @@ def test_images_are_painted_once_whatever_the_batch_and_a_second_call_takes_them
     assert all(torch.equal(again[prompt], first[prompt]) for prompt in first)
     generate_images(model, prompts[:1], small, setting="neurons off", folder=tmp_path)
     assert len(calls) == 6
-    for file in (tmp_path / "painted").iterdir():
+    for file in (tmp_path / "images").iterdir():
         file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(CorruptBlob):
         generate_images(model, prompts, small, folder=tmp_path)

@@ -19,15 +19,8 @@ from netweight.methods.forget.detect import (
     published_similarity,
     similarity,
 )
-from netweight.methods.forget.edit import (
-    EditRecord,
-    deactivate,
-    deactivated,
-    restore_rows_,
-    scale_rows_,
-    switch_off,
-    undo,
-)
+from netweight.methods.forget.edits import Neurons
+from netweight.methods.forget.forgetting import deactivate, forget, undo
 from netweight.methods.forget.layers import measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import (
     Localization,
@@ -39,7 +32,9 @@ from netweight.methods.forget.localize import (
     write_published,
     write_results,
 )
+from netweight.methods.forget.records import EditRecord
 from netweight.methods.forget.report import neurons
+from netweight.methods.forget.scaling import deactivated, restore_rows_, scale_rows_
 from netweight.methods.forget.search import MaskedRow, RowMasks
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 
@@ -503,10 +498,11 @@ def test_an_edit_is_undone_only_where_it_was_made():
 def test_neurons_are_switched_off_once(tmp_path):
     model, file = Planted(), tmp_path / "neurons.json"
     file.write_text(UNITS.to_json())
-    record = switch_off(model, file, [], factor=0.5)
+    edit = Neurons(file=file, factor=0.5)
+    record = forget(model, [], [], edit=edit)
     digest = model.digest()
     with pytest.raises(UsageError, match=r"All 3 neurons of .* were edited before"):
-        switch_off(model, file, [record], factor=0.5)
+        forget(model, [], [], edit=edit, earlier=[record])
     assert model.digest() == digest
 
 

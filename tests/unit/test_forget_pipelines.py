@@ -17,18 +17,14 @@ from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image
 from netweight.methods.forget.detect import Threshold, detect
-from netweight.methods.forget.edit import forget, undo
 from netweight.methods.forget.edited_folder import undo_folder
+from netweight.methods.forget.edits import ClosedForm, Distil
 from netweight.methods.forget.folder import forget_folder
+from netweight.methods.forget.folder_settings import FolderForgetting
+from netweight.methods.forget.forgetting import forget, undo
 from netweight.methods.forget.layers import measure_statistics, value_layers
 from netweight.methods.forget.localize import localize_prompt
-from netweight.methods.forget.settings import (
-    ClosedFormSettings,
-    DetectionConfig,
-    DistilSettings,
-    FolderForgetting,
-    LocalizationConfig,
-)
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 
 # Of diffusers, in EulerDiscreteScheduler.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -50,13 +46,13 @@ def test_sdxl_generates_what_its_own_pipeline_does():
     assert torch.equal(text.rows([1, 0]).pooled[1], text.pooled[0])
 
 
-@pytest.mark.parametrize("settings", [ClosedFormSettings(), DistilSettings(
+@pytest.mark.parametrize("settings", [ClosedForm(), Distil(
     steps=2, batch=4, images=1, generation_steps=2, error="noise"
 )], ids=["closed-form", "distil"])  # fmt: skip
 def test_sdxl_is_edited_and_restored(settings):
     model = text_to_image(stable_diffusion_xl())
     before = model.digest()
-    record = forget(model, [PROMPT], ORDINARY, settings=settings)
+    record = forget(model, [PROMPT], ORDINARY, edit=settings)
     assert model.digest() == record.after != before
     undo(model, record)
     assert model.digest() == before

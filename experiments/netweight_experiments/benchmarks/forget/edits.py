@@ -45,10 +45,11 @@ from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.job import Job
 from netweight.methods.forget.detect import calibrate, detect
-from netweight.methods.forget.edit import deactivate, forget
+from netweight.methods.forget.edits import EDITS
+from netweight.methods.forget.forgetting import deactivate, forget
 from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import localize_prompt, union
-from netweight.methods.forget.settings import TRAINED, ClosedFormSettings, DetectionConfig, LocalizationConfig
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.metrics.copies import Memorized, copies_of_prompt
 from netweight.metrics.intervals import t_interval
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
@@ -127,13 +128,12 @@ def edited(model, training, method, folder, seed, without):
         found = [localize_prompt(model, prompt, usual, threshold, config) for prompt in prompts]
         deactivate(model, union(found))
     elif method != "none":
-        chosen = (
-            ClosedFormSettings() if method == "closed-form" else TRAINED[method.removesuffix("-own")].replace(seed=seed)
-        )
-        images = None if method == "siss-own" else torch.stack([each.image for each in training.verbatim])
+        chosen = EDITS[method.removesuffix("-own")]()
+        chosen = chosen if method == "closed-form" else chosen.replace(seed=seed)
+        pictures = None if method == "siss-own" else [(each.prompt, each.image) for each in training.verbatim]
         with Job.open(folder) as job:
             forget(
-                model, prompts, training.given, images=images, settings=chosen, folder=job, progress=Progress("plain")
+                model, prompts, training.given, edit=chosen, pictures=pictures, folder=job, progress=Progress("plain")
             )
 
 

@@ -42,9 +42,9 @@ from netweight.methods.forget.detect import (
     published_similarity,
     similarity,
 )
-from netweight.methods.forget.edit import deactivated
 from netweight.methods.forget.layers import Statistics, measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import localize, stage_neurons
+from netweight.methods.forget.scaling import deactivated
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.metrics.intervals import t_interval
 from netweight.nn.hooks import capture

@@ -81,8 +81,8 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
         never = read_pairs(search.controls, size, search.pipeline.fit).pairs
         controls = [Target(f"control: {pair.name}", pair.prompt, pair.image, trained=False) for pair in never]
     return Prepared(
-        tuple(Subject(name, one) for name, one in models.items()), tuple(pairs), never, (*targets, *controls), unrelated,
-        settings, descriptor, Wanted("original", "edited", search.least_resistance),
+        tuple(Subject(name, one) for name, one in models.items()), tuple(pairs), never, (*targets, *controls),
+        unrelated, settings, descriptor, Wanted("original", "edited", search.least_resistance),
     )  # fmt: skip
 
 

@@ -95,18 +95,18 @@ def forget_folder(
     check_lengths(model, [*prompts, *(anchors or [])])
     pairs = _pairs(settings, model)
     with Job.beside(destination, overwrite=None) as job:
-        checked = pairs.pairs if pairs is not None and settings.verify else ()
-        generation = settings.generation(_SEED)
-        kept = None if job.folder is None else job.folder / "checks"
-        before = generate_images(model, pairs.prompts, generation, folder=kept, progress=progress) if checked else {}  # type: ignore[union-attr]
+        checked = pairs if settings.verify else None
+        generation, kept = settings.generation(_SEED), job.folder / "checks"
+        if checked is not None:
+            before = generate_images(model, checked.prompts, generation, folder=kept, progress=progress)
         record = _edited(model, prompts, ordinary, anchors, pairs, settings, earlier, job, progress)
-        if checked:
-            after = generate_images(model, pairs.prompts, generation, folder=kept, progress=progress)  # type: ignore[union-attr]
-            record = replace(record, check=check_edit(checked, before, after).to_json())
+        if checked is not None:
+            after = generate_images(model, checked.prompts, generation, folder=kept, progress=progress)
+            record = replace(record, check=check_edit(checked.pairs, before, after).to_json())
         remarks = tuple(pairs.remarks) if pairs is not None else ()
         if ordinary and len(ordinary) < FEW:
             remarks += (
-                f"{len(ordinary)} ordinary prompts are few: what an edit of so few keeps, and statistics over them, mean "
+                f"{len(ordinary)} ordinary prompts are few: statistics over them, and what an edit keeps by them, mean "
                 "little. Give 100 or more.",
             )
         record = replace(record, remarks=remarks)

@@ -350,9 +350,9 @@ def membership(subject: Membership, config: object = None, *, seed: int = 0, pro
     worst_auc = max(float(each.value or 0) for each in findings)
     told = "do not tell" if worst_auc <= _TWO_SIDED else "tell"
     controls = "pictures that were given as never trained on" if subject.given else "turned copies of the pictures"
-    few = [] if len(subject.controls_after.own) >= _FEW_CONTROLS else [
-        f"Only {len(subject.controls_after.own)} pictures are compared with: an area under the curve of so few is coarse."
-    ]  # fmt: skip
+    compared, few = len(subject.controls_after.own), []
+    if compared < _FEW_CONTROLS:
+        few.append(f"Only {compared} pictures are compared with: an area under the curve of so few is coarse.")
     if not subject.given:
         few.append("Turned copies stand for pictures that were never trained on. Real ones are better: --controls.")
     return Section(
@@ -393,7 +393,8 @@ def _errors_table(subject: Membership) -> Table:
         Column("empty prompt, before"), Column("empty prompt, after"),
     )  # fmt: skip
     groups = (
-        ("memorized", subject.before, subject.after), ("never trained on", subject.controls_before, subject.controls_after)
+        ("memorized", subject.before, subject.after),
+        ("never trained on", subject.controls_before, subject.controls_after),
     )  # fmt: skip
     rows = [
         (name, kind, before.own[name], after.own[name], before.empty[name], after.empty[name])

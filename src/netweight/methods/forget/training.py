@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -73,7 +73,7 @@ class Questions:
     """The number of the memorized pair of each row."""
     away: Text | None = None
     """Prompts whose addition to the original's answers is taken away from them; None if none is."""
-    unlearned: slice = slice(0, 0)
+    unlearned: slice = field(default_factory=lambda: slice(0, 0))
     """The rows that are memorized pictures."""
 
 
@@ -132,14 +132,17 @@ class Training:
         self.logs: list[TrainingLog] = []
         with torch.no_grad():
             groups = {"shown": self.shown, "held": self.held, "memorized": self.prompts, "anchors": anchors, "": [""]}
-            self.text = {name: self.model.embed(list(group)) for name, group in groups.items()}
+            self.text = {name: self.model.embed(list(group)) for name, group in groups.items() if group}
             self.latents = self._images("shown", self.shown, task.progress)
             self.held_latents = self._images("held", self.held, task.progress)
-            self.owners, pictures = self._pictures(task)
-            self._memorized = self._encoded(pictures)
-            # Of each picture its turned copies, one picture after the other.
-            self._turned = [self._encoded(torch.stack(_turned(each, self._copies))) for each in pictures]
-            self._anchored = self._images("anchors", anchors, task.progress) if self._copies else None
+            self.owners = list(range(len(self.prompts)))
+            if edit.pictured:
+                self.owners, pictures = self._pictures(task)
+                self._memorized = self._encoded(pictures)
+            if self._copies:
+                # Of each picture its turned copies, one picture after the other.
+                self._turned = [self._encoded(torch.stack(_turned(each, self._copies))) for each in pictures]
+                self._anchored = self._images("anchors", anchors, task.progress)
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=edit.lr, weight_decay=edit.weight_decay)
 
     @property
@@ -187,7 +190,6 @@ class Training:
 
     def anchor_latents(self, pairs: Sequence[int], generator: Generator) -> Tensor:
         """Draw latents of the original's images of the anchors of pairs."""
-        assert self._anchored is not None  # made for edits with turned copies
         images = torch.randint(self.edit.images, (len(pairs),), generator=generator).tolist()
         return self._anchored[
             [self.owners[pair] * self.edit.images + image for pair, image in zip(pairs, images, strict=True)]

@@ -1,8 +1,8 @@
 """Noise and distillation: part of every weight becomes noise, and the original teaches all but memorized prompts.
 
 What nobody asks about is not taught, so that pictures return neither under their prompts nor easily under other
-embeddings. Source: Lee et al., arXiv 2506.06278 (UNDO), of language models; the answers under memorized prompts are this
-library's.
+embeddings. Source: Lee et al., arXiv 2506.06278 (UNDO), of language models; the answers under memorized prompts are
+this library's.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ class Esd(TrainedEdit):
     """Cross-attention trained to answer prompts with the opposite of what they add."""
 
     name: ClassVar[str] = "esd"
+    pictured: ClassVar[bool] = True
     card: ClassVar[str] = "cross-attention was trained away from their prompts"
     anchored: ClassVar[bool] = False
 

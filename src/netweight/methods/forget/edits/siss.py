@@ -34,6 +34,7 @@ class Siss(TrainedEdit):
     """Pictures unlearned until the error on them is that on pictures that were never seen."""
 
     name: ClassVar[str] = "siss"
+    pictured: ClassVar[bool] = True
     card: ClassVar[str] = "the weights were trained away from their images"
 
     steps: Annotated[int, Cli(own=False)] = Field(300, ge=1, description="Training steps.")

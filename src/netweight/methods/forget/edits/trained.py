@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -25,6 +25,9 @@ LayerPattern = Annotated[
 
 class TrainedEdit(Edit):
     """An edit that learns from the model before: its answers to ordinary prompts, others to memorized ones."""
+
+    pictured: ClassVar[bool] = False
+    """Whether it works on memorized pictures."""
 
     steps: Annotated[int, Cli(own=False)] = Field(200, ge=1, description="Training steps.")
     batch: Annotated[int, Cli(own=False)] = Field(32, ge=2, description="Latents per training step.")
