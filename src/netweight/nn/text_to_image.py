@@ -204,12 +204,14 @@ class OpenTextToImage(TextToImage, Protocol):
         """Return images of clean latents, shape `(n, 3, height, width)`, within 0 and 1, on the CPU; gradients flow."""
 
 
-def denoised(model: TextToImage, latents: Tensor, times: Tensor, text: Text, guidance: float) -> Tensor:
+def denoised(
+    model: TextToImage, latents: Tensor, times: Tensor, text: Text | Sequence[Text], guidance: float
+) -> Tensor:
     """Denoise latents, from the first of some timesteps on, without noise in between (DDIM); gradients flow."""
-    # `text`: one prompt for each
+    # `text`: one prompt for each latent; or several texts of this kind, one for each timestep
     empty = model.embed([""]).rows([0] * len(latents)) if guidance > 1 else None
     for place, timestep in enumerate(times):
-        found = model.predict(latents, timestep, text)
+        found = model.predict(latents, timestep, text if isinstance(text, Text) else text[place])
         if empty is not None:
             other = model.predict(latents, timestep, empty)
             found = Prediction(torch.lerp(other.noise, found.noise, guidance),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -45,9 +46,14 @@ class Walk(ABC):
         """Attack for a block; the model is as before after it."""
         return weights_fixed(self._model.denoiser)
 
-    def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches) -> Tensor:
+    @property
+    def guidances(self) -> tuple[float, ...]:
+        """The guidance scales at which images are compared."""
+        return self._settings.every_guidance
+
+    def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches, guidance: float) -> Tensor:
         """Generate an image of each row from its seed; a row may come several times."""
-        guidance, steps = self._settings.guidance, self._settings.generation_steps
+        steps = self._settings.generation_steps
         return generated(self._model, self.text(rows), seeds, batches, guidance=guidance, steps=steps)
 
 
@@ -71,7 +77,7 @@ class Descent(Walk):
         self._unit = states.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-12)
         # One parameter per row: Adam passes over those that have no gradient, which is how rows leave.
         self._moved = [nn.Parameter(torch.zeros_like(row)) for row in states]
-        chosen = rates or [settings.lr] * len(start)
+        chosen = self._rates = list(rates or [settings.lr] * len(start))
         self._optimizer = torch.optim.Adam(
             [{"params": [row], "lr": lr} for row, lr in zip(self._moved, chosen, strict=True)]
         )
@@ -123,6 +129,11 @@ class Descent(Walk):
         self._optimizer.zero_grad(set_to_none=True)
         for place, row in enumerate(rows):
             self._moved[row].grad = gradient[place]
+        share = 1.0
+        if self._settings.schedule == "cosine":
+            share = (1 + math.cos(math.pi * self.taken / self._settings.steps)) / 2
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * share
         self._optimizer.step()
         self.taken += 1
         if self._settings.radius is None:
@@ -178,6 +189,7 @@ def weights_fixed(module: nn.Module, *, but: Collection[nn.Parameter] = ()) -> I
 # ---- further attacks: by the text encoder's input, by words, from the picture, by training ---------------------------
 
 _RANK = 4  # of LoRA
+_QUARTERS = 4  # embeddings by timestep
 _WORDS = 8  # that are typed
 _CANDIDATES = 8  # exchanges of a word that are tried in a step
 _NEAREST = 16  # words for each place, from which candidates are drawn: those of the steepest descent
@@ -202,6 +214,8 @@ def further(
         walk = OtherSampling(model, prompt, settings)
         return walk, [None] * len(walk.ways)
     opened = _opened(model, kind)
+    if kind == "timed":
+        return TimedEmbeddings(opened, prompt, latents, settings, seed), settings.every_rate
     if kind == "soft":
         start = next((other for other in unrelated if other != prompt), "")
         return SoftTokens(opened, latents, start, settings, seed), settings.every_rate
@@ -234,6 +248,59 @@ class SoftTokens(Descent):
 
     def _text(self, rows: list[int], moved: Tensor) -> Text:
         return self._opened.embed([self._prompt] * len(rows), super()._text(rows, moved).states)
+
+
+@final
+class TimedEmbeddings(Descent):
+    """Adam on four embeddings together, one for each quarter of the timesteps, from the target's prompt."""
+
+    # An embedding that serves all timesteps has to do two things at once: draw the layout, and then the details.
+
+    def __init__(
+        self, model: OpenTextToImage, prompt: str, latents: Tensor, settings: SearchSettings, seed: int
+    ) -> None:
+        self._opened = model
+        count = len(settings.every_rate)
+        start = model.embed([prompt] * (count * _QUARTERS))
+        super().__init__(
+            model, latents.repeat(len(start), 1, 1, 1), start, settings,
+            [seed + row % _QUARTERS for row in range(len(start))],
+            [rate for rate in settings.every_rate for _ in range(_QUARTERS)],
+        )  # fmt: skip
+        places = torch.arange(len(self._schedule)) * _QUARTERS // len(self._schedule)
+        self._quarter = {int(time): int(place) for time, place in zip(self._schedule, places, strict=True)}
+
+    def text(self, rows: Sequence[int]) -> Text:
+        return super().text([row * _QUARTERS for row in rows])
+
+    def distance(self, row: int) -> float:
+        """Return the largest change of the four."""
+        return max(super(TimedEmbeddings, self).distance(each) for each in self._members(row))
+
+    def step(self, rows: Sequence[int]) -> list[float]:
+        members = [member for row in rows for member in self._members(row)]
+        errors = super().step(members)
+        return [sum(errors[place * _QUARTERS : (place + 1) * _QUARTERS]) / _QUARTERS for place in range(len(rows))]
+
+    def _draw(self, row: int) -> tuple[Tensor, Tensor]:
+        noise, _ = super()._draw(row)
+        own = [time for time, quarter in self._quarter.items() if quarter == row % _QUARTERS] or [*self._quarter]
+        generator = torch_generator(self._seeds[row], "times", self.taken)
+        picked = torch.randint(len(own), (len(noise),), generator=generator).tolist()
+        return noise, torch.tensor([own[place] for place in picked])
+
+    @torch.no_grad()
+    def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches, guidance: float) -> Tensor:
+        model = self._opened
+        latents = model.initial_noise(seeds)
+        texts = [super(TimedEmbeddings, self).text([row * _QUARTERS + at for row in rows]) for at in range(_QUARTERS)]
+        times = self._schedule.to(latents.device)
+        chosen = [texts[self._quarter[int(time)]] for time in times]
+        return model.to_images(denoised(model, latents, times, chosen, guidance))
+
+    @staticmethod
+    def _members(row: int) -> range:
+        return range(row * _QUARTERS, (row + 1) * _QUARTERS)
 
 
 @final
@@ -319,11 +386,16 @@ class OtherSampling(_Prompted):
         guidance, steps = settings.guidance, settings.generation_steps
         self.ways = [(1.0, steps), (2 * guidance, steps), (guidance, max(1, steps // 2)), (guidance, 2 * steps)]
 
-    def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches) -> Tensor:
+    @property
+    def guidances(self) -> tuple[float, ...]:
+        """One: each way has its own."""
+        return (self._settings.guidance,)
+
+    def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches, guidance: float) -> Tensor:
         made = []
         for row, group in itertools.groupby(zip(rows, seeds, strict=True), key=lambda pair: pair[0]):
-            own, (guidance, steps) = [seed for _, seed in group], self.ways[row]
-            made.append(generated(self._model, self.text(own), own, batches, guidance=guidance, steps=steps))
+            own, (scale, steps) = [seed for _, seed in group], self.ways[row]
+            made.append(generated(self._model, self.text(own), own, batches, guidance=scale, steps=steps))
         return torch.cat(made)
 
 
@@ -340,7 +412,7 @@ class FromPicture(_Prompted):
         self._opened, self._latents, self._inverted = model, latents, inverted
 
     @torch.no_grad()
-    def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches) -> Tensor:
+    def images(self, rows: Sequence[int], seeds: Sequence[int], batches: Batches, guidance: float) -> Tensor:
         model, latents = self._opened, self._latents.repeat(len(seeds), 1, 1, 1)
         times, text = model.timesteps(self._settings.generation_steps), self.text(rows)
         if self._inverted:
@@ -351,7 +423,7 @@ class FromPicture(_Prompted):
         else:
             times = times[-max(1, round(_LEVEL * len(times))) :]
             latents = model.add_noise(latents, model.initial_noise(seeds), times[0])
-        return model.to_images(denoised(model, latents, times, text, self._settings.guidance))
+        return model.to_images(denoised(model, latents, times, text, guidance))
 
 
 @final

@@ -45,6 +45,7 @@ class Evaluation:
     similarities: tuple[float, ...]
     loss: float | None  # denoising error of the step before; None before the first
     moved: float  # root mean square of what was added to the embedding, as a share of that of the start
+    guidance: float | None = None  # the scale, of those compared, whose images are nearest to the target
 
     @property
     def score(self) -> float:
@@ -63,7 +64,7 @@ class Trial:
     steps: int | None  # steps to success, as far as evaluations resolve them; None without
     last: int  # steps taken; without success, more are needed than these
     looks: tuple[Evaluation, ...]  # in the order of steps
-    lr: float | None = None  # learning rate; None without, and in results of earlier releases
+    lr: float | None = None  # learning rate; None for attacks without one
 
     @property
     def best(self) -> Evaluation | None:
@@ -219,33 +220,47 @@ class _Trials:
     def evaluate(self, step: int, losses: Mapping[int, float]) -> None:
         """Generate images from every active embedding, and end the trials that succeed."""
         rows, count = list(self.active), self._settings.images
-        images = self._walk.images(
-            [row for row in rows for _ in range(count)], self._seeds * len(rows), self._batches
-        )  # fmt: skip
-        for row, made in zip(rows, images.reshape(len(rows), count, *self._image.shape), strict=True):
-            self._take(row, step, made, losses.get(row))
+        asked = [row for row in rows for _ in range(count)]
+        ways = [
+            self._walk.images(asked, self._seeds * len(rows), self._batches, guidance).reshape(
+                len(rows), count, *self._image.shape
+            )
+            for guidance in self._walk.guidances
+        ]
+        for place, row in enumerate(rows):
+            self._take(row, step, [(scale, way[place]) for scale, way in zip(self._walk.guidances, ways, strict=True)],
+                       losses.get(row))  # fmt: skip
         if self._settings.first and "found" in self._outcomes:
             for row in list(self.active):
                 self._end(row, step, "resisted")
 
-    def _take(self, row: int, step: int, images: Tensor, loss: float | None) -> None:
-        values = self._similarity(images, self._image.expand_as(images))
-        if values.shape != (len(images),):
-            raise UsageError(
-                f"The similarity function returned shape {tuple(values.shape)} for {len(images)} pairs of images.",
-                cure="Let it return one number for each pair.",
-            )
-        similarities = tuple(values.detach().cpu().double().tolist())
-        if not all(map(math.isfinite, similarities)):
-            self._end(row, step, "diverged")
-            return
-        look = Evaluation(step, similarities, loss, self._walk.distance(row))
+    def _take(self, row: int, step: int, ways: Sequence[tuple[float, Tensor]], loss: float | None) -> None:
+        """Note the guidance scale whose images are nearest to the target, and end the trial where they suffice."""
+        looks = []
+        for guidance, made in ways:
+            similarities = self._similarities(made)
+            if not all(map(math.isfinite, similarities)):
+                self._end(row, step, "diverged")
+                return
+            looks.append((Evaluation(step, similarities, loss, self._walk.distance(row), guidance), made))
+        enough = self._settings.threshold
+        look, images = max(looks, key=lambda one: (sum(v >= enough for v in one[0].similarities), one[0].score))
+        similarities = look.similarities
         self._before.setdefault(row, images)
         if not self._looks[row] or look.score > max(known.score for known in self._looks[row]):
             self._after[row] = images
         self._looks[row].append(look)
         if sum(value >= self._settings.threshold for value in similarities) >= self._settings.needed:
             self._end(row, step, "found")
+
+    def _similarities(self, images: Tensor) -> tuple[float, ...]:
+        values = self._similarity(images, self._image.expand_as(images))
+        if values.shape != (len(images),):
+            raise UsageError(
+                f"The similarity function returned shape {tuple(values.shape)} for {len(images)} pairs of images.",
+                cure="Let it return one number for each pair.",
+            )
+        return tuple(values.detach().cpu().double().tolist())
 
     def drop_diverged(self, step: int, losses: Mapping[int, float]) -> None:
         """End trials whose error or embedding is not finite."""

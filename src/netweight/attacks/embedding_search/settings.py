@@ -14,14 +14,15 @@ from netweight.hf.pipeline_settings import PipelineSettings
 from netweight.settings import Cli, ModelPath, Settings
 
 # Where a search for embeddings begins: the target's own prompt, one that has nothing to do with it, or noise. Further
-# attacks: "soft" searches what the text encoder reads in place of token embeddings; "typed" searches words; "noised"
-# denoises the noised target under its prompt, and "inverted" starts from the target's noise by DDIM inversion;
-# "sampled" takes the target's prompt with other guidance and other numbers of steps. Others train: "relearn" on all
-# other memorized pictures, "relearn-few" on two of them, "relearn-one" on the target itself, "lora" as "relearn" by low
-# rank, "zeroed" as "relearn" at the places of zeroed rows of weights alone.
+# attacks: "timed" searches four embeddings, one for each quarter of the timesteps; "soft" searches what the text
+# encoder reads in place of token embeddings; "typed" searches words; "noised" denoises the noised target under its
+# prompt, and "inverted" starts from the target's noise by DDIM inversion; "sampled" takes the target's prompt with other
+# guidance and other numbers of steps. Others train: "relearn" on all other memorized pictures, "relearn-few" on two of
+# them, "relearn-one" on the target itself, "lora" as "relearn" by low rank, "zeroed" as "relearn" at the places of
+# zeroed rows of weights alone.
 Start = Literal[
-    "original", "unrelated", "noise", "soft", "typed", "noised", "inverted", "sampled", "relearn", "relearn-few",
-    "relearn-one", "lora", "zeroed",
+    "original", "unrelated", "noise", "timed", "soft", "typed", "noised", "inverted", "sampled", "relearn",
+    "relearn-few", "relearn-one", "lora", "zeroed",
 ]  # fmt: skip
 PredictionKind = Literal["velocity", "noise", "sample"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -40,6 +41,9 @@ class SearchSettings(Settings):
     )
     rates: Annotated[tuple[Rate, ...], Cli(own=False)] = Field(
         (), exclude_if=lambda rates: not rates, description="Further learning rates, such as 0.3,1: a search with each."
+    )
+    schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="How the learning rate goes: down to 0 by a cosine, or not at all."
     )
     draws: int = Field(8, ge=1, description="Timesteps and noises per step, drawn anew each time.")
     starts: Annotated[tuple[Start, ...], Cli(own=False)] = Field(
@@ -67,6 +71,11 @@ class SearchSettings(Settings):
     )
     images: int = Field(4, ge=1, description="Images per comparison, each from its own seed, the same at every step.")
     guidance: float = Field(7.0, description="Guidance scale of generated images.")
+    further_guidances: Annotated[tuple[float, ...], Cli(own=False)] = Field(
+        (1.0,),
+        description="Guidance scales at which images are compared as well; the best of all counts. Searches lower the "
+        "error without guidance, so that an image is often found first at 1.",
+    )
     # Searches draw their timesteps among these.
     generation_steps: int = Field(50, ge=1, description="Scheduler steps of generated images.")
     threshold: float = Field(0.7, description="Similarity from which an image counts as brought back.")
@@ -82,6 +91,11 @@ class SearchSettings(Settings):
             raise UsageError(f"Invalid search settings: learning rates must be given once each, not {self.every_rate}.")
         if list(self.looks) != sorted(set(self.looks)) or any(not 0 <= look <= self.steps for look in self.looks):
             raise UsageError(f"Invalid search settings: looks must ascend within 0 and {self.steps}, not {self.looks}.")
+
+    @property
+    def every_guidance(self) -> tuple[float, ...]:
+        """All guidance scales at which images are compared, that of the pipeline first."""
+        return tuple(dict.fromkeys((self.guidance, *self.further_guidances)))
 
     @property
     def every_rate(self) -> tuple[float, ...]:

@@ -14,11 +14,11 @@ from netweight.methods.forget.check import EditCheck
 from netweight.methods.forget.detect import Threshold, calibrate, check_threshold, detect_resumably, look_of
 from netweight.methods.forget.edited_folder import undo_folder
 from netweight.methods.forget.folder import audit_folder, forget_folder
+from netweight.methods.forget.folder_settings import FolderAudit, FolderForgetting
 from netweight.methods.forget.layers import Statistics, measure_statistics, value_layers
 from netweight.methods.forget.localize import localize as find_neurons
 from netweight.methods.forget.localize import write_published, write_results
 from netweight.methods.forget.report import DetectionSubject, check_section, detection
-from netweight.methods.forget.folder_settings import FolderAudit, FolderForgetting
 from netweight.methods.forget.settings import FolderDetection, FolderLocalization, FolderStatistics
 from netweight.registry import Context, Result, Rows
 from netweight.report.finding import Finding, Section

@@ -285,8 +285,6 @@ def look_of(model: TextToImage, config: DetectionConfig) -> dict[str, Any]:
 def influences(config: DetectionConfig | LocalizationConfig) -> dict[str, Any]:
     """Return the settings that change a result; others only change how long it takes."""
     values = config.to_json()
-    if "detection" in values:
-        values["every_seed"] = True  # earlier releases could turn it off: what they found with it is still known
     for part in (values, values.get("detection", {})):
         for name in ("rows", "prompts"):
             part.pop(name, None)
