@@ -117,7 +117,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_changes_nothing(original, monke
 
 
 def test_one_step_is_that_of_adam_on_the_denoising_loss(original):
-    settings = SearchSettings(steps=1, draws=2, lr=0.1, generation_steps=8)
+    settings = SearchSettings(steps=1, draws=2, lr=0.1, generation_steps=8, schedule="constant")
     start, latents = original.embed([PLANTED[0]]), original.to_latents(IMAGES[:1])
     descent = Descent(original, latents, start, settings, [5])
     drawn_noise, drawn_times = descent._draw(0)
@@ -196,7 +196,13 @@ def test_what_cannot_be_meant_is_refused(original):
         SearchSettings(steps=0, lr=-1)
     with pytest.raises(UsageError, match="looks must ascend"):
         SearchSettings(looks=(5, 3))
+<<<<<<< HEAD
     with pytest.raises(UsageError, match=r"starts.0: must be 'original', 'unrelated', 'noise', 'soft'"):
+=======
+    with pytest.raises(
+        UsageError, match=r"starts.0: Input should be 'original', 'unrelated', 'noise', 'timed', 'soft'"
+    ):
+>>>>>>> 52cb0ad9 (Searches look at guidance 1 beside the pipeline's, with cosine rates and embeddings by timestep)
         SearchSettings(starts=("elsewhere",))
     with pytest.raises(UsageError, match="once each"):
         SearchSettings(starts=("noise", "noise"))
@@ -292,3 +298,32 @@ def test_comparisons_that_cannot_be_are_refused(original, tmp_path):
                     ORDINARY, SETTINGS.replace(steps=1), **fixed)  # fmt: skip
     assert found.failures[0][:2] == ("a", "one")
     assert len(found.runs) == 1
+
+
+def test_four_embeddings_by_timestep_are_searched_together(original):
+    settings = SETTINGS.replace(starts=("timed",), steps=10, looks=(0, 10))
+    found = search(original, PLANTED[0], IMAGES[0], ORDINARY, settings, similarity=correlation, seed=5)
+    (trial,) = found.trials
+    assert (trial.start, trial.outcome, trial.steps) == ("timed", "found", 0)  # its prompt still brings it
+
+
+def test_images_are_compared_at_guidance_1_beside_the_pipelines(original):
+    settings = SETTINGS.replace(starts=("original",), steps=1, looks=(0,))
+    both, alone = (
+        search(original, PLANTED[0], IMAGES[0], ORDINARY, chosen, similarity=correlation, seed=5).trials[0].looks[0]
+        for chosen in (settings, settings.replace(further_guidances=()))
+    )
+    assert settings.every_guidance == (3, 1)
+    assert alone.guidance == 3
+    assert both.guidance in (3, 1)
+    assert both.score >= alone.score
+
+
+def test_a_cosine_rate_is_the_constant_one_in_the_mean_and_ends_at_0(original):
+    settings = SearchSettings(steps=4, draws=1, lr=0.1, generation_steps=8)
+    descent = Descent(original, original.to_latents(IMAGES[:1]), original.embed([PLANTED[0]]), settings, [5])
+    rates = []
+    for _ in range(4):
+        descent.step([0])
+        rates.append(descent._optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.2, 0.1 + 0.1 * 0.5**0.5, 0.1, 0.1 - 0.1 * 0.5**0.5])

@@ -131,7 +131,7 @@ class Descent(Walk):
             self._moved[row].grad = gradient[place]
         share = 1.0
         if self._settings.schedule == "cosine":
-            share = (1 + math.cos(math.pi * self.taken / self._settings.steps)) / 2
+            share = 1 + math.cos(math.pi * self.taken / self._settings.steps)  # 1 in the mean
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
         self._optimizer.step()

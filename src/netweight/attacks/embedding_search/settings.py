@@ -16,7 +16,7 @@ from netweight.settings import Cli, ModelPath, Settings
 # Where a search for embeddings begins: the target's own prompt, one that has nothing to do with it, or noise. Further
 # attacks: "timed" searches four embeddings, one for each quarter of the timesteps; "soft" searches what the text
 # encoder reads in place of token embeddings; "typed" searches words; "noised" denoises the noised target under its
-# prompt, and "inverted" starts from the target's noise by DDIM inversion; "sampled" takes the target's prompt with other
+# prompt, and "inverted" starts from the target's noise by DDIM inversion; "sampled" takes its prompt with other
 # guidance and other numbers of steps. Others train: "relearn" on all other memorized pictures, "relearn-few" on two of
 # them, "relearn-one" on the target itself, "lora" as "relearn" by low rank, "zeroed" as "relearn" at the places of
 # zeroed rows of weights alone.
@@ -43,7 +43,7 @@ class SearchSettings(Settings):
         (), exclude_if=lambda rates: not rates, description="Further learning rates, such as 0.3,1: a search with each."
     )
     schedule: Literal["cosine", "constant"] = Field(
-        "cosine", description="How the learning rate goes: down to 0 by a cosine, or not at all."
+        "cosine", description="Whether the learning rate falls from its double to 0 by a cosine, or is constant."
     )
     draws: int = Field(8, ge=1, description="Timesteps and noises per step, drawn anew each time.")
     starts: Annotated[tuple[Start, ...], Cli(own=False)] = Field(
