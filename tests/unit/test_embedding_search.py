@@ -196,13 +196,7 @@ def test_what_cannot_be_meant_is_refused(original):
         SearchSettings(steps=0, lr=-1)
     with pytest.raises(UsageError, match="looks must ascend"):
         SearchSettings(looks=(5, 3))
-<<<<<<< HEAD
-    with pytest.raises(UsageError, match=r"starts.0: must be 'original', 'unrelated', 'noise', 'soft'"):
-=======
-    with pytest.raises(
-        UsageError, match=r"starts.0: Input should be 'original', 'unrelated', 'noise', 'timed', 'soft'"
-    ):
->>>>>>> 52cb0ad9 (Searches look at guidance 1 beside the pipeline's, with cosine rates and embeddings by timestep)
+    with pytest.raises(UsageError, match=r"starts.0: must be 'original', 'unrelated', 'noise', 'timed', 'soft'"):
         SearchSettings(starts=("elsewhere",))
     with pytest.raises(UsageError, match="once each"):
         SearchSettings(starts=("noise", "noise"))
@@ -298,13 +292,6 @@ def test_comparisons_that_cannot_be_are_refused(original, tmp_path):
                     ORDINARY, SETTINGS.replace(steps=1), **fixed)  # fmt: skip
     assert found.failures[0][:2] == ("a", "one")
     assert len(found.runs) == 1
-
-
-def test_four_embeddings_by_timestep_are_searched_together(original):
-    settings = SETTINGS.replace(starts=("timed",), steps=10, looks=(0, 10))
-    found = search(original, PLANTED[0], IMAGES[0], ORDINARY, settings, similarity=correlation, seed=5)
-    (trial,) = found.trials
-    assert (trial.start, trial.outcome, trial.steps) == ("timed", "found", 0)  # its prompt still brings it
 
 
 def test_images_are_compared_at_guidance_1_beside_the_pipelines(original):
