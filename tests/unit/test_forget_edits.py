@@ -9,9 +9,9 @@ from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import NameNotFound, TrainingStopped, Unsupported, UsageError
 from netweight.job import Job
 from netweight.methods.forget.edits import ClosedForm, Distil, Esd, Siss
+from netweight.methods.forget.edits.training import CHECKPOINT
 from netweight.methods.forget.forgetting import forget, undo
 from netweight.methods.forget.records import EditRecord
-from netweight.methods.forget.training import CHECKPOINT
 
 correlation = paired()
 DISTIL = Distil(steps=300, batch=32, lr=3e-3, generation_steps=8)
@@ -126,7 +126,7 @@ def test_a_killed_distillation_goes_on_to_the_same_bits(tmp_path, monkeypatch):
 
     whole, killed, resumed = trained(), trained(), trained()
     straight = run(whole, tmp_path / "whole")
-    from netweight.methods.forget import training
+    from netweight.methods.forget.edits import training
 
     difference, calls = training.difference, []
 

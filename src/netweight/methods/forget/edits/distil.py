@@ -16,7 +16,7 @@ from netweight.methods.forget.edits.trained import TrainedEdit
 if TYPE_CHECKING:
     from torch import Generator
 
-    from netweight.methods.forget.training import Questions, Training
+    from netweight.methods.forget.edits.training import Questions, Training
 
 
 @final

@@ -15,7 +15,7 @@ from netweight.methods.forget.edits.trained import LayerPattern, TrainedEdit
 if TYPE_CHECKING:
     from torch import Generator
 
-    from netweight.methods.forget.training import Questions, Training
+    from netweight.methods.forget.edits.training import Questions, Training
 
 
 @final

@@ -22,7 +22,7 @@ from netweight.settings import Cli
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from netweight.methods.forget.training import Questions, Training
+    from netweight.methods.forget.edits.training import Questions, Training
     from netweight.nn.text_to_image import Prediction
 
 _TOP = 40  # a question at the noisiest timesteps is drawn from the last one in so many of them

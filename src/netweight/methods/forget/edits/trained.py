@@ -15,7 +15,7 @@ from netweight.settings import Cli
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from netweight.methods.forget.training import Questions, Training
+    from netweight.methods.forget.edits.training import Questions, Training
     from netweight.nn.text_to_image import Prediction
 
 LayerPattern = Annotated[
@@ -83,6 +83,6 @@ class TrainedEdit(Edit):
 
     def apply(self, task: EditTask) -> EditOutcome:
         """Train the model in place; with a job, a second call goes on where the first was killed, to the same bits."""
-        from netweight.methods.forget.training import train
+        from netweight.methods.forget.edits.training import train
 
         return train(self, task)
