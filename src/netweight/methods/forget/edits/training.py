@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Generator, Tensor, nn
@@ -24,9 +24,8 @@ from netweight.job import Job
 from netweight.methods.forget.edits.edit import EditOutcome, EditTask
 from netweight.nn.text_to_image import Batches, Prediction, Text, generated
 
-if TYPE_CHECKING:
-    from netweight.methods.forget.edits.trained import TrainedEdit
-
+# A `trained.TrainedEdit`, which calls `train`.
+TrainedEdit: TypeAlias = Any
 CHECKPOINT = "distil.net.safetensors"  # in the job's folder
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _KEEP_EVERY = 50  # steps from one checkpoint to the next
