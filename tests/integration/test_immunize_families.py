@@ -13,7 +13,7 @@ from netweight.attacks.finetuning.subject import Domain, Goal, Subject
 from netweight.cli import netweight
 from netweight.methods.immunize.defenses.latent_adversarial import LatentAdversarial
 from netweight.methods.immunize.defenses.tar import TAR
-from netweight.methods.immunize.depth import analyze_layers
+from netweight.methods.immunize.layers import analyze_layers
 from netweight.methods.immunize.train import immunize
 from netweight.report.report import read_report
 

@@ -14,7 +14,7 @@ for home in ("attacks.finetuning", "attacks.embedding_search", "attacks.gradient
              "methods.forget"):  # fmt: skip
     importlib.import_module(f"netweight.{home}.report")
 importlib.import_module("netweight.attacks.refusal.folder")
-for home in ("compress.recipe", "federate.recipe", "immunize.depth", "space.images"):
+for home in ("compress.recipe", "federate.recipe", "immunize.report", "space.images"):
     importlib.import_module(f"netweight.methods.{home}")
 
 RANK = {"broken": 0, "partly": 1, "told": 2, "holds": 3}

@@ -15,14 +15,10 @@ from decoders_under_test import FAMILIES, decoder, drawn, some_pairs
 from netweight.data.tokens import collate
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_language_model import block_numbers, frozen, structure_of
-from netweight.methods.immunize.depth import (
-    Plane,
-    lens_by_layer,
-    probe_accuracies,
-    representations,
-    weight_changes,
-)
+from netweight.methods.immunize.layers import lens_by_layer, representations, weight_changes
 from netweight.methods.immunize.losses import response_loss
+from netweight.methods.immunize.plane import Plane
+from netweight.methods.immunize.probes import probe_accuracies
 
 
 def test_changes_of_weights_are_found_where_they_are():
@@ -88,7 +84,7 @@ def test_probes_see_a_shift_and_nothing_else():
 
 
 def test_a_probe_is_at_the_minimum_of_the_penalized_mean_loss():
-    from netweight.methods.immunize.depth import _fit
+    from netweight.methods.immunize.probes import _fit
 
     features = torch.randn(60, 4, generator=drawn(), dtype=torch.float64)
     labels = (features[:, 0] + torch.randn(60, generator=drawn(2)) > 0).double()

@@ -19,16 +19,8 @@ from netweight.hf.families import check_language_model
 from netweight.hf.load_language_model import check_finite, context_of, load_causal_lm
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.defenses import DEFENSES
-from netweight.methods.immunize.depth import (
-    DEPTH,
-    LEAST_PAIRS,
-    REPORT,
-    TREATMENT,
-    DepthAnalysis,
-    analyze_layers,
-    depth_section,
-    weight_changes,
-)
+from netweight.methods.immunize.layers import LEAST_PAIRS, DepthAnalysis, analyze_layers, weight_changes
+from netweight.methods.immunize.report import DEPTH, REPORT, TREATMENT, depth_section
 from netweight.methods.immunize.settings import ImmunizeSettings
 from netweight.methods.immunize.train import RECORD, Record, immunize
 from netweight.registry import CardEntry

@@ -10,7 +10,7 @@ IMMUNIZE: Method[Any] = Method(
     "immunize",
     lazy("netweight.methods.immunize.settings:ImmunizeSettings"),
     lazy(f"{_FOLDER}:apply"),
-    {"depth": lazy("netweight.methods.immunize.depth:depth_audit"), "fine-tuning attack": None},
+    {"depth": lazy("netweight.methods.immunize.report:depth_audit"), "fine-tuning attack": None},
     run=lazy("netweight.methods.immunize.commands:immunize"),
     summary="Train a language model to resist harmful fine-tuning.",
     description="MODEL is a folder of a transformers model, or its id on the hub, and is not changed. DESTINATION is a "

@@ -1,0 +1,150 @@
+"""A model depth by depth: lens losses, probes and representations on pairs of answers, and how far weights moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from netweight.data.tokens import IGNORED, Batch, Example, Pair, collate
+from netweight.errors import UsageError
+from netweight.hf.load_language_model import structure_of
+from netweight.methods.immunize.losses import Targets, answer_loss, lens_losses
+from netweight.methods.immunize.probes import probe_accuracies
+from netweight.nn.hooks import evaluating
+
+if TYPE_CHECKING:
+    pass
+
+
+KINDS = ("harmful", "harmless")  # the answers of a pair, in the order in which they are shown
+
+
+LEAST_PAIRS = 8  # fewer leave nothing to train and to test a probe on
+
+
+_MOST_PAIRS = 200
+
+
+_AT_ONCE = 8
+
+
+@final
+@dataclass(frozen=True)
+class LayerAnalysis:
+    """A model on pairs of answers, depth by depth: the embeddings first, then after each block."""
+
+    # For each kind of answer the mean loss per token if the model ended at a depth: one list per batch of eight pairs,
+    # each with one number per depth.
+    lens: Mapping[str, Sequence[Sequence[float]]]
+    # For each kind the mean hidden state over each answer at every depth, shape `(pairs, hidden)`.
+    states: Mapping[str, Sequence[Tensor]]
+    # For each depth the accuracies of linear probes that tell the kinds apart, one for each random split.
+    probes: Sequence[Sequence[float]]
+    vocabulary: int  # how many tokens the model chooses from
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs were used."""
+        return len(self.states[KINDS[0]][0])
+
+
+@final
+@dataclass(frozen=True)
+class LayerChange:
+    """How far a layer's weights moved."""
+
+    layer: str  # a block's name, or that of a parameter outside the blocks
+    distance: float  # Euclidean norm of the change of all its weights together
+    relative: float  # that norm over the norm of the weights before; 0 where both are 0
+    block: int | None = None  # the block's number from 0; None for what lies outside the blocks
+
+
+@final
+@dataclass(frozen=True)
+class DepthAnalysis:
+    """A model before and after its defense."""
+
+    changes: Sequence[LayerChange]
+    before: LayerAnalysis
+    after: LayerAnalysis  # on the same pairs
+
+
+def analyze_layers(model: nn.Module, pairs: Sequence[Pair], *, pad_id: int = 0, seed: int = 0) -> LayerAnalysis:
+    """Analyze a model, which stays as it is."""
+    if len(pairs) < LEAST_PAIRS:
+        raise UsageError(
+            f"{len(pairs)} pairs are too few to look inside of a model.", cure=f"Give at least {LEAST_PAIRS}."
+        )
+    wanted = min(len(pairs), _MOST_PAIRS)
+    chosen = [pairs[row * len(pairs) // wanted] for row in range(wanted)]
+    sides = {"harmful": [pair.harmful for pair in chosen], "harmless": [pair.harmless for pair in chosen]}
+    device = next(model.parameters()).device
+    lens: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+    with evaluating(model):
+        for kind, examples in sides.items():
+            for first in range(0, wanted, _AT_ONCE):
+                batch = collate(examples[first : first + _AT_ONCE], pad_id=pad_id).to(device)
+                lens[kind].append(lens_by_layer(model, batch))
+        states = {
+            kind: representations(model, examples, pad_id=pad_id, batch_size=_AT_ONCE)
+            for kind, examples in sides.items()
+        }
+    probes = [probe_accuracies(*both, seed=seed) for both in zip(*(states[kind] for kind in KINDS), strict=True)]
+    return LayerAnalysis(lens, states, probes, structure_of(model).vocabulary)
+
+
+@torch.no_grad()
+def lens_by_layer(model: nn.Module, batch: Batch) -> list[float]:
+    """The loss on a batch's labeled tokens if the model ended at each depth."""
+    parts, targets = structure_of(model), Targets.of_labels(batch.labels)
+    result: Any = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
+    losses: list[float] = lens_losses(result.hidden_states[:-1], targets, parts).tolist()
+    return [*losses, float(answer_loss(result.logits, targets))]
+
+
+@torch.no_grad()
+def representations(
+    model: nn.Module, examples: Sequence[Example], *, pad_id: int = 0, batch_size: int = 16
+) -> list[Tensor]:
+    """The mean hidden state over each answer, at every depth."""
+    device = next(model.parameters()).device
+    found: list[list[Tensor]] = []
+    for first in range(0, max(1, len(examples)), batch_size):
+        batch = collate(examples[first : first + batch_size], pad_id=pad_id).to(device)
+        result: Any = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
+        answers = (batch.labels != IGNORED)[..., None]
+        found.append([((state.float() * answers).sum(1) / answers.sum(1)).cpu() for state in result.hidden_states])
+    return [torch.cat(states) for states in zip(*found, strict=True)]
+
+
+@torch.no_grad()
+def weight_changes(before: nn.Module, after: nn.Module) -> list[LayerChange]:
+    """Compare the weights of two models layer by layer."""
+    old, new = dict(before.named_parameters()), dict(after.named_parameters())
+    differ = sorted(name for name in old.keys() | new.keys() if name not in old or name not in new)
+    differ += [name for name in old.keys() & new.keys() if old[name].shape != new[name].shape]
+    if differ:
+        raise UsageError(
+            f"The models differ in {len(differ)} parameters, such as {differ[0]!r}.",
+            cure="Compare a model with its own later self; merge or remove adapters first.",
+        )
+    blocks = list(structure_of(before).blocks)
+    groups: dict[str, list[str]] = {block: [] for block in blocks}
+    for name in old:
+        inside = next((block for block in blocks if name.startswith(f"{block}.")), name)
+        groups.setdefault(inside, []).append(name)
+    numbers = {block: number for number, block in enumerate(blocks)}
+    return [
+        _change(layer, [(old[name], new[name]) for name in names], numbers.get(layer))
+        for layer, names in groups.items()
+    ]
+
+
+def _change(layer: str, pairs: Sequence[tuple[Tensor, Tensor]], block: int | None) -> LayerChange:
+    moved = sum(float((new.double().cpu() - old.double().cpu()).square().sum()) for old, new in pairs) ** 0.5
+    size = sum(float(old.double().square().sum()) for old, _ in pairs) ** 0.5
+    return LayerChange(layer, moved, moved / size if size else 0.0, block)

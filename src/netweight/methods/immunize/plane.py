@@ -1,0 +1,42 @@
+"""The plane in which representations differ most: their first principal components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from netweight.core.lazy import library
+from netweight.errors import UsageError
+
+if TYPE_CHECKING:
+    pass
+
+
+@final
+@dataclass(frozen=True)
+class Plane:
+    """The directions along which representations differ most, to draw others in too: fit before, place after."""
+
+    center: Tensor  # mean of what was fitted, shape `(D,)`
+    # Orthonormal, the longest first, shape `(k, D)`; of either sign the one whose largest entry is positive.
+    axes: Tensor
+    shares: Tensor  # share of the variance along each axis, shape `(k,)`
+
+    @classmethod
+    def fit(cls, points: Tensor, *, axes: int = 2) -> Plane:
+        """Find the principal components."""
+        if not 1 <= axes <= min(points.shape):
+            raise UsageError(f"{axes} axes cannot be drawn through points of shape {tuple(points.shape)}.")
+        decomposition = library("sklearn.decomposition", "Principal components", "evidence")
+        found = decomposition.PCA(axes, svd_solver="full").fit(points.double().numpy())
+        center, directions = torch.from_numpy(found.mean_), torch.from_numpy(found.components_)
+        largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+        shares = torch.from_numpy(found.explained_variance_ratio_).nan_to_num()  # 0 / 0 where all points are the same
+        return cls(center, directions * largest.sign(), shares)
+
+    def place(self, points: Tensor) -> Tensor:
+        """Coordinates of points, shape `(n, k)`, float64."""
+        return (points.double() - self.center) @ self.axes.T
