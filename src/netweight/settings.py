@@ -764,10 +764,10 @@ def write_option_groups(command: click.Command, ctx: click.Context, formatter: c
     for parameter in command.get_params(ctx):
         for group, record in parameter.records(ctx) if isinstance(parameter, _SetOption) else ():
             groups.setdefault(group, []).append(record)
-        record = None if isinstance(parameter, _SetOption) else parameter.get_help_record(ctx)
-        if record is not None and (record[1] or isinstance(parameter, click.Option)):
+        other = None if isinstance(parameter, _SetOption) else parameter.get_help_record(ctx)
+        if other is not None and (other[1] or isinstance(parameter, click.Option)):
             group = getattr(parameter, "group", "")
-            (groups.setdefault(group, []) if group else rest).append(record)
+            (groups.setdefault(group, []) if group else rest).append(other)
     for heading, records in {**groups, "Output": [*groups.get("Output", ()), *rest]}.items():
         with formatter.section(heading):
             formatter.write_dl(records)

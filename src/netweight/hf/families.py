@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from netweight.core.lazy import extra
 from netweight.errors import UsageError
@@ -61,7 +62,7 @@ def check_language_model(folder: str | Path) -> None:
         )
 
 
-def _config(folder: Path) -> dict[str, object]:
+def _config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise UsageError(

@@ -272,7 +272,8 @@ class PipelineModel:
     def _unscaled(self, latents: Tensor) -> Tensor:
         """Latents as the autoencoder decodes them."""
         mean, deviation = self._latent_statistics(latents)
-        return latents * (deviation / self.pipeline.vae.config.scaling_factor) + mean
+        unscaled: Tensor = latents * (deviation / self.pipeline.vae.config.scaling_factor) + mean
+        return unscaled
 
     def _latent_statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the autoencoder's latents, by channel where its configuration says them."""

@@ -29,7 +29,7 @@ def train(model: str, defense: str, steps: int, threads: int) -> dict[str, Any]:
 
     from netweight.data.tokens import Pair
     from netweight.hf.load_language_model import load_causal_lm
-    from netweight.methods.immunize.settings import DEFENSES, TrainingSettings
+    from netweight.methods.immunize.settings import TrainingSettings
     from netweight.methods.immunize.train import immunize
 
     torch.set_num_threads(threads)
@@ -38,7 +38,7 @@ def train(model: str, defense: str, steps: int, threads: int) -> dict[str, Any]:
     pairs = [Pair(*map(tuple, row)) for row in drawn]
     settings = TrainingSettings(batch_size=4, lr=1e-6, measure_every=1000, warmup=0.0)
     begun = time.perf_counter()
-    immunize(network, pairs, defense=DEFENSES[defense](), settings=settings)
+    immunize(network, pairs, defense=defense, settings=settings)
     seconds = time.perf_counter() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": round(seconds, 2), "resident_bytes": peak, "dtype": str(network.dtype)}

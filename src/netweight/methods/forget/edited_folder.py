@@ -62,7 +62,9 @@ def write_edited(
     # The denoiser's numbers are those of its files from here on, so that its digest is what a reader will find.
     record = replace(record, after=model.digest())
     number = len(read_records(files.folder)) + 1
-    unedited, edited, stored = [*map(str, other_weights_of(files.folder))], {}, {}
+    unedited = [*map(str, other_weights_of(files.folder))]
+    edited: dict[str, str] = {}
+    stored: dict[str, Tensor] = {}
     moved = [name for name in ((LORA,) if model.lora else ()) if (files.folder / name).is_file()]
     sources = pipeline_files(files.folder)
     digests = {path.as_posix(): digest_file(files.folder / path) for path in sources}

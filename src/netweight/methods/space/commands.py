@@ -299,8 +299,10 @@ def ingest(settings: IngestSettings, context: Context, source: Path, destination
     how = {name: value for name, value in settings if name != "stable_diffusion"}
     if not settings.stable_diffusion:
         return _bank(AdapterBank.ingest(source, destination, progress=context.progress, **how), written=True)
-    known = {"compress": settings.compress, "skip_bad": settings.skip_bad, "progress": context.progress}
-    import_published(source, destination, dimensions=stable_diffusion_dimensions(), **known)
+    import_published(
+        source, destination, dimensions=stable_diffusion_dimensions(), compress=settings.compress,
+        skip_bad=settings.skip_bad, progress=context.progress,
+    )  # fmt: skip
     return _bank(AdapterBank.open(destination), written=True)
 
 
