@@ -12,7 +12,8 @@ from flower_processes import EXAMPLE, Deployment, example_task, lying_example, w
 
 from netweight.methods.federate import train
 from netweight.methods.federate.engine import CHECKPOINT, Run
-from netweight.methods.federate.task import Client, LocalModel
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client
 from netweight.plugins.flower import HISTORY, export_private
 from netweight.plugins.flower.server import method_of, settings_of
 from netweight.store import open_store

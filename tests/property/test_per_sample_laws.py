@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from netweight.errors import Unsupported
 from netweight.methods.federate import ClientData, Task
-from netweight.methods.federate.dp import Clipped, PrivateStep, by_layers, by_vmap, clipped_sum
-from netweight.methods.federate.task import LocalModel
+from netweight.methods.federate.clipped_gradients import Clipped, PrivateStep, by_layers, by_vmap, clipped_sum
+from netweight.methods.federate.local_model import LocalModel
 
 
 def double_model(body: nn.Module, head: nn.Module, inputs: Tensor, targets: Tensor) -> LocalModel:
@@ -195,7 +195,7 @@ def test_a_batch_too_large_to_hold_is_summed_in_parts(monkeypatch: pytest.Monkey
     inputs, targets = torch.randn(10, 5).double(), torch.randint(0, 3, (10,))
     model = double_model(nn.Sequential(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 3), inputs, targets)
     mask = torch.tensor([True] * 4 + [False] * 3 + [True] * 2 + [False])
-    monkeypatch.setattr("netweight.methods.federate.dp._VALUES_AT_ONCE", 3 * 39)
+    monkeypatch.setattr("netweight.methods.federate.clipped_gradients._VALUES_AT_ONCE", 3 * 39)
     found = clipped_sum(
         PrivateStep(model, model.task.initial_body(), model.task.initial_head(), (inputs, targets), mask, "both", 0.5)
     )

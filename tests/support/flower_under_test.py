@@ -9,7 +9,7 @@ from flower_federation import CLIENTS, client_data, halves
 
 from netweight.methods.federate import Federation, Task
 from netweight.methods.federate.engine import CHECKPOINT, Round
-from netweight.methods.federate.task import Trained, Weights
+from netweight.methods.federate.method import Trained, Weights
 from netweight.methods.federate.updates import Update
 from netweight.plugins.flower import HISTORY, Elsewhere, client_app, server_app
 from netweight.store import open_store

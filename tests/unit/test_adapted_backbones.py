@@ -10,7 +10,8 @@ from torch.func import functional_call, vmap
 from netweight.data.images.public import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
 from netweight.methods import federate
-from netweight.methods.federate.task import Client, LocalModel
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client
 from netweight.toys.networks import (
     IMAGENET_MEAN_STD,
     CifarResNet20,

@@ -16,6 +16,8 @@ from netweight.methods.federate.algorithms.direct import fedavg_private_head, lo
 from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import named_method
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client
 from netweight.methods.federate.report import (
     AuditConfig,
     ThreatModel,
@@ -28,7 +30,6 @@ from netweight.methods.federate.report import (
     observe,
     own_threat,
 )
-from netweight.methods.federate.task import Client, LocalModel
 from netweight.report.audit import audits_of, run_audits
 from netweight.report.report import Report
 

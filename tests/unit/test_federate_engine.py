@@ -39,8 +39,9 @@ from netweight.methods.federate.defenses import Hardened
 from netweight.methods.federate.engine import Round, Run, at_plateau
 from netweight.methods.federate.folder import METHODS as METHODS_BY_NAME
 from netweight.methods.federate.folder import FederationPlan, named_method
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client, Trained
 from netweight.methods.federate.settings import Phase
-from netweight.methods.federate.task import Client, LocalModel, Trained
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 METHODS = {
@@ -283,7 +284,7 @@ def test_tasks_that_cannot_be_are_refused() -> None:
 def test_running_statistics_stay_with_their_client() -> None:
     body = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
     run = train(small_task(body=body), METHODS["hyperfl"], Federation(rounds=2))
-    means = [run.private[client]["statistics.1.running_mean"] for client in range(4)]
+    means = [run.private[client]["statistics.body.1.running_mean"] for client in range(4)]
     assert not any(torch.equal(means[0], other) for other in means[1:])
     assert not any("running" in name for name in run.state)
 

@@ -14,7 +14,8 @@ from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate import HyperFL, LocalTraining, Task
 from netweight.methods.federate.local import shuffled_batches
-from netweight.methods.federate.task import Client, LocalModel, Trained
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client, Trained
 from netweight.methods.federate.updates import LowRank, aggregate
 
 

@@ -18,10 +18,11 @@ from netweight.methods.federate.algorithms.direct import (
     fedavg,
     ppsgd,
 )
-from netweight.methods.federate.dp import PrivateStep, by_vmap
+from netweight.methods.federate.clipped_gradients import PrivateStep, by_vmap
 from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client, Trained, Weights
 from netweight.methods.federate.settings import Phase, Privacy
-from netweight.methods.federate.task import Client, LocalModel, Trained, Weights
 
 TRAINING = LocalTraining(epochs=2, lr=0.1, batch_size=6)
 

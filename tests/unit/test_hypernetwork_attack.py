@@ -26,7 +26,7 @@ from netweight.attacks.gradient_inversion.analytic import (
 from netweight.attacks.gradient_inversion.chains import Block, Peel, read_chain, undone
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.methods.federate.task import small_cnn
+from netweight.methods.federate.small_cnn import small_cnn
 from netweight.metrics.images import psnr
 from netweight.nn.hypernetwork import Hypernetwork, ParameterLayout
 

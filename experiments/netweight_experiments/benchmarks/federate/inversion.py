@@ -23,7 +23,7 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.client import gradient_of, known_parameters
 from netweight.attacks.gradient_inversion.matching import MatchingConfig, invert
-from netweight.methods.federate.task import small_cnn
+from netweight.methods.federate.small_cnn import small_cnn
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import bootstrap
 

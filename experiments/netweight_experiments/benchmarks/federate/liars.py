@@ -24,8 +24,8 @@ from netweight.methods.federate import Task, train
 from netweight.methods.federate.defenses import TARGET, triggered
 from netweight.methods.federate.engine import CHECKPOINT, Round
 from netweight.methods.federate.folder import FederationPlan, named_method
+from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.settings import Aggregator, Federation, Lie, LocalTraining
-from netweight.methods.federate.task import LocalModel
 from netweight.store import open_store
 from netweight_experiments.benchmarks.script import fill
 

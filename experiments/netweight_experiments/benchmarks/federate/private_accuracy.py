@@ -23,7 +23,7 @@ from netweight.methods.federate.algorithms.direct import dp_fedavg, fedavg, loca
 from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import small_cnn
+from netweight.methods.federate.small_cnn import small_cnn
 from netweight.methods.federate.task_privacy import noise_for_task, task_guarantee
 from netweight_experiments.benchmarks.script import fill
 

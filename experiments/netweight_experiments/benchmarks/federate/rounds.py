@@ -22,8 +22,10 @@ from netweight.core.progress import QUIET, Progress
 from netweight.methods.federate.algorithms.hyperfl import HYPERNETWORK, HyperFL
 from netweight.methods.federate.engine import round_by_round
 from netweight.methods.federate.folder import METHODS, named_method
+from netweight.methods.federate.method import without
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import ClientData, Task, small_cnn, without
+from netweight.methods.federate.small_cnn import small_cnn
+from netweight.methods.federate.task import ClientData, Task
 from netweight.metrics.intervals import interval_finding, paired_ratio
 from netweight.nn import Hypernetwork, ParameterLayout
 from netweight.report.finding import Better, Finding

@@ -14,7 +14,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "Federation": "netweight.methods.federate.settings",
         "HyperFL": "netweight.methods.federate.algorithms.hyperfl",
         "LocalTraining": "netweight.methods.federate.settings",
-        "Method": "netweight.methods.federate.task",
+        "Method": "netweight.methods.federate.method",
         "aggregate": "netweight.methods.federate.updates",
         "audit": "netweight.methods.federate.report",
         "fedavg": "netweight.methods.federate.algorithms.direct",

@@ -25,17 +25,10 @@ from netweight.errors import UsageError
 from netweight.methods.federate.accounting import AnswerPrivacy, Release, privacy_of
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
 from netweight.methods.federate.local import steps_per_epoch
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client, Trained, Wrapped, prefixed, without
 from netweight.methods.federate.settings import Lie, LocalTraining
-from netweight.methods.federate.task import (
-    Client,
-    ClientData,
-    LocalModel,
-    Task,
-    Trained,
-    Wrapped,
-    prefixed,
-    without,
-)
+from netweight.methods.federate.task import ClientData, Task
 from netweight.methods.federate.updates import LowRank, Tensors, Update
 from netweight.nn.hypernetwork import ParameterLayout, hidden_code
 
@@ -122,7 +115,8 @@ class Hardened(Wrapped):
     def _too_few_steps(self, task: Task, number: int) -> list[str]:
         if self.minimum_steps == 1:
             return []
-        steps = self.training.epochs * steps_per_epoch(task.client(number).n, self.training.batch_size)
+        n, size = task.client(number).n, self.training.batch_size
+        steps = self.training.epochs * steps_per_epoch(n, size, needs_two=task.habits.needs_two)
         return [f"{steps} local steps are fewer than {self.minimum_steps}"] if steps < self.minimum_steps else []
 
     def _strange(self, task: Task, client: Client, round: int) -> list[str]:

@@ -22,12 +22,17 @@ from netweight.core.files import digest_config, digest_tensor, usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client, Method, Trained, Weights, Wrapped
 from netweight.methods.federate.settings import Federation
-from netweight.methods.federate.task import Client, LocalModel, Method, Task, Trained, Weights, Wrapped
+from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Screened, Tensors, Update, check_allow_list, screen, validate_updates
 
 # The file within a run's folder that it resumes from.
 CHECKPOINT = "federation.safetensors"
+
+# How a reason begins for a client whose own program failed.
+ANSWERED_WITH_ERROR = "answered with error"
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -351,6 +356,22 @@ class Rounds:
         """Whether no more rounds are to follow."""
         plateau = self.settings.until_plateau and at_plateau(self.rounds)
         return len(self.rounds) >= self.settings.rounds or plateau
+
+    def refuse_failing_clients(self) -> None:
+        """Fail the run if some client answered with an error in every round that asked it.
+
+        Raises:
+            FederationStopped: Such a client is part of no round, so that the result is not what was asked for.
+        """
+        for client in self.clients:
+            asked = [done for done in self.rounds if client in done.clients]
+            whys = [done.refused.get(client, "") for done in asked]
+            if asked and all(why.startswith(ANSWERED_WITH_ERROR) for why in whys):
+                raise FederationStopped(
+                    f"Client {client} {whys[-1]}, in each of the {len(asked)} rounds that asked it; the others' result is "
+                    f"saved{f' in {self.kept[0].folder}' if self.kept is not None else ''}.",
+                    cure="Mend that site and run the same again with more rounds, or leave the client out of the task.",
+                )
 
     def run_round(self, transport: Transport) -> None:
         """Run the next round, again if too few clients answer."""

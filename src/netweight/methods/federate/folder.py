@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from netweight.data.images import Images
-    from netweight.methods.federate.task import Method, Task
+    from netweight.methods.federate.method import Method
+    from netweight.methods.federate.task import Task
 
 # Name of the settings' file in a run's folder.
 PLAN_FILE = "federation.json"
@@ -70,6 +71,11 @@ class _Asked(Federation, _Clients):
     clip: float = Field(default=1.0, gt=0, description="Largest norm of an update's change where there is noise.")
     minimum_steps: int = Field(default=1, ge=1, description="Clients refuse to train fewer local steps.")
     refuse: bool = Field(default=False, description="Clients refuse abnormal hypernetworks.")
+    statistics: Literal["client", "averaged"] = Field(
+        default="client",
+        description="Who owns the buffers of layers, such as running statistics: each client its own, or the server, "
+        "which averages them.",
+    )
     lie: Lie | None = Field(default=None, description="Simulate malicious clients of this kind (how many: `liars`).")
 
     def check(self) -> None:
@@ -158,7 +164,7 @@ class FederationPlan(_Asked):
         return Task(body, head, parts, augment=augment)
 
     def _network(self, images: Images) -> tuple[nn.Module, nn.Module]:
-        from netweight.methods.federate.task import small_cnn
+        from netweight.methods.federate.small_cnn import small_cnn
 
         channels, height, width = images.shape
         if self.model is not None:
@@ -199,6 +205,10 @@ class FederationPlan(_Asked):
                 task, self.budget, self.delta, batch_size=self.batch_size, epochs=self.epochs * self.rounds
             )
         method = named_method(self.method, training=self.training(), noise_multiplier=noise)
+        if self.statistics == "averaged":
+            from netweight.methods.federate.algorithms.averaged_statistics import AveragedStatistics
+
+            method = AveragedStatistics(method)
         if self.noise or self.refuse or self.minimum_steps > 1:
             added = UpdateNoise(self.clip, self.noise) if self.noise else None
             method = Hardened(method, added, self.minimum_steps, RefusalLimits() if self.refuse else None)

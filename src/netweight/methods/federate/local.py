@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from netweight.core import seeds
-from netweight.errors import Unsupported
-from netweight.methods.federate.dp import Batch, PrivateStep, clipped_sum
+from netweight.errors import Unsupported, UsageError
+from netweight.methods.federate.clipped_gradients import Batch, PrivateStep, clipped_sum
+from netweight.methods.federate.local_model import LayerState, LocalModel
+from netweight.methods.federate.method import Client, Method, Weights
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling, Trains
-from netweight.methods.federate.task import Client, LocalModel, Method, Statistics, Task, Weights
+from netweight.methods.federate.task import Task
 
 # Takes "body" or "head" and that half's vector; returns what is added to its gradient.
 Extra = Callable[[str, Tensor], Tensor]
@@ -58,7 +60,8 @@ def train_steps(model: LocalModel, clients: Sequence[Learner], steps: int, train
     """Train both halves of clients by a number of steps, whatever their numbers of examples."""
     streams = []
     for client in clients:
-        epochs = -(-steps // steps_per_epoch(model.task.client(client.number).n, training.batch_size))
+        n = model.task.client(client.number).n
+        epochs = -(-steps // steps_per_epoch(n, training.batch_size, needs_two=model.habits.needs_two))
         streams.append(itertools.islice(_batches(model, client, epochs, training.batch_size), steps))
     return _train_streams(model, clients, streams, "both", training.lr, training)
 
@@ -79,21 +82,22 @@ def _train_streams(
             for client, stream in zip(clients, streams, strict=True)
         ]
         return [found[0] for found, _ in singles], [losses[0] for _, losses in singles]
-    statistics = [client.weights.statistics_on(model.device) for client in clients]
+    states = [model.layer_state(client.weights.statistics, client.seed) for client in clients]
     bodies = Descent(torch.stack([client.weights.body for client in clients]).to(model.device), lr, training)
     heads = Descent(torch.stack([client.weights.head for client in clients]).to(model.device), lr, training)
     model.train(trains)
-    gradients = rule_for(model.device)
+    gradients = rule_for(model)
     total, count = torch.zeros(len(clients)), torch.zeros(len(clients))
     for rows, batches in side_by_side(streams):
-        own = [statistics[row] for row in rows]
+        own = [states[row] for row in rows]
         found = gradients(model, bodies.vectors[rows], heads.vectors[rows], batches, trains, own)
         for half, descent, slopes in (("body", bodies, found.body), ("head", heads, found.head)):
             if slopes is not None:
                 descent.step(_with_extra(clients, half, descent, slopes, rows), rows)
         total[rows] += found.losses.cpu()
         count[rows] += 1
-    trained = [Weights(b, h, s) for b, h, s in zip(bodies.vectors, heads.vectors, statistics, strict=True)]
+    found = zip(bodies.vectors, heads.vectors, states, strict=True)
+    trained = [Weights(body, head, state.buffers) for body, head, state in found]
     return trained, (total / count).tolist()
 
 
@@ -121,25 +125,26 @@ def _train_head(model: LocalModel, client: Learner, phase: Phase, training: Loca
     stream = Stream(model, client, phase.epochs, training.batch_size)
     head = Descent(weights.head.to(model.device, copy=True)[None], phase.lr, training)
     losses = []
-    known = None if model.task.augment else _features(model, weights, inputs)
+    state = model.layer_state(weights.statistics, client.seed)
+    known = None if model.task.augment else _features(model, weights, inputs, state)
     targets = targets.to(model.device)
     for index in stream.indices:
         if known is None:
             inputs, wanted = stream.batch(index)
-            features = _features(model, weights, inputs)
+            features = _features(model, weights, inputs, state)
         else:
             features, wanted = known[index], targets[index]
         vector = head.vectors[0].detach().requires_grad_()
-        loss = model.task.loss(model.classify(vector, features), wanted)
+        loss = model.task.loss(model.classify(vector, features, state), wanted)
         head.step(torch.autograd.grad(loss, vector)[0][None], [0])
         losses.append(float(loss.detach()))
-    return Weights(weights.body.to(model.device), head.vectors[0], weights.statistics), sum(losses) / len(losses)
+    return Weights(weights.body.to(model.device), head.vectors[0], state.buffers), sum(losses) / len(losses)
 
 
 @torch.no_grad()
-def _features(model: LocalModel, weights: Weights, inputs: Tensor) -> Tensor:
-    body, statistics = weights.body.to(model.device), weights.statistics_on(model.device)
-    return torch.cat([model.features(body, part, statistics) for part in torch.split(model.place(inputs), 256)])
+def _features(model: LocalModel, weights: Weights, inputs: Tensor, state: LayerState) -> Tensor:
+    body = weights.body.to(model.device)
+    return torch.cat([model.features(body, part, state) for part in torch.split(model.place(inputs), 256)])
 
 
 def _train_privately(
@@ -163,7 +168,7 @@ def _train_privately(
         index, mask = padded(index)
         losses.append(private.step(*stream.batch(index), mask.to(model.device), noise))
     loss = float(torch.stack(losses).mean()) if losses else 0.0
-    return Weights(private.body.vectors[0], private.head.vectors[0], client.weights.statistics), loss
+    return Weights(private.body.vectors[0], private.head.vectors[0], private.state.buffers), loss
 
 
 class _PrivateSteps:
@@ -174,7 +179,7 @@ class _PrivateSteps:
     ) -> None:
         self._model, self._phase, self._privacy = model, phase, privacy
         self._expected = min(training.batch_size, model.task.client(client.number).n)
-        weights, self._statistics = client.weights, client.weights.statistics
+        weights, self.state = client.weights, model.layer_state(client.weights.statistics, client.seed)
         self.body = Descent(weights.body.clone().to(model.device)[None], phase.lr, training)
         self.head = Descent(weights.head.clone().to(model.device)[None], phase.head_lr or phase.lr, training)
 
@@ -184,7 +189,7 @@ class _PrivateSteps:
             self._plain_head_step(inputs[mask], targets[mask])
         found = clipped_sum(PrivateStep(
             self._model, self.body.vectors[0], self.head.vectors[0], (inputs, targets), mask, self._phase.trains,
-            self._privacy.clip, self._statistics,
+            self._privacy.clip, self.state,
         ))  # fmt: skip
         self._descend(found.body, found.head, noise)
         return found.loss
@@ -197,9 +202,7 @@ class _PrivateSteps:
         self._descend(body, head, noise)
 
     def _plain_head_step(self, inputs: Tensor, targets: Tensor) -> None:
-        found = one_by_one(
-            self._model, self.body.vectors, self.head.vectors, [(inputs, targets)], "head", [self._statistics]
-        )
+        found = one_by_one(self._model, self.body.vectors, self.head.vectors, [(inputs, targets)], "head", [self.state])
         assert found.head is not None
         self.head.step(found.head, [0])
 
@@ -247,8 +250,17 @@ class Stream:
         self._inputs, self._targets = model.place(inputs), self._targets.to(model.device)
         self._augment = model.task.augment
         self._generator = seeds.torch_generator(client.seed, "augment")
-        draw = poisson_batches if sampling == "poisson" else shuffled_batches
-        self.indices = draw(len(inputs), batch_size, epochs, client.seed)
+        needs_two = model.habits.needs_two
+        if needs_two and min(len(inputs), batch_size) == 1:
+            raise UsageError(
+                f"Client {client.number} would train on batches of a single example, and this network normalizes over "
+                "the batch.",
+                cure="Use a batch size of at least 2 and clients with at least 2 examples, or GroupNorm or LayerNorm.",
+            )
+        if sampling == "poisson":
+            self.indices = poisson_batches(len(inputs), batch_size, epochs, client.seed)
+        else:
+            self.indices = shuffled_batches(len(inputs), batch_size, epochs, client.seed, needs_two=needs_two)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches."""
@@ -261,16 +273,36 @@ class Stream:
         return (inputs if self._augment is None else self._augment(inputs, self._generator)), self._targets[index]
 
 
-def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Return the number of steps that go once through n examples."""
-    return -(-n // batch_size)
+def steps_per_epoch(n: int, batch_size: int, *, needs_two: bool = False) -> int:
+    """Return the number of steps that go once through n examples.
+
+    Args:
+        n: Number of examples.
+        batch_size: Examples of a step.
+        needs_two: Whether a last batch of one example joins the batch before it, as layers may need that normalize
+            over the batch.
+    """
+    alone = needs_two and n > batch_size and n % batch_size == 1
+    return -(-n // batch_size) - alone
 
 
-def shuffled_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[Tensor]:
-    """Yield indices, shape `(up to batch_size,)`, of each step: every epoch goes once through all, in a new order."""
+def shuffled_batches(n: int, batch_size: int, epochs: int, seed: int, *, needs_two: bool = False) -> Iterator[Tensor]:
+    """Yield indices, shape `(up to batch_size,)`, of each step: every epoch goes once through all, in a new order.
+
+    Args:
+        n: Number of examples.
+        batch_size: Examples of a step; the last of an epoch may have fewer.
+        epochs: How often all examples are gone through.
+        seed: Seed of the order.
+        needs_two: As for `steps_per_epoch`; a step then has up to one example more.
+    """
     generator = seeds.torch_generator(seed, "shuffle")
     for _ in range(epochs):
-        yield from torch.split(torch.randperm(n, generator=generator), batch_size)
+        batches = list(torch.split(torch.randperm(n, generator=generator), batch_size))
+        if needs_two and len(batches) > 1 and len(batches[-1]) == 1:
+            last = batches.pop()
+            batches[-1] = torch.cat([batches[-1], last])
+        yield from batches
 
 
 def poisson_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[Tensor]:
@@ -299,20 +331,21 @@ class Gradients:
     losses: Tensor  # shape `(K,)`; 0 for an empty batch, whose gradients are 0 too
 
 
-# Takes the model, bodies `(K, P)`, heads `(K, Q)`, a batch per client, what is asked for, and running statistics.
-GradientRule = Callable[[LocalModel, Tensor, Tensor, Sequence[Batch], Trains, Sequence[Statistics]], Gradients]
+# Takes the model, bodies `(K, P)`, heads `(K, Q)`, a batch per client, what is asked for, and what layers keep.
+GradientRule = Callable[[LocalModel, Tensor, Tensor, Sequence[Batch], Trains, Sequence[LayerState]], Gradients]
 
 
-def rule_for(device: torch.device) -> GradientRule:
-    """Return the rule that is fast on a device."""
-    return one_by_one if device.type == "cpu" else together
+def rule_for(model: LocalModel) -> GradientRule:
+    """Return the rule that is fast on a model's device; layers that keep buffers run one client after another."""
+    kept = bool(model.layer_state({}, 0).buffers)
+    return one_by_one if model.device.type == "cpu" or kept else together
 
 
 def one_by_one(
     model: LocalModel, bodies: Tensor, heads: Tensor, batches: Sequence[Batch], trains: Trains,
-    statistics: Sequence[Statistics],
+    states: Sequence[LayerState],
 ) -> Gradients:  # fmt: skip
-    """Return the gradients, computed one client after another; running statistics change in place."""
+    """Return the gradients, computed one client after another; what layers keep changes in place."""
     body_rows: list[Tensor] = []
     head_rows: list[Tensor] = []
     losses = torch.zeros(len(batches), device=bodies.device)
@@ -323,7 +356,7 @@ def one_by_one(
             head_rows.append(torch.zeros_like(head))
             continue
         wanted = [vector.requires_grad_() for vector in _wanted(body, head, trains)]
-        loss = model.loss(body, head, inputs, targets, statistics[row])
+        loss = model.loss(body, head, inputs, targets, states[row])
         found = torch.autograd.grad(loss, wanted)
         losses[row] = loss.detach()
         if trains != "head":
@@ -345,12 +378,12 @@ def _rows(rows: list[Tensor], wanted: bool) -> Tensor | None:
 
 def together(
     model: LocalModel, bodies: Tensor, heads: Tensor, batches: Sequence[Batch], trains: Trains,
-    statistics: Sequence[Statistics],
+    states: Sequence[LayerState],
 ) -> Gradients:  # fmt: skip
     """Return the gradients of all clients at once; batches are padded to the largest and the padding weighs nothing."""
-    if any(statistics):
+    if any(state.buffers for state in states):
         raise Unsupported(
-            "Running statistics of normalization layers cannot change when clients run together.",
+            "Buffers of layers, such as running statistics, cannot change when clients run together.",
             cure="Train on the CPU, or use layers without running statistics, such as GroupNorm.",
         )
     inputs, targets, weights = _padded(batches)

@@ -31,8 +31,10 @@ from netweight.methods.federate.accounting import Guarantee
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
 from netweight.methods.federate.defenses import Hardened, dense_tensors
 from netweight.methods.federate.engine import Round, Run
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client, Method, prefixed
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import Client, ClientData, LocalModel, Method, Task, prefixed
+from netweight.methods.federate.task import ClientData, Task
 from netweight.methods.federate.task_privacy import task_guarantee
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 from netweight.metrics.images import psnr, ssim
@@ -210,6 +212,8 @@ def _observed(
     method: Method, run: Run, threat: ThreatModel, number: int, state: Tensors, trap: Imprinted | None, draw: int,
     seed: int,
 ) -> Observation:  # fmt: skip
+    if run.task.habits.needs_two and min(threat.held, threat.batch_size) == 1:
+        raise Unsupported("This network normalizes over the batch and is not trained on single examples.")
     task = _small_task(run.task, number, threat.held, draw, seed)
     private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
     client = Client(number, private, method.message(state, number))
@@ -223,8 +227,8 @@ def _observed(
     inputs, targets = task.client(number).train
     model.train("body")
     body = weights.body.clone().requires_grad_()
-    statistics = {name: value.clone() for name, value in weights.statistics.items()}
-    loss = model.loss(body, weights.head, model.place(inputs), targets, statistics)
+    state = model.layer_state(weights.statistics, seed)
+    loss = model.loss(body, weights.head, model.place(inputs), targets, state)
     (gradient,) = torch.autograd.grad(loss, body)
     movement = trained.weights.body - weights.body
     codes = None

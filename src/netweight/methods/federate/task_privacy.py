@@ -21,7 +21,8 @@ from netweight.methods.federate.accounting import (
     privacy_of,
     schedule_of,
 )
-from netweight.methods.federate.task import Method, Task
+from netweight.methods.federate.method import Method
+from netweight.methods.federate.task import Task
 
 
 def holders_of_examples(task: Task, clients: Iterable[int]) -> list[tuple[int, ...]]:

@@ -28,8 +28,10 @@ from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.federate.accounting import AnswerPrivacy, Guarantee, Release, guarantee, privacy_of
 from netweight.methods.federate.engine import Answer
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client, Method, Trained
 from netweight.methods.federate.settings import Budget
-from netweight.methods.federate.task import Client, LocalModel, Method, Task, Trained
+from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, check_allow_list, to_wire
 from netweight.plugins.flower.secure_sum import masked_reply, under_masks
 from netweight.plugins.flower.strategy import ARRAYS, REPORT, Order, answer_record, chosen, from_record, to_record

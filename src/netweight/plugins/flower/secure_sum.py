@@ -37,7 +37,7 @@ from flwr.serverapp import Grid
 
 from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.engine import Answer, Replies, Trial
+from netweight.methods.federate.engine import ANSWERED_WITH_ERROR, Answer, Replies, Trial
 from netweight.methods.federate.updates import LowRank, Tensors, Update, fault_of
 from netweight.plugins.flower.strategy import OverGrid, Summed, exchange, known_metrics
 
@@ -128,7 +128,7 @@ class _Listening:
             node = nodes[reply.metadata.reply_to_message_id]
             answered.add(node)
             if reply.has_error():
-                self.faults[node] = f"answered with error {reply.error.code}: {(reply.error.reason or '')[-300:]}"
+                self.faults[node] = f"{ANSWERED_WITH_ERROR} {reply.error.code}: {(reply.error.reason or '')[-300:]}"
         self.faults.update({node: "sent nothing" for node in nodes.values() if node not in answered})
         return replies
 

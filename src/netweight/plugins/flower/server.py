@@ -21,8 +21,9 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.job import Job
 from netweight.methods.federate.engine import CHECKPOINT, Rounds, run_key
 from netweight.methods.federate.folder import named_method
+from netweight.methods.federate.method import Method
 from netweight.methods.federate.settings import Federation, LocalTraining
-from netweight.methods.federate.task import ClientData, Method, Task
+from netweight.methods.federate.task import ClientData, Task
 from netweight.plugins.flower.client import client_app
 from netweight.plugins.flower.secure_sum import masked_sum
 from netweight.plugins.flower.strategy import OverGrid, chosen, wait_for_nodes
@@ -118,6 +119,7 @@ def server_app(
                     _save(rounds, job)
             finally:
                 _save(rounds, job)
+            rounds.refuse_failing_clients()
 
     return app
 

@@ -22,9 +22,9 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.engine import Answer, Replies, Round, Rounds, Trial
+from netweight.methods.federate.engine import ANSWERED_WITH_ERROR, Answer, Replies, Round, Rounds, Trial
+from netweight.methods.federate.method import Method
 from netweight.methods.federate.settings import Federation
-from netweight.methods.federate.task import Method
 from netweight.methods.federate.updates import LowRank, Tensors, Update, from_wire, to_wire
 
 _LOG = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def read_answer(reply: Message, client: int) -> Answer:
     """Read a client's reply."""
     if reply.has_error():
         said = (reply.error.reason or "no reason given").strip().splitlines()
-        raise UsageError(f"answered with error {reply.error.code}: {said[-1][:300] if said else ''}")
+        raise UsageError(f"{ANSWERED_WITH_ERROR} {reply.error.code}: {said[-1][:300] if said else ''}")
     try:
         report = reply.content.config_records[REPORT]
         numbers = {name: int(str(report[name])) for name in ("client", "n", "round")}

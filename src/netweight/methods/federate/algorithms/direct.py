@@ -20,14 +20,11 @@ from netweight.methods.federate.accounting import AnswerPrivacy, Release
 from netweight.methods.federate.algorithms.hyperfl import HyperFL
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.local import Extra, Learner, Stream, learners_of, steps_per_epoch, train_phase
-from netweight.methods.federate.settings import LocalTraining, Phase, Privacy
-from netweight.methods.federate.task import (
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import (
     STATISTICS,
     Client,
-    ClientData,
-    LocalModel,
     Method,
-    Task,
     Trained,
     Weights,
     Wrapped,
@@ -36,6 +33,8 @@ from netweight.methods.federate.task import (
     prefixed,
     without,
 )
+from netweight.methods.federate.settings import LocalTraining, Phase, Privacy
+from netweight.methods.federate.task import ClientData, Task
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 
 
@@ -346,7 +345,8 @@ class Scaffold(Wrapped):
 
         (one,) = self.method.train(task, model, [plain], round=round, seed=seed, extra=lambda start: corrected)
         training, n = self.method.training, task.client(client.number).n
-        reach = training.epochs * steps_per_epoch(n, training.batch_size) * training.lr
+        steps = steps_per_epoch(n, training.batch_size, needs_two=model.habits.needs_two)
+        reach = training.epochs * steps * training.lr
         control, shown = {}, {}
         for name, before in sent.items():
             value = one.update.tensors[name]
@@ -399,15 +399,15 @@ def join(run: Run, data: ClientData, *, epochs: int = 5, lr: float = 0.1, seed: 
     embedding, head = (one.clone().requires_grad_() for one in (private["embedding"], start.head))
     optimizer = torch.optim.SGD([embedding, head], lr, training.momentum, weight_decay=training.weight_decay)
     model.train("both")
-    statistics, size = start.statistics_on(model.device), task.body_layout.size
+    state, size = model.layer_state(start.statistics, seed), task.body_layout.size
     for inputs, targets in Stream(model, Learner(0, start, seed), epochs, training.batch_size):
         made = method.generated(network, embedding)
         optimizer.zero_grad()
-        loss = model.loss(made[:size], head if method.private_head else made[size:], inputs, targets, statistics)
+        loss = model.loss(made[:size], head if method.private_head else made[size:], inputs, targets, state)
         loss.backward()  # type: ignore[no-untyped-call]
         for one in (embedding, head):
             nn.utils.clip_grad_norm_(one, 1.0)
         optimizer.step()
     with torch.no_grad():
         made = method.generated(network, embedding)
-    return Weights(made[:size], head.detach() if method.private_head else made[size:], statistics)
+    return Weights(made[:size], head.detach() if method.private_head else made[size:], state.buffers)

@@ -25,18 +25,11 @@ from netweight.methods.federate.local import (
     steps_per_epoch,
     train_phase,
 )
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, prefixed, without
+from netweight.methods.federate.reused_memory import ReusedMemory
 from netweight.methods.federate.settings import LocalTraining, Phase, Trains
-from netweight.methods.federate.task import (
-    STATISTICS,
-    Client,
-    LocalModel,
-    ReusedMemory,
-    Task,
-    Trained,
-    Weights,
-    prefixed,
-    without,
-)
+from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import LowRank, Tensors, Update, aggregate
 from netweight.nn import Hypernetwork, ParameterLayout
 from netweight.nn.hypernetwork import hidden_code
@@ -192,14 +185,14 @@ def train_generated(
     # Source: HyperFL (arXiv 2412.07187), algorithm 1; gradients by the chain rule through θ as in its equation 5.
     group = _Group(model, clients, embeddings, received, training, generates_head=head == "generated")
     streams = [iter(Stream(model, client, training.epochs, training.batch_size)) for client in clients]
-    gradients = rule_for(model.device)
+    gradients = rule_for(model)
     trains: Trains = "body" if head == "kept" else "both"
     model.train(trains)
     total, count = torch.zeros(len(clients)), torch.zeros(len(clients))
     for rows, batches in side_by_side(streams):
         made, codes, inputs = group.generate(rows)
         bodies, heads = group.halves(made, rows)
-        found = gradients(model, bodies, heads, batches, trains, [group.statistics[row] for row in rows])
+        found = gradients(model, bodies, heads, batches, trains, [group.states[row] for row in rows])
         assert found.body is not None
         if head == "generated":
             assert found.head is not None
@@ -231,7 +224,7 @@ class _Group:
         self._trunk = Descent(self._layout.join(trunk).repeat(k, 1), training.lr, training)
         self._embedding = Descent(torch.stack(list(embeddings)).to(device), training.lr, training)
         self.classifiers = Descent(torch.stack([c.weights.head for c in clients]).to(device), training.lr, training)
-        self.statistics = [client.weights.statistics_on(device) for client in clients]
+        self.states = [model.layer_state(client.weights.statistics, client.seed) for client in clients]
 
     def generate(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return what is generated `(k, P)`, codes `(k, H)` with their graph, and what the graph begins with."""
@@ -275,7 +268,7 @@ class _Group:
     def _result(self, row: int, body: Tensor, head: Tensor, loss: float) -> Generated:
         weight, bias = self._heads.result(row)
         hypernetwork = {**self._layout.split(self._trunk.vectors[row]), _WEIGHT: weight, _BIAS: bias}
-        weights = Weights(body, head, self.statistics[row])
+        weights = Weights(body, head, self.states[row].buffers)
         return Generated(hypernetwork, self._embedding.vectors[row], weights, loss)
 
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from netweight.core import seeds
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate.local import learners_of, train_steps
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, from_named, prefixed
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import STATISTICS, Client, LocalModel, Task, Trained, Weights, from_named, prefixed
+from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, Update
 from netweight.nn import Hypernetwork, ParameterLayout
 from netweight.nn.hypernetwork import hidden_code

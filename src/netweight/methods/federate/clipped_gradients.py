@@ -7,7 +7,10 @@ one backward pass gives what `by_vmap` computes example by example, for models o
 
 from __future__ import annotations
 
+import copy
 import logging
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import grad_and_value, vmap
 
-from netweight.errors import Unsupported
+from netweight.core.lazy import library
+from netweight.errors import MissingExtra, Unsupported
+from netweight.methods.federate.local_model import LayerState, LocalModel
 from netweight.methods.federate.settings import Trains
-from netweight.methods.federate.task import LocalModel, Statistics
 
 # Inputs, shape `(n, …)`, and targets, shape `(n, …)`, of one client's step; n may be 0.
 Batch = tuple[Tensor, Tensor]
@@ -43,7 +47,7 @@ class PrivateStep:
     mask: Tensor  # which examples count, shape `(n,)`; the others fill the batch up
     trains: Trains
     clip: float  # largest norm of an example's gradient
-    statistics: Statistics | None = None
+    state: LayerState | None = None  # what the client's layers keep
 
     def halves(self, body: Any, head: Any) -> tuple[Any, Any]:
         """Return what is said of each half, None for one that is not trained."""
@@ -103,8 +107,20 @@ def refuse_mixing_layers(model: LocalModel) -> None:
                     "of a batch, so that no example has a gradient of its own to clip.",
                     cure="Use GroupNorm or LayerNorm, or train this half without differential privacy.",
                 )
+        from_data = [name for name in model.habits.from_data if name.startswith(f"{half}.")]
+        if module.training and from_data:
+            raise Unsupported(
+                f"The buffer {from_data[0]!r} is computed from the examples of a batch without noise: no ε holds.",
+                cure="Leave the layer out, or train this half without differential privacy.",
+            )
 
 
+# For layers that vmap runs example by example, such as attention, torch would warn in every step.
+torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+# Held while filters of warnings, which belong to the process, are changed.
+_WARNINGS = threading.Lock()
+# Ways to get gradients of single examples of a model, as far as they are not known to fail.
+_WAYS: weakref.WeakKeyDictionary[LocalModel, list[Callable[[PrivateStep], Clipped]]] = weakref.WeakKeyDictionary()
 # Whether the fast way is right for what a model trains, as far as it was tried.
 _FITS: weakref.WeakKeyDictionary[LocalModel, dict[Trains, bool]] = weakref.WeakKeyDictionary()
 
@@ -113,18 +129,29 @@ def _sum_of_part(step: PrivateStep) -> Clipped:
     if not bool(step.mask.any()):
         body, head = step.halves(torch.zeros_like(step.body), torch.zeros_like(step.head))
         return Clipped(body, head, step.body.new_zeros(()), step.body.new_zeros(len(step.mask)))
-    known = _FITS.setdefault(step.model, {})
-    if not known.get(step.trains, True):
-        return by_vmap(step)
+    if not _layers_fit(step.model, step.trains):
+        return by_any_means(step)
     found = by_layers(step)
-    if found is None or step.trains not in known:
-        plain = by_vmap(step)
-        known[step.trains] = found is not None and _agree(found, plain, step.mask, step.clip)
-        if not known[step.trains]:
-            _LOG.info("Gradients of single examples are computed by vmap for this model, which is slower.")
-            return plain
     assert found is not None
     return found
+
+
+def _layers_fit(model: LocalModel, trains: Trains) -> bool:
+    """Say whether `by_layers` is right for a model: the answer is the same for all workers, as it is tried on one."""
+    known = _FITS.setdefault(model, {})
+    if model.habits.random:
+        return False
+    if trains not in known:
+        task = model.task
+        x, y = (part[:8].to(model.device) for part in task.client(task.clients[0]).train)
+        body, head = task.initial_body().to(model.device), task.initial_head().to(model.device)
+        mask = torch.ones(len(x), dtype=torch.bool, device=model.device)
+        step = PrivateStep(model, body, head, (model.place(x), y), mask, trains, 1e30, model.layer_state({}, 0))
+        found = by_layers(step)
+        known[trains] = found is not None and _agree(found, by_any_means(step), mask, step.clip)
+        if not known[trains]:
+            _LOG.info("Gradients of single examples are not read from layers for this model, which is slower.")
+    return known[trains]
 
 
 def _agree(fast: Clipped, plain: Clipped, mask: Tensor, clip: float) -> bool:
@@ -135,18 +162,121 @@ def _agree(fast: Clipped, plain: Clipped, mask: Tensor, clip: float) -> bool:
     return bool(alike.float().mean() >= 0.75) and bool(torch.cat(apart).norm() <= 0.05 * others.clamp(max=clip).sum())
 
 
+def by_any_means(step: PrivateStep) -> Clipped:
+    """Do what `clipped_sum` does by the first way that can: vmap, opacus's own layers, one example after another."""
+    ways = _WAYS.setdefault(step.model, [by_vmap, by_opacus, by_examples])
+    state = step.state or LayerState()
+    while True:
+        own = state.snapshot()
+        try:
+            found = ways[0](replace(step, state=own))
+            break
+        except (RuntimeError, NotImplementedError, ValueError, TypeError, MissingExtra) as error:
+            if len(ways) == 1:
+                raise
+            _LOG.info("%s cannot compute gradients of single examples of this model: %s", ways[0].__name__, error)
+            ways.pop(0)
+    state.random = own.random
+    if state.buffers:  # such as the vectors of spectral normalization, which go on with every step
+        counted = step.mask.nonzero()[:1, 0]
+        with torch.no_grad():
+            step.model.loss(step.body, step.head, step.batch[0][counted], step.batch[1][counted], state)
+    return found
+
+
 def by_vmap(step: PrivateStep) -> Clipped:
-    """Do what `clipped_sum` does with every example's gradient as a row of a matrix; for any model."""
+    """Do what `clipped_sum` does with every example's gradient as a row of a matrix, by `torch.func.vmap`."""
+    shown = (step.state or LayerState()).copied()
 
     def loss(body: Tensor, head: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return step.model.loss(body, head, x[None], y[None], step.statistics)
+        return step.model.loss(body, head, x[None], y[None], shown)
 
     which = {"body": (0,), "head": (1,), "both": (0, 1)}[step.trains]
     rule = vmap(grad_and_value(loss, argnums=which), in_dims=(None, None, 0, 0), randomness="different")
-    rows, losses = rule(step.body.detach(), step.head.detach(), *step.batch)
+    with step.model.drawing(step.state or LayerState()):
+        rows, losses = rule(step.body.detach(), step.head.detach(), *step.batch)
+    return _clipped_rows(step, rows, losses)
+
+
+def _clipped_rows(step: PrivateStep, rows: Sequence[Tensor], losses: Tensor) -> Clipped:
+    """Return the clipped sum of gradients, one matrix `(n, P)` for each half that is trained."""
     norms, factors = step.factors(torch.stack([part.square().sum(1) for part in rows]).sum(0))
     sums = [factors @ part for part in rows]
     return Clipped(*step.halves(sums[0], sums[-1]), losses[step.mask].mean(), norms)
+
+
+def by_opacus(step: PrivateStep) -> Clipped:
+    """Do what `clipped_sum` does by opacus's own per-sample gradients: for recurrent layers and attention.
+
+    Raises:
+        MissingExtra: Opacus is not installed.
+        NotImplementedError: It has no rule for some layer.
+    """
+    library("opacus", "Gradients of single examples of these layers", "dp")
+    from opacus import GradSampleModule
+    from opacus.layers import DPGRU, DPLSTM, DPRNN
+
+    own = {nn.GRU: DPGRU, nn.LSTM: DPLSTM, nn.RNN: DPRNN}
+    model, task = step.model, step.model.task
+    halves = nn.Sequential(copy.deepcopy(model.body), copy.deepcopy(model.head))
+    for path, layer in list(halves.named_modules()):
+        if type(layer) in own:
+            parent, _, name = path.rpartition(".")
+            setattr(halves.get_submodule(parent), name, _like(layer, own[type(layer)]))
+    given = {f"0.{n}": v for n, v in task.body_layout.split(step.body).items()}
+    given |= {f"1.{n}": v for n, v in task.head_layout.split(step.head).items()}
+    parameters = dict(halves.named_parameters())
+    with torch.no_grad():
+        for name, value in given.items():
+            parameters[name].copy_(value)
+    trained = [n for n in given if n.startswith({"body": "0.", "head": "1.", "both": ""}[step.trains])]
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in trained)
+    sampled = GradSampleModule(halves, batch_first=True, loss_reduction="sum")
+    inputs, targets = step.batch
+    with _WARNINGS, warnings.catch_warnings(), torch.enable_grad(), model.drawing(step.state or LayerState()):
+        # Opacus's hooks say of first layers and of first hidden states that nothing flows back further.
+        warnings.filterwarnings("ignore", "Full backward hook is firing")
+        outputs = sampled(inputs)
+        losses = torch.stack([task.loss(outputs[i : i + 1], targets[i : i + 1]) for i in range(len(inputs))])
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+    rows = {name: parameters[name].grad_sample.flatten(1) for name in trained}  # type: ignore[attr-defined]
+    prefixes = [prefix for prefix in step.halves("0.", "1.") if prefix is not None]
+    parts = [torch.cat([rows[name] for name in trained if name.startswith(prefix)], dim=1) for prefix in prefixes]
+    sampled.remove_hooks()
+    return _clipped_rows(step, parts, losses.detach())
+
+
+def _like(layer: nn.RNNBase, kind: type[nn.Module]) -> nn.Module:
+    """Return opacus's form of a recurrent layer, with the same weights."""
+    about = {
+        name: getattr(layer, name)
+        for name in ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
+    }
+    if layer.mode == "RNN_RELU":
+        about["nonlinearity"] = "relu"
+    if getattr(layer, "proj_size", 0):
+        raise NotImplementedError("opacus has no LSTM with projections")
+    made = kind(**about).to(layer.weight_ih_l0)
+    made.load_state_dict(layer.state_dict())
+    return made.train(layer.training)
+
+
+def by_examples(step: PrivateStep) -> Clipped:
+    """Do what `clipped_sum` does with one backward pass for each example: slow, and right for any model."""
+    own, losses = [], []
+    for x, y, counts in zip(*step.batch, step.mask, strict=True):
+        body, head = step.body.detach().requires_grad_(), step.head.detach().requires_grad_()
+        wanted = [half for half in step.halves(body, head) if half is not None]
+        if not counts:
+            own.append([torch.zeros_like(half) for half in wanted])
+            losses.append(step.body.new_zeros(()))
+            continue
+        with torch.enable_grad():
+            loss = step.model.loss(body, head, x[None], y[None], step.state)
+        own.append(list(torch.autograd.grad(loss, wanted)))
+        losses.append(loss.detach())
+    return _clipped_rows(step, [torch.stack(rows) for rows in zip(*own, strict=True)], torch.stack(losses))
 
 
 def by_layers(step: PrivateStep) -> Clipped | None:
@@ -177,7 +307,8 @@ def _backward(step: PrivateStep, layers: Mapping[str, nn.Module]) -> tuple[dict[
     """Return gradients by full parameter name and the mean loss; None if a layer was not called exactly once."""
     model, mask, (inputs, targets) = step.model, step.mask, step.batch
     with torch.enable_grad(), _captured(layers) as calls:
-        outputs = model.classify(step.head.detach(), model.features(step.body.detach(), inputs, step.statistics))
+        features = model.features(step.body.detach(), inputs, step.state)
+        outputs = model.classify(step.head.detach(), features, step.state)
         loss = model.task.loss(outputs[mask], targets[mask])
     if any(len(made) != 1 or made[0].inputs.shape[0] != len(inputs) for made in calls.values()):
         return None

@@ -1,0 +1,149 @@
+"""What a network keeps and draws while it trains: found by running a copy of it on a few examples."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from netweight.errors import Unsupported, UsageError
+
+
+@final
+@dataclass(frozen=True)
+class Habits:
+    """What a network does in training mode beside computing outputs."""
+
+    random: bool = False
+    """Whether it draws random numbers, as dropout does."""
+    needs_two: bool = False
+    """Whether a batch of a single example cannot be trained on, as with batch normalization of features."""
+    from_data: tuple[str, ...] = ()
+    """Buffers whose new values depend on the examples of a batch, as running statistics do."""
+
+
+def refuse_shared_weights(body: nn.Module, head: nn.Module) -> None:
+    """Refuse halves of which one layer's trained weight is the other's too.
+
+    Args:
+        body: The feature extractor.
+        head: The classifier.
+
+    Raises:
+        UsageError: A trained weight lies in memory that both halves use: they would be trained as two weights.
+    """
+    owners = {
+        value.untyped_storage().data_ptr(): name for name, value in body.named_parameters() if value.requires_grad
+    }
+    for name, value in head.named_parameters():
+        place = value.untyped_storage().data_ptr()
+        if value.requires_grad and value.numel() and place in owners:
+            raise UsageError(
+                f"The body's weight {owners[place]!r} and the head's weight {name!r} are one and the same; "
+                "each half is trained, sent and kept on its own, so that they would become two.",
+                cure="Put both layers into the same half, or give each a weight of its own.",
+            )
+
+
+def habits_of(body: nn.Module, head: nn.Module, inputs: Tensor) -> Habits:
+    """Return what a network does in training mode, after refusing state that no client could own.
+
+    Args:
+        body: The feature extractor.
+        head: The classifier.
+        inputs: A few inputs, shape `(n, …)`.
+
+    Raises:
+        UsageError: The network cannot take such inputs.
+        Unsupported: The network keeps something between batches that is not a registered buffer.
+    """
+    first = inputs if len(inputs) > 1 else torch.cat([inputs, inputs])
+    second = first.flip(0) * 0.5 if first.is_floating_point() else first.flip(0)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        one, fresh, other = (nn.ModuleList(copy.deepcopy([body, head])).train() for _ in range(3))
+        before = _kept(one)
+        random = _run(one, first)[1]
+        after = _kept(one)
+        _run(other, second)
+        # A network that begins with the same buffers, and nothing else of what it kept, has to go on in the same way.
+        owned = _owned_buffers(one)
+        for name, value in _owned_buffers(fresh).items():
+            value.copy_(owned[name])
+        from_data = tuple(
+            _named(name) for name, value in _owned_buffers(other).items() if not _same(value, owned[name])
+        )
+        if not _same(_run(one, second)[0], _run(fresh, second)[0]):
+            kept = [n for n, v in after.items() if (n not in owned or n not in before) and not _same(before.get(n), v)]
+            raise Unsupported(
+                f"The network keeps {_named(kept[0]) if kept else 'something'!r} from batch to batch, which is not a "
+                "buffer with a first value in a layer that is trained: it would belong to the process and mix what "
+                "clients train.",
+                cure="Register it as a buffer with its first value (`register_buffer`), or leave it out.",
+            )
+    return Habits(random, _needs_two(body, head, inputs), from_data)
+
+
+def _owned_buffers(halves: nn.ModuleList) -> dict[str, Tensor]:
+    """Return the buffers of layers in training mode, which clients own."""
+    return {
+        f"{path}.{name}": value
+        for path, module in halves.named_modules()
+        if module.training
+        for name, value in module.named_buffers(recurse=False)
+    }
+
+
+def _run(halves: nn.ModuleList, inputs: Tensor) -> tuple[Tensor, bool]:
+    """Return the outputs, and whether random numbers were drawn; every run draws the same ones."""
+    torch.manual_seed(0)
+    begun = torch.get_rng_state()
+    try:
+        outputs = halves[1](halves[0](inputs))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise UsageError(
+            f"The network cannot take inputs of shape {tuple(inputs.shape)}: {str(error).strip().splitlines()[0]}.",
+            cure="Give a network that was made for this data.",
+        ) from error
+    return outputs, not torch.equal(begun, torch.get_rng_state())
+
+
+def _needs_two(body: nn.Module, head: nn.Module, inputs: Tensor) -> bool:
+    halves = nn.ModuleList(copy.deepcopy([body, head])).train()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            halves[1](halves[0](inputs[:1]))
+        except ValueError:
+            return True
+    return False
+
+
+def _kept(halves: nn.ModuleList) -> dict[str, Any]:
+    """Return copies of all buffers, tensors and numbers that the layers keep beside their parameters."""
+    kept: dict[str, Any] = {name: value.clone() for name, value in halves.named_buffers()}
+    for path, module in halves.named_modules():
+        for name, value in vars(module).items():
+            if name in _TORCHS_OWN:
+                continue
+            if isinstance(value, Tensor):
+                kept[f"{path}.{name}"] = value.detach().clone()
+            elif isinstance(value, int | float):
+                kept[f"{path}.{name}"] = value
+    return kept
+
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return one.shape == two.shape and torch.equal(one, two)
+    return bool(one == two) if not isinstance(one, Tensor) and not isinstance(two, Tensor) else False
+
+
+def _named(name: str) -> str:
+    """Return a name of the pair of halves as `body.NAME` or `head.NAME`."""
+    half, _, rest = name.partition(".")
+    return f"{'body' if half == '0' else 'head'}.{rest}" if half in ("0", "1") else name

@@ -1,0 +1,35 @@
+"""Blocks of memory that one round after another uses, so that large tensors are not allocated anew in each."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@final
+class ReusedMemory:
+    """Blocks of memory by name, each given out again once no tensor lies in it any more."""
+
+    # The system's allocator returns blocks of this size at once, and the first touch of memory costs as much as the
+    # work on it. A tensor made of an array keeps that very array alive: while it lives, its block is taken.
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, tuple[np.ndarray, weakref.ref[np.ndarray]]] = {}  # memory, and the array last given out
+
+    def empty(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return a tensor with any values, of the kind and on the device of `like`."""
+        size = math.prod(shape) * like.element_size()
+        if like.device.type != "cpu" or not size:
+            return like.new_empty(shape)
+        known = self._blocks.get(name)
+        free = known is not None and len(known[0]) >= size and known[1]() is None
+        block = known[0] if known is not None and free else np.empty(size, dtype=np.uint8)
+        given = block[:size]
+        self._blocks[name] = block, weakref.ref(given)
+        return torch.from_numpy(given).view(like.dtype).view(shape)
