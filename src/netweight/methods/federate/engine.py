@@ -33,6 +33,8 @@ CHECKPOINT = "federation.safetensors"
 
 # How a reason begins for a client whose own program failed.
 ANSWERED_WITH_ERROR = "answered with error"
+# What the reason says of a client that protects itself, which is no failure.
+TAKES_NO_PART = "takes no part"
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -366,10 +368,11 @@ class Rounds:
         for client in self.clients:
             asked = [done for done in self.rounds if client in done.clients]
             whys = [done.refused.get(client, "") for done in asked]
-            if asked and all(why.startswith(ANSWERED_WITH_ERROR) for why in whys):
+            failed = [why.startswith(ANSWERED_WITH_ERROR) and TAKES_NO_PART not in why for why in whys]
+            if asked and all(failed):
                 raise FederationStopped(
-                    f"Client {client} {whys[-1]}, in each of the {len(asked)} rounds that asked it; the others' result is "
-                    f"saved{f' in {self.kept[0].folder}' if self.kept is not None else ''}.",
+                    f"Client {client} {whys[-1]}, in each of the {len(asked)} rounds that asked it; the others' "
+                    f"result is saved{f' in {self.kept[0].folder}' if self.kept is not None else ''}.",
                     cure="Mend that site and run the same again with more rounds, or leave the client out of the task.",
                 )
 

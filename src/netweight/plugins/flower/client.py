@@ -284,7 +284,7 @@ class Answers:
         state = digest_config({name: digest_tensor(value.contiguous()) for name, value in sorted(sent.items())})
         again = sum(row.get("state") == state for row in self._rows)
         if sent and again > repeats:
-            raise UsageError(f"The same state was answered {again} times already; it is not answered again.")
+            raise UsageError(f"The same state was answered {again} times already; this client takes no part.")
         self._next = {
             "state": state, "round": order.round, "releases": [vars(one) for one in about.releases],
             "sampling": about.sampling, "caveats": list(about.caveats), "federation": order.federation, "shape": shape,
@@ -293,13 +293,13 @@ class Answers:
         spent = guarantee([*self._answered(), about], delta)
         if budget is not None and spent.caveats:
             raise UsageError(
-                f"There is a budget, and no ε holds for this client's answers: {'; '.join(spent.caveats)}.",
+                f"This client takes no part: there is a budget, and no ε holds for its answers: {'; '.join(spent.caveats)}.",
                 cure="Use dp-fedavg or noise on updates (`UpdateNoise`), and a folder whose account has such answers "
                 "alone; an answer that has left cannot be taken back.",
             )
         if budget is not None and spent.epsilon > budget.epsilon:
             raise UsageError(
-                f"Another answer would spend ε {spent.epsilon:.4g} for one {spent.unit} ({spent.adjacency}); the "
+                f"This client takes no part: another answer would spend ε {spent.epsilon:.4g} for one {spent.unit} ({spent.adjacency}); the "
                 f"budget is {budget.epsilon:g} at δ {delta:g}."
             )
         return spent if about.releases else None
