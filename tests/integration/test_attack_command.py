@@ -154,3 +154,28 @@ def test_an_update_with_other_tensors_is_refused(case, tmp_path):
     assert answer.exit_code == 2
     assert "would send no tensor 'images'" in " ".join(answer.stderr.split())
     assert not (tmp_path / "out").exists()
+def test_a_state_dict_with_running_statistics_is_an_update(case, tmp_path):
+    """What a client sends that saves its whole `state_dict` after local training, batch normalization included."""
+    body = (
+        "nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Sigmoid(), nn.Flatten(), nn.Linear(576, 4))"
+    )
+    (tmp_path / "victim_with_norm.py").write_text(
+        f"import torch\nfrom torch import nn\n\ndef make():\n    torch.manual_seed(0)\n    return {body}\n"
+    )
+    model = eval(body, {"nn": nn}).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    nn.functional.cross_entropy(model((case[:1] - MEAN) / STD), torch.tensor([3])).backward()
+    optimizer.step()
+    save_file({n: v - before[n] for n, v in model.state_dict().items()}, "all.safetensors")
+    save_file({n: v - before[n] for n, v in model.named_parameters()}, "weights.safetensors")
+    about = ["--model", "victim_with_norm:make", "--sent", "difference", "--lr", "0.1", "--steps", "5", "--labels", "3"]
+    images = []
+    for start in (before, {name: before[name] for name, _ in model.named_parameters()}):
+        save_file(start, "start.safetensors")
+        for update in ("all", "weights"):
+            told = call(*about, "--params", "start.safetensors", "--update", f"{update}.safetensors")
+            assert told.exit_code == 0, told.output
+            assert ("3 buffers were left out" in " ".join(told.output.split())) == (update == "all")
+            images.append((tmp_path / "out" / "image-0.png").read_bytes())
+    assert len(set(images)) == 1

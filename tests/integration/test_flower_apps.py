@@ -3,6 +3,7 @@ and whatever clients may do wrong.
 """
 
 import itertools
+import json
 import math
 import secrets
 import warnings
@@ -40,7 +41,15 @@ from netweight.methods.federate.accounting import guarantee, privacy_of
 from netweight.methods.federate.defenses import Hardened, UpdateNoise
 from netweight.methods.federate.engine import CHECKPOINT, Checkpoint
 from netweight.methods.federate.settings import Budget
-from netweight.plugins.flower import MethodStrategy, client_app, export_private, import_private, server_app, strategy
+from netweight.plugins.flower import (
+    HISTORY,
+    MethodStrategy,
+    client_app,
+    export_private,
+    import_private,
+    server_app,
+    strategy,
+)
 from netweight.store import open_store
 
 TOLERANCE = 1e-6
@@ -271,8 +280,10 @@ def test_an_exception_in_a_client_is_named(tmp_path):
 
     method = METHODS["fedavg"]
     grid = GridHere({node: client_app(broken, method) for node in NODES}, NODES)
-    _, rounds = serve(grid, method, tmp_path)
-    assert all("the disk is gone" in done.refused[1] for done in rounds)
+    with pytest.raises(FederationStopped, match=r"the disk is gone.* in each of the 2 rounds"):  # no quiet end
+        serve(grid, method, tmp_path)
+    history = json.loads((tmp_path / HISTORY).read_text())["rounds"]
+    assert all("the disk is gone" in done["refused"]["1"] for done in history)
 
 
 def test_a_client_that_takes_no_part_is_named(tmp_path, caplog):

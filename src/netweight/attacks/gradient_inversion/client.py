@@ -148,3 +148,17 @@ def _part(batch: Batch, step: int, batch_size: int | None) -> Batch:
 def known_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return detached copies of a module's parameters by name: the starting point a server knows."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def without_buffers(model: nn.Module, update: Tensors) -> tuple[dict[str, Tensor], list[str]]:
+    """Return a client's update without the model's buffers, and the names of those that were left out.
+
+    A client that sends its whole `state_dict` sends running statistics, too. They are no function of the batch that a
+    search could follow, so attacks compare parameters alone.
+
+    Args:
+        model: The client's model.
+        update: What it sent, by name.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    return {n: v for n, v in update.items() if n not in buffers}, sorted(buffers & set(update))

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from netweight.attacks.gradient_inversion.client import LocalUpdate, gradient_of, known_parameters, sgd_difference
+from netweight.attacks.gradient_inversion.client import (
+    LocalUpdate,
+    gradient_of,
+    known_parameters,
+    sgd_difference,
+    without_buffers,
+)
 from netweight.attacks.gradient_inversion.matching import run_attack
 from netweight.attacks.gradient_inversion.report import findings_of, in_order, inversion_section, write_images
 from netweight.attacks.gradient_inversion.settings import InversionSettings
@@ -28,8 +34,9 @@ def attack(target: Target, settings: InversionSettings, progress: Progress) -> R
     reference = _reference(settings.reference, shape)
     model = _model(settings.model, settings.params)
     _try(model, shape)
+    observed, left_out = without_buffers(model, _tensors(target.model))
     inversion = run_attack(
-        settings.attack, _client(model, settings), known_parameters(model), _tensors(target.model), shape=shape,
+        settings.attack, _client(model, settings), known_parameters(model), observed, shape=shape,
         labels=None if settings.labels is None else torch.tensor(settings.labels), classes=settings.classes,
         layer=settings.layer, bounds=(-mean / std, (1 - mean) / std), steps=settings.steps, restarts=settings.restarts,
         total_variation=settings.total_variation, seed=seed, progress=progress,
@@ -46,7 +53,10 @@ def attack(target: Target, settings: InversionSettings, progress: Progress) -> R
     labels = labels if labels.ndim == 1 else labels.argmax(1)
     line = f"{inversion.attack}: {len(images)} images, labels {', '.join(map(str, labels.tolist()))}"
     section = inversion_section(inversion, images, reference, findings)
-    return Result([line], [section], {"attack": inversion.attack, "labels": labels.tolist()})
+    lines = [line]
+    if left_out:
+        lines.append(f"The attack compares parameters; the update's {len(left_out)} buffers were left out.")
+    return Result(lines, [section], {"attack": inversion.attack, "labels": labels.tolist()})
 
 
 def check(update: Path | None, settings: InversionSettings) -> None:
@@ -80,9 +90,15 @@ def _model(where: str, params: Path | None) -> nn.Module:
         raise UsageError(f"--model {where!r} is neither a torch module nor a function that makes one.")
     if params is not None:
         try:
-            model.load_state_dict(_tensors(params))
+            loaded = model.load_state_dict(_tensors(params), strict=False)
         except RuntimeError as error:
             raise UsageError(f"{params} does not fit the model: {error}.") from error
+        missing = sorted(set(loaded.missing_keys) - {name for name, _ in model.named_buffers()})
+        if missing or loaded.unexpected_keys:
+            raise UsageError(
+                f"{params} does not fit the model: missing {missing}, not in the model {loaded.unexpected_keys}.",
+                cure="Save the parameters that the client started from, or its state dict.",
+            )
     return model
 
 

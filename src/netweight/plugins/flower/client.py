@@ -293,14 +293,15 @@ class Answers:
         spent = guarantee([*self._answered(), about], delta)
         if budget is not None and spent.caveats:
             raise UsageError(
-                f"This client takes no part: there is a budget, and no ε holds for its answers: {'; '.join(spent.caveats)}.",
+                f"This client takes no part: there is a budget, and no ε holds for its answers: "
+                f"{'; '.join(spent.caveats)}.",
                 cure="Use dp-fedavg or noise on updates (`UpdateNoise`), and a folder whose account has such answers "
                 "alone; an answer that has left cannot be taken back.",
             )
         if budget is not None and spent.epsilon > budget.epsilon:
             raise UsageError(
-                f"This client takes no part: another answer would spend ε {spent.epsilon:.4g} for one {spent.unit} ({spent.adjacency}); the "
-                f"budget is {budget.epsilon:g} at δ {delta:g}."
+                f"This client takes no part: another answer would spend ε {spent.epsilon:.4g} for one "
+                f"{spent.unit} ({spent.adjacency}); the budget is {budget.epsilon:g} at δ {delta:g}."
             )
         return spent if about.releases else None
 
