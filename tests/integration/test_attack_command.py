@@ -174,7 +174,7 @@ def test_a_state_dict_with_running_statistics_is_an_update(case, tmp_path):
     for start in (before, {name: before[name] for name, _ in model.named_parameters()}):
         save_file(start, "start.safetensors")
         for update in ("all", "weights"):
-            told = call(*about, "--params", "start.safetensors", "--update", f"{update}.safetensors")
+            told = call(*about, "--params", "start.safetensors", update=f"{update}.safetensors")
             assert told.exit_code == 0, told.output
             assert ("3 buffers were left out" in " ".join(told.output.split())) == (update == "all")
             images.append((tmp_path / "out" / "image-0.png").read_bytes())

@@ -38,8 +38,8 @@ from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
 from netweight.methods.federate import Federation, Task, train
 from netweight.methods.federate.accounting import guarantee, privacy_of
-from netweight.methods.federate.defenses import Hardened, UpdateNoise
-from netweight.methods.federate.engine import CHECKPOINT, Checkpoint
+from netweight.methods.federate.engine import CHECKPOINT
+from netweight.methods.federate.protections import Hardened, UpdateNoise
 from netweight.methods.federate.settings import Budget
 from netweight.plugins.flower import (
     HISTORY,
@@ -618,10 +618,10 @@ def test_checkpoints_of_a_server_hold_nothing_private(tmp_path):
     with open_store(tmp_path / CHECKPOINT) as store:
         assert all(name == "about" or name.startswith("state|hypernetwork.") for name in store.names())
     with (
-        Job.open(tmp_path, state=CHECKPOINT, reading=True) as job,
         pytest.raises(UsageError, match="other settings"),
+        Job.open(tmp_path, key={"another": "federation"}, of="a federation", state=CHECKPOINT, reading=True),
     ):
-        Checkpoint.load(job, "another")
+        pass
 
 
 def test_replies_do_not_wait_in_memory(tmp_path, monkeypatch):

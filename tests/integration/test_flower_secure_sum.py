@@ -15,7 +15,7 @@ from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 
 from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import Federation, train
-from netweight.methods.federate.defenses import Lying
+from netweight.methods.federate.lies import Lying
 from netweight.plugins.flower.secure_sum import CLIP, stream_mask
 
 STEP = 2 * CLIP / 2**22

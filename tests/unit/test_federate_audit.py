@@ -13,11 +13,12 @@ from netweight.attacks.gradient_inversion.analytic import read_text
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTraining, Task, train
 from netweight.methods.federate.algorithms.direct import fedavg_private_head, local_only
-from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client
+from netweight.methods.federate.protections import Hardened, UpdateNoise
+from netweight.methods.federate.refusal import RefusalLimits
 from netweight.methods.federate.report import (
     AuditConfig,
     ThreatModel,

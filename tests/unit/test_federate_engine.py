@@ -35,7 +35,6 @@ from netweight.methods.federate.algorithms.direct import (
     join,
     local_only,
 )
-from netweight.methods.federate.defenses import Hardened
 from netweight.methods.federate.engine import Round, Run, at_plateau
 from netweight.methods.federate.folder import METHODS as METHODS_BY_NAME
 from netweight.methods.federate.folder import FederationPlan, named_method
@@ -153,26 +152,6 @@ def test_a_folder_of_another_federation_is_refused(tmp_path: Path) -> None:
         train(small_task(), METHODS["fedavg"], Federation(rounds=1, seed=2), folder=tmp_path)
     with pytest.raises(UsageError, match=r"other settings: initial_weights\.body is"):
         train(small_task(seed=3), METHODS["fedavg"], Federation(rounds=1), folder=tmp_path)
-
-
-def test_a_folder_that_was_begun_with_one_embedding_for_all_goes_on_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Who never took part must not come with an embedding of its own."""
-    own, earlier, seldom = METHODS["hyperfl"], engine_module._with_one_embedding, {"fraction": 0.5, "seed": 1}
-    with monkeypatch.context() as before:  # as an earlier release wrote it: no word of embeddings
-        before.setattr(engine_module, "_with_one_embedding", lambda method: None)
-        train(small_task(), earlier(own), Federation(rounds=1, **seldom), folder=tmp_path)  # type: ignore[arg-type]
-    run = train(small_task(), Hardened(own), Federation(rounds=1, **seldom), folder=tmp_path / "other")  # type: ignore[arg-type]
-    assert not run.private[0]["embedding"].equal(run.private[1]["embedding"])
-    done = train(small_task(), own, Federation(rounds=2, **seldom), folder=tmp_path)  # type: ignore[arg-type]
-    assert "begun with one embedding for all clients" in caplog.text
-    drawn = earlier(own).private_start(done.task, 0, seed=1)["embedding"]
-    never = set(done.task.clients) - {client for one in done.rounds for client in one.clients}
-    assert never
-    assert all(done.private[client]["embedding"].equal(drawn) for client in never)
-    with pytest.raises(UsageError, match=r"settings\.seed"):
-        train(small_task(), own, Federation(rounds=2, fraction=0.5, seed=2), folder=tmp_path)
 
 
 def test_fedavg_is_plain_sgd_when_there_is_one_client_and_one_step() -> None:

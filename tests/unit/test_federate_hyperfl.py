@@ -13,10 +13,11 @@ from torch.func import functional_call
 from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate import HyperFL, LocalTraining, Task
+from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.local import shuffled_batches
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, Trained
-from netweight.methods.federate.updates import LowRank, aggregate
+from netweight.methods.federate.updates import LowRank
 
 
 def started(task: Task, method: HyperFL) -> list[Client]:

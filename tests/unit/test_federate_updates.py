@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight.errors import PrivateTensor, UsageError
-from netweight.methods.federate.updates import (
-    LowRank,
-    Update,
-    aggregate,
-    check_allow_list,
-    from_wire,
-    to_wire,
-    validate_updates,
-)
+from netweight.methods.federate.averaging import aggregate
+from netweight.methods.federate.updates import LowRank, Update, check_allow_list, from_wire, to_wire, validate_updates
 
 STATE = {"heads.weight": torch.zeros(3, 2), "heads.bias": torch.zeros(3)}
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.chains import imprint, read_imprint
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.defenses import RefusalLimits, refuse_abnormal, relative_change, signs_of
+from netweight.methods.federate.refusal import RefusalLimits, refuse_abnormal, relative_change, signs_of
 from netweight.methods.federate.small_cnn import small_cnn
 from netweight.metrics.images import psnr
 from netweight.nn.hypernetwork import Hypernetwork, ParameterLayout

@@ -15,8 +15,9 @@ from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, fedavg, train
 from netweight.methods.federate.accounting import AnswerPrivacy, Release, epsilon_of, guarantee, privacy_of
 from netweight.methods.federate.algorithms.direct import DirectMethod, centaur, dp_fedavg, ppsgd
-from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 from netweight.methods.federate.folder import FederationPlan
+from netweight.methods.federate.protections import Hardened, UpdateNoise
+from netweight.methods.federate.refusal import RefusalLimits
 from netweight.methods.federate.report import promises
 from netweight.methods.federate.task_privacy import holders_of_examples, noise_for_task, task_guarantee
 

@@ -3,8 +3,8 @@
     NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.liars
     NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.liars --deployed --aggregators screened-mean
 
-Two of seven for colluding ones. Clients of 600 images, as in the paper's split. In this process the paper's network is
-trained; `--deployed` trains the network of examples/federate by a SuperLink and one SuperNode per client, processes of
+Two of seven for colluding ones; `--ten`: two of ten. Clients of 600 images, as in the paper's split. In this process
+the paper's network is trained; `--deployed` trains the network of examples/federate by a SuperLink and one SuperNode per client, processes of
 their own with TLS and registered nodes, on this machine, from the root of the source tree; those that answer are forks
 of one that has imported torch. There liars that collude
 send what each of them makes, not the same. The file is written after every cell and keeps the cells that it has.
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import get_args
 
 from netweight.methods.federate import Task, train
-from netweight.methods.federate.defenses import TARGET, triggered
 from netweight.methods.federate.engine import CHECKPOINT, Round
 from netweight.methods.federate.folder import FederationPlan, named_method
+from netweight.methods.federate.lies import TARGET, triggered
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.settings import Aggregator, Federation, Lie, LocalTraining
 from netweight.store import open_store
@@ -113,8 +113,7 @@ def measured(lie, liars, task, rounds, weights):
         "liars named, share of rounds": round(sum(lying <= names for names in odd) / len(rounds), 2) if lie else None,
         "honest clients named, per round": round(sum(len(names - lying) for names in odd) / len(rounds), 2),
     }
-    if lie == "backdoor":
-        found["taken for the target, percent"] = round(100 * _taken_for_the_target(task, weights, honest), 2)
+    found["taken for the target, percent"] = round(100 * _taken_for_the_target(task, weights, honest), 2)
     return found
 
 
@@ -135,8 +134,8 @@ def cells(given):
         for lie in (None, *given.lies):
             # Over Flower the honest ones alone, trained here, stand for a federation of seven without liars.
             besides = lie == "colluding" or (not lie and "colluding" in given.lies and not given.deployed)
-            five, seven = ((5, 1),) * (lie != "colluding"), ((7, 2),) * besides
-            for clients, liars in five + seven:
+            five, seven = ((5, 1),) * (lie != "colluding" and not given.ten), ((7, 2),) * besides
+            for clients, liars in five + seven + ((10, 2),) * given.ten:
                 for aggregator in given.aggregators:
                     yield seed, lie, clients, liars, aggregator
 
@@ -147,11 +146,14 @@ def main(
     epochs: int = 1,
     seeds: tuple[int, ...] = (520,),
     deployed: bool = False,
+    ten: bool = False,
     lies: tuple[Lie, ...] = get_args(Lie),
     aggregators: tuple[Aggregator, ...] = get_args(Aggregator),
     output: Path,
 ):
-    given = Namespace(rounds=rounds, epochs=epochs, seeds=seeds, lies=lies, aggregators=aggregators, deployed=deployed)
+    given = Namespace(
+        rounds=rounds, epochs=epochs, seeds=seeds, lies=lies, aggregators=aggregators, deployed=deployed, ten=ten
+    )
     with by_flower() if deployed else nullcontext(here) as trained:
 
         def measure(seed, lie, clients, liars, aggregator):

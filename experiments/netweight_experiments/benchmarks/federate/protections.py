@@ -21,11 +21,11 @@ import torch
 from netweight.core import seeds
 from netweight.core.progress import Progress
 from netweight.methods.federate import train
-from netweight.methods.federate.defenses import dense_tensors
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.report import ThreatModel, exposure, exposure_findings
+from netweight.methods.federate.updates import dense_tensors
 from netweight_experiments.benchmarks.script import RESULTS, fill, put
 
 CLIP, TARGET_RANGE = 2.0, 2**22  # of integrations/flower/secure_sum.py and of Flower's SecAgg+

@@ -84,6 +84,7 @@ def plan_of(run: FederatedRun) -> FederationPlan:
     return FederationPlan(
         data=run.data,
         method=run.method,
+        aggregator="mean",  # the paper's
         clients=run.clients,
         rounds=run.rounds,
         fraction=0.3 if run.clients == 100 else 1.0,

@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "HyperFL": "netweight.methods.federate.algorithms.hyperfl",
         "LocalTraining": "netweight.methods.federate.settings",
         "Method": "netweight.methods.federate.method",
-        "aggregate": "netweight.methods.federate.updates",
+        "aggregate": "netweight.methods.federate.averaging",
         "audit": "netweight.methods.federate.report",
         "fedavg": "netweight.methods.federate.algorithms.direct",
         "train": "netweight.methods.federate.engine",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol, TypeVar, final
@@ -23,10 +21,12 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, Method, Trained, Weights, Wrapped
+from netweight.methods.federate.method import Client, Method, Trained, Weights
+from netweight.methods.federate.screening import screen
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.task import Task
-from netweight.methods.federate.updates import Screened, Tensors, Update, check_allow_list, screen, validate_updates
+from netweight.methods.federate.updates import Tensors, Update, check_allow_list, validate_updates
+from netweight.settings import Settings
 
 # The file within a run's folder that it resumes from.
 CHECKPOINT = "federation.safetensors"
@@ -143,10 +143,10 @@ class Checkpoint:
     rounds: Sequence[Round]  # what is known of the rounds so far
     attempted: Mapping[int, int] = field(default_factory=dict)  # client → answers in failed attempts of the next round
 
-    def save(self, job: Job, settings: str) -> None:
-        """Make it the state of a job; `settings` is the digest by which earlier releases know a federation."""
+    def save(self, job: Job) -> None:
+        """Make it the state of a job."""
         about = {"rounds": [round.to_json() for round in self.rounds], "attempted": dict(self.attempted)}
-        job.save({"settings": settings, **about}, self._tensors())
+        job.save(about, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.state.items():
@@ -156,7 +156,7 @@ class Checkpoint:
                 yield f"private|{client}|{name}", value
 
     @classmethod
-    def load(cls, job: Job, settings: str) -> Checkpoint | None:
+    def load(cls, job: Job) -> Checkpoint | None:
         """Read a job's state, if there is one."""
         found = job.load()
         if found is None:
@@ -171,7 +171,7 @@ class Checkpoint:
             elif kind == "private":
                 client, _, own = rest.partition("|")
                 private.setdefault(int(client), {})[own] = value
-        attempted = {int(client): count for client, count in about.get("attempted", {}).items()}
+        attempted = {int(client): count for client, count in about["attempted"].items()}
         return cls(state, private, [Round.from_json(values) for values in about["rounds"]], attempted)
 
 
@@ -225,12 +225,9 @@ def train(
         PrivateTensor: The method was about to send a private tensor.
     """
     with ExitStack() as stack:
-        kept: Kept | None = None
-        if folder is not None:
-            method, kept = stack.enter_context(_opened(task, method, settings, folder))
         federation = _InThisProcess(task, method, settings, torch.device(device), workers)
-        if kept is not None:
-            federation.resume(kept)
+        if folder is not None:
+            federation.resume(stack.enter_context(_opened(task, method, settings, folder)))
         with progress.task(f"{method.name}: rounds", total=settings.rounds, unit="rounds") as work:
             rounds = federation.rounds
             work.update(len(rounds.rounds))
@@ -246,9 +243,9 @@ def train(
 
 def finished(task: Task, method: Method, settings: Federation, *, folder: str | Path) -> Run:
     """Open a federation that has been trained; nothing is trained and nothing written."""
-    with _opened(task, method, settings, folder, reading=True) as (method, kept):
+    with _opened(task, method, settings, folder, reading=True) as job:
         federation = _InThisProcess(task, method, settings, torch.device("cpu"), 1)
-        federation.resume(kept)
+        federation.resume(job)
     if not federation.rounds.done:
         raise UsageError(
             f"The federation in {folder} has {len(federation.rounds.rounds)} of {settings.rounds} rounds.",
@@ -268,22 +265,15 @@ def round_by_round(task: Task, method: Method, *, seed: int, workers: int) -> It
 
 @final
 @dataclass(frozen=True)
-class Answer:
-    """What a client answered in a round."""
-
-    update: Update
-    metrics: Mapping[str, float]  # "before", "after" and "loss", as far as they are known
-
-
-@final
-@dataclass(frozen=True)
 class Replies:
-    """What came of a round's messages."""
+    """What was collected in a round."""
 
-    answers: Sequence[Answer]
-    faults: Mapping[int, str] = field(default_factory=dict)  # client → why its reply is none
-    # Under secure sums, in place of the answers' own: clients in a sum → the server's next tensors by that sum.
+    updates: Sequence[Update]
+    """Updates as they came; under secure sums without tensors."""
+    faults: Mapping[int, str] = field(default_factory=dict)
+    """Client → why its reply is no update."""
     sums: Mapping[tuple[int, ...], Update] | None = None
+    """Under secure sums: clients in a sum → the server's next tensors by that sum."""
 
 
 @final
@@ -327,7 +317,8 @@ class Rounds:
         self.method, self.settings, self.clients = method, settings, tuple(clients)
         self.state, self.rounds = state, list[Round]()
         self.attempted: dict[int, int] = {}  # client → answers in attempts of the round under way
-        self.kept: Kept | None = None
+        self.job: Job | None = None
+        self.registered: Mapping[int, int] | None = None  # client → examples that somebody else vouches for
         sampled = max(int(settings.fraction * len(self.clients)), 1)
         if settings.min_clients > sampled:
             raise UsageError(
@@ -341,17 +332,17 @@ class Rounds:
         """Client → how many answers it was asked for so far, failed attempts included."""
         return total_answers(self.rounds, self.attempted)
 
-    def resume(self, kept: Kept) -> Checkpoint | None:
+    def resume(self, job: Job) -> Checkpoint | None:
         """Go on from a checkpoint, if there is one, and save there from now on."""
-        self.kept, saved = kept, Checkpoint.load(*kept)
+        self.job, saved = job, Checkpoint.load(job)
         if saved is not None:
             self.state, self.rounds, self.attempted = saved.state, list(saved.rounds), dict(saved.attempted)
         return saved
 
     def save(self, private: Mapping[int, Tensors] | None = None) -> None:
         """Write a checkpoint, if there is a folder for it."""
-        if self.kept is not None:
-            Checkpoint(self.state, private or {}, self.rounds, self.attempted).save(*self.kept)
+        if self.job is not None:
+            Checkpoint(self.state, private or {}, self.rounds, self.attempted).save(self.job)
 
     @property
     def done(self) -> bool:
@@ -372,7 +363,7 @@ class Rounds:
             if asked and all(failed):
                 raise FederationStopped(
                     f"Client {client} {whys[-1]}, in each of the {len(asked)} rounds that asked it; the others' "
-                    f"result is saved{f' in {self.kept[0].folder}' if self.kept is not None else ''}.",
+                    f"result is saved{f' in {self.job.folder}' if self.job is not None else ''}.",
                     cure="Mend that site and run the same again with more rounds, or leave the client out of the task.",
                 )
 
@@ -386,7 +377,7 @@ class Rounds:
             if self.conclude(trial, transport.exchange(trial)):
                 transport.settle(self.rounds[-1])
                 return
-        where = f"; its state is in {self.kept[0].folder}" if self.kept is not None else ""
+        where = f"; its state is in {self.job.folder}" if self.job is not None else ""
         raise FederationStopped(
             f"Round {number} had fewer than {self.settings.min_clients} sound updates in "
             f"{self.settings.retries + 1} attempts{where}.",
@@ -417,35 +408,34 @@ class Rounds:
 
     def conclude(self, trial: Trial, replies: Replies) -> bool:
         """Validate a round's answers, bound and join the sound ones, and note the round; False if there are too few."""
-        updates = [answer.update for answer in replies.answers]
         if replies.sums is None:
-            found = validate_updates(trial.sent, updates, round=trial.round)
+            found = validate_updates(trial.sent, replies.updates, round=trial.round)
             refused = {**found.refused, **trial.absent, **replies.faults}
             accepted = [one for one in found.accepted if one.client not in refused]
             said = {one.client for one in accepted}
         else:
-            said = {update.client for update in updates}
+            said = {update.client for update in replies.updates}
             missing = {client: "is not in the sum" for client in trial.sent if client not in said}
             refused, accepted = {**missing, **trial.absent, **replies.faults}, list(replies.sums.values())
         for client, why in sorted(refused.items()):
             _LOG.warning("Round %d, attempt %d: client %d left out: %s.", trial.round, trial.attempt + 1, client, why)
         if len(said) < self.settings.min_clients:
             return False
-        screened = Screened(tuple(accepted))
+        joined, suspects = accepted, dict[int, str]()
         if replies.sums is None or len(accepted) > 1:
-            screened = screen(trial.sent, self.state, accepted, self.settings, round=trial.round)
-        suspects = screened.suspects
+            registered = self.registered if replies.sums is None else None
+            joined, suspects = screen(
+                trial.sent, self.state, accepted, self.settings, round=trial.round, registered=registered
+            )
         if replies.sums is not None:  # who is in many odd sums, though the groups change, is the one
             odd = {group: suspects[one.client] for group, one in replies.sums.items() if one.client in suspects}
             suspects = {c: f"is in a sum that looks odd ({why})" for group, why in odd.items() for c in group}
         for client, why in sorted(suspects.items()):
             _LOG.warning("Round %d: client %d is suspicious: %s.", trial.round, client, why)
-        self.state = self.method.aggregate(self.state, screened.updates)
+        self.state = self.method.aggregate(self.state, joined)
         metrics = {
             kind: {
-                a.update.client: a.metrics[kind]
-                for a in replies.answers
-                if a.update.client in said and kind in a.metrics
+                one.client: one.metrics[kind] for one in replies.updates if one.client in said and kind in one.metrics
             }
             for kind in ("before", "after", "loss", "epsilon")
         }
@@ -470,12 +460,13 @@ class _InThisProcess:
         self.workers = min(workers or (usable_cores() if device.type == "cpu" else 1), len(task.clients))
         self._models = [LocalModel(task, device) for _ in range(self.workers)]
         self.rounds = Rounds(method, settings, task.clients, self._placed(method.start(task, seed=settings.seed)))
+        self.rounds.registered = {client: task.client(client).n for client in task.clients}
         self._private: dict[int, Tensors] = {}
         self._trained: list[Trained] = []
 
-    def resume(self, kept: Kept) -> None:
+    def resume(self, job: Job) -> None:
         """Go on from a checkpoint, if there is one, and save there from now on."""
-        saved = self.rounds.resume(kept)
+        saved = self.rounds.resume(job)
         self.rounds.state = self._placed(self.rounds.state)
         self._private = {c: self._placed(tensors) for c, tensors in saved.private.items()} if saved else {}
 
@@ -541,7 +532,7 @@ class _InThisProcess:
         def metrics(client: int) -> dict[str, float]:
             return {kind: values[client] for kind, values in known.items() if client in values}
 
-        return Replies([Answer(one.update, metrics(one.update.client)) for one in trained])
+        return Replies([replace(one.update, metrics=metrics(one.update.client)) for one in trained])
 
     def settle(self, done: Round) -> None:
         """Let the clients whose updates were taken keep what they have learned."""
@@ -575,83 +566,45 @@ class _InThisProcess:
         return [result for part in found for result in part]
 
 
-# A job, and the digest by which earlier releases know its federation.
-Kept = tuple[Job, str]
-
-
 @contextmanager
 def _opened(
     task: Task, method: Method, settings: Federation, folder: str | Path | Job, *, reading: bool = False
-) -> Iterator[tuple[Method, Kept]]:
-    """Open a federation's job, which is known by all that decides its result, but for when it ends.
-
-    Yield the method, too: a federation of an earlier release goes on with one embedding for all clients.
-    """
+) -> Iterator[Job]:
+    """Open a federation's job, which is known by all that decides its result, but for when it ends."""
     data = {
         client: [digest_tensor(part.contiguous()) for part in (*task.client(client).train, *task.client(client).test)]
         for client in task.clients
     }
-    key, known = run_key(task, method, settings, data, may_change=("rounds", "evaluate_every", "until_plateau"))
-    earlier = _with_one_embedding(method)
-    now = key if earlier is None else key | {"embeddings": "each client's own"}
-    with ExitStack() as stack:
-        opening = partial(Job.open, folder, of="a federation", state=CHECKPOINT, reading=reading)
-        try:
-            job = stack.enter_context(opening(key=now))
-        except UsageError as refusal:
-            if earlier is None:
-                raise
-            with suppress(UsageError):
-                job, method = stack.enter_context(opening(key=key)), earlier
-            if method is not earlier:
-                raise refusal from None
-            _LOG.warning("%s was begun with one embedding for all clients, and goes on so.", job.folder)
-        yield method, (job, known)
-
-
-def _with_one_embedding(method: Any) -> Any:
-    """Return a method that draws one embedding for all clients, if it draws each its own; else None."""
-    if isinstance(method, Wrapped):
-        inner = _with_one_embedding(method.method)
-        return inner and replace(method, method=inner)
-    return replace(method, own_embeddings=False) if getattr(method, "own_embeddings", False) else None
-
-
-# Settings that earlier releases do not have, with the values that change nothing for them.
-_LATER = {"aggregator": "mean", "liars": 1, "most_norm": 3.0, "most_examples": 3.0, "server_noise": 0.0}
+    key = run_key(task, method, settings, data, may_change=("rounds", "evaluate_every", "until_plateau"))
+    with Job.open(folder, key=key, of="a federation", state=CHECKPOINT, reading=reading) as job:
+        yield job
 
 
 def run_key(
     task: Task, method: Method, settings: Federation, data: Any, *, may_change: Sequence[str]
-) -> tuple[dict[str, Any], str]:
-    """What a federation was asked for, part by part, and one digest of it; some settings may change to go on."""
-    asked = {
-        name: getattr(settings, name)
-        for name in Federation.model_fields
-        if name not in may_change and (name not in _LATER or getattr(settings, name) != _LATER[name])
-    }
+) -> dict[str, Any]:
+    """Return all that a federation was asked for, part by part; its digest is the federation's identity.
+
+    Args:
+        task: The network in its first state.
+        method: How clients train.
+        settings: The rounds.
+        data: What stands for the clients' data: digests, or their numbers.
+        may_change: Settings that may change to go on.
+    """
     start = [digest_tensor(tensor) for tensor in (task.initial_body(), task.initial_head())]
     layouts = [str(task.body_layout), str(task.head_layout)]
-    key = {
-        "settings": asked, "method": described(method), "clients": len(data), "data": digest_config(data),
+    return {
+        "settings": {name: getattr(settings, name) for name in Federation.model_fields if name not in may_change},
+        "method": parts_of(method), "clients": len(data), "data": digest_config(data),
         "initial_weights": dict(zip(("body", "head"), start, strict=True)), "layouts": digest_config(layouts),
     }  # fmt: skip
-    return key, digest_config([asked, repr(method), data, start, layouts])
 
 
-def described(method: Method) -> Any:
-    """A method's repr, which is its identity, taken apart as JSON values, so that a difference is found by name."""
-    text = repr(method)
-    try:
-        return _parts(ast.parse(text, mode="eval").body)
-    except SyntaxError:
-        return text
-
-
-def _parts(node: ast.expr) -> Any:
-    if isinstance(node, ast.Call):
-        named = {word.arg or "": _parts(word.value) for word in node.keywords}
-        return {"kind": ast.unparse(node.func), **{str(i): _parts(each) for i, each in enumerate(node.args)}, **named}
-    if isinstance(node, ast.Tuple | ast.List):
-        return [_parts(each) for each in node.elts]
-    return ast.unparse(node)
+def parts_of(value: Any) -> Any:
+    """Return a method's class and fields as JSON values, those of methods and settings inside it too."""
+    if isinstance(value, Settings):
+        return {"kind": type(value).__name__, **value.to_json()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"kind": type(value).__name__, **{one.name: parts_of(getattr(value, one.name)) for one in fields(value)}}
+    return [parts_of(each) for each in value] if isinstance(value, tuple | list) else value

@@ -195,7 +195,9 @@ class FederationPlan(_Asked):
         Args:
             task: The task that the method is to train, since noise depends on who holds which examples.
         """
-        from netweight.methods.federate.defenses import Hardened, Lying, RefusalLimits, UpdateNoise
+        from netweight.methods.federate.lies import Lying
+        from netweight.methods.federate.protections import Hardened, UpdateNoise
+        from netweight.methods.federate.refusal import RefusalLimits
 
         noise = self.noise_multiplier
         if entry_of(self.method).private and noise is None:
@@ -212,7 +214,11 @@ class FederationPlan(_Asked):
         if self.noise or self.refuse or self.minimum_steps > 1:
             added = UpdateNoise(self.clip, self.noise) if self.noise else None
             method = Hardened(method, added, self.minimum_steps, RefusalLimits() if self.refuse else None)
-        return method if self.lie is None else Lying(method, self.lie, task.clients[-self.liars :])
+        if self.lie is None:
+            return method
+        # Rules that shorten or sort leave nothing to gain from length; the others allow nearly `most_norm`.
+        reach = 0.95 * self.most_norm if self.aggregator in ("mean", "screened-mean") else 1.0
+        return Lying(method, self.lie, task.clients[-self.liars :], reach)
 
     def save(self, folder: Path) -> None:
         """Write the settings into a folder."""

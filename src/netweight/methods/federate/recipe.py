@@ -20,9 +20,10 @@ from netweight.core.progress import Progress
 from netweight.data.images import NAMES
 from netweight.errors import UsageError
 from netweight.job import Job
-from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 from netweight.methods.federate.engine import CHECKPOINT, Run, finished, train
 from netweight.methods.federate.folder import FederationPlan, FolderFederation, entry_of
+from netweight.methods.federate.protections import Hardened, UpdateNoise
+from netweight.methods.federate.refusal import RefusalLimits
 from netweight.methods.federate.report import (
     AuditConfig,
     Exposure,

@@ -29,14 +29,15 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.accounting import Guarantee
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
-from netweight.methods.federate.defenses import Hardened, dense_tensors
+from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.engine import Round, Run
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, Method, prefixed
+from netweight.methods.federate.protections import Hardened
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import ClientData, Task
 from netweight.methods.federate.task_privacy import task_guarantee
-from netweight.methods.federate.updates import Tensors, Update, aggregate
+from netweight.methods.federate.updates import Tensors, Update, dense_tensors
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import ends_if_enough
 from netweight.nn.hypernetwork import hidden_code

@@ -12,7 +12,20 @@ from netweight.settings import Cli, Settings
 Trains = Literal["head", "body", "both"]
 Sampling = Literal["poisson", "shuffled"]
 Lie = Literal[
-    "scaled", "sign-flipped", "label-flipped", "constant", "claimed", "colluding", "late", "free-rider", "backdoor"
+    "scaled",
+    "sign-flipped",
+    "label-flipped",
+    "constant",
+    "claimed",
+    "colluding",
+    "late",
+    "free-rider",
+    "backdoor",
+    "knowing",
+    "alie",
+    "minmax",
+    "inner-product",
+    "late-sybils",
 ]
 Aggregator = Literal["mean", "screened-mean", "clipped-mean", "trimmed-mean", "median", "krum", "multi-krum"]
 
@@ -101,15 +114,21 @@ class Federation(Settings):
         default=3, ge=0, description="How often a round is tried again; then the federation stops with its state saved."
     )
     until_plateau: bool = Field(default=False, description="End earlier, once accuracy has stopped rising.")
-    aggregator: Aggregator = Field(default="mean", description="How updates become one; see docs/federate.md.")
+    aggregator: Aggregator = Field(default="clipped-mean", description="Aggregation rule for the clients' updates.")
     liars: Annotated[int, Cli(own=False)] = Field(
         default=1, ge=1, description="Lying clients that trimmed-mean, krum and multi-krum reckon with."
     )
     most_norm: Annotated[float, Cli(own=False)] = Field(
-        default=3.0, ge=1, description="A change longer than this multiple of the round's median is shortened to it."
+        default=3.0,
+        ge=1,
+        description="Largest product of weight and length of an update, as a multiple of the round's median; longer "
+        "changes are shortened (clipped-mean: to the median itself) and their clients named.",
     )
     most_examples: Annotated[float, Cli(own=False)] = Field(
-        default=3.0, ge=1, description="A client weighs at most this multiple of the round's median of examples."
+        default=3.0,
+        ge=1,
+        description="Largest number of examples that a client may claim in the plain mean, as a multiple of the "
+        "round's median; the other rules ignore claims that nobody has registered.",
     )
     server_noise: Annotated[float, Cli(own=False)] = Field(
         default=0.0, ge=0, description="Noise of the server on the clipped mean, as a multiple of its clip."

@@ -12,7 +12,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -27,7 +27,6 @@ from netweight.core.files import digest_config, digest_tensor, whole_file
 from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.federate.accounting import AnswerPrivacy, Guarantee, Release, guarantee, privacy_of
-from netweight.methods.federate.engine import Answer
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, Method, Trained
 from netweight.methods.federate.settings import Budget
@@ -238,10 +237,10 @@ def client_app(
                 after.save(job)
             after.to_state(context.state)
         answers.count(order, spent)
-        answer = Answer(trained.update, metrics)
+        update = replace(trained.update, metrics=metrics)
         if chosen(secure_sum, context):
-            return masked_reply(message, received, answer)
-        return Message(answer_record(answer, wire), reply_to=message)
+            return masked_reply(message, received, update)
+        return Message(answer_record(update, wire), reply_to=message)
 
     return app
 

@@ -37,7 +37,7 @@ from flwr.serverapp import Grid
 
 from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.engine import ANSWERED_WITH_ERROR, Answer, Replies, Trial
+from netweight.methods.federate.engine import ANSWERED_WITH_ERROR, Replies, Trial
 from netweight.methods.federate.updates import LowRank, Tensors, Update, fault_of
 from netweight.plugins.flower.strategy import OverGrid, Summed, exchange, known_metrics
 
@@ -94,20 +94,20 @@ def under_masks(
     return cast(Message, protocol.secaggplus_mod(message, context, train))
 
 
-def masked_reply(message: Message, received: Tensors, answer: Answer) -> Message:
+def masked_reply(message: Message, received: Tensors, update: Update) -> Message:
     """Return the training's reply as the protocol wants it: dense changes by sorted names, which it masks."""
     compat = importlib.import_module("flwr.compat.common.recorddict_compat")
     changes = []
     for name in sorted(received):
-        value = answer.update.tensors[name]
+        value = update.tensors[name]
         dense = value.dense(received[name]) if isinstance(value, LowRank) else value
         change = dense.double() - received[name].double()
         largest = float(change.abs().max()) if change.numel() else 0.0
         if not largest <= CLIP:
             raise UsageError(f"The change of {name!r} is up to {largest:g}; up to {CLIP:g} can be summed under masks.")
         changes.append(change.cpu().numpy())
-    n = answer.update.n
-    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(changes), num_examples=n, metrics=dict(answer.metrics))
+    n = update.n
+    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(changes), num_examples=n, metrics=dict(update.metrics))
     return Message(compat.fitres_to_recorddict(result, keep_input=False), reply_to=message)
 
 
@@ -169,7 +169,7 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
             tensors[name] is not state[name] for tensors in trial.sent.values() for name in tensors
         ):
             raise UsageError(f"{rounds.method.name} sends each client something else: there is no sum to be secured.")
-        if settings.aggregator != "mean" and groups < 3:
+        if settings.aggregator not in ("mean", "clipped-mean") and groups < 3:  # one sum is bounded by those before it
             raise UsageError(
                 f"Nobody can compare masked updates, as {settings.aggregator} does.", cure="Use mean, or three groups."
             )
@@ -189,7 +189,7 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         count = max(1, min(groups, len(trial.asked) // FEWEST))
         drawn = torch.randperm(len(trial.asked), generator=seeds.torch_generator(settings.seed, "sums", trial.round))
         there = messages.keys() - faults.keys()
-        sums, answers = dict[tuple[int, ...], Update](), list[Answer]()
+        sums, updates = dict[tuple[int, ...], Update](), list[Update]()
         for start in range(count):
             group = sorted(there & {trial.asked[place] for place in drawn[start::count].tolist()})
             if len(group) < FEWEST or len(there) < settings.min_clients:
@@ -198,9 +198,9 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
             one, joint = one_sum(over, trial, {client: messages[client] for client in group}, count)
             faults |= one.faults
             if joint is not None:
-                sums[tuple(answer.update.client for answer in one.answers)] = joint
-                answers += one.answers
-        return Replies(answers, faults, sums or None)
+                sums[tuple(update.client for update in one.updates)] = joint
+                updates += one.updates
+        return Replies(updates, faults, sums or None)
 
     def one_sum(
         over: OverGrid, trial: Trial, asked: Mapping[int, Message], count: int
@@ -224,11 +224,11 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         most = settings.most_norm if count < 3 else settings.most_norm**2  # sums are then compared with each other, too
         mean = None if found.mean is None else _bounded(found.mean, lengths, most, trial.round)
         joint = None if mean is None else _joined(over.rounds.state, mean, results, trial.round)
-        answers = [
-            Answer(Update(client, result.num_examples, {}, trial.round), known_metrics(result.metrics))
+        updates = [
+            Update(client, result.num_examples, {}, trial.round, known_metrics(result.metrics))
             for client, result in sorted(results.items())
         ]
-        return Replies(answers, faults), joint
+        return Replies(updates, faults), joint
 
     return exchange_masked
 

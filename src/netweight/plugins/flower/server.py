@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from netweight.core.files import whole_file
+from netweight.core.files import digest_config, whole_file
 from netweight.errors import NameNotFound, UsageError
 from netweight.job import Job
 from netweight.methods.federate.engine import CHECKPOINT, Rounds, run_key
@@ -103,13 +103,13 @@ def server_app(
             raise UsageError(f"The server's folder {place} is not absolute.", cure="Give an absolute path.")
         chosen_method, task = chosen(method, context), task_of(context)
         seconds, waits = chosen(timeout, context), chosen(patience, context)
-        key, known = run_key(task, chosen_method, asked, list(task.clients), may_change=_MAY_CHANGE)
+        key = run_key(task, chosen_method, asked, list(task.clients), may_change=_MAY_CHANGE)
         with Job.open(place, key=key, of="a federation", state=CHECKPOINT) as job:
             rounds = Rounds(chosen_method, asked, task.clients, chosen_method.start(task, seed=asked.seed))
-            rounds.resume((job, known))
+            rounds.resume(job)
             wait_for_nodes(grid, len(task.clients), waits)
             over = OverGrid(
-                rounds, federation=known, timeout=seconds, patience=waits, grid=grid,
+                rounds, federation=digest_config(key), timeout=seconds, patience=waits, grid=grid,
                 registered=nodes(context) if callable(nodes) else nodes,
                 summed=masked_sum(context, groups) if (groups := int(chosen(secure_sum, context))) else None,
             )  # fmt: skip
@@ -144,7 +144,7 @@ def method_of(config: Config) -> Method:
 def settings_of(config: Config) -> Federation:
     """Return the rounds that a run's configuration asks for; of one masked sum there is nothing but its mean."""
     compared = not config.get("secure-sum") or int(config.get("sums", 1)) > 2
-    aggregator = config.get("aggregator", "screened-mean") if compared else "mean"
+    aggregator = config.get("aggregator", "clipped-mean") if compared else "mean"
     numbers = {name: int(config[name.replace("_", "-")]) for name in ("rounds", "seed", "min_clients")}
     return Federation.of({**numbers, "aggregator": aggregator})
 

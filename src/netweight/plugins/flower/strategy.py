@@ -22,7 +22,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.engine import ANSWERED_WITH_ERROR, Answer, Replies, Round, Rounds, Trial
+from netweight.methods.federate.engine import ANSWERED_WITH_ERROR, Replies, Round, Rounds, Trial
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.updates import LowRank, Tensors, Update, from_wire, to_wire
@@ -99,14 +99,13 @@ class Order:
         return cls(str(found["federation"]), evaluate=bool(found["evaluate"]), **numbers)
 
 
-def answer_record(answer: Answer, wire: Tensors) -> RecordDict:
+def answer_record(update: Update, wire: Tensors) -> RecordDict:
     """Return the records that travel, with the update's tensors as `to_wire` gave them."""
-    update = answer.update
     report = ConfigRecord({"client": update.client, "n": update.n, "round": update.round})
-    return RecordDict({ARRAYS: to_record(wire), REPORT: report, METRICS: MetricRecord(dict(answer.metrics))})
+    return RecordDict({ARRAYS: to_record(wire), REPORT: report, METRICS: MetricRecord(dict(update.metrics))})
 
 
-def read_answer(reply: Message, client: int) -> Answer:
+def read_answer(reply: Message, client: int) -> Update:
     """Read a client's reply."""
     if reply.has_error():
         said = (reply.error.reason or "no reason given").strip().splitlines()
@@ -120,7 +119,7 @@ def read_answer(reply: Message, client: int) -> Answer:
         raise UsageError(f"sent a reply that cannot be read ({type(error).__name__}: {error})") from error
     if numbers["client"] != client:
         raise UsageError(f"answered in the name of client {numbers['client']}")
-    return Answer(Update(client, numbers["n"], tensors, numbers["round"]), metrics)
+    return Update(client, numbers["n"], tensors, numbers["round"], metrics)
 
 
 def known_metrics(said: Mapping[str, object]) -> dict[str, float]:
@@ -283,8 +282,8 @@ class OverGrid:
     def read(self, trial: Trial, messages: Mapping[int, Message], replies: Iterable[Message]) -> Replies:
         """Read replies: who answered is known by the question, not by what the answer says of itself."""
         asked = {message.metadata.message_id: client for client, message in messages.items()}
-        folder = self.rounds.kept[0].folder if self.rounds.kept is not None else None
-        answers: list[Answer] = []
+        folder = self.rounds.job.folder if self.rounds.job is not None else None
+        updates: list[Update] = []
         faults: dict[int, str] = {}
         for reply in replies:
             client = asked.get(reply.metadata.reply_to_message_id)
@@ -292,13 +291,13 @@ class OverGrid:
                 _LOG.warning("Round %d: node %d answered what was not asked.", trial.round, reply.metadata.src_node_id)
                 continue
             try:
-                answer = read_answer(reply, client)
-                if (said := self.nodes.examples[client]) != answer.update.n:
-                    raise UsageError(f"says that it has {answer.update.n} examples; it registered {said}")
-                answers.append(_on_disk(_against_state(answer, trial.sent[client], self.rounds.state), folder))
+                update = read_answer(reply, client)
+                if (said := self.nodes.examples[client]) != update.n:
+                    raise UsageError(f"says that it has {update.n} examples; it registered {said}")
+                updates.append(_on_disk(_against_state(update, trial.sent[client], self.rounds.state), folder))
             except UsageError as error:
                 faults[client] = error.reason
-        return Replies(answers, faults)
+        return Replies(updates, faults)
 
     def settle(self, done: Round) -> None:
         """Keep nothing: clients keep what is theirs."""
@@ -373,21 +372,18 @@ class MethodStrategy(Strategy):
         return None
 
 
-def _on_disk(answer: Answer, folder: Path | None) -> Answer:
-    """Return an answer whose tensors are read from a file as they are needed: memory holds no round's updates."""
+def _on_disk(update: Update, folder: Path | None) -> Update:
+    """Return an update whose tensors are read from a file as they are needed: memory holds no round's updates."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:  # its name goes at once, its bytes with the last tensor
-        file.write(
-            safetensors.torch.save({n: value.contiguous() for n, value in to_wire(answer.update.tensors).items()})
-        )
+        file.write(safetensors.torch.save({n: value.contiguous() for n, value in to_wire(update.tensors).items()}))
         file.flush()
         with safetensors.safe_open(file.name, framework="pt") as stored:
             tensors = from_wire({name: stored.get_tensor(name) for name in stored.keys()})
-    return replace(answer, update=replace(answer.update, tensors=tensors))
+    return replace(update, tensors=tensors)
 
 
-def _against_state(answer: Answer, sent: Tensors, state: Tensors) -> Answer:
-    """Return an answer whose low-rank matrices all refer to the state: those of a message of one's own become dense."""
-    update = answer.update
+def _against_state(update: Update, sent: Tensors, state: Tensors) -> Update:
+    """Return an update whose low-rank matrices all refer to the state: those of a message of one's own become dense."""
 
     def of_state(name: str, value: Tensor | LowRank) -> Tensor | LowRank:
         own = isinstance(value, LowRank) and name in sent and sent[name] is not state.get(name)
@@ -396,4 +392,4 @@ def _against_state(answer: Answer, sent: Tensors, state: Tensors) -> Answer:
         )
 
     tensors = {name: of_state(name, value) for name, value in update.tensors.items()}
-    return replace(answer, update=replace(update, tensors=tensors))
+    return replace(update, tensors=tensors)

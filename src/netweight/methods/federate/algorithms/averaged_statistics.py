@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from netweight.methods.federate.accounting import AnswerPrivacy, privacy_of
+from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, Wrapped, prefixed
 from netweight.methods.federate.task import Task
-from netweight.methods.federate.updates import Tensors, Update, aggregate
+from netweight.methods.federate.updates import Tensors, Update
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate.accounting import AnswerPrivacy, Release
 from netweight.methods.federate.algorithms.hyperfl import HyperFL
+from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.local import Extra, Learner, Stream, learners_of, steps_per_epoch, train_phase
 from netweight.methods.federate.local_model import LocalModel
@@ -35,7 +36,7 @@ from netweight.methods.federate.method import (
 )
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy
 from netweight.methods.federate.task import ClientData, Task
-from netweight.methods.federate.updates import Tensors, Update, aggregate
+from netweight.methods.federate.updates import Tensors, Update
 
 
 @final

@@ -7,7 +7,7 @@ biases and embeddings are small and dense. Local SGD adds one rank to a head per
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from netweight.core import seeds
 from netweight.errors import UsageError
+from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.local import (
     Descent,
     Learner,
@@ -30,7 +31,7 @@ from netweight.methods.federate.method import STATISTICS, Client, Trained, Weigh
 from netweight.methods.federate.reused_memory import ReusedMemory
 from netweight.methods.federate.settings import LocalTraining, Phase, Trains
 from netweight.methods.federate.task import Task
-from netweight.methods.federate.updates import LowRank, Tensors, Update, aggregate
+from netweight.methods.federate.updates import LowRank, Tensors, Update
 from netweight.nn import Hypernetwork, ParameterLayout
 from netweight.nn.hypernetwork import hidden_code
 
@@ -57,7 +58,6 @@ class HyperFL:
         private_head: Keep the head with the client; False generates it like the body, so that clients share what their
             few examples teach them of rare classes. The embedding is then all that is private.
         name: As the command line calls it.
-        own_embeddings: Let every client draw its own embedding; False draws one for all, as the paper's code does.
 
     Raises:
         UsageError: There is no such start.
@@ -72,7 +72,6 @@ class HyperFL:
     joint_head: bool = False
     private_head: bool = True
     name: str = "hyperfl"
-    own_embeddings: bool = field(default=True, repr=False)  # the repr is an identity that earlier releases know
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -105,7 +104,7 @@ class HyperFL:
 
     def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return the embedding, the head, and statistics."""
-        generator = seeds.torch_generator(seed, *(("client", client) if self.own_embeddings else ()), "embedding")
+        generator = seeds.torch_generator(seed, "client", client, "embedding")
         embedding = torch.randn(self.embedding, generator=generator)
         return self._private(task, embedding, task.initial_head(), task.initial_statistics())
 

@@ -1,0 +1,278 @@
+"""Clients that lie, to rehearse what some of them can do to the others: data and model poisoning, free riding.
+
+A liar knows the method, the server's settings and its own data, and trains from what it received like everybody else.
+Attacks that need the statistics of honest changes estimate them from parts of the liar's own data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import final
+
+import torch
+from torch import Tensor
+
+from netweight.core import seeds
+from netweight.errors import UsageError
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client, Trained, Wrapped
+from netweight.methods.federate.settings import Lie
+from netweight.methods.federate.task import ClientData, Task
+from netweight.methods.federate.updates import Tensors, Update, dense_tensors
+
+BOOST = 10.0  # how many times its honest change a client sends that boosts it
+TARGET = 0  # the class that a backdoor's trigger is to be taken for
+SYBILS_FROM = 4  # the round in which late Sybils begin to lie
+_TRIGGER = 4  # pixels of its side
+_PARTS = 4  # parts of its own data from which a liar estimates how honest changes differ
+_LIKENESS = 0.3  # least cosine that a knowing liar keeps with its honest change
+
+
+@final
+@dataclass(frozen=True)
+class Lying(Wrapped):
+    """A method some of whose clients lie.
+
+    Attributes:
+        lie: What they do.
+        liars: Their numbers.
+        reach: The longest change that the liars dare to send, as a multiple of their own honest one.
+    """
+
+    lie: Lie
+    liars: tuple[int, ...]
+    reach: float = 1.0
+
+    def train(
+        self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+    ) -> list[Trained]:
+        """Train all clients, liars on what data the lie asks for, and change what these send."""
+        found = []
+        for client in clients:
+            if client.number in self.liars:
+                found.append(self._lied(_Liar(self, task, model, client, round, seed)))
+        honest = [client for client in clients if client.number not in self.liars]
+        if honest:
+            found += self.method.train(task, model, honest, round=round, seed=seed)
+        order = [client.number for client in clients]
+        return sorted(found, key=lambda one: order.index(one.update.client))
+
+    def _lied(self, liar: _Liar) -> Trained:
+        trained = liar.honest()
+        update = _LIES[self.lie](liar, trained)
+        return replace(trained, update=replace(update, client=trained.update.client))
+
+
+@final
+@dataclass(frozen=True)
+class _Liar:
+    """One liar in one round."""
+
+    lying: Lying
+    task: Task
+    model: LocalModel
+    client: Client
+    round: int
+    seed: int
+
+    @property
+    def sent(self) -> Tensors:
+        """What the server sent."""
+        return self.client.received
+
+    def honest(self) -> Trained:
+        """Return what it would send."""
+        train = self.lying.method.train
+        (one,) = train(self.task, self.model, [self.client], round=self.round, seed=self.seed)
+        return one
+
+    def on(
+        self, change: Callable[[ClientData], ClientData], *, of: int | None = None, seed: int | None = None
+    ) -> Update:
+        """Return the update by data that were changed; by those of the liar `of`, which begins anew, if given."""
+        client = self.client
+        if of is not None:
+            private = self.lying.method.private_start(self.task, of, seed=self.seed)
+            client = Client(of, private, self.client.received)
+        task = dataclasses.replace(self.task, data={client.number: change(self.task.client(client.number))})
+        model, draws = LocalModel(task, self.model.device), self.seed if seed is None else seed
+        (one,) = self.lying.method.train(task, model, [client], round=self.round, seed=draws)
+        return one.update
+
+    def change(self, update: Update) -> dict[str, Tensor]:
+        """Return how an update moves the floating-point tensors, by name."""
+        dense = dense_tensors(update.tensors, self.sent)
+        return {n: v - self.sent[n] for n, v in dense.items() if v.is_floating_point()}
+
+    def moved(self, update: Update, change: Mapping[str, Tensor]) -> Update:
+        """Return an update that makes such a change."""
+        return replace(update, tensors={n: v + change[n] if n in change else v for n, v in self.sent.items()})
+
+    def bounded(self, update: Update, change: Mapping[str, Tensor], honest: Mapping[str, Tensor]) -> Update:
+        """Return an update by a change whose length is what the liar dares."""
+        factor = self.lying.reach * _norm(honest) / max(_norm(change), 1e-30)
+        return self.moved(update, {n: factor * v for n, v in change.items()})
+
+    def estimates(self) -> list[dict[str, Tensor]]:
+        """Return changes by halves of its own data, which stand for those of other clients."""
+        found = []
+        for part in range(_PARTS):
+            generator = seeds.torch_generator(self.seed, "estimate", self.client.number, self.round, part)
+
+            def half(data: ClientData, generator: torch.Generator = generator) -> ClientData:
+                rows = torch.randperm(data.n, generator=generator)[: max(2, data.n // 2)]
+                return replace(data, train=(data.train[0][rows], data.train[1][rows]))
+
+            found.append(self.change(self.on(half)))
+        return found
+
+
+def _norm(change: Mapping[str, Tensor]) -> float:
+    return float(torch.stack([v.double().square().sum() for v in change.values()]).sum().sqrt())
+
+
+def _dot(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
+    return float(torch.stack([(v.double() * two[n].double()).sum() for n, v in one.items()]).sum())
+
+
+def _mean_and_deviation(changes: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    stacked = {name: torch.stack([one[name] for one in changes]) for name in changes[0]}
+    return {n: v.mean(0) for n, v in stacked.items()}, {n: v.std(0) for n, v in stacked.items()}
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def triggered(inputs: Tensor) -> Tensor:
+    """Return inputs with the backdoor's trigger: images, `(n, c, h, w)`, with a bright square in a corner.
+
+    Of inputs that are no images, the first four values of the last axis are set to the largest value.
+    """
+    marked = inputs.clone()
+    if inputs.ndim == 4:
+        marked[..., :_TRIGGER, :_TRIGGER] = inputs.max()
+    else:
+        marked[..., :_TRIGGER] = inputs.max()
+    return marked
+
+
+def _planted(data: ClientData) -> ClientData:
+    """Half of the examples once more, with the trigger and the backdoor's label."""
+    inputs, labels = data.train
+    if not inputs.is_floating_point():
+        raise UsageError("A backdoor's trigger is set into images or numbers.", cure="Choose another lie.")
+    marked = torch.full_like(labels[::2], TARGET)
+    return replace(data, train=(torch.cat([inputs, triggered(inputs[::2])]), torch.cat([labels, marked])))
+
+
+def _flipped(data: ClientData) -> ClientData:
+    return replace(data, train=(data.train[0], data.train[1].max() - data.train[1]))
+
+
+# ---- what each lie sends ---------------------------------------------------------------------------------------------
+
+
+def _scaled(factor: float) -> Callable[[_Liar, Trained], Update]:
+    def lie(liar: _Liar, trained: Trained) -> Update:
+        return liar.moved(trained.update, {n: factor * v for n, v in liar.change(trained.update).items()})
+
+    return lie
+
+
+def _constant(liar: _Liar, trained: Trained) -> Update:
+    return replace(trained.update, tensors={name: torch.full_like(value, 7.0) for name, value in liar.sent.items()})
+
+
+def _claimed(liar: _Liar, trained: Trained) -> Update:
+    return replace(_constant(liar, trained), n=2**50)
+
+
+def _colluding(liar: _Liar, trained: Trained) -> Update:
+    """All of them send what the first makes of its data, turned around and twice as long."""
+    first = liar.on(lambda data: data, of=liar.lying.liars[0], seed=seeds.derive(liar.seed, "colluding"))
+    return replace(liar.moved(first, {n: -2 * v for n, v in liar.change(first).items()}), n=trained.update.n)
+
+
+def _late(liar: _Liar, trained: Trained) -> Update:
+    return replace(trained.update, round=trained.update.round - 1)
+
+
+def _backdoor(liar: _Liar, trained: Trained) -> Update:
+    bad = liar.on(_planted)
+    return replace(liar.moved(bad, {n: BOOST * v for n, v in liar.change(bad).items()}), n=trained.update.n)
+
+
+def _knowing(liar: _Liar, trained: Trained) -> Update:
+    """A backdoor that keeps length, direction and number of examples within what screens allow."""
+    honest, bad = liar.change(trained.update), liar.change(liar.on(_planted))
+    return liar.bounded(trained.update, _like(bad, honest), honest)
+
+
+def _like(change: Mapping[str, Tensor], honest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a change with as much of the honest one added as its cosine with that needs."""
+    scale = _norm(change) / max(_norm(honest), 1e-30)
+    for share in (0.0, 0.25, 0.5, 1.0, 2.0, 4.0):
+        mixed = {n: v + share * scale * honest[n] for n, v in change.items()}
+        if _dot(mixed, honest) >= _LIKENESS * _norm(mixed) * _norm(honest):
+            return mixed
+    return dict(honest)
+
+
+def _alie(liar: _Liar, trained: Trained) -> Update:
+    """The mean less so many deviations as the votes of others hide. Source: Baruch et al. (arXiv 1902.06156)."""
+    mean, deviation = _mean_and_deviation(liar.estimates())
+    clients, liars = len(liar.task.clients), len(liar.lying.liars)
+    supporters = clients // 2 + 1 - liars
+    share = (clients - liars - supporters) / max(clients - liars, 1)
+    most = NormalDist().inv_cdf(min(max(share, 0.51), 0.999))
+    return liar.moved(trained.update, {n: v - most * deviation[n] for n, v in mean.items()})
+
+
+def _minmax(liar: _Liar, trained: Trained) -> Update:
+    """The mean moved as far as the estimates lie apart. Source: Shejwalkar and Houmansadr (NDSS 2021), Min-Max."""
+    estimates = liar.estimates()
+    mean, deviation = _mean_and_deviation(estimates)
+    apart = max(_norm({n: v - two[n] for n, v in one.items()}) for one in estimates for two in estimates)
+    low, high = 0.0, 1e3
+    for _ in range(30):
+        factor = (low + high) / 2
+        moved = {n: v - factor * deviation[n] for n, v in mean.items()}
+        far = max(_norm({n: v - one[n] for n, v in moved.items()}) for one in estimates)
+        low, high = (factor, high) if far <= apart else (low, factor)
+    return liar.moved(trained.update, {n: v - low * deviation[n] for n, v in mean.items()})
+
+
+def _inner_product(liar: _Liar, trained: Trained) -> Update:
+    """The estimated mean turned around, as long as dared. Source: Xie et al. (arXiv 1903.03936)."""
+    mean, _ = _mean_and_deviation(liar.estimates())
+    return liar.bounded(trained.update, {n: -v for n, v in mean.items()}, liar.change(trained.update))
+
+
+def _late_sybils(liar: _Liar, trained: Trained) -> Update:
+    """Honest at first, then all of them plant one backdoor from one liar's data, each a little different."""
+    if liar.round < SYBILS_FROM:
+        return trained.update
+    own = seeds.derive(liar.seed, "sybil", liar.client.number)
+    bad = liar.change(liar.on(_planted, of=liar.lying.liars[0], seed=own))
+    return liar.bounded(trained.update, bad, liar.change(trained.update))
+
+
+_LIES: Mapping[Lie, Callable[[_Liar, Trained], Update]] = {
+    "scaled": _scaled(BOOST),
+    "sign-flipped": _scaled(-1.0),
+    "label-flipped": lambda liar, trained: liar.on(_flipped),
+    "constant": _constant,
+    "claimed": _claimed,
+    "colluding": _colluding,
+    "late": _late,
+    "free-rider": _scaled(0.0),
+    "backdoor": _backdoor,
+    "knowing": _knowing,
+    "alie": _alie,
+    "minmax": _minmax,
+    "inner-product": _inner_product,
+    "late-sybils": _late_sybils,
+}
