@@ -26,6 +26,7 @@ from flower_under_test import (
     GridHere,
     Leaky,
     ToEachItsOwn,
+    averaged,
     history_in,
     new_grid,
     same,
@@ -36,7 +37,7 @@ from flower_under_test import (
 
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
-from netweight.methods.federate import Federation, Task, train
+from netweight.methods.federate import Task, train
 from netweight.methods.federate.accounting import guarantee, privacy_of
 from netweight.methods.federate.engine import CHECKPOINT
 from netweight.methods.federate.protections import Hardened, UpdateNoise
@@ -57,7 +58,7 @@ TOLERANCE = 1e-6
 
 @pytest.mark.parametrize("name", METHODS)
 def test_both_engines_give_the_same_model(name, tmp_path):
-    method, settings = METHODS[name], Federation(rounds=3)
+    method, settings = METHODS[name], averaged(rounds=3)
     grid = new_grid(method, tmp_path / "nodes", seed=settings.seed)
     state, rounds = serve(grid, method, tmp_path, rounds=3)
     run = train(whole_task(), method, settings, workers=1)
@@ -86,7 +87,7 @@ def exported(folder, client):
 def test_sampling_and_rehearsed_drop_out_are_the_engines(tmp_path):
     method, settings = METHODS["fedavg"], {"rounds": 4, "fraction": 0.7, "drop_out": 0.3, "min_clients": 1}
     state, rounds = serve(new_grid(method), method, tmp_path, **settings)
-    run = train(whole_task(), method, Federation(**settings, retries=1), workers=1)
+    run = train(whole_task(), method, averaged(**settings, retries=1), workers=1)
     assert same(state, run.state)
     assert [(done.clients, done.attempts, sorted(done.loss)) for done in rounds] == [
         (done.clients, done.attempts, sorted(done.loss)) for done in run.rounds
@@ -301,7 +302,7 @@ def test_noise_is_not_drawn_from_a_seed_that_the_server_knows(name, tmp_path):
     method = {**METHODS, "hardened": Hardened(METHODS["fedavg"], UpdateNoise(1.0, 0.1))}[name]
     first, _ = serve(new_grid(method, seed=None), method, tmp_path / "first", rounds=1)
     second, _ = serve(new_grid(method, seed=None), method, tmp_path / "second", rounds=1)
-    run = train(whole_task(), method, Federation(rounds=1), workers=1)
+    run = train(whole_task(), method, averaged(rounds=1), workers=1)
     assert not same(first, second, 1e-4)
     assert not same(first, run.state, 1e-4)
     given, _ = serve(new_grid(method, seed=520), method, tmp_path / "given", rounds=1)
@@ -316,7 +317,7 @@ def test_too_few_updates_stop_the_federation_with_its_state_saved(tmp_path):
     grid.spoil = None
     state, rounds = serve(grid, method, tmp_path)
     assert len(rounds) == 2
-    assert same(state, train(whole_task(), method, Federation(rounds=2), workers=1).state, TOLERANCE)
+    assert same(state, train(whole_task(), method, averaged(rounds=2), workers=1).state, TOLERANCE)
 
 
 class Killed(BaseException):
@@ -337,7 +338,7 @@ def test_a_killed_server_costs_one_round(tmp_path):
     assert len(history_in(tmp_path)) == 2
     # A new run: nodes have forgotten everything but what is on their disks.
     state, rounds = serve(new_grid(method, tmp_path / "nodes"), method, tmp_path, rounds=4)
-    run = train(whole_task(), method, Federation(rounds=4), workers=1)
+    run = train(whole_task(), method, averaged(rounds=4), workers=1)
     assert same(state, run.state, TOLERANCE)
     assert [done.after for done in rounds] == [done.after for done in run.rounds]
 
@@ -380,7 +381,7 @@ def test_of_twenty_nodes_with_two_slow_and_a_killed_server_nothing_is_lost(tmp_p
     kill = False
     state, rounds = run()
     whole = Task(*halves(), [client_data(number) for number in range(20)])
-    expected = train(whole, Silent(method, slow), Federation(rounds=3), workers=1)
+    expected = train(whole, Silent(method, slow), averaged(rounds=3), workers=1)
     assert same(state, expected.state, TOLERANCE)
     assert [done.after for done in rounds] == [done.after for done in expected.rounds]
     assert [done.refused for done in rounds] == [dict.fromkeys(slow, "sent nothing")] * 3
@@ -391,7 +392,7 @@ def test_a_method_without_private_tensors_is_resumed_without_a_folder(tmp_path):
     serve(new_grid(method), method, tmp_path, rounds=1)
     state, rounds = serve(new_grid(method), method, tmp_path, rounds=2)
     assert rounds[1].refused == {}
-    assert same(state, train(whole_task(), method, Federation(rounds=2), workers=1).state)
+    assert same(state, train(whole_task(), method, averaged(rounds=2), workers=1).state)
 
 
 def test_private_tensors_that_were_not_kept_are_missed(tmp_path, caplog):
@@ -403,7 +404,7 @@ def test_private_tensors_that_were_not_kept_are_missed(tmp_path, caplog):
 
 
 def test_flowers_own_loop_can_drive_the_strategy(tmp_path):
-    method, settings = METHODS["fedavg"], Federation(rounds=2)
+    method, settings = METHODS["fedavg"], averaged(rounds=2)
     strategy = MethodStrategy(method, settings, range(CLIENTS), federation="ours", timeout=0.0)
     start = ArrayRecord({name: Array(value.numpy()) for name, value in method.start(whole_task(), seed=520).items()})
     result = strategy.start(grid=new_grid(method), initial_arrays=start, num_rounds=2)
@@ -437,7 +438,7 @@ def test_private_tensors_move_to_another_machine_and_to_another_federation(tmp_p
         with pytest.raises(UsageError, match="already"):
             import_private(exported, moved)
     state, _ = serve(new_grid(method, moved), method, tmp_path, rounds=3)
-    run = train(whole_task(), method, Federation(rounds=3), workers=1)
+    run = train(whole_task(), method, averaged(rounds=3), workers=1)
     assert same(state, run.state, TOLERANCE)
     _, rounds = serve(new_grid(method, begun), method, tmp_path / "again", seed=8)
     _, fresh = serve(new_grid(method), method, tmp_path / "fresh", seed=8)
@@ -461,7 +462,7 @@ def test_two_nodes_with_one_number_are_both_left_out(tmp_path):
 def test_a_number_belongs_to_the_node_that_is_registered_or_came_first(tmp_path, caplog):
     """Another node that claims the number is not asked, and the honest client stays."""
     method, nodes = METHODS["fedavg"], {10: 0, 11: 1, 12: 2, 13: 2}
-    expected = train(whole_task(), method, Federation(rounds=2), workers=1)
+    expected = train(whole_task(), method, averaged(rounds=2), workers=1)
     registered = {10: 0, 11: 1, 12: 2}
     state, rounds = serve(new_grid(method, nodes=nodes), method, tmp_path / "registered", nodes=registered)
     assert [done.refused for done in rounds] == [{}, {}]
@@ -639,7 +640,7 @@ def test_replies_do_not_wait_in_memory(tmp_path, monkeypatch):
 
     grid.pull_messages = counted
     state, _ = serve(grid, METHODS["fedavg"], tmp_path, rounds=1)
-    expected = train(whole_task(), METHODS["fedavg"], Federation(rounds=1)).state
+    expected = train(whole_task(), METHODS["fedavg"], averaged(rounds=1)).state
     assert same(state, expected)
     assert len(seen) == 2 * CLIENTS  # a question and a round
     assert max(most) <= 1

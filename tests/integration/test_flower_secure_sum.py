@@ -9,12 +9,12 @@ pytest.importorskip("flwr")
 import flower_under_test
 import numpy as np
 from flower_federation import CLIENTS, METHODS, whole_task
-from flower_under_test import NODES, Leaky, ToEachItsOwn, history_in, new_grid, same, serve
+from flower_under_test import NODES, Leaky, ToEachItsOwn, averaged, history_in, new_grid, same, serve
 from flwr.app import ConfigRecord
 from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 
 from netweight.errors import FederationStopped, UsageError
-from netweight.methods.federate import Federation, train
+from netweight.methods.federate import train
 from netweight.methods.federate.lies import Lying
 from netweight.plugins.flower.secure_sum import CLIP, stream_mask
 
@@ -27,7 +27,7 @@ def test_the_sum_is_the_engines(name, tmp_path):
     """One round: later ones train on from rounded weights, which the engine does not have."""
     method = METHODS[name]
     state, rounds = serve(new_grid(method, secure_sum=True), method, tmp_path, secure_sum=True, rounds=1)
-    run = train(whole_task(), method, Federation(rounds=1), workers=1)
+    run = train(whole_task(), method, averaged(rounds=1), workers=1)
     assert same(state, run.state, 3 * STEP)
     assert not same(state, run.state, STEP / 1e4)  # it did go through the rounding of masked sums
     assert rounds[0].after == run.rounds[0].after

@@ -41,9 +41,14 @@ def new_grid(method, folder=None, spoil=None, nodes=NODES, secure_sum=False, see
     return GridHere(dict.fromkeys(nodes, app), nodes, spoil=spoil)
 
 
+def averaged(**settings):
+    """A federation that takes the plain mean, in which clients count by their examples over Flower, too."""
+    return Federation(**{"aggregator": "mean", **settings})
+
+
 def serve(grid, method, folder, *, secure_sum=False, nodes=None, **settings):
     """Run the server to its end and return its state and history."""
-    federation = Federation(**{"rounds": 2, "min_clients": 2, "retries": 1, **settings})
+    federation = averaged(**{"rounds": 2, "min_clients": 2, "retries": 1, **settings})
     app = server_app(
         task_of_server, method, federation, folder=folder, timeout=0.0, patience=0.0, secure_sum=secure_sum, nodes=nodes
     )

@@ -4,10 +4,10 @@
     NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.liars --deployed --aggregators screened-mean
 
 Two of seven for colluding ones; `--ten`: two of ten. Clients of 600 images, as in the paper's split. In this process
-the paper's network is trained; `--deployed` trains the network of examples/federate by a SuperLink and one SuperNode per client, processes of
-their own with TLS and registered nodes, on this machine, from the root of the source tree; those that answer are forks
-of one that has imported torch. There liars that collude
-send what each of them makes, not the same. The file is written after every cell and keeps the cells that it has.
+the paper's network is trained; `--deployed` trains the network of examples/federate by a SuperLink and one SuperNode
+per client, processes of their own with TLS and registered nodes, on this machine, from the root of the source tree;
+those that answer are forks of one that has imported torch. The file is written after every cell and keeps the cells
+that it has.
 """
 
 import json

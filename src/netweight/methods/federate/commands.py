@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from netweight.attacks.gradient_inversion.matching import MatchingConfig
 from netweight.errors import UsageError
 from netweight.methods.federate.engine import CHECKPOINT, Run, train
 from netweight.methods.federate.folder import FederationAudit, FederationPlan, FolderFederation
+from netweight.methods.federate.reconstruction import Search
 from netweight.methods.federate.report import (
     AuditConfig,
     ThreatModel,
@@ -36,7 +39,11 @@ def run(settings: FolderFederation, context: Context, source: str, destination: 
         progress=context.progress,
     )  # fmt: skip
     plan.save(destination)
-    config = AuditConfig(threats=(ThreatModel(first_round=True),), images=settings.images) if audit else None
+    config = (
+        AuditConfig((ThreatModel(first_round=True),), images=settings.images, search=_search(settings))
+        if audit
+        else None
+    )
     return _result(done, plan, destination, config, context, _rounds(done))
 
 
@@ -45,10 +52,14 @@ def audit(settings: FederationAudit, context: Context, folder: Path) -> Result:
     plan = FederationPlan.load(folder)
     task = plan.task()
     done = train(task, plan.make_method(task), plan, folder=folder, progress=context.progress)
-    config = AuditConfig(images=settings.images, further=True)
+    config = AuditConfig(images=settings.images, further=True, search=_search(settings))
     if settings.threats:
-        config = AuditConfig(threats=tuple(map(_threat, settings.threats)), images=settings.images)
+        config = replace(config, threats=tuple(map(_threat, settings.threats)), further=False)
     return _result(done, plan, folder, config, context, [], seed=settings.seed)
+
+
+def _search(settings: FolderFederation | FederationAudit) -> Search:
+    return Search(matching=MatchingConfig(steps=settings.search_steps))
 
 
 def _threat(text: str) -> ThreatModel:

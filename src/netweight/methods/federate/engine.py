@@ -607,4 +607,9 @@ def parts_of(value: Any) -> Any:
         return {"kind": type(value).__name__, **value.to_json()}
     if is_dataclass(value) and not isinstance(value, type):
         return {"kind": type(value).__name__, **{one.name: parts_of(getattr(value, one.name)) for one in fields(value)}}
-    return [parts_of(each) for each in value] if isinstance(value, tuple | list) else value
+    if isinstance(value, tuple | list):
+        return [parts_of(each) for each in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    own = {name: parts_of(each) for name, each in sorted(vars(value).items())} if hasattr(value, "__dict__") else {}
+    return {"kind": getattr(value, "__qualname__", type(value).__qualname__), **own}

@@ -113,6 +113,9 @@ class FolderFederation(_Asked):
     workers: int | None = Field(default=None, ge=1, description="Threads; one per core by default.")
     device: str = Field(default="cpu", description="Where to train: cpu or cuda.")
     images: int = Field(default=5, ge=1, description="Attacked updates per threat model of the audit.")
+    search_steps: Annotated[int, Cli(own=False)] = Field(
+        default=4800, ge=1, description="Steps of the audit's search for a whole batch of images."
+    )
 
     def plan(self, data: str) -> FederationPlan:
         """Return what decides the federation."""
@@ -124,6 +127,7 @@ class FederationAudit(Settings):
     """Which updates of a federation are attacked, and by which servers."""
 
     images: int = Field(default=16, ge=1, description="Attacked updates per threat model.")
+    search_steps: int = Field(default=4800, ge=1, description="Steps of the search for a whole batch of images.")
     threats: Annotated[tuple[str, ...], Cli(name="--threat", metavar="BATCHxSTEPS[xCLIENTS][+WORD]")] = Field(
         default=(),
         description="A threat model: local batch size, local steps, clients in a sum; then what the server knows and "

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
+from netweight.attacks.gradient_inversion.matching import MatchingConfig
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig
 from netweight.core.progress import Progress
 from netweight.data.images import NAMES
@@ -23,6 +24,7 @@ from netweight.job import Job
 from netweight.methods.federate.engine import CHECKPOINT, Run, finished, train
 from netweight.methods.federate.folder import FederationPlan, FolderFederation, entry_of
 from netweight.methods.federate.protections import Hardened, UpdateNoise
+from netweight.methods.federate.reconstruction import Search
 from netweight.methods.federate.refusal import RefusalLimits
 from netweight.methods.federate.report import (
     AuditConfig,
@@ -54,6 +56,7 @@ class ServerAttack(Settings):
     summed_over: int = Field(10, ge=1, description="Clients of the secure sum that is tried; 1 leaves it out.")
     softening: int = Field(26, ge=1, description="Steps of the image search from soft to sharp guesses.")
     rounds: int = Field(16, ge=1, description="Rounds of the image search after that.")
+    search_steps: int = Field(4800, ge=1, description="Steps of the search for a whole batch.")
 
 
 def trained(folder: Path) -> Run:
@@ -92,11 +95,12 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
             lies = replace(summed, server="thresholds")
             looks |= {lied: (run, lies, 1), f"{lied}, clients look": (careful, lies, 1)}
     peeling = PeelingConfig(softening=settings.softening, rounds=settings.rounds)
+    search = Search(peeling, MatchingConfig(steps=settings.search_steps))
     with progress.task("attacked updates", sum(count for _, _, count in looks.values()), unit="updates") as work:
         seen = {
             each: exposure(
                 one, threat, images=count, gradients=threat.summed_over, summed_over=len(run.task.clients), seed=seed,
-                peeling=peeling, work=work,
+                search=search, work=work,
             )
             for each, (one, threat, count) in looks.items()
         }  # fmt: skip
@@ -196,7 +200,8 @@ def _plan(source: Path, settings: FolderFederation) -> FederationPlan:
 def examine(
     audit: str, destination: Path, source: Path, settings: FolderFederation, progress: Progress
 ) -> tuple[Any, Any]:
-    return trained(destination), AuditConfig(threats=(ThreatModel(first_round=True),), images=settings.images)
+    search = Search(matching=MatchingConfig(steps=settings.search_steps))
+    return trained(destination), AuditConfig((ThreatModel(first_round=True),), images=settings.images, search=search)
 
 
 def check(source: Path | None, settings: FolderFederation) -> None:

@@ -21,8 +21,8 @@ from netweight.attacks.gradient_inversion.analytic import (
     singular_gradient,
     threshold_trunk,
 )
-from netweight.attacks.gradient_inversion.chains import Imprinted, imprint, read_imprint
-from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
+from netweight.attacks.gradient_inversion.chains import Imprinted, imprint
+from netweight.attacks.gradient_inversion.matching import Bounds
 from netweight.core import progress as shown
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
@@ -34,6 +34,7 @@ from netweight.methods.federate.engine import Round, Run
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, Method, prefixed
 from netweight.methods.federate.protections import Hardened
+from netweight.methods.federate.reconstruction import Candidates, Evidence, Search, nearest_pair, reconstruct
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import ClientData, Task
 from netweight.methods.federate.task_privacy import task_guarantee
@@ -296,6 +297,7 @@ class AuditConfig:
     )
     further: bool = False  # whether what secure sums and noise leave is attacked as well, where they could be
     images: int = 16  # images that are reconstructed per threat model; intervals need at least 5
+    search: Search | None = None  # how long the attacks search; None for their defaults
     summed_over: int = 20  # clients in the average that stands for the published aggregate
 
 
@@ -322,6 +324,14 @@ class Exposure:
     reconstructions: tuple[Tensor, ...] = field(default=(), repr=False)
     why_no_images: str = ""  # why no image could be made, or empty
     attack: str = ""  # which estimate of the gradient was nearest
+    best_attacks: tuple[str, ...] = ()
+    """For each attacked update, the attack whose image was nearest."""
+    image_attacks: tuple[str, ...] = ()
+    """All attacks that searched images."""
+    not_searched: tuple[str, ...] = ()
+    """Attacks that fit the threat and were not run, each with the reason."""
+    seconds: float = 0.0
+    """Mean processor time of the image attacks for one update."""
 
     @property
     def label(self) -> str:
@@ -343,18 +353,37 @@ class Exposure:
             Finding("gradient", near), Finding("gradient beyond the aggregate's", near - _mean(self.aggregate)),
             Finding("images, clearly above a guess", gain), Finding("images above a guess", gain),
             Finding("text above a guess", _mean(self.tokens) - _mean(self.frequent) if self.tokens else None),
-        ])  # fmt: skip
+        ], searched=self._searched, below=self._surely_below)  # fmt: skip
+
+    @property
+    def _searched(self) -> str:
+        """The image attacks and their budget, in words."""
+        names = " and ".join(self.image_attacks) or "no attack"
+        return f"{names}, {self.seconds:.0f} processor seconds an update"
+
+    @property
+    def _surely_below(self) -> bool:
+        """Whether every attack that fits was searched, and its images lie below a guess by their interval."""
+        if self.not_searched or not self.psnr:
+            return False
+        gains = [p - max(r, a) for p, r, a in zip(self.psnr, self.random_psnr, self.average_psnr, strict=True)]
+        ends = ends_if_enough(gains, seed=0)
+        return ends is not None and ends[1] < 0
 
 
-def _words(inexact: bool, hidden: bool, unclear: bool | None, unseen: bool | None, unread: bool | None) -> Words:
-    text = "The gradient is hidden as well as in the published aggregate"
+def _words(
+    inexact: bool, hidden: bool, unclear: bool | None, unseen: bool | None, unread: bool | None, *, searched: str,
+    below: bool,
+) -> Words:  # fmt: skip
+    text = "The update reveals no more about the client's gradient than the published aggregate"
     if not hidden:
-        text = "The server learns more about the client's gradient than the aggregate tells"
+        text = "The update reveals more about the client's gradient than the published aggregate"
     if not inexact:
         text = "The server computes the client's gradient exactly"
-    seen = {None: "", False: "; its images can be reconstructed", True: "; no image comes out"}[unclear]
+    no_image = f"no image comes out ({searched})" if below else f"no image was found ({searched})"
+    seen = {None: "", False: f"; its images can be reconstructed ({searched})", True: f"; {no_image}"}[unclear]
     if unclear and unseen is False:
-        seen = "; images leak a little"
+        seen = f"; images leak a little ({searched})"
     if unread is not None:
         seen += "; no text comes out" if unread else "; its text can be read"
     known = not (inexact and hidden) or unclear is False or unread is False
@@ -389,7 +418,7 @@ def own_threat(run: Run) -> ThreatModel:
 
 def exposure(
     run: Run, threat: ThreatModel, *, images: int, summed_over: int, seed: int, is_own: bool = False,
-    gradients: int = 0, peeling: PeelingConfig | None = None, work: shown.Task | None = None,
+    gradients: int = 0, search: Search | None = None, work: shown.Task | None = None,
 ) -> Exposure:  # fmt: skip
     """Attack several clients under one threat model: all of their gradients, at least `gradients`, and some images."""
     low, high = _pixel_range(run)
@@ -401,6 +430,9 @@ def exposure(
     cosines: list[tuple[float, ...]] = []
     qualities: list[tuple[float, ...]] = []
     pairs: list[tuple[Tensor, Tensor]] = []
+    searches: list[tuple[str, float]] = []
+    tried: dict[str, None] = {}
+    left_out: dict[str, None] = {}
     why = ""
     try:
         observed = list(_observations(run, threat, max(images, gradients), summed_over, seed))
@@ -420,16 +452,24 @@ def exposure(
         try:
             if not seen.images.is_floating_point():
                 texts.append(_read(run, recovered.first, seen))
-            own = seeds.derive(seed, "image", draw)
-            found = _reconstruct(run, recovered, seen, (low, high), own, seed, peeling)
+            if not seen.gradient.any():  # a client that is certain sends nothing, and the attacker can but guess
+                found, reasons = [Candidates("guess", _another(run, seen, seed), 0.0)], list[str]()
+            else:
+                evidence = _evidence(run, recovered, seen, threat, (low, high))
+                found, reasons = reconstruct(evidence, search or Search(), seed=seeds.derive(seed, "image", draw))
+            truth, every = unit(seen.images), [unit(one.images) for one in found]
+            place, original, image, quality = nearest_pair(every, truth, psnr)
         except Unsupported as reason:
             why = str(reason)
         else:
-            truth = unit(seen.images)
-            pair, quality = _nearest(unit(found), truth)
-            guesses = (_nearest(unit(guess), truth)[1] for guess in (_another(run, seen, seed), _average(run, seen)))
-            qualities.append((quality, float(ssim(pair[1][None], pair[0][None])), *guesses))
-            pairs.append(pair)
+            guesses = (
+                nearest_pair([unit(g)], truth, psnr)[3] for g in (_another(run, seen, seed), _average(run, seen))
+            )
+            qualities.append((quality, float(ssim(image[None], original[None])), *guesses))
+            pairs.append((original, image))
+            searches.append((found[place].attack, sum(one.seconds for one in found)))
+            tried.update(dict.fromkeys(one.attack for one in found))
+            left_out.update(dict.fromkeys(reason for reason in reasons if "only up to" in reason))
         if work is not None:
             work.update(1)
     first, movement, given_anyway = zip(*cosines, strict=True)
@@ -438,7 +478,8 @@ def exposure(
     read, frequent = zip(*texts, strict=True) if texts else ((), ())
     return Exposure(
         threat, is_own, first, movement, given_anyway, psnrs, ssims, random, average, read, frequent, originals, made,
-        why, strongest,
+        why, strongest, tuple(name for name, _ in searches), tuple(tried), tuple(left_out),
+        _mean([seconds for _, seconds in searches]) if searches else 0.0,
     )  # fmt: skip
 
 
@@ -523,26 +564,15 @@ def _strongest(guesses: Sequence[Mapping[str, Tensor]], seen: Sequence[Observati
     return max(guesses[0], key=lambda name: quality(name) + 1e-4 * (name == "inputs"))
 
 
-def _reconstruct(
-    run: Run, recovered: RecoveredGradient, seen: Observation, bounds: tuple[float, float], seed: int, guess: int,
-    peeling: PeelingConfig | None,
-) -> Tensor:  # fmt: skip
-    """Return the attacker's images, shape `(k, c, h, w)`: at least one."""
-    shape = (1, *seen.images.shape[1:])
-    if len(shape) != 4:
-        raise Unsupported("The inputs are no images.")
-    if not seen.gradient.any():  # a client that is certain sends nothing, and the attacker can but guess
-        return _another(run, seen, guess)
-    if seen.trap is None:
-        found = invert_generated(recovered, run.task.body, shape=shape, bounds=bounds, config=peeling, seed=seed)
-        return found.images
-    training = _training(run)
-    after = rows_of_body(seen.received(), run.task.body_layout.size)
-    candidates, _ = read_imprint(
-        seen.trap, after, run.task.body, shape=(shape[1], shape[2], shape[3]), bounds=bounds, lr=training.lr,
-        weight_decay=training.weight_decay,
+def _evidence(
+    run: Run, recovered: RecoveredGradient, seen: Observation, threat: ThreatModel, bounds: Bounds
+) -> Evidence:
+    """Return what the server has of one client to reconstruct images from."""
+    held = len(seen.images) * len(seen.updates)
+    return Evidence(
+        run.task, _training(run), recovered, seen.sent, seen.received(), held, tuple(seen.images.shape[1:]), bounds,
+        threat.local_steps, threat.batch_size, len(seen.updates), seen.trap,
     )  # fmt: skip
-    return candidates if len(candidates) else _another(run, seen, guess)
 
 
 def _read(run: Run, gradient: Tensor, seen: Observation) -> tuple[float, float]:
@@ -553,13 +583,6 @@ def _read(run: Run, gradient: Tensor, seen: Observation) -> tuple[float, float]:
     others = torch.cat([run.task.client(number).train[0] for number in _others(run, seen)])
     shares = [(guess == seen.images).double().mean(1).max() for guess in (found, others.mode(0).values)]
     return float(shares[0]), float(shares[1])
-
-
-def _nearest(found: Tensor, originals: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
-    """Return the original and the found image that are nearest to each other, and the PSNR between the two."""
-    qualities = torch.stack([psnr(image[None].expand_as(originals), originals) for image in found])
-    image, original = divmod(int(qualities.argmax()), len(originals))
-    return (originals[original], found[image]), float(qualities.max())
 
 
 def _pixel_range(run: Run) -> tuple[float, float]:
@@ -592,7 +615,9 @@ def audit(run: Run, config: AuditConfig | None = None, *, seed: int, progress: P
     config, own = config or AuditConfig(), own_threat(run)
     others = [*config.threats, *_further(run)] if config.further else config.threats
     threats = [(own, True), *((threat, False) for threat in others if threat != own)]
-    about: Any = {"images": config.images, "summed_over": config.summed_over, "seed": seed}
+    about: Any = {
+        "images": config.images, "summed_over": config.summed_over, "seed": seed, "search": config.search,
+    }  # fmt: skip
     with progress.task("attacked updates", total=len(threats) * config.images, unit="updates") as work:
         return [exposure(run, threat, is_own=is_own, work=work, **about) for threat, is_own in threats]
 
@@ -634,7 +659,11 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
             findings.append(Finding(f"PSNR, {label}", None, unit="dB", detail={"reason": reason}))
             continue
         target = round(one.guess + MARGIN_PSNR, 2) if one.is_own else None
-        guesses = {"random images": list(one.random_psnr), "average images": list(one.average_psnr)}
+        guesses = {
+            "random images": list(one.random_psnr), "average images": list(one.average_psnr),
+            "attacks": list(one.image_attacks), "best": list(one.best_attacks), "not searched": list(one.not_searched),
+            "processor seconds": round(one.seconds, 1),
+        }  # fmt: skip
         findings += [
             mean_finding(f"PSNR, {label}", one.psnr, "dB", seed, target=target, baseline=one.guess, detail=guesses),
             mean_finding(f"SSIM, {label}", one.ssim, "", seed),

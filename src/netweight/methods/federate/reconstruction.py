@@ -1,0 +1,277 @@
+"""Images out of a client's update: every attack that fits what the server observed, best image kept.
+
+- *peeling* takes the update for one image's and undoes the network block by block (`tailored.py`).
+- *matching* searches a whole batch whose local training sends the same update, with labels read from the update
+  (`matching.invert`); it needs the classifier, so that both halves have to be shared.
+- *matching, classifier unknown* searches the batch and what flows back into its features, where the classifier stays
+  with the client.
+- *imprint* reads what a malicious server's trap rows have caught.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from netweight.attacks.gradient_inversion.analytic import RecoveredGradient
+from netweight.attacks.gradient_inversion.chains import Imprinted, read_imprint
+from netweight.attacks.gradient_inversion.client import sgd_difference
+from netweight.attacks.gradient_inversion.matching import (
+    Bounds,
+    MatchingConfig,
+    cosine_distance,
+    descend,
+    invert,
+    starting_points,
+    total_variation,
+)
+from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
+from netweight.errors import NetweightError, Unsupported
+from netweight.methods.federate.settings import LocalTraining
+from netweight.methods.federate.task import Task
+from netweight.methods.federate.updates import Tensors
+from netweight.nn import ParameterLayout
+
+# The most images that are searched together, and the most local steps that are unrolled.
+MOST_IMAGES, MOST_STEPS = 16, 8
+
+
+@final
+@dataclass(frozen=True)
+class Search:
+    """How long the attacks search."""
+
+    peeling: PeelingConfig | None = None
+    """Settings of peeling; None for its defaults."""
+    matching: MatchingConfig | None = None
+    """Settings of both kinds of matching; None for the attack's defaults."""
+
+
+@final
+@dataclass(frozen=True)
+class Evidence:
+    """What a server has of one client, or of one sum of clients."""
+
+    task: Task
+    """The network in its halves."""
+    training: LocalTraining
+    """Local training: learning rate, momentum, weight decay."""
+    recovered: RecoveredGradient
+    """The gradient read from the update, and the body it was taken of."""
+    sent: Tensors
+    """What the server sent, by name."""
+    received: Tensors
+    """What came back, by name."""
+    images: int
+    """Number of images behind the update."""
+    shape: tuple[int, ...]
+    """Shape of one image, `(c, h, w)`."""
+    bounds: Bounds
+    """Least and greatest value of a pixel."""
+    steps: int
+    """Local steps."""
+    batch_size: int
+    """Images of a local step."""
+    clients: int = 1
+    """Number of clients whose average the server sees."""
+    trap: Imprinted | None = None
+    """What a malicious server needs to read the answer."""
+
+
+@final
+@dataclass(frozen=True)
+class Candidates:
+    """What one attack made of an update."""
+
+    attack: str
+    """The attack's name."""
+    images: Tensor
+    """Shape `(k, c, h, w)`."""
+    seconds: float
+    """Processor time of this thread's process."""
+
+
+def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[Candidates], list[str]]:
+    """Run every attack that fits; return what each made, and why the others were not run.
+
+    Args:
+        evidence: What the server has.
+        search: How long to search.
+        seed: Seed of starting points.
+
+    Raises:
+        Unsupported: The inputs are no images.
+    """
+    if len(evidence.shape) != 3:
+        raise Unsupported("The inputs are no images.")
+    found: list[Candidates] = []
+    reasons: list[str] = []
+    for name, attack in ATTACKS.items():
+        began = time.process_time()
+        try:
+            images = attack(evidence, search, seed)
+        except NetweightError as reason:
+            reasons.append(f"{name}: {reason}")
+            continue
+        if len(images):
+            found.append(Candidates(name, images, time.process_time() - began))
+    return found, reasons
+
+
+def _peeled(evidence: Evidence, search: Search, seed: int) -> Tensor:
+    if evidence.trap is not None:
+        raise Unsupported("The body is the malicious server's.")
+    shape = (1, *evidence.shape)
+    inversion = invert_generated(
+        evidence.recovered, evidence.task.body, shape=(1, shape[1], shape[2], shape[3]), bounds=evidence.bounds,
+        config=search.peeling, seed=seed,
+    )  # fmt: skip
+    return inversion.images
+
+
+def _imprinted(evidence: Evidence, search: Search, seed: int) -> Tensor:
+    if evidence.trap is None:
+        raise Unsupported("The server is honest.")
+    from netweight.methods.federate.algorithms.hyperfl import rows_of_body
+
+    after = rows_of_body(evidence.received, evidence.task.body_layout.size)
+    low, high = (float(torch.as_tensor(end)) for end in evidence.bounds)
+    c, h, w = evidence.shape
+    images, _ = read_imprint(
+        evidence.trap, after, evidence.task.body, shape=(c, h, w), bounds=(low, high), lr=evidence.training.lr,
+        weight_decay=evidence.training.weight_decay,
+    )  # fmt: skip
+    return images
+
+
+def _matched(evidence: Evidence, search: Search, seed: int) -> Tensor:
+    layouts = {"body.": evidence.task.body_layout, "head.": evidence.task.head_layout}
+    names = [prefix + name for prefix, layout in layouts.items() for name in layout.names]
+    if not set(names) <= set(evidence.sent):
+        raise Unsupported("The classifier stays with the client.")
+    _refuse_large(evidence)
+    if evidence.steps > MOST_STEPS:
+        raise Unsupported(f"{evidence.steps} local steps are not unrolled, only up to {MOST_STEPS}.")
+    model = _with_constant_buffers(evidence.task)
+    params = {name: evidence.sent[name].detach() for name in names}
+    observed = {name: evidence.received[name].detach() - params[name] for name in names}
+    training = evidence.training
+    local_update = sgd_difference(
+        model, lr=training.lr, steps=evidence.steps, batch_size=None if evidence.clients > 1 else evidence.batch_size,
+        momentum=training.momentum, weight_decay=training.weight_decay, loss=evidence.task.loss,
+    )  # fmt: skip
+    inversion = invert(
+        local_update, params, observed, shape=(evidence.images, *evidence.shape), bounds=evidence.bounds,
+        config=search.matching, seed=seed,
+    )  # fmt: skip
+    return inversion.images
+
+
+def _matched_without_classifier(evidence: Evidence, search: Search, seed: int) -> Tensor:
+    """Search images and the gradients by their features that give the body's gradient, by the cosine of both."""
+    if {f"head.{name}" for name in evidence.task.head_layout.names} <= set(evidence.sent):
+        raise Unsupported("The classifier is shared, so that its gradient is matched, too.")
+    if evidence.trap is not None:
+        raise Unsupported("The body is the malicious server's.")
+    _refuse_large(evidence)
+    layout: ParameterLayout = evidence.task.body_layout
+    body = _constant_half(evidence.task.body)
+    weights = {n: v.float() for n, v in layout.split(evidence.recovered.generated).items()}
+    wanted = {n: v.float() for n, v in layout.split(evidence.recovered.first).items()}
+    config, shape = search.matching or MatchingConfig(), (evidence.images, *evidence.shape)
+    low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in evidence.bounds)
+    start = starting_points(weights, shape, config.restarts, seed).clamp(low, high)
+    with torch.no_grad():
+        features = functional_call(body, weights, (start[0],))
+    flows = 0.1 * starting_points(weights, (*features.shape, 1, 1), config.restarts, seed + 1)[..., 0, 0]
+    smoothness = config.total_variation
+
+    def anneal(share: float) -> None:
+        nonlocal smoothness
+        smoothness = config.total_variation * (share ** (1 / 3) if config.annealed else 1)
+
+    def objective(images: Tensor, flow: Tensor) -> Tensor:
+        moved = {name: value.detach().requires_grad_() for name, value in weights.items()}
+        outputs = functional_call(body, moved, (images,))
+        slopes = torch.autograd.grad((outputs * flow).sum(), list(moved.values()), create_graph=True)
+        distance = cosine_distance(dict(zip(moved, slopes, strict=True)), wanted)
+        return distance + smoothness * total_variation(images)
+
+    def project(images: Tensor, flow: Tensor) -> None:
+        images.clamp_(low, high)
+
+    searched = descend(
+        objective, (start, flows), steps=config.steps, lr=config.lr, signed=config.signed, schedule=config.schedule,
+        project=project, anneal=anneal,
+    )  # fmt: skip
+    return searched.variables[0]
+
+
+def _refuse_large(evidence: Evidence) -> None:
+    if evidence.images > MOST_IMAGES:
+        raise Unsupported(f"{evidence.images} images are not searched together, only up to {MOST_IMAGES}.")
+
+
+class _Halves(nn.Module):
+    """Body and head under the names that updates have."""
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.body(inputs))
+        return outputs
+
+
+def _with_constant_buffers(task: Task) -> nn.Module:
+    return _Halves(_constant_half(task.body), _constant_half(task.head))
+
+
+def _constant_half(half: nn.Module) -> nn.Module:
+    """Return a copy of a half in training mode whose frozen parameters are buffers."""
+    own = copy.deepcopy(half).train()
+    for module in own.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
+    return own
+
+
+ATTACKS: Mapping[str, Callable[[Evidence, Search, int], Tensor]] = {
+    "imprint": _imprinted,
+    "peeling": _peeled,
+    "matching": _matched,
+    "matching, classifier unknown": _matched_without_classifier,
+}
+
+
+def nearest_pair(
+    candidates: Sequence[Tensor], originals: Tensor, likeness: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[int, Tensor, Tensor, float]:
+    """Return the candidate set, the original and the reconstruction that are most alike, and how much.
+
+    Args:
+        candidates: One tensor `(k, c, h, w)` for each attack.
+        originals: Shape `(n, c, h, w)`.
+        likeness: A measure of each pair of two batches of equal shape, such as PSNR.
+    """
+    best: tuple[float, int, int, int] | None = None
+    for place, images in enumerate(candidates):
+        values = torch.stack([likeness(image[None].expand_as(originals), originals) for image in images])
+        row, column = divmod(int(values.argmax()), len(originals))
+        value = float(values[row, column])
+        if best is None or value > best[0]:
+            best = value, place, row, column
+    if best is None:
+        raise Unsupported("No attack made an image.")
+    value, place, row, column = best
+    return place, originals[column], candidates[place][row], value
