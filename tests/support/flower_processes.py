@@ -21,7 +21,6 @@ EXAMPLE = ROOT / "examples" / "federate"
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
     "OMP_NUM_THREADS": "1",
@@ -189,7 +188,6 @@ class Deployment(Processes):
             "--ssl-keyfile",
             keys / "server.key",
             "--enable-supernode-auth",
-            "--disable-runtime-dependency-installation",
             *where,
         )
         context = ssl.create_default_context(cafile=str(keys / "ca.crt"))

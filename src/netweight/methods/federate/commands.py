@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from netweight.attacks.gradient_inversion.matching import MatchingConfig
 from netweight.errors import UsageError
-from netweight.methods.federate.engine import CHECKPOINT, Run, train
-from netweight.methods.federate.folder import FederationAudit, FederationPlan, FolderFederation
+from netweight.methods.federate.engine import CHECKPOINT, Round, Run, train
+from netweight.methods.federate.finished import export_weights, history, is_flower, open_run
+from netweight.methods.federate.folder import (
+    FederationAudit,
+    FederationExport,
+    FederationPlan,
+    FederationReport,
+    FolderFederation,
+)
 from netweight.methods.federate.reconstruction import Search
 from netweight.methods.federate.report import (
     AuditConfig,
@@ -17,6 +25,7 @@ from netweight.methods.federate.report import (
     add_sections,
     exposure_table,
     promises,
+    rounds_section,
 )
 from netweight.methods.federate.report import audit as attack_run
 from netweight.registry import Context, Result, Rows
@@ -44,18 +53,53 @@ def run(settings: FolderFederation, context: Context, source: str, destination: 
         if audit
         else None
     )
-    return _result(done, plan, destination, config, context, _rounds(done))
+    title = f"Federation: {plan.method} on {plan.data}"
+    return _result(done, title, {"plan": plan.to_json()}, plan.delta, destination, config, context, _rounds(done))
 
 
 def audit(settings: FederationAudit, context: Context, folder: Path) -> Result:
     """Attack what a federation's server could have seen."""
-    plan = FederationPlan.load(folder)
-    task = plan.task()
-    done = train(task, plan.make_method(task), plan, folder=folder, progress=context.progress)
+    if is_flower(folder):
+        done, title = open_run(folder, settings.app), f"Federation over Flower: {folder.name}"
+    else:
+        plan = FederationPlan.load(folder)
+        task = plan.task()
+        done = train(task, plan.make_method(task), plan, folder=folder, progress=context.progress)
+        title = f"Federation: {plan.method} on {plan.data}"
     config = AuditConfig(images=settings.images, further=True, search=_search(settings))
     if settings.threats:
         config = replace(config, threats=tuple(map(_threat, settings.threats)), further=False)
-    return _result(done, plan, folder, config, context, [], seed=settings.seed)
+    about = {} if is_flower(folder) else {"plan": FederationPlan.load(folder).to_json()}
+    delta = 1e-5 if is_flower(folder) else FederationPlan.load(folder).delta
+    return _result(done, title, about, delta, folder, config, context, [], seed=settings.seed)
+
+
+def report(settings: FederationReport, context: Context, folder: Path) -> Result:
+    """Write the report of a finished federation; of a Flower run from the server's history alone."""
+    if not is_flower(folder):
+        plan = FederationPlan.load(folder)
+        done = open_run(folder)
+        title = f"Federation: {plan.method} on {plan.data}"
+        return _result(done, title, {"plan": plan.to_json()}, plan.delta, folder, None, context, _rounds(done))
+    name, config, rounds = history(folder)
+    page = Report(f"Federation over Flower: {folder.name}", command=context.command)
+    page.add(rounds_section(rounds, name, seed=int(config.get("seed", 0))))
+    return Result(
+        _rounds_of(rounds, name, None), page.sections, report=page.write(folder), written=(folder,),
+        warnings=["Nothing was audited: what the server could have seen of the data is unknown."],
+        next=(f"netweight federate audit {folder} --app app:both",),
+        payload={"config": config, "rounds": [round.to_json() for round in rounds], "audited": False},
+    )  # fmt: skip
+
+
+def export(settings: FederationExport, context: Context, folder: Path, target: Path) -> Result:
+    """Write a client's model as state dicts of body and head."""
+    body, head = export_weights(open_run(folder, settings.app), settings.client, target)
+    lines: list[str | Rows] = [
+        f"Client {settings.client}: {body.name} and {head.name}.",
+        f"Load them with body.load_state_dict(safetensors.torch.load_file({str(body)!r})), and the head likewise.",
+    ]
+    return Result(lines, [], written=(body, head), payload={"client": settings.client})
 
 
 def _search(settings: FolderFederation | FederationAudit) -> Search:
@@ -87,17 +131,24 @@ def _threat(text: str) -> ThreatModel:
 
 
 def _rounds(run: Run) -> list[str | Rows]:
-    measured = [round for round in run.rounds if round.after]
+    return _rounds_of(run.rounds, run.method.name, len(run.task.clients))
+
+
+def _rounds_of(rounds: Sequence[Round], name: str, clients: int | None) -> list[str | Rows]:
+    measured = [round for round in rounds if round.after]
+    if not measured:
+        return [f"{name}: no round measured accuracy."]
     shown = measured if len(measured) <= _MOST_ROUNDS else measured[:: -(-len(measured) // _MOST_ROUNDS)]
     if shown[-1] is not measured[-1]:
         shown.append(measured[-1])
     rows = [
-        (r.round, f"{100 * (r.mean_before or 0):.2f}", f"{100 * (r.mean_after or 0):.2f}", f"{r.mean_loss:.3f}")
+        (r.round, f"{100 * (r.mean_before or 0):.2f}", f"{100 * (r.mean_after or 0):.2f}", f"{r.mean_loss or 0:.3f}")
         for r in shown
     ]
-    lines: list[str | Rows] = [f"{run.method.name}, {len(run.task.clients)} clients: mean accuracy in %"]
+    whom = "" if clients is None else f", {clients} clients"
+    lines: list[str | Rows] = [f"{name}{whom}: mean accuracy in %"]
     lines.append(Rows(("round", "before local training", "after", "loss"), rows))
-    for round in run.rounds:
+    for round in rounds:
         lines += [f"Round {round.round}: client {client} left out: {why}." for client, why in round.refused.items()]
         lines += [
             f"Round {round.round}: client {client} is suspicious: {why}." for client, why in round.suspects.items()
@@ -106,14 +157,14 @@ def _rounds(run: Run) -> list[str | Rows]:
 
 
 def _result(
-    run: Run, plan: FederationPlan, folder: Path, config: AuditConfig | None, context: Context,
-    lines: list[str | Rows], *, seed: int = 0,
+    run: Run, title: str, about: dict[str, Any], delta: float, folder: Path, config: AuditConfig | None,
+    context: Context, lines: list[str | Rows], *, seed: int = 0,
 ) -> Result:  # fmt: skip
     """Audit if asked, write the report, and say how it ended."""
     exposures = attack_run(run, config, seed=seed, progress=context.progress) if config else []
-    report = Report(f"Federation: {plan.method} on {plan.data}", command=context.command, seeds=(plan.seed,))
-    add_sections(report, run, exposures, seed=seed, delta=plan.delta)
-    privacy = promises(run, plan.delta)
+    report = Report(title, command=context.command, seeds=(run.seed,))
+    add_sections(report, run, exposures, seed=seed, delta=delta)
+    privacy = promises(run, delta)
     lines += [str(promise) for promise in privacy]
     if config is not None:
         lines += _exposures(exposure_table(exposures))
@@ -122,7 +173,7 @@ def _result(
         lines, report.sections, report=report.write(folder), written=(folder,), warnings=warnings,
         next=() if config else (f"netweight federate audit {folder}",),
         payload={
-            "plan": plan.to_json(),
+            **about,
             "rounds": [round.to_json() for round in run.rounds],
             "audited": config is not None,
             "privacy": [promise.to_json() for promise in privacy],

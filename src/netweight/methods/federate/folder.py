@@ -114,7 +114,9 @@ class FolderFederation(_Asked):
     device: str = Field(default="cpu", description="Where to train: cpu or cuda.")
     images: int = Field(default=5, ge=1, description="Attacked updates per threat model of the audit.")
     search_steps: Annotated[int, Cli(own=False)] = Field(
-        default=4800, ge=1, description="Steps of the audit's search for a whole batch of images."
+        default=600,
+        ge=1,
+        description="Steps of the audit's search for a whole batch of images; `netweight federate audit` takes 4,800.",
     )
 
     def plan(self, data: str) -> FederationPlan:
@@ -134,6 +136,24 @@ class FederationAudit(Settings):
         "does: +first round, +known embeddings, +asked=K times, +malicious, +thresholds, +fishing. May be repeated.",
     )
     seed: int = Field(default=0, description="Seed of the choice of images and of the attacks.")
+    app: str | None = Field(
+        default=None, description='For a Flower run: where the app is, "module:name", such as app:both.'
+    )
+
+
+@final
+class FederationReport(Settings):
+    """The report of a federation, trained in one process or over Flower."""
+
+
+@final
+class FederationExport(Settings):
+    """Which model of a federation is written as state dicts."""
+
+    client: int = Field(default=0, ge=0, description="Client whose personal model is exported.")
+    app: str | None = Field(
+        default=None, description='For a Flower run: where the app is, "module:name", such as app:both.'
+    )
 
 
 @final

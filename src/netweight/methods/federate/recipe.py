@@ -56,7 +56,7 @@ class ServerAttack(Settings):
     summed_over: int = Field(10, ge=1, description="Clients of the secure sum that is tried; 1 leaves it out.")
     softening: int = Field(26, ge=1, description="Steps of the image search from soft to sharp guesses.")
     rounds: int = Field(16, ge=1, description="Rounds of the image search after that.")
-    search_steps: int = Field(4800, ge=1, description="Steps of the search for a whole batch.")
+    search_steps: int = Field(1200, ge=1, description="Steps of the search for a whole batch.")
 
 
 def trained(folder: Path) -> Run:

@@ -63,4 +63,23 @@ COMMANDS: tuple[Entry, ...] = (
         example="netweight federate audit federation --threat 1x1+first",
         arguments=(Argument("folder", "folder", required=False, default="federation"),),
     ),
+    Command(
+        "federate report",
+        lazy("netweight.methods.federate.folder:FederationReport"),
+        run=lazy(f"{_COMMANDS}:report"),
+        summary="Write the report of a finished federation.",
+        description="For a federation of one process, and for the folder of a Flower server: accuracy by round, and "
+        "which clients were left out or looked odd. Nothing is attacked; `netweight federate audit` does that.",
+        example="netweight federate report /var/lib/federation",
+        arguments=(Argument("folder", "folder", required=False, default="federation"),),
+    ),
+    Command(
+        "federate export",
+        lazy("netweight.methods.federate.folder:FederationExport"),
+        run=lazy(f"{_COMMANDS}:export"),
+        summary="Write a client's model as state dicts of body and head.",
+        description="Writes body.safetensors and head.safetensors, which your own modules take by load_state_dict.",
+        example="netweight federate export federation weights --client 3",
+        arguments=(Argument("folder", "folder"), Argument("target", "new")),
+    ),
 )  # fmt: skip

@@ -54,6 +54,7 @@ MARGIN_COSINE = 0.05
 MARGIN_PSNR = 1.0
 # How much of a text may be read beyond what the most frequent tokens of the other clients give.
 MARGIN_TOKENS = 0.1
+SSIM_WINDOW = 11  # pixels of the side of the window in which SSIM compares
 # Logit by which a server that fishes makes its class unlikely, so that images of others find nothing to correct.
 _UNLIKELY = 20.0
 
@@ -465,7 +466,8 @@ def exposure(
             guesses = (
                 nearest_pair([unit(g)], truth, psnr)[3] for g in (_another(run, seen, seed), _average(run, seen))
             )
-            qualities.append((quality, float(ssim(image[None], original[None])), *guesses))
+            alike = ssim(image[None], original[None]) if min(image.shape[1:]) >= SSIM_WINDOW else math.nan
+            qualities.append((quality, float(alike), *guesses))
             pairs.append((original, image))
             searches.append((found[place].attack, sum(one.seconds for one in found)))
             tried.update(dict.fromkeys(one.attack for one in found))
@@ -474,6 +476,7 @@ def exposure(
             work.update(1)
     first, movement, given_anyway = zip(*cosines, strict=True)
     psnrs, ssims, random, average = zip(*qualities, strict=True) if qualities else ((), (), (), ())
+    ssims = tuple(value for value in ssims if not math.isnan(value))  # of images smaller than its window there is none
     originals, made = zip(*pairs, strict=True) if pairs else ((), ())
     read, frequent = zip(*texts, strict=True) if texts else ((), ())
     return Exposure(
@@ -666,7 +669,7 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
         }  # fmt: skip
         findings += [
             mean_finding(f"PSNR, {label}", one.psnr, "dB", seed, target=target, baseline=one.guess, detail=guesses),
-            mean_finding(f"SSIM, {label}", one.ssim, "", seed),
+            *([mean_finding(f"SSIM, {label}", one.ssim, "", seed)] if one.ssim else []),
         ]
     return findings
 
@@ -723,9 +726,30 @@ def accuracy(run: Run, config: AuditConfig, *, seed: int, progress: Progress = Q
     """Report accuracy before and after local training in the last round."""
     return Section(
         "Accuracy", accuracy_findings(run, seed=seed), figures=[training_figure(run.rounds, run.method.name)],
-        tables=[client_table(run), *_odd_clients(run)], question="How well does the personalized model do?",
+        tables=[client_table(run), *odd_clients(run.rounds)], question="How well does the personalized model do?",
         intro="Before: the model that a client has from what it received and what it keeps. After: the same client's "
         "model when its local training ends. Each client counts once.",
+    )  # fmt: skip
+
+
+def rounds_section(rounds: Sequence[Round], method: str, *, seed: int) -> Section:
+    """Report a federation from its history alone, as a Flower server keeps it.
+
+    Args:
+        rounds: The finished rounds.
+        method: The method's name.
+        seed: Seed of the intervals.
+    """
+    measured = [done for done in rounds if done.after]
+    findings = [Finding("rounds", len(rounds), detail={"method": method})]
+    figures = []
+    if measured:
+        findings = [*_accuracy_of_rounds(rounds, method, seed=seed), *findings]
+        figures = [training_figure(rounds, method)]
+    return Section(
+        "Accuracy", findings, figures=figures, tables=odd_clients(rounds),
+        question="How well does the personalized model do?",
+        intro="From the history that the server of a Flower run keeps. Accuracies are what clients reported.",
     )  # fmt: skip
 
 
@@ -782,10 +806,10 @@ _COVERS = (
 )
 
 
-def _odd_clients(run: Run) -> list[Table]:
+def odd_clients(rounds: Sequence[Round]) -> list[Table]:
     """Return who was left out of rounds or looked odd, and why; none where nobody did."""
     said: dict[tuple[int, str], list[int]] = {}
-    for done in run.rounds:
+    for done in rounds:
         for kind, whys in (("left out", done.refused), ("suspicious", done.suspects)):
             for client, why in whys.items():
                 said.setdefault((client, f"{kind}: {why.partition(' (')[0]}"), []).append(done.round)
@@ -808,13 +832,17 @@ def add_sections(
 
 def accuracy_findings(run: Run, *, seed: int) -> list[Finding]:
     """Return the last round's accuracy before and after local training, each the mean over its clients."""
+    return _accuracy_of_rounds(run.rounds, run.method.name, seed=seed)
+
+
+def _accuracy_of_rounds(rounds: Sequence[Round], method: str, *, seed: int) -> list[Finding]:
     # Intervals are over clients, not over seeds: they say how far another draw of clients might differ.
-    last = next(round for round in reversed(run.rounds) if round.after)
-    about: dict[str, Any] = {"method": run.method.name, "round": last.round}
+    last = next(round for round in reversed(rounds) if round.after)
+    about: dict[str, Any] = {"method": method, "round": last.round}
     return [
         _mean_finding("accuracy of the received model, before local training", last.before, about, seed),
         _mean_finding("accuracy of the personal model, after local training", last.after, about, seed),
-        Finding("clients left out of rounds", sum(len(round.refused) for round in run.rounds), detail=about),
+        Finding("clients left out of rounds", sum(len(round.refused) for round in rounds), detail=about),
     ]
 
 

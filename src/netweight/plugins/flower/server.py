@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from flwr.app import Context
@@ -20,6 +21,7 @@ from netweight.core.files import digest_config, whole_file
 from netweight.errors import NameNotFound, UsageError
 from netweight.job import Job
 from netweight.methods.federate.engine import CHECKPOINT, Rounds, run_key
+from netweight.methods.federate.finished import HISTORY
 from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.settings import Federation, LocalTraining
@@ -27,9 +29,6 @@ from netweight.methods.federate.task import ClientData, Task
 from netweight.plugins.flower.client import client_app
 from netweight.plugins.flower.secure_sum import masked_sum
 from netweight.plugins.flower.strategy import OverGrid, chosen, wait_for_nodes
-
-# The file within a server's folder that says what is known of each round.
-HISTORY = "history.json"
 
 # Settings that may change to go on.
 _MAY_CHANGE = ("rounds", "evaluate_every", "min_clients", "retries", "drop_out")
@@ -116,18 +115,20 @@ def server_app(
             try:
                 while not rounds.done:
                     rounds.run_round(over)
-                    _save(rounds, job)
+                    _save(rounds, job, context.run_config)
             finally:
-                _save(rounds, job)
+                _save(rounds, job, context.run_config)
             rounds.refuse_failing_clients()
 
     return app
 
 
-def _save(rounds: Rounds, job: Job) -> None:
+def _save(rounds: Rounds, job: Job, config: Config) -> None:
     """Save state and history."""
     rounds.save()
-    about = {"method": rounds.method.name, "rounds": [done.to_json() for done in rounds.rounds]}
+    about = {
+        "method": rounds.method.name, "config": dict(config), "rounds": [done.to_json() for done in rounds.rounds]
+    }  # fmt: skip
     with whole_file(job.folder / HISTORY, overwrite=True) as file:
         file.write(json.dumps(about, indent=1).encode())
 
@@ -156,11 +157,30 @@ def halves_of(model: Callable[[], tuple[nn.Module, nn.Module]], config: Config) 
         return model()
 
 
-class Apps(NamedTuple):
-    """What `pyproject.toml` names."""
+@final
+@dataclass(frozen=True)
+class Apps:
+    """Both apps of a federation, which `pyproject.toml` names, and what they are made of."""
 
     client: ClientApp
+    """What nodes run."""
     server: ServerApp
+    """What the server runs."""
+    model: Callable[[], tuple[nn.Module, nn.Module]]
+    """Makes body and head."""
+    data: Callable[[Config, int], ClientData]
+    """Returns one client's data."""
+    make_method: Callable[[Config], Method]
+    """Makes the method, given the run's configuration."""
+
+    def task(self, config: Config) -> Task:
+        """Return the network and all clients' data, for an audit on a machine that has them.
+
+        Args:
+            config: The run's configuration.
+        """
+        own = {client: self.data(config, client) for client in range(int(config["clients"]))}
+        return Task(*halves_of(self.model, config), own)
 
 
 def apps(
@@ -198,4 +218,4 @@ def apps(
         patience=lambda context: float(context.run_config["patience"]),
         secure_sum=lambda context: int(context.run_config.get("sums", 1)) * bool(context.run_config["secure-sum"]),
     )  # fmt: skip
-    return Apps(client, server)
+    return Apps(client, server, model, data, method)
