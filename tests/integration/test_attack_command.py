@@ -154,6 +154,8 @@ def test_an_update_with_other_tensors_is_refused(case, tmp_path):
     assert answer.exit_code == 2
     assert "would send no tensor 'images'" in " ".join(answer.stderr.split())
     assert not (tmp_path / "out").exists()
+
+
 def test_a_state_dict_with_running_statistics_is_an_update(case, tmp_path):
     """What a client sends that saves its whole `state_dict` after local training, batch normalization included."""
     body = (
