@@ -122,6 +122,8 @@ def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[
             continue
         if len(images):
             found.append(Candidates(name, images, time.process_time() - began))
+    if not found:
+        raise Unsupported("No attack could search images. " + " ".join(reasons))
     return found, reasons
 
 
