@@ -387,7 +387,7 @@ def build(folder, weights):
     lora = {f"unet.{Q}.{part}": value for part, value in pair.items()}
     inside = {f"{Q}.{part}": value for part, value in pair.items()}
     hub.file("norm", lora | {f"unet.{ATTENTION}.norm1.diff": hub.normal(8)}, refused="biases or other vectors")
-    hub.file("norm of lycoris", good | {f"{q}.w_norm": hub.normal(8)}, refused="full change")
+    hub.file("norm of lycoris", good | {f"{q}.w_norm": hub.normal(8)}, refused="biases or other vectors")
     hub.file("embedding bundled", lora | {"bundle_emb.word.clip_l": hub.normal(2, 8)}, refused="no factor")
     hub.file("cascade", {"lora_prior_unet_down_blocks_0.lora_down.weight": hub.normal(2, 8),
                          "lora_prior_unet_down_blocks_0.lora_up.weight": hub.normal(8, 2)},

@@ -99,7 +99,8 @@ FAMILIES = [
     Family("hidream", "ai-toolkit, ComfyUI", "diffusion_model.", "HiDreamImageLoraLoaderMixin"),
     Family("hidream", "diffusers", "transformer.", "HiDreamImageLoraLoaderMixin", diffusers=True),
     Family("lumina2", "ComfyUI, OneTrainer", "diffusion_model.", "Lumina2LoraLoaderMixin",
-           only="(layers|noise_refiner|context_refiner).*", skip="context_refiner.0.adaLN.*", because="it has none"),
+           only="(layers|noise_refiner|context_refiner).*",
+           skip="context_refiner.0.adaLN.*", because="the context refiner has none"),
     Family("lumina2", "diffusers", "transformer.", "Lumina2LoraLoaderMixin", diffusers=True),
     Family("krea2", "the authors, ComfyUI", "diffusion_model.", "Krea2LoraLoaderMixin"),
     Family("krea2", "ai-toolkit", "base_model.model.", "Krea2LoraLoaderMixin"),
@@ -118,3 +119,18 @@ FAMILIES = [
     Family("minimax-h3", "the authors, ComfyUI", "", "MiniMaxH3LoraLoaderMixin"),
     Family("minimax-h3", "musubi-tuner", "lora_unet_", "MiniMaxH3LoraLoaderMixin", True, 2.0),
 ]  # fmt: skip
+
+
+def table() -> str:
+    """The table of families for the documentation."""
+    from netweight.store.lora_formats.naming import naming_called
+
+    lines = ["| architecture | written by | names begin with | what diffusers loads |", "|---|---|---|---|"]
+    for each in FAMILIES:
+        start = f"`{each.start}`" if each.start else "nothing"
+        loaded = "reads no LoRA in this naming" if each.mixin is None else "the same change, to 1e-6"
+        if each.because:
+            loaded += f"; compared without some modules, of which {each.because}"
+        whose = "names of diffusers" if each.diffusers else "authors' names"
+        lines.append(f"| {naming_called(each.table).title} | {each.trainers} | {start}, {whose} | {loaded} |")
+    return "\n".join(lines)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from lora_namings import authors_modules, factors, in_diffusers, numbers, probe, size, write
-from naming_families import FAMILIES, Family
+from naming_families import FAMILIES, Family, table
 
 from netweight import read_adapter, write_adapter
 from netweight.errors import CorruptBlob, UsageError
@@ -147,3 +149,17 @@ def test_an_unknown_architecture_keeps_its_names(tmp_path):
     with pytest.raises(UsageError, match="is in no table of names") as caught:
         write_adapter(load_plan(plan), tmp_path / "other.safetensors", layout="diffusers")
     assert "--layout comfyui" in caught.value.cure
+
+
+def test_the_page_has_the_table_of_families():
+    """Set NETWEIGHT_WRITE_PAGES=1 to write the table anew."""
+    page = Path(__file__).parents[2] / "docs" / "adapter-bank.md"
+    text = page.read_text(encoding="utf-8")
+    head, begin, rest = text.partition("<!-- families: begin -->\n")
+    _, end, tail = rest.partition("<!-- families: end -->")
+    assert begin
+    assert end
+    written = f"{head}{begin}{table()}\n{end}{tail}"
+    if os.environ.get("NETWEIGHT_WRITE_PAGES") == "1":
+        page.write_text(written, encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == written

@@ -517,7 +517,11 @@ def _stamp(path: Path) -> str:
 
 
 def _usual(seen: list[_Seen]) -> BankRecord:
-    """What most adapters are of: the base, and the modules of all of that base that fit together."""
+    """What most adapters are of: the base, and the modules of all of that base that fit together.
+
+    A base is that of adapters which name it, and of others only where they change modules of these: never of modules
+    that no adapter of the base changes.
+    """
     counts = Counter(base_key(one.base) for one in seen if one.base)
     key = counts.most_common(1)[0][0] if counts else None
     seen = [one for one in seen if not one.base or base_key(one.base) == key]
@@ -525,11 +529,18 @@ def _usual(seen: list[_Seen]) -> BankRecord:
     kernels: dict[str, tuple[int, ...]] = {}
     left = [kind for kind, _ in Counter(one.kind for one in seen).most_common()]
     said = {one.kind for one in seen if one.base}
-    while joins := next((one for one in left if not shapes or _fits(one, shapes, kernels, one in said) is None), None):
+    joined: set[_Kind] = set()
+
+    def fits(kind: _Kind) -> bool:
+        both_say = kind in said and bool(joined & said)
+        return not shapes or _fits(kind, shapes, kernels, both_say) is None
+
+    while (joins := next((kind for kind in left if fits(kind)), None)) is not None:
         left.remove(joins)
+        joined.add(joins)
         shapes |= joins.shapes
         kernels |= joins.kernels
-    bases = Counter(one.base for one in seen if one.base)
+    bases = Counter(one.base for one in seen if one.base and one.kind in joined)
     return BankRecord(dict(sorted(shapes.items())), dict(sorted(kernels.items())), _spelling(bases))
 
 
