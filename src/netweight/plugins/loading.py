@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import tempfile
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, final, get_args
@@ -23,7 +25,7 @@ from netweight import codec
 from netweight.autoload import HINT, METHOD
 from netweight.codec import Precision
 from netweight.codec.header import dtype_name, refuse_inflated, torch_dtype
-from netweight.core.files import publish
+from netweight.core.files import forget_pages, in_order, maps_a_file, publish
 from netweight.core.lazy import extra
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, Unsupported, UsageError
@@ -40,7 +42,7 @@ from netweight.methods.compress.runtime.model import (
 )
 from netweight.methods.compress.runtime.storage import CompressedStorage, pack
 from netweight.methods.compress.runtime.tensor import CompressedTensor
-from netweight.store.reader import StoredFile
+from netweight.store.reader import BATCH, StoredFile
 from netweight.store.safetensors import build_header
 from netweight.store.writer import Level
 
@@ -155,6 +157,7 @@ class Weights:
         self._chunks: dict[str, int | None] = {}
         self._fixed: frozenset[str] = frozenset()  # names of weights that may have the fixed-length form
         self._scratch: torch.Tensor | None = None
+        self._mapped: dict[int, bool] = {}  # whether memory of the checkpoint, by its address, is that of a file
         # Files and names of tensors that are stored as differences, by digest, dtype and shape.
         self._differences: dict[tuple[str, str, tuple[int, ...]], tuple[StoredFile, str]] = {}
 
@@ -197,6 +200,8 @@ class Weights:
         own = torch_dtype(info.dtype)
         if name not in self:
             return self.decode(name, stored, dtype)
+        if (as_stored := self._as_stored(name, stored, blob, info, dtype)) is not None:
+            return as_stored
         dense = self._filled(name, blob, self._scratch_of(info.nbytes).view(own).view(info.shape))
         if dtype not in (None, own) and own.is_floating_point:
             return self.compress(name, dense.to(dtype).to(stored.device))
@@ -219,6 +224,32 @@ class Weights:
             return dense.clone().to(stored.device)
         shape = tuple(info.shape)
         return _parameter(CompressedStorage(payload.to(stored.device), shape, own, level, info.chunk_log2))
+
+    def _as_stored(
+        self, name: str, stored: torch.Tensor, blob: memoryview, info: codec.BlobInfo, dtype: torch.dtype | None
+    ) -> torch.Tensor | None:
+        """A parameter of the stored bytes as they are, checked chunk by chunk; None where others are needed."""
+        own, rows, level = torch_dtype(info.dtype), self._chunks[name], info.level
+        changes = dtype not in (None, own) and own.is_floating_point
+        finer = rows is not None and level != "max" and math.prod(info.shape) > 1 << rows and info.chunk_log2 > rows
+        if changes or finer or not stored.is_cpu or info.base_digest is not None or codec.is_lossy(blob):
+            return None
+        if self._takes_fixed(name, stored.device) or len(blob) >= info.nbytes:
+            return None
+        with _naming(name):
+            _check_chunks(blob, threads=torch.get_num_threads())
+        payload = pack(blob)
+        self._forget_pages(stored)
+        chosen: Any = level
+        return _parameter(CompressedStorage(payload, tuple(info.shape), own, chosen, info.chunk_log2))
+
+    def _forget_pages(self, stored: torch.Tensor) -> None:
+        """Let go of the pages of a mapped file that were read for a tensor; they are read again if they are needed."""
+        storage = stored.untyped_storage().data_ptr()
+        if storage not in self._mapped:
+            self._mapped[storage] = maps_a_file(storage)
+        if self._mapped[storage]:
+            forget_pages(stored.data_ptr(), stored.nbytes)
 
     def decode(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Make a dense tensor of stored bytes, for a conversion of the model's own; see `take`."""
@@ -248,6 +279,7 @@ class Weights:
     def release(self, model: nn.Module) -> None:
         """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place."""
         self._scratch = None
+        self._mapped.clear()
         self._differences.clear()
         seen: set[int] = set()
         for path, module in model.named_modules():
@@ -271,16 +303,37 @@ class Weights:
 
     def _filled(self, name: str, blob: Any, out: torch.Tensor) -> torch.Tensor:
         info = codec.info(blob)
-        try:
+        with _naming(name):
             if info.base_digest is not None:
                 file, its_name = self._differences[info.digest, info.dtype, tuple(info.shape)]
                 return out.copy_(file.get(its_name, threads=torch.get_num_threads()))
             codec.decode_into(blob, out, threads=torch.get_num_threads(), check=True)
-        except CorruptBlob as error:
-            raise CorruptBlob(
-                f"The stored tensor {name!r} is damaged: {error.reason}", cure="Fetch or compress the folder again."
-            ) from error
         return out
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Name the tensor in a `CorruptBlob` that passes."""
+    try:
+        yield
+    except CorruptBlob as error:
+        raise CorruptBlob(
+            f"The stored tensor {name!r} is damaged: {error.reason}", cure="Fetch or compress the folder again."
+        ) from error
+
+
+def _check_chunks(blob: memoryview, *, threads: int) -> None:
+    """Decode a lossless blob chunk by chunk and compare each with its check, in memory of a few chunks."""
+    decoder = codec.ChunkDecoder(blob, len(blob))
+    offsets = decoder.info.chunk_offsets
+    step = max(BATCH // max(decoder.chunk_bytes, 1), 1)
+
+    def check(first: int) -> None:
+        for chunk in range(first, min(first + step, len(offsets) - 1)):
+            decoder.decode(chunk, blob[offsets[chunk] : offsets[chunk + 1]])
+
+    for _ in in_order(check, range(0, len(offsets) - 1, step), threads):
+        pass
 
 
 def _parameter(stored: CompressedStorage) -> nn.Parameter:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -157,7 +158,8 @@ class StoreWriter:
         base = None if below is None else below[0].content(below[1], threads=self._threads)
         if base is not None and not _pays(buffer, base, dtype, self._level):
             base = None
-        how: dict[str, Any] = {"level": self._level, "threads": self._threads}
+        finer = finer_chunks(name, shape, self._level)
+        how: dict[str, Any] = {"level": self._level, "threads": self._threads, "chunk_log2": finer}
         blob = codec.encode_raw(buffer, dtype, shape, base=base, **how)
         if (place := self._equal(name, codec.info(blob))) is not None:
             blob = codec.encode_raw(buffer, dtype, shape, base=buffer, **how)
@@ -292,6 +294,26 @@ class StoreWriter:
         file.seek(0)
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + payload)
+
+
+# Heads, too: where they equal the embedding they are stored once, which is noticed of tensors cut alike.
+_EMBEDDING = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe|shared|lm_head)\.weight$")
+_ROW_CHUNKS = 14  # binary logarithm of the numbers in a chunk of an embedding
+
+
+def finer_chunks(name: str, shape: tuple[int, ...], level: Level) -> int | None:
+    """Choose the chunks of a tensor: small ones for embeddings, of which a loaded model reads few rows at a time.
+
+    Args:
+        name: The tensor's name, by which embeddings are recognized.
+        shape: Its shape.
+        level: The codec's level; `"max"` keeps the largest chunks.
+
+    Returns:
+        The binary logarithm of the numbers per chunk; None for the codec's own choice.
+    """
+    small = len(shape) != 2 or shape[0] * shape[1] <= 1 << _ROW_CHUNKS
+    return None if small or level == "max" or not _EMBEDDING.search(name) else _ROW_CHUNKS
 
 
 _SAMPLE = 1 << 15  # numbers by which it is found out whether a base pays
@@ -437,7 +459,8 @@ class _Encoding:
 
     def as_equal(self, span: Span) -> tuple[codec.ChunkEncoder, Iterator[bytes]]:
         """A tensor once more, as a difference from one that equals it."""
-        encoder = codec.ChunkEncoder(span.dtype, span.shape, level=self._level, base=True)
+        finer = finer_chunks(span.name, span.shape, self._level)
+        encoder = codec.ChunkEncoder(span.dtype, span.shape, level=self._level, base=True, chunk_log2=finer)
 
         def chunks() -> Iterator[bytes]:
             for start in range(0, span.nbytes, encoder.chunk_bytes):
@@ -451,7 +474,10 @@ class _Encoding:
         room = BATCH
         for span in spans:
             below = self._below(span)
-            encoder = codec.ChunkEncoder(span.dtype, span.shape, level=self._level, base=below is not None)
+            finer = finer_chunks(span.name, span.shape, self._level)
+            encoder = codec.ChunkEncoder(
+                span.dtype, span.shape, level=self._level, base=below is not None, chunk_log2=finer
+            )
             step = max(BATCH // encoder.chunk_bytes, 1)
             for first in range(0, encoder.chunks, step) or (0,):
                 last = min(first + step, encoder.chunks)
