@@ -355,7 +355,8 @@ class Method(Command[S]):
             destination = values["destination"]
             _refuse_existing(destination)
             made = self.apply(source, destination, settings, context.progress)
-            result = made if isinstance(made, Result) else Result()
+            usual = Result(payload={"path": str(destination), "settings": settings.to_json()})
+            result = made if isinstance(made, Result) else usual
             result = result if result.written else replace(result, written=(destination,))
         if not audited or not self.runnable:
             return result
