@@ -35,6 +35,10 @@ def work(config: Config) -> dict[str, int]:
         os.kill(os.getpid(), signal.SIGKILL)
     if config.deed == "exit":
         sys.exit(5)
+    if config.deed == "exit with zero":
+        sys.exit(0)
+    if config.deed == "leave with zero":
+        os._exit(0)
     if config.deed == "parent":
         child = multiprocessing.get_context("spawn").Process(target=print)
         child.start()

@@ -198,3 +198,12 @@ def test_a_record_tells_what_was_run(tmp_path, traces):
     assert record["value"] == {"square": 16}
     assert record["error"] is None
     assert record["seconds"] >= 0
+
+
+@pytest.mark.parametrize("deed", ["exit with zero", "leave with zero"])
+def test_a_run_that_ends_its_worker_with_success_has_failed(tmp_path, deed):
+    (tmp_path / "traces").mkdir()
+    items = [Config(0, str(tmp_path / "traces"), deed), Config(1, str(tmp_path / "traces"), "square")]
+    outcomes = dict(local_processes(work, items, workers=1))
+    assert "exited with code 0" in outcomes[0].error
+    assert outcomes[1].value == {"square": 1}

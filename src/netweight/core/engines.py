@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.context import AuthenticationError, BaseContext
-from typing import Any, Protocol, TypeVar, cast, final
+from typing import Any, NoReturn, Protocol, TypeVar, cast, final
 
 from netweight.core.files import usable_cores
 from netweight.core.lazy import library
@@ -147,11 +147,21 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
+# The exit code that stands for 0: pebble takes a worker that exits with 0 in the middle of a run for one that is at work.
+_ZERO = 120
+
+
+def _leave_with_zero_marked(leave: Callable[[int], NoReturn], code: int) -> NoReturn:
+    """End this worker by `leave`, so that its parent notices."""
+    leave(code or _ZERO)
+
+
 def _start_worker(threads: int, environment: dict[str, str], address: tuple[Any, bytes]) -> None:
     """Prepare a worker process; pebble calls it once in each, and has Ctrl-C go to the parent alone."""
     os.environ.clear()
     os.environ.update(environment)
     _Parent.address = address
+    os._exit = functools.partial(_leave_with_zero_marked, os._exit)  # type: ignore[assignment]
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     limit_threads(threads)
 
@@ -219,7 +229,7 @@ def _outcome_of(future: Future[bytes], seconds: float) -> Outcome:
     if error is None:
         return cast("Outcome", pickle.loads(future.result()))
     if isinstance(error, ProcessExpired):
-        code = error.exitcode or 0
+        code = 0 if error.exitcode == _ZERO else error.exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         return Outcome(None, f"The worker process {how} during this run.", seconds)
     return Outcome(None, "".join(traceback.format_exception(error)), seconds)
