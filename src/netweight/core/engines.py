@@ -147,7 +147,7 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-# The exit code that stands for 0: pebble takes a worker that exits with 0 in the middle of a run for one that is at work.
+# The exit code that stands for 0: pebble takes a worker that exits with 0 in the middle of a run to be still at work.
 _ZERO = 120
 
 
