@@ -97,7 +97,7 @@ def direction(
         [Section("Direction", findings)],
         payload={"direction": str(out), "column": column, "kind": line.kind, "known": labeled,
                  "deviation": line.deviation, "reach": line.reach},
-        written=(out,), next=(f"netweight space edit {space} mean --move {out} 2 --out points.json",),
+        written=(out,), next=(f"netweight space edit {space} mean --move {out}=2 --out points.json",),
     )  # fmt: skip
 
 
