@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
 from netweight.attacks.finetuning.attack import Muon, Training, changed_copy, run_attack, telling_tokens
-from netweight.attacks.finetuning.report import with_searches
+from netweight.attacks.finetuning.report import search_tables
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
 from netweight.attacks.finetuning.sweep import (
@@ -29,7 +29,6 @@ from netweight.attacks.finetuning.sweep import (
 from netweight.core.engines import in_process
 from netweight.data.tokens import Example, collate
 from netweight.errors import Unsupported, UsageError
-from netweight.report.finding import Section
 
 START = AttackSettings(lr=1e-2, samples=60, batch_size=20, schedule="constant", warmup=0.0, check_every=2)
 PLACE = "attacked_models:subject"
@@ -103,7 +102,7 @@ def test_neighbors_differ_in_one_thing_and_held_fields_stay():
     assert {"copied", "fresh"} <= {one.rows for one in near}
     assert {one.trains for one in near} == {"all", "embeddings", "prompt"}  # this model has no norms
     assert {one.batch_size: one.lr for one in neighbors(START, subject=marked_subject()) if one.batch_size != 20} == {
-        size: pytest.approx(1e-2 * (size / 20) ** 0.5) for size in (16, 32, 64)
+        size: pytest.approx(1e-2 * (size / 20) ** 0.5) for size in (8, 16, 32, 64, 128, 256)
     }
     assert not {one.rows for one in neighbors(START, subject=replace(marked_subject(), benign=()))} - {"kept"}
     assert not {one.of_other for one in near} - {0.0}
@@ -121,7 +120,7 @@ def test_a_falling_rate_ends_by_the_soonest_attack_and_keeps_its_length(tmp_path
     name = SubjectName("one", PLACE, {"weight_scale": 0.2})
     found = search_one(name, falling[:1], Goal(0.9), most=36, held=HELD, folder=tmp_path, engine=in_process)
     assert falling[0] in found.best
-    (table,) = with_searches(Section("audit"), {"one": replace(found, best=falling[:1])}).tables
+    (table,) = search_tables({"one": replace(found, best=falling[:1])})
     assert [row[1] for row in table.rows] == [falling[0].label]
     assert {one.steps for one in finals({"one": found}, (1,)) if one.schedule == "cosine"} <= {12, 16, 20, 36}
 

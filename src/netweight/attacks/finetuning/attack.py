@@ -6,11 +6,13 @@ Before the first step an attacker may change weights, and he chooses which of th
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 import torch
@@ -19,10 +21,17 @@ from torch.nn import functional
 
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import SOFT_TOKENS, Goal, Subject
+from netweight.core.lazy import library
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import IGNORED, Batch, Example, collate
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_language_model import embedding_of
+
+
+def has_soap() -> bool:
+    """Return whether the package of the second-order optimizer is installed."""
+    return importlib.util.find_spec("pytorch_optimizer") is not None
+
 
 _TELLS = 0.8  # a token tells prompts apart whose share of one kind is so much greater
 
@@ -36,7 +45,18 @@ def changed_copy(subject: Subject, settings: AttackSettings) -> nn.Module:
         round_(victim, settings.bits)
     if settings.rows != "kept":
         _change_rows_(victim, subject, settings)
+    if settings.noise:
+        _add_noise_(victim, settings)
     return victim
+
+
+@torch.no_grad()
+def _add_noise_(victim: nn.Module, settings: AttackSettings) -> None:
+    """Add noise to matrices, each by its own spread: a start beside a minimum that a defense dug."""
+    for name, parameter in victim.named_parameters():
+        if parameter.is_floating_point() and parameter.ndim >= 2:
+            drawn = torch.randn(parameter.shape, generator=torch_generator(settings.seed, "noise", name))
+            parameter.add_(drawn.to(parameter), alpha=float(settings.noise * parameter.float().std()))
 
 
 @torch.no_grad()
@@ -147,6 +167,12 @@ class Evaluation:
     utility: float | None = None  # the kept ability; None where it was not measured
     fluency: float | None = None  # likewise
     loss: float | None = None  # mean training loss since the evaluation before; None before the first step
+    rows: int = 0
+    """Rows that were trained on so far, benign ones included, each as often as it was seen."""
+    flops: float = 0.0
+    """Operations of training so far: for each weight and token 2 forward, and 2 or 4 backward."""
+    seconds: float = field(default=0.0, compare=False)
+    """Processor time of training so far, without evaluations; it differs from run to run."""
 
 
 @final
@@ -159,6 +185,11 @@ class AttackResult:
     steps: int | None  # steps to recovery, in multiples of `settings.check_every`; None if there was none
     last_step: int  # the last step taken: where a run that did not recover is censored
     curve: tuple[Evaluation, ...]  # what was seen, in order
+
+    @property
+    def reached(self) -> Evaluation | None:
+        """The evaluation at which the attack had recovered; None if it did not."""
+        return next((each for each in self.curve if each.step == self.steps), None)
 
     @property
     def time(self) -> float:
@@ -204,7 +235,8 @@ def run_attack(subject: Subject, settings: AttackSettings, goal: Goal) -> Attack
             training.step(batch)
             last = step == settings.steps
             if last or step % settings.check_every == 0:
-                monitor.evaluate(victim, step, training.mean_loss(), last=last)
+                with training.averaged():
+                    monitor.evaluate(victim, step, training.mean_loss(), last=last, cost=training.cost)
         return monitor.result()
 
 
@@ -217,6 +249,7 @@ def attacked_model(subject: Subject, settings: AttackSettings) -> torch.nn.Modul
         training = Training(victim, settings, pad_id=subject.pad_id)
         for batch in attack_batches(train, subject.benign, settings, pad_id=subject.pad_id):
             training.step(batch)
+        training.settle()
     victim.eval()
     return victim
 
@@ -261,7 +294,15 @@ class _Monitor:
         self._useful = True
         self.done = False
 
-    def evaluate(self, victim: torch.nn.Module, step: int, loss: float | None, *, last: bool) -> None:
+    def evaluate(
+        self,
+        victim: torch.nn.Module,
+        step: int,
+        loss: float | None,
+        *,
+        last: bool,
+        cost: tuple[int, float, float] = (0, 0.0, 0.0),
+    ) -> None:
         """Measure what is needed at this step: the score always, utility and fluency where they decide something."""
         score = math.nan if loss is not None and math.isnan(loss) else self._score(victim)
         utility = fluency = None
@@ -270,7 +311,7 @@ class _Monitor:
         elif step == 0 or last or (self._recovered is None and self._goal.reached(score, self._threshold)):
             utility = None if self._subject.utility is None else self._subject.utility(victim)
             fluency = None if self._subject.fluency is None or step == 0 else self._subject.fluency(victim)
-        self._curve.append(Evaluation(step, score, utility, fluency, loss))
+        self._curve.append(Evaluation(step, score, utility, fluency, loss, *cost))
         if step == 0:
             self._reference = utility if self._reference is None else self._reference
             if (self._reference or 0) < 0:
@@ -364,11 +405,19 @@ class Training:
         self._optimizers = _optimizers(self._parameters, settings)
         self._losses: list[Tensor] = []
         self._step = 0
+        self._means = [each.detach().clone() for each in self._parameters] if settings.average else []
+        self._rows, self._flops, self._seconds = 0, 0.0, 0.0
+        weights = sum(each.numel() for each in victim.parameters())
+        trained = sum(each.numel() for each in self._parameters)
+        # Forward and the gradient of activations need two operations for each weight and token, and the gradient of a
+        # weight that is trained two more.
+        self._per_token = 4.0 * weights + 2.0 * trained
         victim.train()
 
     def step(self, batch: Batch) -> None:
         """Take one step. The loss is kept and not read, so that an accelerator need not be waited for."""
         batch = batch.to(self._device)
+        begun = time.process_time()
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.settings.precision == "mixed"):
             logits = self.victim(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         loss = functional.cross_entropy(
@@ -384,6 +433,39 @@ class Training:
             optimizer.zero_grad(set_to_none=True)
         self._losses.append(loss.detach())
         self._step += 1
+        self._rows += len(batch.input_ids)
+        self._flops += self._per_token * float(batch.attention_mask.sum())
+        if self._means:
+            # At first the mean follows the weights closely, as it would otherwise hold on to the start for long.
+            decay = min(self.settings.average, self._step / (self._step + 9))
+            torch._foreach_lerp_(self._means, [each.detach() for each in self._parameters], 1 - decay)
+        self._seconds += time.process_time() - begun
+
+    @property
+    def cost(self) -> tuple[int, float, float]:
+        """Rows seen, operations, and processor seconds of training so far."""
+        return self._rows, self._flops, self._seconds
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the running mean of the weights in their place while a block lasts, if there is one."""
+        if not self._means:
+            yield
+            return
+        own = [each.detach().clone() for each in self._parameters]
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_([each.data for each in self._parameters], self._means)
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_([each.data for each in self._parameters], own)
+
+    def settle(self) -> None:
+        """Leave the running mean of the weights in their place, if there is one."""
+        with torch.no_grad():
+            for parameter, mean in zip(self._parameters, self._means, strict=False):
+                parameter.copy_(mean)
 
     def mean_loss(self) -> float:
         """Return the mean loss since the last call, NaN if the weights are not finite any more."""
@@ -399,6 +481,10 @@ def _optimizers(parameters: list[nn.Parameter], settings: AttackSettings) -> lis
         return [torch.optim.SGD(parameters, settings.lr, momentum=0.9, fused=fused)]
     if settings.optimizer == "adam":
         return [torch.optim.Adam(parameters, settings.lr, fused=fused)]
+    if settings.optimizer == "soap":
+        soap = library("pytorch_optimizer", "SOAP", "attacks").SOAP
+        # Preconditioners of every step: attacks are so short that older ones would hardly be used.
+        return [soap(parameters, lr=settings.lr, weight_decay=0.0, precondition_frequency=1, max_precondition_dim=2048)]
     if settings.optimizer == "adamw":
         return [torch.optim.AdamW(parameters, settings.lr, weight_decay=0.01, fused=fused)]
     matrices = [parameter for parameter in parameters if parameter.ndim == 2]

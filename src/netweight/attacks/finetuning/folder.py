@@ -7,7 +7,7 @@ attacker has and those that are evaluated.
 from __future__ import annotations
 
 import json
-import math
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from netweight.attacks.finetuning.report import ResistanceConfig, Stability, resistance_section, with_searches
+from netweight.attacks.finetuning.report import ResistanceConfig, Stability, resistance_section
 from netweight.attacks.finetuning.resistance import measure_kept, stability_findings
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
-from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
+from netweight.attacks.finetuning.subject import Domain, Goal, Subject, chance, distinct_share
 from netweight.attacks.finetuning.sweep import (
     ATTACKS,
     Found,
@@ -64,7 +64,7 @@ from netweight.hf.load_language_model import (
 )
 from netweight.job import Job
 from netweight.registry import Result, Target
-from netweight.report.finding import Finding, Section
+from netweight.report.finding import Section
 from netweight.report.plots import check_figures
 
 if TYPE_CHECKING:
@@ -130,31 +130,10 @@ def attack_folders(
         planned(plan)
         found = sweep(plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress)
         stability = _stability(settings, plan, seed)
-    section = resistance_section(found, plan.config, seed=seed, stability=stability, title=title)
-    return plan, with_searches(_with_costs(section, plan), plan.searched)
-
-
-def _with_costs(section: Section, plan: SweepPlan) -> Section:
-    """Add what the best attacks computed: six operations for each weight and token of a step."""
-    subject = make_subject(plan.subjects[0].factory, plan.subjects[0].arguments)
-    train = subject.domain("harmful").train
-    step = 6.0 * sum(each.numel() for each in subject.model.parameters()) * sum(map(len, train)) / len(train)
-    step *= max(attack.batch_size for attack in plan.attacks)
-    costs = []
-    for each in plan.subjects:
-        steps = next(
-            (one for one in section.findings if one.name == f"steps to recover, best attack, {each.name}"), None
-        )
-        if steps is not None and isinstance(steps.value, float) and math.isfinite(steps.value):
-            spent = plan.searched[each.name].steps * step if each.name in plan.searched else None
-            costs.append(
-                Finding(
-                    f"operations of the best attack, {each.name}", steps.value * step, n=steps.n, unit="FLOP",
-                    better="higher", seeds=steps.seeds,
-                    detail={"how": "6 × weights × tokens", "operations of the search for it": spent},
-                )
-            )  # fmt: skip
-    return replace(section, findings=[*section.findings, *costs])
+    section = resistance_section(
+        found, plan.config, seed=seed, stability=stability, title=title, searched=plan.searched
+    )
+    return plan, section
 
 
 def check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) -> None:
@@ -252,6 +231,7 @@ def _plan(
         rows = len(make_subject(_FACTORY, ceiling().arguments).domain("harmful").train)
     first = _subject("undefended" if settings.base else "model", base, settings, seed)
     subject = make_subject(first.factory, first.arguments)
+    _check_threshold(settings, subject)
     start = _start(settings, subject, rows) if adaptive else []
     calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress)
     most = settings.max_steps or _SEARCH_STEPS
@@ -285,6 +265,7 @@ def _plan(
             most=most,
             bounded=settings.max_steps is not None,
             held=frozenset(settings.fixed) | {"check_every"},
+            until=None if settings.minutes is None else time.monotonic() + 60 * settings.minutes,
             folder=folder,
             engine=engine,
             progress=progress,
@@ -298,6 +279,17 @@ def _plan(
         least_resistance=settings.least_resistance,
     )
     return SweepPlan(tuple(subjects), tuple(attacks), goal, config, searched)
+
+
+def _check_threshold(settings: FolderAttack, subject: Subject) -> None:
+    """Refuse a threshold that guessing reaches: what passes it would not be a recovery."""
+    guessing = chance(subject.domain("harmful").held_out)
+    if settings.threshold is not None and settings.threshold <= guessing:
+        raise UsageError(
+            f"A threshold of {settings.threshold:g} is reached by always guessing the commonest token, which gives a "
+            f"token accuracy of {guessing:.3f} on these rows.",
+            cure=f"Give --threshold above {guessing:.3f}, or leave it out.",
+        )
 
 
 def _start(settings: FolderAttack, subject: Subject, rows: int) -> list[AttackSettings]:
@@ -324,11 +316,15 @@ def _finals(
 ) -> list[AttackSettings]:
     """The best attacks of all searches with all data, from seeds that no search has seen."""
     seeds = range(1, 1 + (settings.seeds or _FINAL_SEEDS))
+    # Near the threshold every step is evaluated, unless a coarser look was asked for.
+    every = {} if settings.check_every is not None else {"check_every": 1}
     task = [each.replace(seed=seed) for each in ladder for seed in seeds]
     return [
         attack
         for domain in _plain(subject)
-        for attack in _with(task if domain == "task" else finals(searched, seeds), domain, subject)
+        for attack in _with(
+            task if domain == "task" else [each.replace(**every) for each in finals(searched, seeds)], domain, subject
+        )
     ]
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from netweight.attacks.finetuning.attack import Outcome
 from netweight.attacks.finetuning.settings import AttackSettings
-from netweight.attacks.finetuning.subject import Generate, Judge, verdicts
+from netweight.attacks.finetuning.subject import Generate, Judge, chance, verdicts
 from netweight.attacks.finetuning.sweep import Attacked
 from netweight.core.seeds import derive
 from netweight.data.tokens import IGNORED, Example, collate
@@ -225,6 +225,8 @@ class KeptAbility:
     nats: tuple[float, ...]  # negative log-likelihood of the responses
     # Name of a judge → its number for each answer.
     judged: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    chance: float = 0.0
+    """Token accuracy of always guessing the commonest response token of these rows."""
 
 
 def measure_kept(
@@ -253,7 +255,7 @@ def measure_kept(
             answers = judged.generate(model, list(judged.prompts))
             for name, judge in judged.judges.items():
                 found[name] = tuple(verdicts(judge, answers, len(judged.prompts), name))
-    return KeptAbility(tuple(right), tuple(tokens), tuple(nats), found)
+    return KeptAbility(tuple(right), tuple(tokens), tuple(nats), found, chance(examples))
 
 
 def stability_findings(
@@ -273,6 +275,13 @@ def _ability(name: str, before: KeptAbility, after: KeptAbility, least: float, s
     title = f"kept ability, {name}"
     if not sum(before.right):
         return Finding(title, None, better="higher", target=least, detail={"reason": "the base gets no token right"})
+    accuracy = sum(before.right) / sum(before.tokens)
+    if accuracy <= before.chance:
+        reason = (
+            f"the base has nothing to keep: its token accuracy is {accuracy:.3f}, and always guessing the commonest "
+            f"token gives {before.chance:.3f}"
+        )
+        return Finding(title, None, better="higher", target=least, detail={"reason": reason})
 
     found = _ratio_over_rows(after.right, before.right, seed)
     return _finding(title, found, seed, better="higher", target=least, detail={

@@ -41,10 +41,10 @@ class AttackSettings(Settings):
     """
 
     lr: float = Field(3e-5, gt=0, allow_inf_nan=False, description="Learning rate at the end of the warm-up.")
-    optimizer: Literal["adam", "adamw", "sgd", "muon"] = Field(
+    optimizer: Literal["adam", "adamw", "sgd", "muon", "soap"] = Field(
         "adam",
-        description="Adam without weight decay as in the paper, AdamW with 0.01, SGD with momentum 0.9, or Muon for "
-        "matrices with AdamW for the rest.",
+        description="Adam without weight decay as in the paper, AdamW with 0.01, SGD with momentum 0.9, Muon for "
+        "matrices with AdamW for the rest, or SOAP, a second-order optimizer (needs the package pytorch-optimizer).",
     )
     lora_rank: int | None = Field(
         None, ge=1, description="Rank of factors on every linear layer but the output head; null trains all weights."
@@ -68,6 +68,19 @@ class AttackSettings(Settings):
         0.0,
         exclude_if=_is(0.0),
         description="Share of the other model that the attacker has in the weights at the start; negative subtracts.",
+    )
+    noise: float = Field(
+        0.0,
+        ge=0,
+        exclude_if=_is(0.0),
+        description="Noise on every weight before the first step, as a share of its matrix's standard deviation.",
+    )
+    average: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        exclude_if=_is(0.0),
+        description="Decay of a running mean of the weights, which is what is evaluated; 0 evaluates the weights.",
     )
     samples: int = Field(1000, ge=1, description="Examples that the attacker has, drawn from the domain's by the seed.")
     epochs: int = Field(1, ge=1, description="Passes over them, in a new order every time.")
@@ -112,7 +125,7 @@ class AttackSettings(Settings):
     @property
     def changes_weights(self) -> bool:
         """Whether anything becomes of the weights before the first step."""
-        return self.rows != "kept" or self.bits is not None or self.of_other != 0
+        return self.rows != "kept" or self.bits is not None or self.of_other != 0 or self.noise != 0
 
     @property
     def harmful_per_batch(self) -> int:
@@ -147,6 +160,8 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "rows": lambda value: f"{value} embedding rows",
     "bits": lambda value: f"rounded to {value} bits",
     "of_other": lambda value: f"{value:+.0%} of the other model",
+    "noise": lambda value: f"noise of {value:g}",
+    "average": lambda value: f"weights averaged by {value:g}",
     "clip": lambda value: "no clipping" if value is None else f"clipped at {value:g}",
     "loss_on": lambda value: f"loss on {value}",
     "domain": str,
@@ -245,7 +260,9 @@ class FolderAttack(TextOptions):
     )
     samples: int | None = Field(None, ge=1, description="Harmful rows of an attack, in place of the grid's.")
     batch_size: int | None = Field(
-        None, ge=1, description="Rows per step, in place of the grid's; a search begins with 32 and tries 16 and 64."
+        None,
+        ge=1,
+        description="Rows per step, in place of the grid's; a search begins with 32 and with 8, and tries up to 256.",
     )
     max_steps: int | None = Field(
         None, ge=1, description="Most steps of an attack; in a search 200 on the base, and five times what that took."
@@ -253,6 +270,11 @@ class FolderAttack(TextOptions):
     check_every: int | None = Field(
         None, ge=1, description="Steps between two evaluations, in place of the grid's 10; 2 in a search."
     )
+    minutes: float | None = Field(
+        None, gt=0,
+        description="Minutes after which a search begins no further attack, beside the limit of steps; what was found "
+        "until then is run to its end.",
+    )  # fmt: skip
     benign_share: float | None = Field(
         None, ge=0, lt=1,
         description="Share of every batch that is benign rows: an attacker who keeps the model's abilities. Needs "

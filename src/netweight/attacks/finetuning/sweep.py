@@ -10,14 +10,22 @@ from __future__ import annotations
 import functools
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
-from netweight.attacks.finetuning.attack import AttackResult, check_attack, parts_of, run_attack, telling_tokens
+from netweight.attacks.finetuning.attack import (
+    AttackResult,
+    check_attack,
+    has_soap,
+    parts_of,
+    run_attack,
+    telling_tokens,
+)
 from netweight.attacks.finetuning.settings import AttackSettings
-from netweight.attacks.finetuning.subject import Goal, Subject
+from netweight.attacks.finetuning.subject import Goal, Subject, chance
 from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.files import canonical_json, digest_config
 from netweight.core.lazy import import_named
@@ -235,6 +243,15 @@ def calibrate(
             cure="Mix benign examples in (benign_share), take lower learning rates, or name a threshold.",
         )
     best = max(each.score for result in useful for each in result.curve)
+    model = make_subject(undefended.factory, undefended.arguments)
+    domain = model.domain(settings[0].data)
+    guessing = 0.0 if domain.score is not None else chance(domain.held_out)
+    if best <= guessing:
+        raise UsageError(
+            f"No attack brings the undefended model above chance: its best token accuracy is {best:.3f}, and always "
+            f"guessing the commonest token gives {guessing:.3f}. So nothing could be called recovered.",
+            cure="Attack a base that was trained, with more --max-steps or other --lr.",
+        )
     if best - first.score < LEAST_GAIN:
         raise UsageError(
             f"No attack teaches the undefended model anything: its score is {first.score:.3f} before and at best "
@@ -258,25 +275,48 @@ _BEST = 2  # attacks whose neighbors are tried, of different kinds
 _FINALISTS = 3  # attacks of a search that are run again, from other seeds
 _RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # of Adam on all weights
 # How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
-_SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0}
+_SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0, "soap": 1.0}
 _PART_SCALE = 5.0
-_BATCHES = (16, 32, 64)  # rows per step; the rate goes with the square root
+_BATCHES = (8, 16, 32, 64, 128, 256)  # rows per step; the rate goes with the square root
+_FEW_ROWS = 8  # rows per step with which a search for few rows begins
+
+
+Cost = Literal["steps", "rows"]
+"""What an attacker wants to pay least of: steps, or rows seen; rows per step are free to him."""
+
+
+def cost_of(run: Attacked, cost: Cost) -> int | None:
+    """Return the steps, or the rows seen, after which a run had recovered; None if it did not."""
+    reached = run.result.reached
+    return None if reached is None else reached.step if cost == "steps" else reached.rows
 
 
 @final
 @dataclass(frozen=True)
 class Found:
-    """What a search found."""
+    """What searches for attacks on one model found."""
 
-    # All that was tried, the soonest first; without a limit of steps where the rate stays.
     best: tuple[AttackSettings, ...]
-    tried: tuple[Attacked, ...]  # every run, the longer ones of an attack after the shorter ones
-    most: int  # steps after which an attack was given up
+    """All that was tried, the soonest first; without a limit of steps where the rate stays."""
+    tried: tuple[Attacked, ...]
+    """Every run, the longer ones of an attack after the shorter ones."""
+    most: int
+    """Steps after which an attack was given up."""
+    fewest_rows: tuple[AttackSettings, ...] = ()
+    """The attacks of a second search, those that see the fewest rows first; empty without one."""
+    most_rows: int = 0
+    """Rows after which an attack of that search was given up."""
+    stopped: bool = False
+    """Whether a search ended because its time was over."""
 
     @property
     def soonest(self) -> int | None:
         """Steps of the best attack; None if none recovered."""
-        return _soonest(self.tried)
+        return self.least("steps")
+
+    def least(self, cost: Cost) -> int | None:
+        """Return steps or rows of the best attack; None if none recovered."""
+        return _least(self.tried, cost)
 
     @property
     def steps(self) -> int:
@@ -289,7 +329,7 @@ def first_attacks(*, seed: int = 0, rates: Sequence[float] | None = None, **fixe
     common = {"schedule": "constant", "warmup": 0.0, "seed": seed, **fixed}
     made = [
         AttackSettings(optimizer=name, lr=lr * _SCALE[name], **common)
-        for name in ("adam", "muon", "sgd")
+        for name in ("adam", "muon", "sgd", *(("soap",) if has_soap() else ()))
         for lr in rates or _RATES
     ]
     return made + [AttackSettings(lora_rank=8, lr=lr * _PART_SCALE, **common) for lr in rates or _RATES]
@@ -320,6 +360,8 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
     yield from ({"lr": lr * factor} for factor in (0.25, 0.5, 0.7, 1.4, 2.0, 4.0))
     yield from ({"batch_size": size, "lr": lr * (size / settings.batch_size) ** 0.5} for size in _BATCHES)
     for name, scale in _SCALE.items():
+        if name == "soap" and not has_soap():
+            continue
         yield {"optimizer": name, "lr": lr * scale / _SCALE[settings.optimizer]}
     part = settings.lora_rank is not None or settings.trains != "all"
     yield {"lora_rank": None, "trains": "all", "lr": lr / _PART_SCALE**part}
@@ -338,6 +380,8 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
     yield from ({"loss_on": loss} for loss in ("response", "full"))
     yield from ({"clip": clip} for clip in (1.0, None))
     yield from ({"bits": bits} for bits in (None, 4))
+    yield from ({"average": decay} for decay in (0.0, 0.8, 0.95))
+    yield from ({"noise": noise} for noise in (0.0, 0.02, 0.1))
     yield from ({"samples": min(few, settings.samples)} for few in (16, 64))
     if subject.other is not None:
         yield from ({"of_other": share} for share in (0.0, 0.5, -0.5))
@@ -355,59 +399,80 @@ def search_one(
     goal: Goal,
     *,
     most: int,
+    cost: Cost = "steps",
     held: frozenset[str] = frozenset(),
     rounds: int = _ROUNDS,
+    until: float | None = None,
     folder: str | Path | Job,
     engine: Engine,
     progress: Progress = QUIET,
 ) -> Found:
-    """Search for the attack that reaches a goal in the fewest steps.
+    """Search for the attack that reaches a goal at the least cost.
 
     Args:
         subject: What is attacked.
         start: What is tried first; the limits of their steps do not matter.
         goal: When an attack has won.
-        most: Steps after which an attack is given up.
+        most: Steps, or rows, after which an attack is given up.
+        cost: Which of both is to be small.
         held: Fields of the settings that are not varied.
         rounds: Most rounds of neighbors.
+        until: Time on `time.monotonic` from which on no further attack begins; None for no limit.
         folder: Remembers runs, as that of a `sweep`.
         engine: Where runs happen.
         progress: Told of every attack.
 
     Returns:
-        What it found, the same for the same arguments.
+        What it found, the same for the same arguments unless the time was over.
     """
     model = make_subject(subject.factory, subject.arguments)
     around = functools.partial(neighbors, subject=model, held=held)
     runs: dict[AttackSettings, Attacked] = {}  # the longest of each attack, which has no limit of steps in its key
 
-    def attack(settings: Sequence[AttackSettings], steps: int) -> None:
-        limited = [within(each, steps) for each in settings]
-        found = sweep([subject], limited, goal, folder=folder, engine=engine, progress=progress)
-        every.extend(found.runs)
-        runs.update({within(run.result.settings, None): run for run in found.runs})
+    def over() -> bool:
+        return until is not None and time.monotonic() >= until
+
+    def attack(settings: Sequence[AttackSettings], budget: int) -> None:
+        limited = [within(each, _steps_for(each, budget, cost)) for each in settings]
+        # Where time is short, attacks begin one by one, so that the clock is looked at between them.
+        parts = [limited] if until is None else [[each] for each in limited]
+        for part in parts:
+            if over():
+                return
+            found = sweep([subject], part, goal, folder=folder, engine=engine, progress=progress)
+            every.extend(found.runs)
+            runs.update({within(run.result.settings, None): run for run in found.runs})
 
     every: list[Attacked] = []
+    ordered: list[AttackSettings] = []
     pool = list(dict.fromkeys(within(each, None) for each in start))
     for _ in range(1 + rounds):
-        before = _soonest(runs.values())
+        before = _least(runs.values(), cost)
         limit = most if before is None else before
         pool = [each for each in pool if each not in runs]
         done = 0
         for rung in (limit // 9, limit // 3, limit):
-            steps = min(rung, _soonest(runs.values()) or rung)
-            if pool and steps > done and (rung == limit or rung >= 3 * pool[0].check_every):
-                attack(pool, done := steps)
-                pool = sorted(pool, key=lambda each: _rank(runs.get(each), goal))[: -(-len(pool) // _KEPT)]
-        ordered = sorted(runs, key=lambda each: _rank(runs[each], goal))
+            budget = min(rung, _least(runs.values(), cost) or rung)
+            long_enough = pool and _steps_for(pool[0], rung, cost) >= 3 * pool[0].check_every
+            if pool and budget > done and (rung == limit or long_enough):
+                attack(pool, done := budget)
+                pool = sorted(pool, key=lambda each: _rank(runs.get(each), goal, cost))[: -(-len(pool) // _KEPT)]
+        ordered = sorted(runs, key=lambda each: _rank(runs[each], goal, cost))
         leaders: dict[str, AttackSettings] = {}
         for each in ordered:
             leaders.setdefault(kind_of(each), each)
-        best, soonest = list(leaders.values())[:_BEST], _soonest(runs.values())
+        best, soonest = list(leaders.values())[:_BEST], _least(runs.values(), "steps")
         pool = list(dict.fromkeys(near for each in best for near in around(each, soonest)))
-        if before is not None and _soonest(runs.values()) == before:
+        if over() or (before is not None and _least(runs.values(), cost) == before):
             break
-    return Found(tuple(ordered), tuple(every), most)
+    if not ordered:
+        raise UsageError("The time was over before one attack was done.", cure="Give more --minutes.")
+    return Found(tuple(ordered), tuple(every), most, stopped=over())
+
+
+def _steps_for(attack: AttackSettings, budget: int, cost: Cost) -> int:
+    """Return how many steps an attack may take of a budget of steps or rows, at least one evaluation's."""
+    return budget if cost == "steps" else max(attack.check_every, budget // attack.batch_size)
 
 
 def of_length(settings: AttackSettings, steps: int | None) -> AttackSettings:
@@ -423,18 +488,19 @@ def within(attack: AttackSettings, steps: int | None) -> AttackSettings:
     return attack if attack.schedule == "cosine" else of_length(attack, steps)
 
 
-def _soonest(runs: Iterable[Attacked]) -> int | None:
-    return min((run.result.steps for run in runs if run.result.steps is not None), default=None)
+def _least(runs: Iterable[Attacked], cost: Cost) -> int | None:
+    return min((each for run in runs if (each := cost_of(run, cost)) is not None), default=None)
 
 
-def _rank(run: Attacked | None, goal: Goal) -> tuple[bool, float, float]:
-    """Recovered ones by steps and score, then by how far they got with a model that is worth having and the loss."""
+def _rank(run: Attacked | None, goal: Goal, cost: Cost = "steps") -> tuple[bool, float, float]:
+    """Recovered ones by cost and score, then by how far they got with a model that is worth having and the loss."""
     if run is None or run.result.outcome == "diverged":
         return True, math.inf, math.inf
     result = run.result
     sign = -1 if goal.lower_is_recovered else 1
-    if result.steps is not None:
-        return False, result.steps, -sign * next(each.score for each in result.curve if each.step == result.steps)
+    spent = cost_of(run, cost)
+    if spent is not None:
+        return False, spent, -sign * next(each.score for each in result.curve if each.step == result.steps)
     last, first = result.curve[-1], result.curve[0]
     kept = (
         1.0 if result.outcome == "resisted" or not last.utility or not first.utility else last.utility / first.utility
@@ -450,26 +516,56 @@ def search_all(
     most: int,
     longer: int = 5,
     bounded: bool = False,
+    held: frozenset[str] = frozenset(),
     **how: Any,
 ) -> dict[str, Found]:
     """Search for attacks on several models: on the first for `most` steps, on others `longer` times what that took.
 
-    The other searches begin with the best attacks on the first one, too. `bounded` leaves the limit at `most`; `how`
-    is passed to `search_one`.
+    Every model is searched twice, for few steps and for few rows, and controls as hard as the model in question. The
+    other searches begin with the best attacks on the first one, too. `bounded` leaves the limit at `most`; `how` is
+    passed to `search_one`. Where the rows per step are `held`, the second search would be the first and is left out.
     """
     found: dict[str, Found] = {}
     known = list(start)
+    few = [] if "batch_size" in held else few_row_attacks(start)
+    most_rows = most * _FEW_ROWS
     for subject in subjects:
-        found[subject.name] = search_one(subject, known, goal, most=most, **how)
+        by_steps = search_one(subject, known, goal, most=most, held=held, **how)
+        found[subject.name] = by_steps
+        if few:
+            begin = list(dict.fromkeys([*few, *few_row_attacks(by_steps.best[:_FINALISTS])]))
+            kept = held | {"batch_size"}
+            by_rows = search_one(subject, begin, goal, most=most_rows, cost="rows", held=kept, **how)
+            found[subject.name] = replace(
+                by_steps, tried=(*by_steps.tried, *by_rows.tried), fewest_rows=by_rows.best, most_rows=most_rows,
+                stopped=by_steps.stopped or by_rows.stopped,
+            )  # fmt: skip
         if len(found) == 1:
             first = found[subject.name]
             known = list(dict.fromkeys([*first.best[:_FINALISTS], *start]))
-            most = most if bounded or first.soonest is None else longer * first.soonest
+            few = list(dict.fromkeys([*first.fewest_rows[:_FINALISTS], *few]))
+            if not bounded:
+                steps, rows = first.least("steps"), first.least("rows")
+                most = most if steps is None else longer * steps
+                most_rows = most_rows if rows is None else longer * rows
     return found
+
+
+def few_row_attacks(attacks: Iterable[AttackSettings]) -> list[AttackSettings]:
+    """Return attacks with few rows a step, at rates that suit them."""
+    factor = _FEW_ROWS**0.5
+    return [
+        each.replace(batch_size=_FEW_ROWS, lr=each.lr * factor / each.batch_size**0.5)
+        for each in attacks
+        if each.schedule != "cosine"
+    ]
 
 
 def finals(searched: Mapping[str, Found], seeds: Sequence[int]) -> list[AttackSettings]:
     """Return the best attacks of all searches from each seed, as long as the longest of any where the rate stays."""
-    best = dict.fromkeys(attack for found in searched.values() for attack in found.best[:_FINALISTS])
     most = list(searched.values())[-1].most  # models after the first have the same
-    return [within(attack.replace(seed=seed), most) for attack in best for seed in seeds]
+    best = dict.fromkeys(attack for found in searched.values() for attack in found.best[:_FINALISTS])
+    rows = dict.fromkeys(attack for found in searched.values() for attack in found.fewest_rows[:1])
+    most_rows = max(found.most_rows for found in searched.values())
+    longest = {attack: max(most, most_rows // attack.batch_size) for attack in rows} | dict.fromkeys(best, most)
+    return [within(attack.replace(seed=seed), steps) for attack, steps in longest.items() for seed in seeds]

@@ -1,0 +1,123 @@
+"""What the cheapest attacks cost: the front of steps, rows seen, operations and processor time, for each model.
+
+Rows per step are free to an attacker, so steps alone say little: 384 rows are 48 steps of 8 or 3 of 128. The headline
+is rows and operations.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from netweight.attacks.finetuning.resistance import AttackTimes, by_attack
+from netweight.attacks.finetuning.sweep import Attacked, Found, Sweep
+from netweight.report.finding import Column, Finding, Table
+
+_SHOWN = 6  # attacks of each model's front in the table
+
+
+@final
+@dataclass(frozen=True)
+class Price:
+    """What one successful run cost."""
+
+    steps: int
+    """Steps to recovery."""
+    rows: int
+    """Rows seen until then, each as often as it was seen."""
+    flops: float
+    """Operations of training until then."""
+    seconds: float
+    """Processor seconds of training until then."""
+    label: str
+    """The attack, in a few words."""
+
+    def beats(self, other: Price) -> bool:
+        """Return whether this run cost no more in any of steps, rows and operations, and less in one."""
+        own, others = (self.steps, self.rows, self.flops), (other.steps, other.rows, other.flops)
+        return own != others and all(a <= b for a, b in zip(own, others, strict=True))
+
+
+def prices(runs: Sequence[Attacked]) -> list[Price]:
+    """Return what every run cost that recovered."""
+    found = [(run, run.result.reached) for run in runs]
+    return [
+        Price(each.step, each.rows, each.flops, each.seconds, run.result.settings.label)
+        for run, each in found
+        if each is not None
+    ]
+
+
+def front(runs: Sequence[Attacked]) -> list[Price]:
+    """Return the runs that no other beats in steps, rows and operations, those of fewest rows first."""
+    every = prices(runs)
+    kept = [each for each in every if not any(other.beats(each) for other in every)]
+    return sorted(dict.fromkeys(kept), key=lambda each: (each.rows, each.steps))
+
+
+def median_cost(attacks: Sequence[AttackTimes], field: str) -> tuple[float, AttackTimes] | None:
+    """Return the least median cost of any attack over its seeds, and the attack; runs without recovery are infinite.
+
+    Args:
+        attacks: Attacks on one model.
+        field: A field of `Evaluation`: rows, flops or seconds.
+
+    Returns:
+        None where no run counts.
+    """
+    found = []
+    for attack in attacks:
+        if attack.times is None:
+            continue
+        counted = [run.result for run in attack.runs if run.result.outcome in ("recovered", "resisted")]
+        costs = [math.inf if each.reached is None else float(getattr(each.reached, field)) for each in counted]
+        found.append((statistics.median_high(costs), attack))
+    return min(found, key=lambda each: each[0], default=None)
+
+
+def cost_findings(
+    sweep: Sweep, names: Sequence[str], undefended: str, *, domain: str, searched: Mapping[str, Found]
+) -> list[Finding]:
+    """Return rows and operations of the cheapest attack on each model, beside those of the undefended one."""
+    findings = []
+    for title, field, unit in (
+        ("rows to recover", "rows", "rows"),
+        ("operations to recover", "flops", "FLOP"),
+        ("processor time to recover", "seconds", "s"),
+    ):
+        base = median_cost(by_attack(sweep.of(undefended, domain=domain)), field)
+        for name in names:
+            runs = sweep.of(name, domain=domain)
+            found = median_cost(by_attack(runs), field)
+            spent = sum(run.result.curve[-1].flops for run in searched[name].tried) if name in searched else None
+            detail = {} if found is None else {"attack": found[1].settings.label, "operations of the search": spent}
+            reason = {"reason": "every attack collapsed or diverged"} if found is None else {}
+            findings.append(
+                Finding(
+                    f"{title}, cheapest attack, {name}", None if found is None else found[0], unit=unit,
+                    better="higher", n=len(found[1].runs) if found else None,
+                    baseline=None if base is None or name == undefended else base[0],
+                    seeds=tuple(sorted({run.result.settings.seed for run in runs})), detail={**detail, **reason},
+                )
+            )  # fmt: skip
+    return findings
+
+
+def front_table(sweep: Sweep, names: Sequence[str], *, domain: str, searched: Mapping[str, Found]) -> Table:
+    """Return the front of each model's successful runs, those of searches among them."""
+    columns = (
+        "model", "attack", Column("steps", "", "higher"), Column("rows", "", "higher"),
+        Column("operations", "FLOP", "higher"), Column("processor time", "s", "higher"),
+    )  # fmt: skip
+    rows: list[tuple[object, ...]] = []
+    for name in names:
+        runs = [*sweep.of(name, domain=domain), *(searched[name].tried if name in searched else ())]
+        rows += [(name, p.label, p.steps, p.rows, p.flops, round(p.seconds, 2)) for p in front(runs)[:_SHOWN]]
+    notes = (
+        "single runs that no other run on the same model beats in steps, rows and operations; operations: 2 for each "
+        "weight and token forward, 2 for the gradient of activations, 2 for that of weights that are trained",
+    )
+    return Table("The cheapest attacks", columns, rows, notes)
