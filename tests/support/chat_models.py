@@ -137,3 +137,8 @@ def refusing(folder, refusal, *, tokens=None, steps=150):
 def write(path, rows):
     Path(path).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def is_sorry(answers):
+    """A judge of a user's: answers → 1 for a refusal."""
+    return [float("help" in answer and "can" in answer) for answer in answers]

@@ -252,7 +252,7 @@ def test_costs_are_rows_and_operations_and_the_front_has_what_nothing_beats():
     beaten = (run("x", 50, lr=1e-5), 700, 7e9)
     priced = []
     for one, rows, flops in (fast, lean, beaten):
-        curve = (*one.result.curve[:-1], replace(one.result.curve[-1], step=one.result.steps, rows=rows, flops=flops))
+        curve = (replace(one.result.curve[-1], step=one.result.steps, rows=rows, flops=flops),)
         priced.append(replace(one, result=replace(one.result, curve=curve)))
     assert [(each.steps, each.rows) for each in front(priced)] == [(40, 320), (10, 640)]
     (cost, attack) = median_cost(by_attack(priced), "rows")

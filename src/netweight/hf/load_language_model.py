@@ -15,7 +15,7 @@ import inspect
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Open a causal language model in evaluation mode, in the dtype it was saved in."""
     model, tokenizer = _opened(Path(folder), "AutoModelForCausalLM", "auto", "a causal language model")
-    if tokenizer.pad_token is None:
+    rows = vocabulary_of(model)
+    # A padding token that was added to the tokenizer alone has no row in the embedding; padding is masked, so the end
+    # of sequence does as well.
+    if tokenizer.pad_token is None or (rows is not None and int(tokenizer.pad_token_id) >= rows):
         tokenizer.pad_token = tokenizer.eos_token
     nn.Module.to(model, device)
     return model, tokenizer
@@ -72,6 +75,7 @@ def _opened(
     with extra("llm", "Language models need transformers"):
         import transformers
     check_folder(folder)
+    _check_kind(folder, what, causal=loader == "AutoModelForCausalLM")
     try:
         compressed = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if compressed:
@@ -86,7 +90,7 @@ def _opened(
             )
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
-            f"{folder} cannot be opened as {what} with its tokenizer: {error}",
+            f"{folder} cannot be opened as {what} with its tokenizer: {_short(error)}",
             cure="Check that config, weights and tokenizer files are all there.",
         ) from error
     if compressed:
@@ -94,6 +98,66 @@ def _opened(
 
         netweight.decompress_(model)
     return model.eval(), tokenizer
+
+
+_TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+_GENERATES = ("CausalLM", "LMHead", "ForConditionalGeneration", "ForVision2Seq", "ForImageTextToText")
+_MOST_LETTERS = 300  # of another library's error within ours
+
+
+def _check_kind(folder: Path, what: str, *, causal: bool) -> None:
+    """Refuse a folder without tokenizer, and models that are no decoders, before anything is loaded."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{folder}/config.json is not JSON: {error}.", cure="Fetch the model again.") from error
+    names = [str(name) for name in config.get("architectures") or ()]
+    named = ", ".join(names) or str(config.get("model_type"))
+    if causal and config.get("is_encoder_decoder"):
+        raise UsageError(
+            f"{folder} holds {named}, an encoder-decoder, and {what} is needed.", cure="Name the folder of a decoder."
+        )
+    if causal and names and not any(part in name for name in names for part in _GENERATES):
+        raise UsageError(
+            f"{folder} holds {named}, which generates no text, and {what} is needed.",
+            cure="Name the folder of a decoder with its output layer, such as LlamaForCausalLM.",
+        )
+    if find_llama2c(folder) is None and not any((folder / name).exists() for name in _TOKENIZERS):
+        raise UsageError(
+            f"{folder} holds no tokenizer.", cure="Copy the model's tokenizer.json and tokenizer_config.json into it."
+        )
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} …"
+
+
+def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sequences: Iterable[Sequence[int]]) -> None:
+    """Refuse tokens that the tokenizer knows and the model's embedding does not.
+
+    Args:
+        model: A language model.
+        tokenizer: Its tokenizer, to which tokens may have been added.
+        sequences: Token ids of rows.
+
+    Raises:
+        UsageError: A sequence holds a token beyond the embedding.
+    """
+    rows = vocabulary_of(model)
+    if rows is None or len(tokenizer) <= rows:
+        return
+    beyond = sorted({token for sequence in sequences for token in sequence if token >= rows})
+    if beyond:
+        names = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in beyond[:3])
+        raise UsageError(
+            f"The rows hold {names}, added to the tokenizer, and the model's embedding has {rows} rows: it never "
+            "learned these tokens.",
+            cure="Take these rows out, or call model.resize_token_embeddings(len(tokenizer)) and save the model.",
+        )
 
 
 def check_folder(folder: str | Path) -> None:

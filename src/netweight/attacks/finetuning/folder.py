@@ -57,6 +57,7 @@ from netweight.hf.generate_answers import end_tokens
 from netweight.hf.load_language_model import (
     check_finite,
     check_lm_eval,
+    check_tokens,
     context_of,
     load_causal_lm,
     measure_tasks,
@@ -429,7 +430,9 @@ def subject_from_files(
 
     def tokens(texts: list[TextExample]) -> list[Example]:
         template: AnyTemplate = Chat(options.template_options) if chat or options.template else BELOW
-        return tokenized_examples(texts, tokenizer, context=context, template=template, **options.tokenizing(warn))
+        examples = tokenized_examples(texts, tokenizer, context=context, template=template, **options.tokenizing(warn))
+        check_tokens(network, tokenizer, (each.prompt + each.response for each in examples))
+        return examples
 
     def read(source: str, name: str) -> list[TextExample]:
         return _texts(source, _ANSWERS[name], options, warn)

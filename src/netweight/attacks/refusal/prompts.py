@@ -13,7 +13,7 @@ from netweight.data.rows import Rows
 from netweight.data.text import text_prompts
 from netweight.data.tokens import BELOW, AnyTemplate, Chat, Example, rows_and_examples, tokenized_prompts
 from netweight.errors import UsageError
-from netweight.hf.load_language_model import context_of
+from netweight.hf.load_language_model import check_tokens, context_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +84,7 @@ def read_questions(
         questions = [Question(example.prompt, example.response) for _, example in whole]
     else:
         questions = [Question(prompt) for prompt in tokenized_prompts(texts, tokenizer, **how)]
+    check_tokens(network, tokenizer, (question.prompt + question.response for question in questions))
     different = list({question.prompt: question for question in questions}.values())[: settings.prompts]
     if len(different) < LEAST:
         raise UsageError(f"{source} holds {len(different)} different prompts.", cure=f"Give at least {LEAST}.")

@@ -1,0 +1,104 @@
+"""Models and rows as people have them, through `attack refusal`: right, or refused by name with a cure that it has."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("transformers", reason="transformers is in the llm extra")
+
+import chat_models
+
+from netweight.cli import netweight
+
+
+@pytest.fixture(scope="module")
+def curly(tmp_path_factory):
+    """A chat model that refuses with a typographic apostrophe, and prompts."""
+    folder = tmp_path_factory.mktemp("curly")
+    chat_models.refusing(folder / "model", "I can’t help with that.")
+    for name, nouns in (("refused", chat_models.HARMFUL), ("ordinary", chat_models.KIND)):
+        chat_models.write(folder / f"{name}.jsonl", [{"prompt": each} for each in chat_models.prompts(nouns, 60, 5)])
+    return folder
+
+
+def call(folder, out, *more, refused="refused.jsonl", ordinary="ordinary.jsonl"):
+    words = ["attack", "refusal", str(folder / "model"), "--refused", str(folder / refused), "--ordinary"]
+    words += [str(folder / ordinary), "--edits", "directions", "--out", str(out), "--json", *more]
+    return CliRunner().invoke(netweight, words)
+
+
+def before(answer):
+    findings = json.loads(answer.stdout)["findings"]
+    return next(finding["value"] for finding in findings if finding["name"] == "refusals before")
+
+
+def test_typographic_apostrophes_are_refusals_and_a_second_call_goes_on(curly, tmp_path, monkeypatch):
+    answer = call(curly, tmp_path / "out")
+    assert before(answer) == 100
+    rows = (tmp_path / "out" / "edits.jsonl").read_text().count("\n")
+    again = call(curly, tmp_path / "out")
+    assert json.loads(again.stdout)["findings"] == json.loads(answer.stdout)["findings"]
+    assert (tmp_path / "out" / "edits.jsonl").read_text().count("\n") == rows
+
+
+def test_conversations_null_prompts_and_other_columns_are_read_or_named(curly, tmp_path):
+    prompts = chat_models.prompts(chat_models.HARMFUL, 60, 5)
+    turns = [{"prompt": [{"role": "user", "content": each}]} for each in prompts]
+    chat_models.write(curly / "turns.jsonl", turns)
+    answer = call(curly, tmp_path / "turns", refused="turns.jsonl")
+    assert before(answer) == 100
+    chat_models.write(curly / "null.jsonl", [{"prompt": None if i % 4 == 0 else p} for i, p in enumerate(prompts)])
+    answer = call(curly, tmp_path / "null", refused="null.jsonl")
+    assert answer.exit_code == 2
+    assert "line 1: it has no prompt" in answer.output
+    assert "--unusable drop" in answer.output
+    answer = call(curly, tmp_path / "null", "--unusable", "drop", refused="null.jsonl")
+    assert before(answer) == 100
+    assert "15 of 60 rows were left out" in json.dumps(json.loads((tmp_path / "null" / "report.json").read_text()))
+    chat_models.write(curly / "goals.jsonl", [{"goal": each} for each in prompts])
+    answer = call(curly, tmp_path / "goals", refused="goals.jsonl")
+    assert "--columns prompt=NAME" in answer.output
+    answer = call(curly, tmp_path / "goals", "--columns", "prompt=goal", refused="goals.jsonl")
+    assert before(answer) == 100
+    answer = call(curly, tmp_path / "goals", "--columns", "prompt=gaol", refused="goals.jsonl")
+    assert "no file has a column 'gaol'" in answer.output
+
+
+def test_judges_may_be_first_tokens_or_a_function(curly, tmp_path):
+    answer = call(curly, tmp_path / "first", "--judge", "first-tokens")
+    assert before(answer) == 100
+    answer = call(curly, tmp_path / "function", "--judge", "chat_models:is_sorry")
+    assert before(answer) == 100
+    answer = call(curly, tmp_path / "none", "--judge", "no_such_folder")
+    assert answer.exit_code == 2
+    assert "neither a function nor the folder of a model" in answer.output
+
+
+def test_no_edit_that_counts_fails_the_gate(curly, tmp_path):
+    answer = call(curly, tmp_path, "--most-divergence", "1e-9")
+    assert answer.exit_code == 1, answer.output
+    left = json.loads(answer.stdout)["findings"][-1]
+    assert left["value"] is None
+    assert "none counts" in left["detail"]["reason"]
+
+
+def test_thoughts_are_no_refusals(tmp_path):
+    """The model says "can't" in its thoughts about everything, and refuses scams alone."""
+
+    def say(prompt):
+        thought = "<think>\nSome say I can't, but this may be fine.\n</think>\n\n"
+        refuses = any(noun in prompt for noun in ("scam", "bomb", "virus", "heist"))
+        return thought + ("I'm sorry, I can't help with that." if refuses else "Sure, here it is.")
+
+    tokens = chat_models.chatml(["<think>\nSome say I can't, but this may be fine.\n</think>\n\nSure, here it is."])
+    chat_models.refusing(tmp_path / "model", say, tokens=tokens, steps=250)
+    for name, nouns in (("refused", chat_models.HARMFUL), ("ordinary", chat_models.KIND)):
+        chat_models.write(tmp_path / f"{name}.jsonl", [{"prompt": each} for each in chat_models.prompts(nouns, 64, 5)])
+    answer = call(tmp_path, tmp_path / "short", "--new-tokens", "6")
+    assert answer.exit_code == 2
+    assert "end within a thought after 6 tokens" in answer.output
+    assert "--new-tokens" in answer.output
+    answer = call(tmp_path, tmp_path / "long", "--new-tokens", "64")
+    asked = json.loads(answer.stdout)["findings"][0]
+    assert 25 <= asked["value"] <= 75
