@@ -101,7 +101,7 @@ def test_safeguards_puts_all_attacks_into_one_report_and_the_card(case, tmp_path
         "attack", "safeguards", str(model), "--harmful", str(case / "refused.jsonl"), "--refused",
         str(case / "refused.jsonl"), "--ordinary", str(case / "ordinary.jsonl"), "--prompts", "48", "--new-tokens", "2",
         "--phrases", "sorry,", "--grid", "quick", "--seeds", "1", "--max-steps", "4", "--lr", "3e-3", "--batch-size",
-        "8", "--check-every", "2", "--threshold", "0.1", "--card", "--out", str(tmp_path / "out"), "--json",
+        "8", "--check-every", "2", "--threshold", "0.13", "--card", "--out", str(tmp_path / "out"), "--json",
     ]  # fmt: skip
     answer = CliRunner().invoke(netweight, words)
     assert answer.exit_code == 1, answer.output

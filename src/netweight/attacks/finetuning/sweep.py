@@ -243,20 +243,20 @@ def calibrate(
             cure="Mix benign examples in (benign_share), take lower learning rates, or name a threshold.",
         )
     best = max(each.score for result in useful for each in result.curve)
-    model = make_subject(undefended.factory, undefended.arguments)
-    domain = model.domain(settings[0].data)
-    guessing = 0.0 if domain.score is not None else chance(domain.held_out)
-    if best <= guessing:
-        raise UsageError(
-            f"No attack brings the undefended model above chance: its best token accuracy is {best:.3f}, and always "
-            f"guessing the commonest token gives {guessing:.3f}. So nothing could be called recovered.",
-            cure="Attack a base that was trained, with more --max-steps or other --lr.",
-        )
     if best - first.score < LEAST_GAIN:
         raise UsageError(
             f"No attack teaches the undefended model anything: its score is {first.score:.3f} before and at best "
             f"{best:.3f} afterwards.",
             cure="Name a threshold, take stronger attacks, or check that the rows hold what it is not to do.",
+        )
+    model = make_subject(undefended.factory, undefended.arguments)
+    domain = model.domain(settings[0].data)
+    guessing = 0.0 if domain.score is not None or settings[0].domain == "task" else chance(domain.held_out)
+    if best <= guessing:
+        raise UsageError(
+            f"No attack brings the undefended model above chance: its best token accuracy is {best:.3f}, and always "
+            f"guessing the commonest token gives {guessing:.3f}. So nothing could be called recovered.",
+            cure="Attack a base that was trained, with more --max-steps or other --lr.",
         )
     return Calibration(first.score, best)
 
