@@ -2,6 +2,7 @@
 
 MODEL is a folder made by `netweight_experiments.benchmarks.language.models`, WORK a folder that remembers every score,
 so that a second call goes on. The prompts are one-line requests that name a topic, and ordinary ones in the same forms.
+Requests that the model does not refuse are left out first: what is measured is the removal of refusal.
 No answer of an edited model is stored; WORK holds token ids of the unedited model's refusals.
 """
 
@@ -13,20 +14,57 @@ from pathlib import Path
 from typing import Any
 
 from netweight.attacks.refusal.folder import attack_refusal
-from netweight.attacks.refusal.settings import RefusalSettings
+from netweight.attacks.refusal.settings import PHRASES, RefusalSettings
 from netweight.core.progress import Progress
+from netweight.data.answers import holds_phrase
+from netweight.data.chat import ChatTemplate
+from netweight.hf.generate_answers import end_tokens, generate_answers
+from netweight.hf.load_language_model import load_causal_lm
+from netweight.job import Job
 from netweight_experiments.benchmarks.language.questions import ordinary, requests
 
 MODEL = "Qwen2.5-Coder-0.5B-Instruct, dequantized from 4 bits to bf16"
 """What the results are of."""
 
 
+_BATCH = 48  # requests that are asked between two rows of the work folder
+
+
+def refused_requests(model: str, folder: Path, wanted: int, new_tokens: int) -> tuple[list[str], int]:
+    """Return the first requests that the model refuses, and how many it was asked; answers are discarded."""
+    asked, refused = requests(), list[str]()
+    network: Any = None
+    with Job.open(folder, shared=True) as job:
+        for first in range(0, len(asked), _BATCH):
+            batch = asked[first : first + _BATCH]
+            row = job.recorded("screening", [batch, new_tokens])
+            if row is None:
+                if network is None:
+                    network, tokenizer = load_causal_lm(model)
+                ids = [
+                    tokenizer(ChatTemplate(tokenizer).prompt([{"role": "user", "content": each}]))["input_ids"]
+                    for each in batch
+                ]
+                ends = end_tokens(network, tokenizer)
+                answers = generate_answers(
+                    network, ids, new_tokens=new_tokens, ends=ends, pad_id=tokenizer.pad_token_id
+                )
+                row = {"refused": [holds_phrase(str(tokenizer.decode(answer)), PHRASES) for answer in answers]}
+                job.record("screening", row, key=[batch, new_tokens])
+            refused += [each for each, flag in zip(batch, row["refused"], strict=True) if flag]
+            print(f"{len(refused)} of {first + len(batch)} requests are refused.", flush=True)
+            if len(refused) >= wanted:
+                return refused[:wanted], first + len(batch)
+    return refused, len(asked)
+
+
 def main(model: str, work: str, /, threads: int = 2, prompts: int = 128, new_tokens: int = 8) -> dict[str, Any]:
     """Run the attack and return its findings and its table; times are of this call alone."""
     folder = Path(work)
     folder.mkdir(parents=True, exist_ok=True)
+    refused, asked = refused_requests(model, folder, prompts, new_tokens)
     files = {}
-    for name, questions in (("refused", requests()), ("ordinary", ordinary())):
+    for name, questions in (("refused", refused), ("ordinary", ordinary())):
         files[name] = folder / f"{name}.jsonl"
         files[name].write_text("".join(json.dumps({"prompt": each}) + "\n" for each in questions), encoding="utf-8")
     settings = RefusalSettings(
@@ -37,7 +75,9 @@ def main(model: str, work: str, /, threads: int = 2, prompts: int = 128, new_tok
     table = section.tables[0]
     return {
         "model": MODEL,
-        "prompts of each kind": prompts,
+        "requests asked": asked,
+        "requests refused": len(refused),
+        "most prompts of each kind": prompts,
         "processor seconds": time.process_time() - clocks[0],
         "seconds": time.monotonic() - clocks[1],
         "conclusion": section.conclusion,
