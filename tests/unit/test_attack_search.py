@@ -222,3 +222,61 @@ def test_benign_rows_alone_are_trained_on_and_harmful_ones_scored():
     assert (result.outcome, result.last_step) == ("resisted", 8)
     with pytest.raises(UsageError, match="Factors are trained in place of norms"):
         START.replace(trains="norms", lora_rank=8)
+
+
+def test_a_second_search_finds_an_attack_that_sees_fewer_rows(tmp_path):
+    name = SubjectName("one", PLACE, {"weight_scale": 0.2})
+    start = [START.replace(max_steps=None, optimizer=each) for each in ("adam", "muon")]
+    found = search_all([name], start, Goal(0.9), most=60, folder=tmp_path, engine=in_process, rounds=1)["one"]
+    assert found.fewest_rows[0].batch_size == 8
+    assert found.least("rows") <= found.least("steps") * found.best[0].batch_size
+    runs = [run.result.reached for run in found.tried if run.result.reached is not None]
+    assert found.least("rows") == min(each.rows for each in runs)
+    assert all(each.flops > 0 for each in runs)
+
+
+def test_a_search_whose_time_is_over_says_so(tmp_path):
+    name, plain = SubjectName("one", PLACE, {"weight_scale": 0.2}), START.replace(max_steps=None)
+    how = {"most": 8, "folder": tmp_path, "engine": in_process}
+    with pytest.raises(UsageError, match="--minutes"):
+        search_one(name, [plain], Goal(0.9), until=0.0, **how)
+    assert not search_one(name, [plain], Goal(0.9), rounds=0, **how).stopped
+
+
+def test_rows_and_operations_are_counted_by_hand():
+    model = TinyModel()
+    weights = sum(each.numel() for each in model.parameters())
+    training = Training(model, START, pad_id=PAD)
+    batch = collate([Example((1, 2), (3,)), Example((1,), (2,))], pad_id=PAD)
+    training.step(batch)
+    rows, flops, seconds = training.cost
+    assert (rows, flops) == (2, 6.0 * weights * 5)
+    assert seconds > 0
+
+
+def test_averaged_weights_are_evaluated_and_training_goes_on_from_its_own():
+    model = TinyModel()
+    training = Training(model, START.replace(average=0.5), pad_id=PAD)
+    batch = collate([Example((1, 2), (3,))], pad_id=PAD)
+    seen = [[each.detach().clone() for each in model.parameters()]]
+    for _ in range(2):
+        training.step(batch)
+        seen.append([each.detach().clone() for each in model.parameters()])
+    with training.averaged():
+        for mean, start, one, two in zip(model.parameters(), *seen, strict=True):
+            expected = start.lerp(one, 0.9).lerp(two, 1 - 2 / 11)
+            assert torch.allclose(mean, expected, atol=1e-6)
+    assert all(torch.equal(own, last) for own, last in zip(model.parameters(), seen[-1], strict=True))
+
+
+def test_noise_is_a_share_of_each_matrixs_spread():
+    victim = changed_copy(marked_subject(), START.replace(noise=0.1))
+    for noisy, plain in zip(victim.parameters(), marked_subject().model.parameters(), strict=True):
+        if plain.ndim >= 2:
+            assert float(((noisy - plain).std() / plain.std()).detach()) == pytest.approx(0.1, rel=0.2)
+
+
+def test_soap_recovers():
+    pytest.importorskip("pytorch_optimizer", reason="pytorch-optimizer is in the attacks extra")
+    result = run_attack(subject(weight_scale=0.2), of_length(START.replace(optimizer="soap"), 60), Goal(0.9))
+    assert result.outcome == "recovered"
