@@ -90,7 +90,7 @@ def text_pairs(
         NameNotFound: A column is missing.
     """
     rows = read_rows(source)
-    layout = layout_of(rows.columns, _given_columns(("prompt", "chosen", "rejected"), columns))
+    layout = layout_of(rows.columns, _given_columns(PARTS, columns))
     implicit = not layout.has("prompt") and _are_implicit(rows, layout)
     _need(rows, layout, ("prompt", "chosen", "rejected")[implicit:])
     errors = RowErrors(rows.name)

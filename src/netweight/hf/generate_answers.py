@@ -128,7 +128,7 @@ def _with_cache(
         ids[row, length - len(prompt) :] = torch.tensor(list(prompt))
         mask[row, length - len(prompt) :] = 1
     # The model's own generation_config may ask for sampling or penalties, which are not what is measured here.
-    config = GenerationConfig(
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=new_tokens, do_sample=False, num_beams=1, use_cache=True, pad_token_id=pad,
         eos_token_id=ends or None, bos_token_id=None,
     )  # fmt: skip
@@ -137,7 +137,8 @@ def _with_cache(
         made = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
     finally:
         model.generation_config = own
-    return made[:, length:].tolist()  # type: ignore[no-any-return]
+    answers: list[list[int]] = made[:, length:].tolist()
+    return answers
 
 
 def _without_cache(
@@ -152,4 +153,5 @@ def _without_cache(
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
         if ends and bool(torch.isin(ids[:, length:], stops).any(1).all()):
             break
-    return ids[:, length:].tolist()  # type: ignore[no-any-return]
+    answers: list[list[int]] = ids[:, length:].tolist()
+    return answers

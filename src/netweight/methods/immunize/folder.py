@@ -11,8 +11,9 @@ from typing import Any, final
 
 from netweight.core.files import digest_file, part_of
 from netweight.core.progress import QUIET, Progress, silent_bars
-from netweight.data.text import text_examples, text_pairs, withhold
-from netweight.data.tokens import BELOW, load_examples, padding_of, tokenized_pairs
+from netweight.data.rows import Report, read_rows
+from netweight.data.text import TextExample, TextPair, text_examples, text_pairs, withhold
+from netweight.data.tokens import BELOW, Chat, padding_of, tokenized_examples, tokenized_pairs
 from netweight.errors import UsageError
 from netweight.hf.carry_over import carry_over
 from netweight.hf.families import check_language_model
@@ -72,13 +73,15 @@ def immunize_folder(
     defense, training = settings.defense, settings.training
     network, tokenizer = load_causal_lm(source, device=settings.device)
     context = min(context_of(network, tokenizer), settings.context or 1 << 30)
-    how: Any = {"context": context, "template": "chat" if settings.chat else BELOW}
+    chat = settings.chat or bool(settings.template)
+    how: Any = {"context": context, "template": Chat(settings.template_options) if chat else BELOW}
+    how |= settings.tokenizing(progress.note)
     check_finite(network)  # it is looked at before it is trained
-    texts = text_pairs(settings.pairs)
+    texts = _texts(settings, progress.note)
     texts = withhold(texts, settings.withhold)[0] if settings.withhold else texts
     _check_count(len(texts), settings)
     pairs = tokenized_pairs(texts, tokenizer, **how)
-    kept = [] if settings.retain is None else load_examples(settings.retain, tokenizer, **how)
+    kept = [] if settings.retain is None else tokenized_examples(_kept(settings, progress.note), tokenizer, **how)
     pad, why_not = padding_of(tokenizer), why_not_analyzed(len(pairs))
     before = None if why_not else analyze_layers(network, pairs, pad_id=pad)
     with Job.beside(destination, overwrite=None, folder=part_of(destination)) as job:
@@ -141,9 +144,23 @@ def apply(source: Path, destination: Path, settings: ImmunizeSettings, progress:
 def check(source: Path | None, settings: ImmunizeSettings) -> None:
     if source is not None:
         check_language_model(source)
-    _check_count(len(text_pairs(settings.pairs)), settings)
+    files = (settings.pairs, settings.retain)
+    settings.check_columns([read_rows(file) for file in files if file is not None])
+    _check_count(len(_texts(settings, lambda text: None)), settings)
     if settings.retain is not None:
-        text_examples(settings.retain)
+        _kept(settings, lambda text: None)
+
+
+def _texts(settings: ImmunizeSettings, report: Report) -> list[TextPair]:
+    """Read the pairs as the settings say."""
+    rows = read_rows(settings.pairs)
+    return text_pairs(rows, **settings.reading(rows, report))
+
+
+def _kept(settings: ImmunizeSettings, report: Report) -> list[TextExample]:
+    """Read the rows to keep; of preference data the harmless answers."""
+    rows = read_rows(settings.retain)
+    return text_examples(rows, pairs="chosen", **settings.reading(rows, report))
 
 
 def _check_count(pairs: int, settings: ImmunizeSettings) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FilePath
 
+from netweight.data.text_options import TextOptions
 from netweight.errors import UsageError
 from netweight.methods.immunize.defense import DefenseSettings
 from netweight.methods.immunize.defenses import DEFENSES
@@ -64,7 +65,7 @@ class TrainingSettings(Settings):
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
 
 
-class FolderSettings(Settings):
+class FolderSettings(TextOptions):
     """What a folder is defended with."""
 
     options_group = "Files"

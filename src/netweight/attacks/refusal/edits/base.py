@@ -26,8 +26,10 @@ class BaseMixture(EditSettings):
 
     def candidates(self, material: EditMaterial) -> Iterator[RefusalEdit]:
         """Yield one edit for each share; none without a base."""
-        for share in self.shares if material.base is not None else ():
-            yield RefusalEdit("base", f"{share:.0%} of the base", partial(mixed, base=material.base, share=share))
+        base = material.base
+        for share in self.shares if base is not None else ():
+            assert base is not None
+            yield RefusalEdit("base", f"{share:.0%} of the base", partial(mixed, base=base, share=share))
 
 
 @contextmanager

@@ -43,4 +43,5 @@ def _turned(output: Tensor, basis: Tensor) -> Tensor:
     from netweight.attacks.refusal.edits.streams import without
 
     rest = without(output, basis)
-    return rest * (output.norm(dim=-1, keepdim=True) / rest.norm(dim=-1, keepdim=True).clamp_min(1e-12))
+    turned: Tensor = rest * (output.norm(dim=-1, keepdim=True) / rest.norm(dim=-1, keepdim=True).clamp_min(1e-12))
+    return turned

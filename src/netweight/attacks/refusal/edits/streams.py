@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ def last_states(
     return {name: torch.cat(each) for name, each in states.items()}
 
 
-def _at(output: Tensor, *, rows: Tensor, ends: Tensor, shape: tuple[int, int]) -> Tensor:
+def _at(output: Tensor, *, rows: Tensor, ends: Tensor, shape: tuple[int, ...]) -> Tensor:
     return output.reshape(*shape, -1)[rows, ends].float()
 
 
@@ -81,12 +81,14 @@ def stream_writers(model: nn.Module, structure: Structure) -> list[str]:
 
 def mean_direction(gaps: Tensor) -> Tensor:
     """Return the direction of the mean difference as an orthonormal basis, shape `(width, 1)`."""
-    return torch.linalg.qr(gaps.mean(0, keepdim=True).T)[0]
+    basis: Tensor = torch.linalg.qr(gaps.mean(0, keepdim=True).T)[0]
+    return basis
 
 
 def main_directions(gaps: Tensor, rank: int) -> Tensor:
     """Return an orthonormal basis of the first singular directions of differences, shape `(width, rank)`."""
-    return torch.linalg.qr(torch.linalg.svd(gaps, full_matrices=False)[2][:rank].T)[0]
+    basis: Tensor = torch.linalg.qr(torch.linalg.svd(gaps, full_matrices=False)[2][:rank].T)[0]
+    return basis
 
 
 def without(output: Tensor, basis: Tensor, strength: float = 1.0) -> Tensor:
@@ -95,7 +97,9 @@ def without(output: Tensor, basis: Tensor, strength: float = 1.0) -> Tensor:
     return output - strength * ((output @ along) @ along.T)
 
 
-def removal(model: nn.Module, structure: Structure, basis: Tensor) -> partial[AbstractContextManager[None]]:
+def removal(
+    model: nn.Module, structure: Structure, basis: Tensor
+) -> Callable[[nn.Module], AbstractContextManager[None]]:
     """Return what takes a subspace out of everything that is written into the residual stream."""
     edits = dict.fromkeys(stream_writers(model, structure), partial(without, basis=basis))
     return partial(edit_outputs, edits=edits)
