@@ -106,10 +106,11 @@ def test_safeguards_puts_all_attacks_into_one_report_and_the_card(case, tmp_path
     answer = CliRunner().invoke(netweight, words)
     assert answer.exit_code == 1, answer.output
     findings = {finding["name"]: finding for finding in json.loads(answer.stdout)["findings"]}
-    steps = findings["steps to recover, best attack, model"]["value"]
     weights = sum(each.numel() for each in world.base().parameters())
-    operations = findings["operations of the best attack, model"]["value"]
-    assert operations / (6 * weights * 8 * steps) == pytest.approx(19, abs=1)
+    operations = findings["operations to recover, cheapest attack, model"]["value"]
+    rows = findings["rows to recover, cheapest attack, model"]["value"]
+    assert rows % 8 == 0
+    assert 4 * weights < operations / (rows * 19) < 6.5 * weights, "19 tokens a row"
     assert findings["refusals left by directions"]["value"] <= 10
     titles = [section.title for section in read_report(tmp_path / "out").sections]
     assert titles == ["Resistance to fine-tuning", "Refusal removed without training"]

@@ -11,7 +11,8 @@ from typing import Any, final
 
 from netweight.core.files import digest_file, part_of
 from netweight.core.progress import QUIET, Progress, silent_bars
-from netweight.data.rows import Report, read_rows
+from netweight.data.rows import Report as RowReport
+from netweight.data.rows import read_rows
 from netweight.data.text import TextExample, TextPair, text_examples, text_pairs, withhold
 from netweight.data.tokens import BELOW, Chat, padding_of, tokenized_examples, tokenized_pairs
 from netweight.errors import UsageError
@@ -151,13 +152,13 @@ def check(source: Path | None, settings: ImmunizeSettings) -> None:
         _kept(settings, lambda text: None)
 
 
-def _texts(settings: ImmunizeSettings, report: Report) -> list[TextPair]:
+def _texts(settings: ImmunizeSettings, report: RowReport) -> list[TextPair]:
     """Read the pairs as the settings say."""
     rows = read_rows(settings.pairs)
     return text_pairs(rows, **settings.reading(rows, report))
 
 
-def _kept(settings: ImmunizeSettings, report: Report) -> list[TextExample]:
+def _kept(settings: ImmunizeSettings, report: RowReport) -> list[TextExample]:
     """Read the rows to keep; of preference data the harmless answers."""
     rows = read_rows(settings.retain)
     return text_examples(rows, pairs="chosen", **settings.reading(rows, report))
