@@ -29,10 +29,14 @@ class ProcessGroup:
 
     # What these methods do, all processes do together and in one order; where one is alone, nothing is sent.
 
-    size: int = 1  # how many there are
-    rank: int = 0  # which one this is, from 0
-    device: torch.device | str = "cpu"  # where tensors must be that are sent
-    handle: Any = None  # torch's own; None for all processes
+    size: int = 1
+    """How many there are."""
+    rank: int = 0
+    """Which one this is, from 0."""
+    device: torch.device | str = "cpu"
+    """Where tensors must be that are sent."""
+    handle: Any = None
+    """Torch's own; None for all processes."""
 
     @classmethod
     def of(cls, handle: Any, device: torch.device) -> ProcessGroup:
@@ -177,9 +181,12 @@ class _Rows(torch.autograd.Function):
 class Spread:
     """A model and who shares it."""
 
-    model: nn.Module  # without DDP's wrapper
-    group: ProcessGroup  # the processes that train it together
-    device: torch.device  # where it computes
+    model: nn.Module
+    """Without DDP's wrapper."""
+    group: ProcessGroup
+    """The processes that train it together."""
+    device: torch.device
+    """Where it computes."""
 
 
 def spread_of(model: nn.Module) -> Spread:

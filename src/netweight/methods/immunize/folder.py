@@ -37,9 +37,12 @@ from netweight.report.report import Report
 class Immunized:
     """A folder that was defended."""
 
-    record: Record  # what was done
-    report: Path  # the page about it
-    not_analyzed: str  # why the report does not show the depth; empty if it does
+    record: Record
+    """What was done."""
+    report: Path
+    """The page about it."""
+    not_analyzed: str
+    """Why the report does not show the depth; empty if it does."""
 
 
 def immunize_folder(

@@ -30,10 +30,12 @@ from netweight.methods.immunize.pairs import PairBatch
 class TermLog:
     """What a term was at one step."""
 
-    value: float  # its value, without weight
-    weight: float  # what it was multiplied by
-    # Norm of its gradient by all trained weights, without weight; None where it was not measured.
+    value: float
+    """Its value, without weight."""
+    weight: float
+    """What it was multiplied by."""
     norm: float | None = None
+    """Norm of its gradient by all trained weights, without weight; None where it was not measured."""
 
 
 def add_gradients(

@@ -37,14 +37,15 @@ _AT_ONCE = 8
 class LayerAnalysis:
     """A model on pairs of answers, depth by depth: the embeddings first, then after each block."""
 
-    # For each kind of answer the mean loss per token if the model ended at a depth: one list per batch of eight pairs,
-    # each with one number per depth.
     lens: Mapping[str, Sequence[Sequence[float]]]
-    # For each kind the mean hidden state over each answer at every depth, shape `(pairs, hidden)`.
+    """For each kind of answer the mean loss per token if the model ended at a depth: one list per batch of eight pairs,
+    each with one number per depth."""
     states: Mapping[str, Sequence[Tensor]]
-    # For each depth the accuracies of linear probes that tell the kinds apart, one for each random split.
+    """For each kind the mean hidden state over each answer at every depth, shape `(pairs, hidden)`."""
     probes: Sequence[Sequence[float]]
-    vocabulary: int  # how many tokens the model chooses from
+    """For each depth the accuracies of linear probes that tell the kinds apart, one for each random split."""
+    vocabulary: int
+    """How many tokens the model chooses from."""
 
     @property
     def pairs(self) -> int:
@@ -57,10 +58,14 @@ class LayerAnalysis:
 class LayerChange:
     """How far a layer's weights moved."""
 
-    layer: str  # a block's name, or that of a parameter outside the blocks
-    distance: float  # Euclidean norm of the change of all its weights together
-    relative: float  # that norm over the norm of the weights before; 0 where both are 0
-    block: int | None = None  # the block's number from 0; None for what lies outside the blocks
+    layer: str
+    """A block's name, or that of a parameter outside the blocks."""
+    distance: float
+    """Euclidean norm of the change of all its weights together."""
+    relative: float
+    """That norm over the norm of the weights before; 0 where both are 0."""
+    block: int | None = None
+    """The block's number from 0; None for what lies outside the blocks."""
 
 
 @final
@@ -70,7 +75,8 @@ class DepthAnalysis:
 
     changes: Sequence[LayerChange]
     before: LayerAnalysis
-    after: LayerAnalysis  # on the same pairs
+    after: LayerAnalysis
+    """On the same pairs."""
 
 
 def analyze_layers(model: nn.Module, pairs: Sequence[Pair], *, pad_id: int = 0, seed: int = 0) -> LayerAnalysis:

@@ -30,14 +30,16 @@ CHUNK = 512
 class Targets:
     """Which tokens a loss predicts, and from which positions."""
 
-    rows: Tensor  # true where the state of a position predicts the next token; bool, shape `(B, T - 1)`
-    tokens: Tensor  # those next tokens, row by row; int64, shape `(N,)`, without those of `blanked`
-    # How many further tokens are predicted by logits that are all zero. They cost `log(vocabulary)` each and have no
-    # gradient; the published loss has such, see `repnoise.py`.
+    rows: Tensor
+    """True where the state of a position predicts the next token; bool, shape `(B, T - 1)`."""
+    tokens: Tensor
+    """Those next tokens, row by row; int64, shape `(N,)`, without those of `blanked`."""
     blanked: int = 0
-    # Where other processes hold more of the batch, what means divide by: all their tokens, over the number of
-    # processes. The mean over the processes of such means is that over all tokens.
+    """How many further tokens are predicted by logits that are all zero. They cost `log(vocabulary)` each and have no
+    gradient; the published loss has such, see `repnoise.py`."""
     shared: float | None = None
+    """Where other processes hold more of the batch, what means divide by: all their tokens, over the number of
+    processes. The mean over the processes of such means is that over all tokens."""
 
     @classmethod
     def of_labels(cls, labels: Tensor, group: ProcessGroup = ALONE) -> Targets:

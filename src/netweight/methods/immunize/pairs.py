@@ -22,9 +22,11 @@ from netweight.methods.immunize.distributed import (
 class PairBatch:
     """Pairs side by side: row i of both batches is one pair."""
 
-    harmless: Batch  # prompts with chosen answers
+    harmless: Batch
+    """Prompts with chosen answers."""
     harmful: Batch
-    group: ProcessGroup = ALONE  # the processes that share the batch; the rows are this one's
+    group: ProcessGroup = ALONE
+    """The processes that share the batch; the rows are this one's."""
 
     def to(self, device: torch.device | str) -> PairBatch:
         """Return both on a device."""

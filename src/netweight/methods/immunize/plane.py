@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 class Plane:
     """The directions along which representations differ most, to draw others in too: fit before, place after."""
 
-    center: Tensor  # mean of what was fitted, shape `(D,)`
-    # Orthonormal, the longest first, shape `(k, D)`; of either sign the one whose largest entry is positive.
+    center: Tensor
+    """Mean of what was fitted, shape `(D,)`."""
     axes: Tensor
-    shares: Tensor  # share of the variance along each axis, shape `(k,)`
+    """Orthonormal, the longest first, shape `(k, D)`; of either sign the one whose largest entry is positive."""
+    shares: Tensor
+    """Share of the variance along each axis, shape `(k,)`."""
 
     @classmethod
     def fit(cls, points: Tensor, *, axes: int = 2) -> Plane:

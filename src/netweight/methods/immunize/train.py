@@ -60,10 +60,14 @@ _NAMED = 5  # of several bad rows so many are named
 class StepLog:
     """One step of training."""
 
-    step: int  # counted from 0
-    rate: float  # the learning rate
-    norm: float  # norm of the whole gradient before it was clipped
-    terms: Mapping[str, TermLog]  # what each term of the loss was
+    step: int
+    """Counted from 0."""
+    rate: float
+    """The learning rate."""
+    norm: float
+    """Norm of the whole gradient before it was clipped."""
+    terms: Mapping[str, TermLog]
+    """What each term of the loss was."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:

@@ -39,13 +39,11 @@ class Distillation(DefenseSettings, recommended={"lr": 1e-4}):
     Source: UNDO (Lee et al., arXiv 2506.06278), with the refusing model as its own teacher.
     """
 
-    noise: float = Field(
-        0.8, ge=0, le=1, description="Share of every matrix that becomes noise, as of new weights (distillation)."
-    )
+    noise: float = Field(0.8, ge=0, le=1, description="Share of every matrix that becomes noise, as of new weights.")
     random_rows: float = Field(
         0.3, ge=0,
         description="Rows of random tokens on which the original is imitated, too, per pair: text of no domain keeps "
-        "what new tasks are learned with (distillation).",
+        "what new tasks are learned with.",
     )  # fmt: skip
 
     def build(self) -> DistillationDefense:

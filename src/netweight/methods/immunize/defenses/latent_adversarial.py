@@ -39,10 +39,8 @@ class LatentAdversarial(DefenseSettings):
     the embedding and blocks 8, 16, 24 and 30 of 32, counted from 0.
     """
 
-    bound: float = Field(
-        6.0, gt=0, description="Largest norm of a token's disturbance, at each depth (latent-adversarial)."
-    )
-    search_steps: int = Field(16, ge=1, description="Steps that look for the worst (latent-adversarial).")
+    bound: float = Field(6.0, gt=0, description="Largest norm of a token's disturbance, at each depth.")
+    search_steps: int = Field(16, ge=1, description="Steps of the search for the worst disturbance.")
 
     def build(self) -> LatentAdversarialDefense:
         """Return the defense of these settings."""

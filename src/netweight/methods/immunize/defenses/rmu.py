@@ -41,12 +41,12 @@ class RMU(DefenseSettings, recommended={"lr": 5e-5}):
     Source: Li et al., RMU (arXiv 2403.03218), section 4: coefficient 6.5 and alpha 1200 at the eighth block of 32.
     """
 
-    coefficient: float = Field(6.5, gt=0, description="Norm of what states are steered to (rmu).")
-    alpha: float = Field(1200.0, ge=0, description="Weight of the distance of all that is to stay.")
+    coefficient: float = Field(6.5, gt=0, description="Norm of what states are steered to.")
+    alpha: float = Field(1200.0, ge=0, description="Weight of the distance of all states that must not move.")
     block: int | None = Field(
         None,
         ge=1,
-        description="Block, counted from 1, behind which states are steered (rmu); a quarter deep by default.",
+        description="Block, counted from 1, behind which states are steered; a quarter deep by default.",
     )
 
     def build(self) -> RMUDefense:

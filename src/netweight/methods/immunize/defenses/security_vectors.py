@@ -40,7 +40,7 @@ class SecurityVectors(DefenseSettings, recommended={"lr": 1e-3}):
     Source: Zhou et al., security vectors (arXiv 2311.02105); rank 8 and alpha 32 as in RepNoise's appendix.
     """
 
-    rank: int = Field(8, ge=1, description="Rank of the change (security-vectors).")
+    rank: int = Field(8, ge=1, description="Rank of the change.")
     alpha: float = Field(32.0, gt=0, description="The change is scaled by alpha / rank.")
 
     def build(self) -> SecurityVectorsDefense:

@@ -39,8 +39,8 @@ class SelfDestruction(DefenseSettings):
     is RepNoise's.
     """
 
-    coupling: float = Field(1e-2, ge=0, description="Weight of the gradients' cosine (self-destruction).")
-    distance: float = Field(1e-3, gt=0, description="How far weights move to measure its gradient (self-destruction).")
+    coupling: float = Field(1e-2, ge=0, description="Weight of the gradients' cosine.")
+    distance: float = Field(1e-3, gt=0, description="How far weights move to measure its gradient.")
 
     def build(self) -> SelfDestructionDefense:
         """Return the defense of these settings."""

@@ -37,10 +37,10 @@ class TAR(DefenseSettings):
     weigh more by a factor of e every 16 steps. The safeguard that it begins with is the model's own.
     """
 
-    attack_steps: int = Field(64, ge=1, description="Steps of the attack within a step (tar).")
-    attack_lr: float = Field(2e-5, gt=0, description="Its rate: a tenth, one or two times this, drawn anew (tar).")
-    look_every: int = Field(4, ge=1, description="Steps of the attack between two looks at its uncertainty (tar).")
-    strength: float = Field(4.0, ge=0, description="Weight of the uncertainty at the attack's end (tar).")
+    attack_steps: int = Field(64, ge=1, description="Steps of the attack within a step.")
+    attack_lr: float = Field(2e-5, gt=0, description="Its rate: a tenth, one or two times this, drawn anew.")
+    look_every: int = Field(4, ge=1, description="Steps of the attack between two measurements of the uncertainty.")
+    strength: float = Field(4.0, ge=0, description="Weight of the uncertainty at the attack's end.")
 
     def build(self) -> TARDefense:
         """Return the defense of these settings."""

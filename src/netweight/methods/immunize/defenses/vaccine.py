@@ -38,13 +38,11 @@ class Vaccine(DefenseSettings):
     1/4, of norm 3.
     """
 
-    rho: float = Field(
-        1.0, gt=0, description="Norm of the perturbations of all blocks together, for the batch (vaccine)."
-    )
+    rho: float = Field(1.0, gt=0, description="Norm of the perturbations of all blocks together, for the batch.")
     share: float = Field(
         1.0, gt=0, le=1,
         description="Share of the blocks that are perturbed, drawn anew at each step by how much their states decide "
-        "on harmful answers (t-vaccine); 1 for all.",
+        "on harmful answers; 1 for all.",
     )  # fmt: skip
 
     def build(self) -> VaccineDefense:
