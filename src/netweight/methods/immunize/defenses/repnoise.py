@@ -59,7 +59,8 @@ class RepNoise(DefenseSettings):
     since each costs a product with the whole vocabulary. Corrected only."""
     noise_tokens: int | None = Field(
         256, ge=2,
-        description="Number of tokens that enter the noise term, drawn anew at each step and layer; null for all. Corrected only.",
+        description="Number of tokens that enter the noise term, drawn anew at each step and layer; null for all. "
+        "Corrected only.",
     )  # fmt: skip
     norms: float | None = Field(
         None, gt=0,
