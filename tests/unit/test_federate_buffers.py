@@ -194,8 +194,8 @@ def test_batch_norm_trains_as_torch_trains_it() -> None:
 
 def test_averaged_statistics_are_the_mean_and_the_same_for_all() -> None:
     task, kept = task_of("batch norm in both", (20, 20)), fedavg(TRAINING)
-    own = train(task, kept, Federation(rounds=1))
-    run = train(task, AveragedStatistics(kept), Federation(rounds=1))
+    own = train(task, kept, Federation(rounds=1, aggregator="mean"))
+    run = train(task, AveragedStatistics(kept), Federation(rounds=1, aggregator="mean"))
     for name in ("statistics.body.1.running_mean", "statistics.head.1.running_var"):
         mean = sum(own.private[client][name] for client in task.clients) / 2
         torch.testing.assert_close(run.state[name], mean)

@@ -116,7 +116,7 @@ def refuse_mixing_layers(model: LocalModel) -> None:
 
 
 # For layers that vmap runs example by example, such as attention, torch would warn in every step.
-torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
 # Held while filters of warnings, which belong to the process, are changed.
 _WARNINGS = threading.Lock()
 # Ways to get gradients of single examples of a model, as far as they are not known to fail.
@@ -257,7 +257,9 @@ def _like(layer: nn.RNNBase, kind: type[nn.Module]) -> nn.Module:
         about["nonlinearity"] = "relu"
     if getattr(layer, "proj_size", 0):
         raise NotImplementedError("opacus has no LSTM with projections")
-    made = kind(**about).to(layer.weight_ih_l0)
+    weight = layer.weight_ih_l0
+    assert isinstance(weight, Tensor)
+    made = kind(**about).to(weight)
     made.load_state_dict(layer.state_dict())
     return made.train(layer.training)
 

@@ -21,6 +21,7 @@ from netweight.methods.federate.engine import CHECKPOINT, Checkpoint, Round, Run
 from netweight.methods.federate.folder import PLAN_FILE, FederationPlan
 from netweight.methods.federate.method import Method, Weights
 from netweight.methods.federate.task import Task
+from netweight.methods.federate.updates import Tensors
 
 # The file within a Flower server's folder that says what is known of each round.
 HISTORY = "history.json"
@@ -77,7 +78,7 @@ def open_run(folder: Path, app: str | None = None) -> Run:
         saved = Checkpoint.load(job)
     if saved is None:
         raise UsageError(f"{folder} has no finished round.", cure="Run the app again.")
-    private = {client: method.private_start(task, client, seed=seed) for client in task.clients}
+    private: dict[int, Tensors] = {c: method.private_start(task, c, seed=seed) for c in task.clients}
     return Run(task, method, saved.state, private, tuple(saved.rounds), seed, saved.attempted)
 
 

@@ -96,8 +96,8 @@ def _train_streams(
                 descent.step(_with_extra(clients, half, descent, slopes, rows), rows)
         total[rows] += found.losses.cpu()
         count[rows] += 1
-    found = zip(bodies.vectors, heads.vectors, states, strict=True)
-    trained = [Weights(body, head, state.buffers) for body, head, state in found]
+    ends = zip(bodies.vectors, heads.vectors, states, strict=True)
+    trained = [Weights(body, head, state.buffers) for body, head, state in ends]
     return trained, (total / count).tolist()
 
 

@@ -230,8 +230,8 @@ def _observed(
     inputs, targets = task.client(number).train
     model.train("body")
     body = weights.body.clone().requires_grad_()
-    state = model.layer_state(weights.statistics, seed)
-    loss = model.loss(body, weights.head, model.place(inputs), targets, state)
+    kept = model.layer_state(weights.statistics, seed)
+    loss = model.loss(body, weights.head, model.place(inputs), targets, kept)
     (gradient,) = torch.autograd.grad(loss, body)
     movement = trained.weights.body - weights.body
     codes = None
@@ -354,7 +354,7 @@ class Exposure:
             Finding("gradient", near), Finding("gradient beyond the aggregate's", near - _mean(self.aggregate)),
             Finding("images, clearly above a guess", gain), Finding("images above a guess", gain),
             Finding("text above a guess", _mean(self.tokens) - _mean(self.frequent) if self.tokens else None),
-        ], searched=self._searched, below=self._surely_below)  # fmt: skip
+        ], searched=self._searched, below="yes" if self._surely_below else "")  # fmt: skip
 
     @property
     def _searched(self) -> str:
@@ -374,7 +374,7 @@ class Exposure:
 
 def _words(
     inexact: bool, hidden: bool, unclear: bool | None, unseen: bool | None, unread: bool | None, *, searched: str,
-    below: bool,
+    below: str,
 ) -> Words:  # fmt: skip
     text = "The update reveals no more about the client's gradient than the published aggregate"
     if not hidden:

@@ -80,7 +80,8 @@ class AveragedStatistics(Wrapped):
         averaged = aggregate(buffers, theirs) if buffers else {}
         for name, value in buffers.items():
             if not value.is_floating_point():  # numbers of batches: the largest
-                averaged[name] = torch.stack([part[1][name] for part in parts]).max(0).values
+                counts = [count for part in parts if isinstance(count := part[1][name], Tensor)]
+                averaged[name] = torch.stack(counts).max(0).values
         return {**self.method.aggregate(weights, own), **averaged}
 
     def privacy(self, n: int) -> AnswerPrivacy:
