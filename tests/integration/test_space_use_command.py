@@ -220,7 +220,7 @@ def test_points_whose_names_are_no_folders_stay_where_they_are_written(place, op
     points = NamedPoints(("../beside", "point-0"), opened.scores[:2].clone())
     write_points(points, tmp_path / "points.json")
     found = run(*on(place, "export", tmp_path / "points.json", tmp_path / "out", "--rank", 1))
-    assert {name: each["path"] for name, each in found.items()} == {
+    assert {name: found[name]["path"] for name in points.names} == {
         "../beside": str(tmp_path / "out" / "point-0-" / "pytorch_lora_weights.safetensors"),
         "point-0": str(tmp_path / "out" / "point-0" / "pytorch_lora_weights.safetensors"),
     }

@@ -388,11 +388,10 @@ def build(folder, weights):
     inside = {f"{Q}.{part}": value for part, value in pair.items()}
     hub.file("norm", lora | {f"unet.{ATTENTION}.norm1.diff": hub.normal(8)}, refused="biases or other vectors")
     hub.file("norm of lycoris", good | {f"{q}.w_norm": hub.normal(8)}, refused="biases or other vectors")
-    hub.file("embedding bundled", lora | {"bundle_emb.word.clip_l": hub.normal(2, 8)}, refused="no factor")
     hub.file("cascade", {"lora_prior_unet_down_blocks_0.lora_down.weight": hub.normal(2, 8),
                          "lora_prior_unet_down_blocks_0.lora_up.weight": hub.normal(8, 2)},
              refused="no known component")  # fmt: skip
-    hub.file("control", lora | {f"unet.{Q}.lora_B.bias": hub.normal(12)}, refused="with biases")
+    hub.file("control", lora | {f"unet.{Q}.lora_B.bias": hub.normal(12)}, refused="biases or other vectors")
     for name, pattern in (("pattern", "("), ("endless pattern", "(a+)+$"), ("endless choice", "(a|a)*$")):
         hub.peft(name, inside, None, {"rank_pattern": {pattern: 2}}, refused="no pattern")
     hub.peft("whole modules", inside, None, {"modules_to_save": ["lm_head"]}, refused="modules_to_save")

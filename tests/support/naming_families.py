@@ -41,9 +41,9 @@ _ALPHA = "diffusers ignores the alpha of these modules"
 
 FAMILIES = [
     Family("stable-diffusion", "kohya", "lora_unet_", "StableDiffusionLoraLoaderMixin", True, 2.0, True,
-           skip=".*norm.*|time_emb.*"),
+           skip=".*norm.*|time_emb.*|.*motion.*"),
     Family("stable-diffusion", "diffusers", "unet.", "StableDiffusionLoraLoaderMixin", diffusers=True,
-           skip=".*norm.*"),
+           skip=".*norm.*|.*motion.*"),
     Family("stable-diffusion", "ComfyUI, OneTrainer", "diffusion_model.", None),
     Family("sdxl", "kohya", "lora_unet_", "StableDiffusionXLLoraLoaderMixin", True, 2.0,
            skip=".*norm.*|.*(in_layers_0|out_layers_0).*|out_0"),

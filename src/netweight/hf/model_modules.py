@@ -65,11 +65,13 @@ class Checkpoint:
                 return tensor
             if converter is None:
                 converter = copy.deepcopy(next(each for each in self._converters if pattern in each.source_patterns))
-            converter.add_tensor(renamed, name, pattern, tensor)
+            held: Any = tensor
+            converter.add_tensor(renamed, name, pattern, held)
         assert converter is not None  # there is at least one tensor
         made: Any = converter.convert(parameter, model=self._model, config=getattr(self._model, "config", None))
         made = made.get(parameter, next(iter(made.values())))
-        return made[0] if isinstance(made, list) else made
+        whole: Tensor = made[0] if isinstance(made, list) else made
+        return whole
 
     def _renamed(self, tensor: str) -> tuple[str, str | None]:
         from transformers.core_model_loading import rename_source_key
@@ -104,7 +106,7 @@ def model_modules(path: Path) -> ModelModules | None:
             weight: Any = getattr(module, "weight", None)
             if kind == "Conv1D" and hasattr(module, "nf"):
                 transposed.add(before + name)
-                shapes[before + name] = (int(module.nf), int(weight.shape[0]))  # type: ignore[arg-type]
+                shapes[before + name] = (int(module.nf), int(weight.shape[0]))
             elif kind == "Embedding":
                 embeddings.add(before + name)
             elif _takes_adapters(module):
@@ -158,5 +160,8 @@ def _model(folder: Path) -> nn.Module | None:
         settings.quantization_config = None
         del settings.quantization_config
         if kinds:
-            return kinds[0](settings)
-        return transformers.AutoModel.from_config(settings)
+            model: nn.Module = kinds[0](settings)
+            return model
+        build: Any = transformers.AutoModel.from_config
+        whole: nn.Module = build(settings)
+        return whole

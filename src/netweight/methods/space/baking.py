@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, final
+from typing import IO, TYPE_CHECKING, Any, final
 
 import torch
 
@@ -28,7 +28,7 @@ from netweight.store.lora_formats.base_weights import BaseWeights
 from netweight.store.lora_formats.identify import COMPONENTS
 from netweight.store.lora_formats.naming import naming_called
 from netweight.store.lora_formats.other_kinds import Conversion
-from netweight.store.lora_formats.parts import AdapterPlan, dense_change, take_rows
+from netweight.store.lora_formats.parts import AdapterPlan, Part, VectorPart, dense_change, load_part, take_rows
 from netweight.store.lora_formats.reading import plan_adapter
 from netweight.store.reader import Store, open_store
 from netweight.store.safetensors import KEY, read_header
@@ -200,9 +200,10 @@ class _Baking:
         self.used: set[str] = set()
         self.copied = 0
         for plan, _ in plans:
-            for part in (*plan.parts.values(), *plan.vectors.values()):
-                if part.file not in self._stores:
-                    self._stores[part.file] = stack.enter_context(open_store(part.file))
+            parts: list[Part | VectorPart] = [*plan.parts.values(), *plan.vectors.values()]
+            for file in dict.fromkeys(part.file for part in parts):
+                if file not in self._stores:
+                    self._stores[file] = stack.enter_context(open_store(file))
         # Parameter of the model → (adapter, its weight, the adapter's name of it).
         self._changes: dict[str, list[tuple[AdapterPlan, float, str]]] = {}
         for plan, weight in plans:
@@ -305,10 +306,7 @@ class _Baking:
         change = change.T if transposed else change
         _add_rows(result, rows, change.reshape(current.shape), factor)
 
-    def _factors(self, part: object) -> tuple[Tensor, Tensor, float]:
-        from netweight.store.lora_formats.parts import Part, load_part
-
-        assert isinstance(part, Part)
+    def _factors(self, part: Part) -> tuple[Tensor, Tensor, float]:
         change, _ = load_part(self._stores[part.file], "", part, None)
         return change.down, change.up, change.scale
 
@@ -334,7 +332,8 @@ def _in_order(store: Store) -> Iterator[str]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    whole: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(whole)
 
 
 def _copy(store: Store, name: str, out: IO[bytes]) -> None:

@@ -206,9 +206,9 @@ class _Extraction:
         names = [name for name in self._after.places if name in self._before.places]
         fused: dict[str, str] = {}
         if self._fused:
-            for tensor, (_, pieces) in self._after.tensors.items():
-                if len(pieces) > 1 and tensor in self._before.tensors:
-                    fused |= {piece.module: tensor for piece in pieces}
+            for whole, (_, pieces) in self._after.tensors.items():
+                if len(pieces) > 1 and whole in self._before.tensors:
+                    fused |= {piece.module: whole for piece in pieces}
         done: set[str] = set()
         for name in progress.track(names, "Comparing tensors", len(names), unit="tensors"):
             if (tensor := fused.get(name)) is not None and name.endswith(".weight"):

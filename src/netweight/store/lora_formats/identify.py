@@ -140,6 +140,12 @@ def identify(
         CorruptBlob: Modules of two architectures are in one file.
         Unsupported: A flattened name is in no table, so that its dots cannot be found again.
     """
+    for name in shapes:
+        if re.fullmatch(r"lora_\w+", name) and not name.startswith((*_FLAT_ENCODERS, *_FLAT_DENOISERS)):
+            raise Unsupported(
+                f"{where}: the name {name!r} belongs to no known component.",
+                cure=f"Known are names that begin with {', '.join((*_FLAT_DENOISERS, *_FLAT_ENCODERS))}.",
+            )
     written = [_read(name, component) for name in shapes]
     encoders = [each for each in written if each.encoder]
     rest = [each for each in written if not each.encoder]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,16 @@ from netweight.errors import CorruptBlob, UsageError
 from netweight.nn.lora import Adapter, LowRank, truncate
 from netweight.store.lora_formats import metadata as headers
 from netweight.store.lora_formats import peft_settings as peft
-from netweight.store.lora_formats.identify import ARCHITECTURE, AUTHORS, COMPONENTS, component_of, identify_modules
+from netweight.store.lora_formats.identify import (
+    ARCHITECTURE,
+    AUTHORS,
+    COMPONENTS,
+    component_of,
+    identify,
+    identify_modules,
+)
 from netweight.store.lora_formats.naming import Match, Naming, flat
-from netweight.store.lora_formats.parts import AdapterPlan, Layout
+from netweight.store.lora_formats.parts import AdapterPlan, Layout, take_rows
 from netweight.store.lora_formats.reading import load_plan, plan_adapter
 from netweight.store.lora_formats.scales import alpha_of, scaled_up
 
@@ -109,6 +117,7 @@ def write_adapter(
     """
     path, kernels, metadata = Path(path), dict(kernels or {}), dict(metadata or {})
     _check_kernels(adapter, kernels)
+    adapter = _in_names_of_diffusers(adapter, naming)
     layout = layout or layout_for(adapter)
     if layout == "peft":
         written = _write_peft(adapter, path, kernels, base, overwrite, metadata, transposed)
@@ -130,6 +139,20 @@ def write_adapter(
     _write_safetensors(file, tensors, {"format": "pt"} | metadata | own, overwrite)
     _read_back(adapter, file, naming if layout != "diffusers" else None)
     return file
+
+
+def _in_names_of_diffusers(adapter: Adapter, naming: Naming | None) -> Adapter:
+    """Rename and split modules that are in their authors' names, where a table knows them."""
+    own = {name: change.shape for name, change in adapter.factors.items() if component_of(name)[0] == AUTHORS}
+    if not own:
+        return adapter
+    identity = identify(own, Path("adapter"), naming=naming)
+    factors = {name: change for name, change in adapter.factors.items() if name not in own}
+    for name in own:
+        change = adapter.factors[name]
+        for piece in identity.pieces[name]:
+            factors[piece.module] = LowRank(change.down, take_rows(change.up, piece.rows), change.scale)
+    return Adapter(factors, adapter.vectors)
 
 
 def layout_for(adapter: Adapter) -> Layout:
@@ -177,6 +200,7 @@ def export_adapter(
 
 def write_exported(adapter: Adapter, path: str | Path, *, error: float, **how: Any) -> Exported:
     """Write an adapter and say what was written; `how` are arguments of `write_adapter`."""
+    adapter = _in_names_of_diffusers(adapter, how.get("naming"))
     layout = how.get("layout") or layout_for(adapter)
     adapter, left_out = _without_unsaid(adapter, layout)
     written = write_adapter(adapter, path, **{**how, "layout": layout})
@@ -346,12 +370,13 @@ def _join(
     adapter: Adapter, naming: Naming | None, *, flattened: bool
 ) -> tuple[dict[tuple[str, str], LowRank], dict[tuple[str, str], str]]:
     """Bring modules to the authors' names: (component, name) → change; and which module of the adapter each was."""
+    published = naming is None or naming.component != "unet" or _is_published(adapter, naming)
     changes: dict[tuple[str, str], LowRank] = {}
     places: dict[tuple[str, str], str] = {}
     fused: dict[tuple[str, str], dict[int, tuple[str, LowRank]]] = {}
     matches: dict[tuple[str, str], Match] = {}
     for name, change in adapter.factors.items():
-        component, key, match = _place(name, naming, flattened=flattened)
+        component, key, match = _place(name, naming, flattened=flattened, published=published)
         if match is None or len(match.entry.diffusers) == 1:
             if match is not None and match.entry.swaps(*change.shape):
                 change = LowRank(change.down, _halves_swapped(change.up), change.scale)
@@ -365,7 +390,9 @@ def _join(
     return dict(sorted(changes.items())), places
 
 
-def _place(name: str, naming: Naming | None, *, flattened: bool) -> tuple[str, str, Match | None]:
+def _place(
+    name: str, naming: Naming | None, *, flattened: bool, published: bool = True
+) -> tuple[str, str, Match | None]:
     """Component and authors' name of a module of diffusers, with the line of the table."""
     component, rest = component_of(name)
     if naming is None or component.startswith("text_encoder") or component == AUTHORS:
@@ -376,12 +403,25 @@ def _place(name: str, naming: Naming | None, *, flattened: bool) -> tuple[str, s
             f"{name} is not in the table of {naming.title}, so what its authors call it is not known.",
             cure="Choose --layout diffusers, which keeps its name.",
         )
-    if flattened and naming.kohya == "diffusers":
+    if flattened and (naming.kohya == "diffusers" or not published):
         return component, rest, None
     own = match.entry.diffusers[match.index].partition(":")
     if own[1] and flattened:
         raise UsageError(f"{name} has no name in kohya's layout.", cure="Choose --layout diffusers or comfyui.")
     return naming.component, match.authors, match
+
+
+def _is_published(adapter: Adapter, naming: Naming) -> bool:
+    """Whether a U-Net is of the published structure, whose authors' names count the blocks through.
+
+    Those of another structure, such as small ones, are flattened in the names of diffusers, which programs read, too.
+    """
+    for name, change in adapter.factors.items():
+        match = naming.of_diffusers(name)
+        pattern = "" if match is None else match.entry.diffusers[match.index]
+        if re.search(r"transformer_blocks\.[2-9]", name) or change.shape[1] in naming.columns.get(pattern, ()):
+            return True
+    return False
 
 
 def _halves_swapped(tensor: Tensor) -> Tensor:
@@ -522,7 +562,10 @@ def _read_back(adapter: Adapter, written: Path, naming: Naming | None) -> None:
     if not all(change.down.isfinite().all() and change.up.isfinite().all() for change in adapter.factors.values()):
         return  # which no reader takes
     again = load_plan(plan)
-    missing = sorted({*adapter.factors, *adapter.vectors} - {*again.factors, *again.vectors})
+    # Kohya's names of CLIP have a level that newer models lack.
+    factors = {_plain_name(name): change for name, change in again.factors.items()}
+    present = {*factors, *map(_plain_name, again.vectors)}
+    missing = sorted(name for name in (*adapter.factors, *adapter.vectors) if _plain_name(name) not in present)
     if missing:
         raise CorruptBlob(
             f"{written} was written, but reading it back finds no {missing[0]}"
@@ -530,7 +573,11 @@ def _read_back(adapter: Adapter, written: Path, naming: Naming | None) -> None:
             cure="Do not use the file; choose another layout (--layout diffusers).",
         )
     for name, change in adapter.factors.items():
-        _compare(written, name, change, again.factors[name])
+        _compare(written, name, change, factors[_plain_name(name)])
+
+
+def _plain_name(name: str) -> str:
+    return name.replace(".text_model.", ".", 1) if name.startswith("text_encoder") else name
 
 
 def _compare(written: Path, name: str, change: LowRank, again: LowRank) -> None:
