@@ -78,7 +78,7 @@ def test_the_copy_trains_the_users_model_on_the_users_data(copied, app, tmp_path
     config = tomllib.loads((copied / "mine" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     config |= {
         "data": str(copied / "tables"), "folder": str(tmp_path / "server"), "private-folder": str(tmp_path / "private"),
-        "timeout": 0.0, "patience": 0.0, "rounds": 3, "aggregator": "mean",  # in which sites count by their rows here, too
+        "timeout": 0.0, "patience": 0.0, "rounds": 3, "aggregator": "mean",  # by rows, here too
     }  # fmt: skip
     grid = GridHere(dict.fromkeys(NODES, app["client"]), NODES, run_config=config)
     for context in grid.contexts.values():  # else each client draws its own start, which no training here can repeat
