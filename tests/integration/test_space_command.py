@@ -52,7 +52,7 @@ def test_a_bad_adapter_ends_it_or_is_listed(source, tmp_path):
     assert not (tmp_path / "bank").exists()
     done = run("ingest", source, tmp_path / "bank", "--skip-bad")
     assert done.exit_code == 0
-    assert f"bad.safetensors changes {TO_Q} in shape" in done.stdout
+    assert f"bad.safetensors changes {TO_Q} in shape" in done.output
     assert json.loads(run("info", tmp_path / "bank", "--json").stdout)["skipped"].keys() == {"bad"}
 
 

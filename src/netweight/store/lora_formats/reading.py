@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -182,7 +183,12 @@ def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
             naming=task.naming,
             model=task.model,
         )
-        if identity.spelling == "peft" and any(name.startswith(peft.PREFIX) for name in names):
+        # Some trainers write peft's prefix into files of scale 1; their tables say so.
+        usual = identity.naming is not None and bool(
+            identity.naming.usual and re.match(identity.naming.usual, names[0])
+        )
+        without_scale = identity.spelling != "comfyui" and not usual
+        if without_scale and any(name.startswith(peft.PREFIX) for name in names):
             raise UsageError(
                 f"{file} is in peft's layout, but is not called {peft.WEIGHTS}, so its scale is not known.",
                 cure=f"Put it in a folder under that name, beside its {peft.CONFIG}.",
@@ -276,7 +282,7 @@ def _no_part(file: Path, name: str) -> Unsupported:
             cure="Train without modules_to_save; or extract a LoRA from the merged model: netweight space extract BASE "
             "MERGED NEW.",
         )
-    return Unsupported(f"{file}: tensor {name!r} is no part of a LoRA.", cure="Save the adapter without it.")
+    return Unsupported(f"{file}: tensor {name!r} is no factor of a LoRA.", cure="Save the adapter without it.")
 
 
 def _rough_shape(store: Store, roles: Mapping[Role, str]) -> tuple[int, int]:
