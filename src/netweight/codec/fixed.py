@@ -401,7 +401,13 @@ def order_of(
     # A bias of usual size would hide these errors, one of their size does not.
     biases = [noise[:rows], noise[:rows] * 2**-20] if biased else [None]
     asked = x[:, None].repeat(1, 2, 1)[:, -1:] if strided else x
-    wanted = [F.linear(asked, weight, bias).view(inputs, rows) for bias in biases]
+    with torch.no_grad():  # whether a weight requires a gradient decides how torch folds inputs that are not contiguous
+        wanted = [
+            F.linear(asked, each, bias).reshape(inputs, rows)
+            for bias in biases
+            for each in ((weight, weight.clone().requires_grad_()) if strided else (weight,))
+        ]
+    biases = [bias for bias in biases for _ in range(1 + strided)]
     found = torch.empty(inputs, rows, dtype=torch.bfloat16)
     for order in known:
         same = []

@@ -35,8 +35,10 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     stored = weight.stored
     if torch.is_grad_enabled() or _is_watched() or _casts(x) or torch.compiler.is_compiling():
         return _product(x, weight, bias) if _as_dense_would(x) else None
-    if not _as_dense_would(x) and not (stored.payload.is_cpu and device.is_here(stored.payload)):
-        return None
+    if not _as_dense_would(x):
+        here = device.is_here(stored.payload) and not prefetch.open_blocks and stored.dtype == torch.bfloat16
+        last = here and bias is None and _are_last_positions(x) and stored.payload.numel() >= _LARGE
+        return _product_by_tiles(x, stored.payload, stored.shape, None, fixed=stored.fixed) if last else None
     small = stored.small()
     if small is not None:
         return F.linear(x, small, bias)
@@ -110,6 +112,11 @@ def embedding(
 def _as_dense_would(x: torch.Tensor) -> bool:
     """Whether a product with `x` surely takes the kernels that the functions here take."""
     return (x.dim() >= 2 and x.is_contiguous()) or torch.compiler.is_compiling()
+
+
+def _are_last_positions(x: torch.Tensor) -> bool:
+    """Whether these are one position each of several sequences, from which a model calculates its next tokens."""
+    return x.dim() == 3 and x.shape[1] == 1 and x.stride(2) == 1
 
 
 def _product(x: Any, weight: Any, bias: Any, *, turned: bool = False) -> torch.Tensor:
@@ -448,12 +455,7 @@ def _product_by_tiles(
         return None
     if not fixed_products.fit(x, bias, rows, columns, payload.device):
         return None
-    strided = not _as_dense_would(x)
-    # Of inputs that are not contiguous only the last positions of several sequences are tried: torch rounds others, and
-    # those with a bias, in other places.
-    if strided and not (x.dim() == 3 and x.shape[1] == 1 and x.stride(2) == 1 and bias is None):
-        return None
-    order = order_of(rows, columns, inputs, threads, bias is not None, strided=strided)
+    order = order_of(rows, columns, inputs, threads, bias is not None, strided=not _as_dense_would(x))
     if order is None:
         return None
     flat, result, row = x.reshape(inputs, columns).contiguous(), torch.empty(inputs, rows, dtype=torch.bfloat16), 0
