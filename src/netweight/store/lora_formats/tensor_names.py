@@ -25,7 +25,7 @@ _BIAS = re.compile(r"(?P<module>.+)\.(?:lora_B(?:\.[^.]+)?|lora_up|lora\.up|lora
 _FACTOR = re.compile(
     r"(?P<module>.+?)(?:\.lora_(?P<side>[AB])(?:\.(?!weight$)[^.]+)?"
     r"|(?:\.lora|\.lora_linear_layer|(?P<joined>_lora))\.(?P<way>down|up)"
-    r"|\.lora_(?P<kohya>down|up))(?:\.weight)?"
+    r"|\.lora_(?P<kohya>down|up))\.weight"
 )
 _ALPHA = re.compile(
     r"(?P<module>.+?)(?:\.lora|\.lora_linear_layer|(?P<joined>_lora))?(?:\.(?:lora_)?(?:down|up)\.weight)?\.alpha"
