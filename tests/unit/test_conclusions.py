@@ -19,7 +19,7 @@ for home in ("compress.recipe", "federate.recipe", "immunize.report", "space.ima
 
 RANK = {"broken": 0, "partly": 1, "told": 2, "holds": 3}
 BAD_WORDS = re.compile(
-    r"\b(differs?|not|too large|less than|broken|hides no|no better|bring|yes|come back|recovers|exactly|learns|reveals more|"
+    r"\b(differs?|not|too large|less than|broken|hides no|no better|bring|yes|come back|recovers|exactly|reveals more|"
     r"leak|falls|can be read|images copy|no better|move it most|be reconstructed)\b", re.IGNORECASE,
 )  # fmt: skip
 GOOD_WORDS = re.compile(r"\b(nothing is lost|every bit is there|equal to|as they were)\b", re.IGNORECASE)
