@@ -401,7 +401,7 @@ def build(folder, weights):
     _hostile(hub, good, inside)
     hub.file("integers", {key: value.int() for key, value in good.items()}, refused="dtype I32")
     hub.file(
-        "unknown names", {"lora_unet_somewhere_else.lora_down.weight": hub.normal(2, 8)}, refused="no known structure"
+        "unknown names", {"lora_unet_somewhere_else.lora_down.weight": hub.normal(2, 8)}, refused="is not in an"
     )
     hub.file("oft", {f"{q}.oft_blocks": hub.normal(2, 4, 4)}, refused="OFT")
     hub.file("not an adapter", {"model.embed_tokens.weight": hub.normal(4, 4)}, refused="no factor of a LoRA")
