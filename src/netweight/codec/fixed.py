@@ -402,18 +402,14 @@ def order_of(
     biases = [noise[:rows], noise[:rows] * 2**-20] if biased else [None]
     asked = x[:, None].repeat(1, 2, 1)[:, -1:] if strided else x
     with torch.no_grad():  # whether a weight requires a gradient decides how torch folds inputs that are not contiguous
-        wanted = [
-            F.linear(asked, each, bias).reshape(inputs, rows)
-            for bias in biases
-            for each in ((weight, weight.clone().requires_grad_()) if strided else (weight,))
-        ]
-    biases = [bias for bias in biases for _ in range(1 + strided)]
+        weights = [weight, weight.clone().requires_grad_()] if strided else [weight]
+        wanted = [[F.linear(asked, each, bias).reshape(inputs, rows) for each in weights] for bias in biases]
     found = torch.empty(inputs, rows, dtype=torch.bfloat16)
     for order in known:
         same = []
         for bias, each in zip(biases, wanted, strict=True):
             multiply(weight, rows, x, bias, order, found, threads)
-            same.append(torch.equal(found, each))
+            same += [torch.equal(found, one) for one in each]
         if all(same):
             return order
     return None

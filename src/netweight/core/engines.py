@@ -161,7 +161,7 @@ def _start_worker(threads: int, environment: dict[str, str], address: tuple[Any,
     os.environ.clear()
     os.environ.update(environment)
     _Parent.address = address
-    os._exit = functools.partial(_leave_with_zero_marked, os._exit)  # type: ignore[assignment]
+    os._exit = functools.partial(_leave_with_zero_marked, os._exit)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     limit_threads(threads)
 

@@ -337,9 +337,9 @@ def _bin_places(path: Path) -> dict[str, TensorPlace]:
     found = {}
     for name, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, Tensor) and value.is_contiguous():
-            begin = value.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
-            begin += value.storage_offset() * value.dtype.itemsize
-            found[str(name)] = TensorPlace(value.dtype, tuple(value.shape), int(begin))
+            storage: Any = value.untyped_storage()
+            begin = int(storage._checkpoint_offset) + int(value.storage_offset()) * value.dtype.itemsize
+            found[str(name)] = TensorPlace(value.dtype, tuple(value.shape), begin)
     return found
 
 
@@ -386,9 +386,9 @@ def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             file.seek(places[name].begin)
             file.write(tensor_bytes(tensor))
-    with path.open("rb") as file:  # what was written is read back
+    with path.open("rb") as again:  # what was written is read back
         wrong = [
-            name for name, value in tensors.items() if tensor_bytes(_read(file, places[name])) != tensor_bytes(value)
+            name for name, value in tensors.items() if tensor_bytes(_read(again, places[name])) != tensor_bytes(value)
         ]
     if wrong:
         raise CorruptBlob(f"{path} does not hold {wrong[0]!r} as it was written.", cure="Check the disk.")

@@ -122,9 +122,9 @@ def settings_for(stored: Any, given: Any, theirs: Callable[[Any, Any], Any]) -> 
     method = stored.get("quant_method") if isinstance(stored, Mapping) else getattr(stored, "quant_method", None)
     if given is None or getattr(method, "value", method) not in (METHOD, HINT):
         return theirs(stored, given)
-    folders = NetweightConfig.from_dict(dict(stored)) if isinstance(stored, Mapping) else stored
+    folders = NetweightConfig.from_dict(dict(stored)) if isinstance(stored, Mapping) else stored  # type: ignore[no-untyped-call]
     if isinstance(given, Mapping) and given.get("quant_method") in (METHOD, HINT):
-        given = NetweightConfig.from_dict(dict(given))
+        given = NetweightConfig.from_dict(dict(given))  # type: ignore[no-untyped-call]
     if not isinstance(given, NetweightConfig):
         if folders.weights is None:
             return theirs(stored, given)

@@ -121,7 +121,7 @@ class Examiner:
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _in_thought(self, question: Question) -> bool:
-        return bool(OPENED_THOUGHT.search(str(self.tokenizer.decode(question.prompt[-8:]))))
+        return bool(OPENED_THOUGHT.search(str(self.tokenizer.decode(list(question.prompt[-8:])))))
 
     def lead(self, question: Question, answer: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of an answer before its final part: a thought with its end; empty without thoughts."""

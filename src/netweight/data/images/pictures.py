@@ -314,5 +314,7 @@ def _note_odd(pixels: Tensor, name: str, remarks: _Remarks) -> None:
     low, high = int(pixels.min()), int(pixels.max())
     if low == high:
         remarks.add("Of one value everywhere", name)
-    elif len(pixels.unique()) > 2 and float(((pixels == 0) | (pixels == 255)).float().mean()) > _CLIPPED:
+    elif len(pixels.unique()) > 2 and (  # type: ignore[no-untyped-call]
+        float(((pixels == 0) | (pixels == 255)).float().mean()) > _CLIPPED
+    ):
         remarks.add("Clipped, nearly all pixels being black or white", name)

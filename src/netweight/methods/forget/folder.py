@@ -240,12 +240,12 @@ def _membership(
     if not controls:
         copies = [turned(Target(pair.name, pair.prompt, pair.image)) for pair in pairs]
         others = [(copy.name, copy.prompt, copy.image) for copy in copies]
-    errors = [
+    before, after, controls_before, controls_after = (
         picture_errors(models[name], pictures, seed=seed, progress=progress)
         for pictures in (memorized, others)
         for name in ("original", "edited")
-    ]
-    return Membership(*errors, given=bool(controls))
+    )
+    return Membership(before, after, controls_before, controls_after, given=bool(controls))
 
 
 def _changed(original: TextToImage, edited: TextToImage, found: Sequence[Localization]) -> dict[str, float]:

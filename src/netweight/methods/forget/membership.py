@@ -86,7 +86,9 @@ def picture_errors(
     """
     levels = int(model.timesteps(2)[0]) + 1
     times = (torch.linspace(0.02, 0.98, _NOISES) * levels).long()
-    batches, own, empty = Batches(rows), {}, {}
+    batches = Batches(rows)
+    own: dict[str, float] = {}
+    empty: dict[str, float] = {}
     with progress.task(f"errors: {model.name}", 2 * len(pictures), unit="prompts") as task:
         for name, prompt, picture in pictures:
             latents = model.to_latents(picture[None]).expand(_NOISES, -1, -1, -1)

@@ -485,7 +485,7 @@ def _few(names: list[str]) -> str:
 
 def _quantized_by(at: _Place) -> str | None:
     """By what a weight was quantized: codes mean nothing without the scales beside them, which change with them."""
-    kind = type(at.parameter)
+    kind: type = type(at.parameter)
     if kind is not nn.Parameter and kind is not CompressedTensor and kind.__module__.partition(".")[0] != "torch":
         return kind.__name__  # of bitsandbytes, torchao and others, whose layers are subclasses of torch's
     names = (*at.module._parameters, *at.module._buffers)

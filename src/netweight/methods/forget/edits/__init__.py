@@ -13,3 +13,5 @@ from netweight.methods.forget.edits.neurons import Neurons
 from netweight.methods.forget.edits.siss import Siss
 
 EDITS: dict[str, type[Edit]] = {edit.name: edit for edit in (ClosedForm, Siss, Neurons, Distil, Esd)}
+
+__all__ = ["EDITS", "ClosedForm", "Distil", "Edit", "Esd", "Neurons", "Siss"]

@@ -94,7 +94,7 @@ def train(edit: TrainedEdit, task: EditTask) -> EditOutcome:
         work = Training(edit, task, anchors)
         logs = work.run(job, task.progress)
     before = {name: weight.to("cpu", dtypes[name]) for name, weight in work.originals.items()}
-    about = {"measured": [asdict(log) for log in logs]}
+    about: dict[str, Any] = {"measured": [asdict(log) for log in logs]}
     if edit.anchored:
         about["anchors"] = dict(zip(task.prompts, anchors, strict=True))
     return EditOutcome(before, about)
