@@ -61,12 +61,12 @@ def test_a_failure_on_the_way_leaves_the_older_one(tmp_path):
 
 
 def test_trainings_and_federations_are_written_and_read_in_this_layout(tmp_path):
-    """The layout of both is that of earlier releases, to the byte."""
+    """The layout of both is that of the store's checkpoints, to the byte."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     from decoders_under_test import decoder, some_pairs
 
     model = decoder(layers=1)
-    immunize(model, some_pairs(), settings=TrainingSettings(batch_size=2), folder=tmp_path / "training")
+    immunize(model, some_pairs(), settings=TrainingSettings(batch_size=2, checkpoint_every=1), folder=tmp_path / "training")
     with open_checkpoint(tmp_path / "training" / CHECKPOINT) as (about, store, names):
         by_hand(tmp_path / "hand", about, {name: store.get(name) for name in names})
     assert (tmp_path / "training" / CHECKPOINT).read_bytes() == (tmp_path / "hand").read_bytes()
@@ -77,15 +77,13 @@ def test_trainings_and_federations_are_written_and_read_in_this_layout(tmp_path)
     assert {*about["steps"][1]} == {"step", "rate", "norm", "terms"}
 
     weight, moment = torch.randn(3, 4), torch.randn(3, 4)
-    by_hand(tmp_path / "other", {"settings": "x", "rounds": []}, {"state|w": weight, "private|3|w": moment})
-    with Job.open(tmp_path, key={"lr": 1}, state="other") as job:
-        federation = FederationCheckpoint.load(job, "x")
+    by_hand(tmp_path / "other", {"rounds": [], "attempted": {}}, {"state|w": weight, "private|3|w": moment})
+    with Job.open(tmp_path, state="other") as job:
+        federation = FederationCheckpoint.load(job)
         assert torch.equal(federation.state["w"], weight)
         assert torch.equal(federation.private[3]["w"], moment)
-        with pytest.raises(UsageError, match="other settings or inputs"):
-            FederationCheckpoint.load(job, "y")
     with Job.open(tmp_path, state="again") as job:
-        federation.save(job, "x")
+        federation.save(job)
     assert (tmp_path / "again").read_bytes() == (tmp_path / "other").read_bytes()
     with open_store(tmp_path / "again") as store:
         assert store.names() == ["about", "state|w", "private|3|w"]
