@@ -66,7 +66,8 @@ def test_trainings_and_federations_are_written_and_read_in_this_layout(tmp_path)
     from decoders_under_test import decoder, some_pairs
 
     model = decoder(layers=1)
-    immunize(model, some_pairs(), settings=TrainingSettings(batch_size=2, checkpoint_every=1), folder=tmp_path / "training")
+    settings = TrainingSettings(batch_size=2, checkpoint_every=1)
+    immunize(model, some_pairs(), settings=settings, folder=tmp_path / "training")
     with open_checkpoint(tmp_path / "training" / CHECKPOINT) as (about, store, names):
         by_hand(tmp_path / "hand", about, {name: store.get(name) for name in names})
     assert (tmp_path / "training" / CHECKPOINT).read_bytes() == (tmp_path / "hand").read_bytes()
