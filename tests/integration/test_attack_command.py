@@ -127,7 +127,7 @@ def test_without_the_true_images_only_the_objective_is_told(case):
         (["--model", "no_such_module:x"], "there is no module 'no_such_module'"),
         (["--model", "victim_model:number"], "is neither a torch module nor a function that makes one"),
         (["--params", "truth1.safetensors"], "does not fit the model"),
-        (["--shape", "1,1,x"], "is no list of numbers"),
+        (["--shape", "1,1,x"], "is not a list of numbers"),
         (["--shape", "1,1,12"], "(n, c, h, w)"),
         (["--shape", "1,2,12,12"], "gray or color images"),
         (["--mean", "0,1"], "do not normalize images of 1 channels"),

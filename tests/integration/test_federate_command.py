@@ -91,7 +91,7 @@ def test_a_folder_without_a_federation_and_a_wrong_threat_are_refused(tmp_path: 
     answer = run("audit", str(tmp_path))
     assert answer.exit_code == 2
     assert "netweight federate run" in answer.output
-    assert "no threat model" in run("audit", str(folder), "--threat", "five").output
+    assert "is not a threat model" in run("audit", str(folder), "--threat", "five").output
 
 
 @pytest.mark.parametrize(

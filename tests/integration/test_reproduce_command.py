@@ -117,7 +117,7 @@ def test_a_report_is_rendered_again(tmp_path):
     (folder / "report.html").unlink()
     result = call("report", folder, "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["sections"][0]["verdict"] == "pass"
+    assert json.loads(result.stdout)["sections"][0]["verdict"] == "passed"
     assert (folder / "report.html").read_text() == before
     (folder / "report.json").write_text("{}")
     result = call("report", folder)
