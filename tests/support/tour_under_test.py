@@ -36,12 +36,12 @@ def shrink():
 
     recipe = yaml.safe_load(tour._text())
     chapters = recipe["chapters"]
-    for name in ("forget", "siss"):
-        chapters[name]["treatments"][0]["forget"] |= {"look_seeds": 3, "steps": 4}
+    chapters["forget"]["treatments"][0]["forget"] |= {"neurons": {"seeds": 3}, "steps": 4}
+    chapters["siss"]["treatments"][0]["forget"] |= {"steps": 4}
     chapters["federate"]["treatments"][0]["federate"]["rounds"] = 1
     chapters["federate"]["attacks"][0]["server"] |= {"images": 1, "softening": 1, "rounds": 1}
     chapters["forget"]["attacks"][0]["embedding"]["search"] |= {"steps": 2, "draws": 1, "images": 1}
-    chapters["siss"]["treatments"][0]["forget"]["distil"] |= {"steps": 2, "images": 1}
+    chapters["siss"]["treatments"][0]["forget"]["siss"] |= {"steps": 2, "images": 1}
     chapters["immunize"]["attacks"][0]["finetune"] |= {"max_steps": 4, "samples": 64, "check_every": 4}
     chapters["space"]["attacks"][0]["images"] |= {"inversion_steps": 3, "steps": 3}
     text = yaml.safe_dump(recipe, sort_keys=False)
