@@ -260,11 +260,11 @@ def check_pipeline(folder: Path) -> None:
 
 
 def _variant(name: str) -> str | None:
-    """The variant in the name of a weight file; None for another file."""
+    """The variant in the name of a weight file, compressed or not; None for another file."""
     stem, dot, ending = name.rpartition(".")
     if not dot or ending not in ("safetensors", "bin"):
         return None
-    base, _, variant = _SHARD.sub("", stem).partition(".")
+    base, _, variant = _SHARD.sub("", stem).removesuffix(".net").partition(".")
     return variant if base in _STEMS else None
 
 
