@@ -53,7 +53,7 @@ def test_all_of_them_are_trials_and_leave_every_weight(pipeline):
 
 def test_other_sampling_is_the_prompts_own_with_other_guidance_and_steps(pipeline):
     walk = OtherSampling(pipeline, "a circle", SETTINGS.replace(guidance=3, generation_steps=4))
-    made = walk.images([0, 0, 1, 2, 3], [5, 6, 5, 5, 5], Batches(8))
+    made = walk.images([0, 0, 1, 2, 3], [5, 6, 5, 5, 5], Batches(8), 3.0)
     for place, (seed, guidance, steps) in enumerate([(5, 1, 4), (6, 1, 4), (5, 6, 4), (5, 3, 2), (5, 3, 8)]):
         alone = pipeline.generate(pipeline.embed(["a circle"]), [seed], guidance=guidance, steps=steps)[0]
         assert torch.allclose(made[place], alone, atol=1e-4)
