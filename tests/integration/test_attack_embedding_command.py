@@ -70,12 +70,12 @@ def test_models_and_controls_are_searched_and_a_second_call_remembers(case, tmp_
     assert len(section["tables"][0]["rows"]) == 3 * 2 * 3
     assert set(report["provenance"]["inputs"]) == {"targets.csv"}
     assert (tmp_path / "report.html").stat().st_size > 10_000
-    lines = (tmp_path / "searches.jsonl").read_text()
+    lines = (tmp_path / "embedding" / "searches.jsonl").read_text()
     assert len(lines.splitlines()) == 3 * 4 * 2
-    assert len(list((tmp_path / "found").iterdir())) == 24
+    assert len(list((tmp_path / "embedding" / "found").iterdir())) == 24
     again = call(case, tmp_path, "--threshold", "1", "--seeds", "2")
     assert again.exit_code == 0, again.output
-    assert (tmp_path / "searches.jsonl").read_text() == lines
+    assert (tmp_path / "embedding" / "searches.jsonl").read_text() == lines
     assert "2 memorized images and 2 controls, searched in: original, edited." in again.output
     assert "edited: Planted images: none of 4 brought back" in again.output
 
@@ -88,7 +88,7 @@ def test_controls_of_ones_own_and_a_threshold_that_everything_meets(case, tmp_pa
     assert answer.exit_code == 0, answer.output
     result = json.loads(answer.stdout)
     assert "shows what it can generate, not what is stored" in result["verdicts"]["edited"]
-    rows = [json.loads(line) for line in (tmp_path / "out" / "searches.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "embedding" / "searches.jsonl").read_text().splitlines()]
     assert {row["config"]["target"] for row in rows} == {*PROMPTS, "control: a photo"}
     assert all(trial["steps"] == 0 for row in rows for trial in row["value"])
     assert rows[0]["config"]["settings"]["error"] == "velocity"

@@ -19,7 +19,7 @@ from netweight.toys.shapes import ShapesWorld
 
 RECIPES = Path(__file__).parents[2] / "src" / "netweight" / "recipes"
 WORLD = ShapesWorld()
-LOOK = "look_seeds: 3, look_steps: 5, images: 2, guidance: 3, steps: 4"
+LOOK = "neurons: {seeds: 3}, images: 2, guidance: 3, steps: 4"
 SEARCH = "{steps: 2, restarts: 1, draws: 2, images: 2, guidance: 3, generation_steps: 4, threshold: 0.99}"
 
 
