@@ -190,7 +190,7 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     assert "no column 'response'" in refused("--harmful", str(tmp_path / "other.jsonl"))
     write(tmp_path / "one.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"}])
     assert "one prompt" in refused("--harmful", str(tmp_path / "one.jsonl"))
-    assert "no list of numbers" in refused("--lr", "fast")
+    assert "not a list of numbers" in refused("--lr", "fast")
     assert "Give --engine ray" in refused("--address", "auto")
     (tmp_path / "nothing").mkdir()
     arguments = [str(case / "base"), "--harmful", str(case / "harmful.jsonl"), "--benign-share", "0.5", "--out", "out"]

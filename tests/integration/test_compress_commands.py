@@ -31,7 +31,7 @@ def test_there_and_back_for_people(model, tmp_path):
     assert answer.exit_code == 0, answer.stderr
     assert answer.stdout.startswith("net: 4 tensors, 24.9kB -> ")
     assert "(ratio 1." in answer.stdout
-    assert "B/s\nWritten: net (20.5kB in 6 files).\nNext: netweight verify net --against m\n" in answer.stdout
+    assert "B/s\nWritten: net (20.4kB in 6 files).\nNext: netweight verify net --against m\n" in answer.stdout
     assert run("verify", "net", "--against", "m").stdout.splitlines()[:4] == [
         "met    damaged tensors: 0 of 4", "met    damaged files: 0 of 5", "met    files that do not belong: 0",
         "met    tensors that differ: 0 of 4",

@@ -291,5 +291,5 @@ def test_the_command_says_what_to_do(tmp_path):
     source = quantized_folder(tmp_path / "m", {"q.weight": ("I8", CODES)})
     command = [sys.executable, "-m", "netweight", "compress", str(source), str(tmp_path / "net")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "restore it: netweight decompress" in done.stdout
+    assert "restore it: netweight decompress" in done.stderr
     assert json.loads((tmp_path / "net" / MANIFEST).read_text())["bytes_only"]
