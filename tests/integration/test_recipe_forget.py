@@ -32,7 +32,7 @@ def write_tables(folder):
     (folder / "ordinary.txt").write_text("\n".join(WORLD.ordinary_captions[:8]))
 
 
-def call(*arguments, code=(0,)):
+def call(*arguments, code=(0, 1)):
     answer = CliRunner().invoke(netweight, [*map(str, arguments), "--json"])
     assert answer.exit_code in code, answer.output
     return json.loads(answer.stdout)
@@ -56,7 +56,7 @@ def done(tmp_path_factory):
 def test_one_recipe_forgets_looks_and_searches(done):
     folder, result, again = done
     forgotten, searched = result["steps"]
-    assert list(forgotten["findings"]) == ["detection", "neurons", "images"]
+    assert list(forgotten["findings"]) == ["detection", "membership", "neurons", "images"]
     named = {finding["name"]: finding for finding in forgotten["findings"]["images"]}
     assert named["prompts suppressed"]["n"] == 3
     assert named["NCC, seeds that copy the training image, verbatim"]["baseline"] == 1

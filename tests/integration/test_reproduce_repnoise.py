@@ -136,7 +136,7 @@ def test_the_papers_scale_takes_a_model_folder_and_a_judge(own_model, tmp_path, 
     assert score > 1  # the judge counts letters
     assert len(list((tmp_path / "repnoise-runs-paper" / "defended").iterdir())) == 1
     assert any("a_judge:short" in sentence for sentence in judged.measured.differs)
-    with pytest.raises(UsageError, match="MODULE:NAME"):
+    with pytest.raises(UsageError, match="a_judge has no 'none'"):
         at_paper_scale("repnoise-table1", None, judge="a_judge:none")
     with pytest.raises(UsageError, match="--model"):
         run_table("repnoise-table1", scale="paper", out=tmp_path / "other")
