@@ -46,7 +46,7 @@ def done(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         text = (RECIPES / "forget.yaml").read_text()
-        text = text.replace("images: 8", NEURONS).replace("{rates: [0.3, 1.0]}", SEARCH)
+        text = text.replace("images: 8", f"method: neurons, {LOOK}").replace("{rates: [0.3, 1.0]}", SEARCH)
         Path("recipe.yaml").write_text(text)
         result = call("run", "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", "out")
         again = call("run", "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", "out")
