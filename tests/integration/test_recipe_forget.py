@@ -63,7 +63,7 @@ def test_one_recipe_forgets_looks_and_searches(done):
     assert "NCC, seeds that copy the training image, template" in named
     assert any("random neurons" in name for name in named)
     *audits, images, second = read_report(folder / "out").sections
-    assert [each.title for each in audits] == ["1. forget: Detection", "1. forget: Neurons"]
+    assert [each.title for each in audits] == ["1. forget: Detection", "1. forget: Membership", "1. forget: Neurons"]
     assert (images.title, images.figures[0].kind) == ("1. forget: Images before and after the edit", "svg")
     assert images.missing_audits == ()
     assert (second.title, len(second.figures)) == ("2. embedding: Search for embeddings", 3)
