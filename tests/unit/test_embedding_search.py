@@ -193,7 +193,7 @@ def test_starts_are_those_asked_for_and_noise_has_the_statistics_of_prompts():
 
 def test_what_cannot_be_meant_is_refused(original):
     with pytest.raises(
-        UsageError, match=r"(?s)2 .*steps: must be at least 1, not 0.*lr: must be greater than 0, not -1"
+        UsageError, match=r"(?s)2 settings.*steps: must be at least 1, not 0.*lr: must be greater than 0, not -1"
     ):
         SearchSettings(steps=0, lr=-1)
     with pytest.raises(UsageError, match="looks must ascend"):
