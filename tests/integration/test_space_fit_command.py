@@ -79,7 +79,7 @@ def test_bad_input_is_named_before_the_work(bank, tmp_path):
     for arguments, message in (
         (["--components", 24], "A bank of 24 has at most 23 principal components"),
         (["--representation", "factors"], "'person-1' has rank 2 in"),
-        (["--processes", 2], "needs a folder"),
+        (["--processes", 1], "--processes"),
     ):
         done = invoke(bank.path, tmp_path / "space", *arguments)
         assert done.exit_code == 2
@@ -87,6 +87,16 @@ def test_bad_input_is_named_before_the_work(bank, tmp_path):
     alone = bank_at(tmp_path / "alone", random_adapters(1, dtype=torch.float32))
     assert "A bank of 1 has at most 0" in invoke(alone.path, tmp_path / "space").output
     assert not (tmp_path / "space").exists()
+    with pytest.raises(UsageError, match="needs a folder"):
+        WeightSpace.fit(bank, components=3, engine=in_process)
+
+
+def test_processes_share_the_work_in_a_folder_of_the_command_s_own(bank, tmp_path):
+    done = invoke(bank.path, tmp_path / "space", "--components", 3, "--processes", 2)
+    assert done.exit_code == 0, done.output
+    expected = WeightSpace.fit(bank, components=3)
+    torch.testing.assert_close(WeightSpace.open(tmp_path / "space", bank).scores, expected.scores, rtol=1e-4, atol=1e-4)
+    assert {path.name for path in tmp_path.iterdir()} == {"bank", "space"}  # nothing of the work is left
 
 
 @pytest.mark.parametrize(("how", "engine"), [
