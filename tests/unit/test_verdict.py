@@ -37,10 +37,14 @@ def finding(state, name="recovered"):
 
 
 def wanted(states):
-    """The outcome by the rule: failed if a target failed, was not measured, or had no control that broke."""
+    """The outcome by the rule: failed if a target failed, was not measured, or had no control that broke.
+
+    Nothing passes beside an attack that succeeded and has no target.
+    """
     aimed = [state for state in states if state[1] == "target"]
     bad = [state for state in aimed if state[0] != "met" or state[2] == "held"]
-    return "failed" if bad else "passed" if aimed else "none"
+    broken = ("missed", "no target", None) in states
+    return "failed" if bad else "passed" if aimed and not broken else "none"
 
 
 def sections(states, missing):
