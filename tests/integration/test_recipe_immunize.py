@@ -58,7 +58,9 @@ def test_one_recipe_defends_attacks_both_and_writes_one_report(here):
     attack = shipped("attack-finetune.yaml", "base: my-model", "base: model")
     answer = run(attack, "--subject", defended["path"], "--output", "alone", "--json")
     (alone,) = json.loads(answer.stdout)["steps"]
-    assert [f["value"] for f in alone["findings"]["finetune"]] == [f["value"] for f in attacked["findings"]["finetune"]]
+    # Processor seconds differ from run to run.
+    values = [[f["value"] for f in each["findings"]["finetune"] if f["unit"] != "s"] for each in (attacked, alone)]
+    assert values[0] == values[1]
 
 
 def test_without_an_attack_the_report_says_what_was_not_proved(here):
