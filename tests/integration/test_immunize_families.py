@@ -59,8 +59,9 @@ def test_a_folder_of_a_family_is_defended_attacked_and_reported_by_the_commands(
          "--retain", files["retain"], "--lr", "1e-3")  # fmt: skip
     call("attack", "finetune", tmp_path / "defended", "--base", tmp_path / "model", "--harmful", files["harmful"],
          "--benign", files["keep"], "--trained-on", files["pairs"], "--grid", "quick", "--lr", "1e-2", "--seeds", "1",
-         "--max-steps", "4", "--check-every", "4", "--threshold", "0.2", "--out", tmp_path / "attack")  # fmt: skip
+         "--max-steps", "4", "--check-every", "4", "--threshold", "0.25", "--out", tmp_path / "attack")  # fmt: skip
     (section,) = read_report(tmp_path / "attack").sections
-    assert {row[1] for row in section.tables[0].rows} == {"undefended", "defended"}
+    (table,) = (table for table in section.tables if table.title == "Attacks with harmful data")
+    assert {row[1] for row in table.rows} == {"undefended", "defended"}
     assert {finding.name for finding in section.findings} >= {"resistance, defended", "kept ability, defended"}
     assert (tmp_path / "defended" / "immunize-report" / "report.html").exists()
