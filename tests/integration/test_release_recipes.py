@@ -44,11 +44,11 @@ def same_files(one, other):
     assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
 
 
-def card_of(published, folder="published"):
-    """The card of a copy that could be pushed; the copy stays proved."""
+def card_of(published, folder="published", *, outcome):
+    """The card of a copy that could be pushed, told with the run's own verdict; the copy stays proved."""
     shutil.copytree(published, folder)
     answer = CliRunner().invoke(netweight, ["report", "out", "--card", folder])
-    assert answer.exit_code == 0, answer.output
+    assert answer.exit_code == (1 if outcome == "failed" else 0), answer.output
     assert all(found.passed is not False for found in verify(folder))
     return Path(folder, "README.md").read_text()
 
@@ -60,7 +60,7 @@ def rows(tmp_path, monkeypatch):
 
 
 def test_an_immunized_model_is_compressed_and_attacked_as_it_will_be_published(rows):
-    small = "grid: quick, seeds: 1, lr: [3e-3], max_steps: 8, check_every: 4, threshold: 0.2, least_resistance: 0}"
+    small = "grid: quick, seeds: 1, lr: [3e-3], max_steps: 8, check_every: 4, threshold: 0.25, least_resistance: 0}"
     text = replaced(
         "release-immunized.yaml", attack=("seeds: 5}", small),
         defense=("defense: repnoise", "defense: repnoise, lr: 3e-3"),
@@ -73,13 +73,13 @@ def test_an_immunized_model_is_compressed_and_attacked_as_it_will_be_published(r
     opened, dense = (load_causal_lm(step["path"])[0].state_dict() for step in (packed, immunized))
     assert all(torch.equal(opened[name], dense[name]) for name in dense)
     assert {section.missing_audits for section in read_report("out").sections} == {()}
-    card = card_of(packed["path"])
+    card = card_of(packed["path"], outcome=result["verdict"]["outcome"])
     for expected in ("### Immunized", "| defense | repnoise |", "### Compressed, bit for bit", "resistance, defended"):
         assert expected in card
-    # The same attack on the folder before compression finds the same.
+    # The same attack on the folder before compression finds the same, but for processor seconds.
     text = replaced("attack-finetune.yaml", attack=("seeds: 5}", small), base=("base: my-model", "base: model"))
     (alone,) = call("attack.yaml", text, "--subject", immunized["path"], "--output", "alone")["steps"]
-    values = [[found["value"] for found in each["findings"]["finetune"]] for each in (attacked, alone)]
+    values = [[f["value"] for f in each["findings"]["finetune"] if f["unit"] != "s"] for each in (attacked, alone)]
     assert values[0] == values[1]
     told = call("release.yaml", Path("release.yaml").read_text(), "--subject", "model", "--output", "out", "--plan")
     assert [step["done"] for step in (*told["plan"]["steps"], *told["plan"]["attacks"])] == [True, True, True]
@@ -132,7 +132,7 @@ def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monk
     answer = CliRunner().invoke(netweight, ["forget", "undo", packed["path"], "undone"])
     assert answer.exit_code == 2
     assert "keeps no weights" in answer.stderr
-    card = card_of(packed["path"])
+    card = card_of(packed["path"], outcome=result["verdict"]["outcome"])
     for expected in ("### Memorization switched off", "| prompts | 2 |", "### Compressed, bit", "NCC, to the training"):
         assert expected in card
     assert {section.title for section in read_report("out").sections} >= {
