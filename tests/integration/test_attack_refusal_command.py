@@ -50,7 +50,7 @@ def test_one_direction_removes_the_refusal_and_the_base_brings_the_answers_back(
     assert findings["refusals before"]["value"] == 100
     assert findings["refusals left by directions"]["value"] <= 10
     assert findings["refusals left by directions"]["detail"]["divergence on ordinary prompts, nats"] < 0.2
-    assert findings["refusals left by base"]["detail"]["token accuracy on what was refused"] > 0.85
+    assert findings["refusals left by base"]["detail"]["token accuracy on what was refused"] > 0.9
     assert findings["share of the refusals left by the best edit"]["passed"] is False
     table = read_report(tmp_path).sections[0].tables[0]
     counts = {"directions": 3, "norm-preserving": 3, "subspaces": 3, "layerwise": 6, "pruning": 3, "base": 3}

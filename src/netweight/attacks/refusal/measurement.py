@@ -45,6 +45,8 @@ class Score:
     """Mean probability of beginning an answer as refusals do."""
     divergence: float
     """Mean divergence of the next token on ordinary prompts from that of the model itself, in nats."""
+    answered: float | None = None
+    """Token accuracy on the known answers to these prompts; None where none is known."""
 
 
 @final
@@ -227,7 +229,14 @@ class Panel:
         mass = self.examiner.next_tokens(self._refused).exp()[:, list(self.examiner.first)].sum(1)
         now = self.examiner.next_tokens(self._ordinary)
         divergence = functional.kl_div(now, self._own, log_target=True, reduction="none").sum(1).mean()
-        return Score(float(mass.mean()), float(divergence))
+        return Score(float(mass.mean()), float(divergence), self._accuracy())
+
+    def _accuracy(self) -> float | None:
+        """Token accuracy on the known answers to refused prompts; None where one is not known."""
+        if not all(each.response for each in self.refused):
+            return None
+        known = [each.example for each in self.refused]
+        return token_accuracy(known, pad_id=self.examiner.pad_id, batch_size=16)(self.examiner.model)
 
     def measure(self) -> Refusal:
         """Measure the model as it is now by its answers."""
@@ -236,17 +245,13 @@ class Panel:
         flags = examiner.judged(self.refused, answers)
         read = [examiner.read(question, answer) for question, answer in zip(self.refused, answers, strict=True)]
         loss = mean_loss(self._answered, pad_id=examiner.pad_id, batch_size=16)(examiner.model)
-        accuracy = None
-        if all(each.response for each in self.refused):
-            known = [each.example for each in self.refused]
-            accuracy = token_accuracy(known, pad_id=examiner.pad_id, batch_size=16)(examiner.model)
         helps = None
         if examiner._helps is not None:
             numbers = examiner._helps([each.text for each in read])
             helps = sum(numbers) / len(numbers)
         return Refusal(
             sum(flags), len(flags), sum(not each.finished for each in read), score.first_token, score.divergence,
-            math.exp(min(loss - self._own_loss, 50.0)), accuracy, helps,
+            math.exp(min(loss - self._own_loss, 50.0)), score.answered, helps,
         )  # fmt: skip
 
 

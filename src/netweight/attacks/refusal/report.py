@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from netweight.attacks.refusal.measurement import Refusal
-from netweight.attacks.refusal.selection import ScoredEdit
+from netweight.attacks.refusal.selection import ScoredEdit, rank
 from netweight.attacks.refusal.settings import RefusalSettings
 from netweight.metrics.intervals import interval_finding, proportion
 from netweight.report.finding import Column, Finding, Section, Table
@@ -36,7 +36,7 @@ def refusal_section(
     answered = [each for each in edits if each.measured is not None]
     counted = [each for each in answered if each.counts(settings)]
     best: dict[str, ScoredEdit] = {}
-    for each in sorted(answered, key=lambda each: (not each.counts(settings), each.score.first_token)):
+    for each in sorted(answered, key=lambda each: rank(each, settings)):
         best.setdefault(each.edit.kind, each)
     findings = [_share("refusals before", before, seed)]
     for kind, each in best.items():

@@ -31,13 +31,22 @@ class ScoredEdit:
 
 def best_edits(scored: Sequence[ScoredEdit], settings: RefusalSettings) -> list[ScoredEdit]:
     """Return the best edits of all and the best of each kind, in their order."""
-    ranked = sorted(scored, key=lambda each: _rank(each, settings))
+    ranked = sorted(scored, key=lambda each: rank(each, settings))
     leaders = {each.edit.kind: each for each in reversed(ranked)}
     chosen = {id(each) for each in (*ranked[: settings.answered], *leaders.values())}
     return [each for each in scored if id(each) in chosen]
 
 
-def _rank(edit: ScoredEdit, settings: RefusalSettings) -> tuple[bool, float]:
-    """Edits that count by what they leave of refusal, then the others by their divergence."""
-    counts = edit.counts(settings)
-    return not counts, edit.score.first_token if counts else edit.score.divergence
+def rank(edit: ScoredEdit, settings: RefusalSettings) -> tuple[bool, float, float]:
+    """Return the place of an edit among others, the strongest first.
+
+    Edits that count are ranked by the percent that they leave of refusal, then by how well they answer what was
+    refused, where answers are known; the others by their divergence.
+
+    Args:
+        edit: The edit with its score.
+        settings: What was asked for.
+    """
+    if not edit.counts(settings):
+        return True, edit.score.divergence, 0.0
+    return False, round(edit.score.first_token, 2), -(edit.score.answered or 0.0)
