@@ -107,7 +107,7 @@ def audit(folder, edited, out, *more, code=(0,)):
     )  # fmt: skip
 
 
-def test_an_audit_without_a_search_says_so_in_red_and_goes_on_from_what_it_painted(done, tmp_path):
+def test_an_audit_without_a_search_says_so_in_red_and_goes_on_from_its_images(done, tmp_path):
     folder, result, _ = done
     edited = folder / result["steps"][0]["path"]
     (folder / "others.csv").write_text("caption\nsmall red harbor lights\na blue letter\n")
@@ -118,8 +118,8 @@ def test_an_audit_without_a_search_says_so_in_red_and_goes_on_from_what_it_paint
     images, *further = read_report(tmp_path).sections
     assert images.missing_audits == ("embedding search",)
     assert [each.title for each in further] == ["Membership", "Detection", "Neurons"]
-    painted = {path: path.stat().st_mtime_ns for path in (tmp_path / "painted").iterdir()}
-    assert len(painted) == 2 * (3 + 8 + 2) + 3  # two models, prompts, ordinary and other ones; and random neurons
+    generated = {path: path.stat().st_mtime_ns for path in (tmp_path / "images").iterdir()}
+    assert len(generated) == 2 * (3 + 8 + 2) + 3  # two models, prompts, ordinary and other ones; and random neurons
     changed = {each.name: each for each in images.findings if each.name.endswith("changed")}
     assert [(name, each.n) for name, each in changed.items()] == [
         ("NCC, ordinary prompts, changed", 8), ("NCC, other prompts, changed", 2),
@@ -127,7 +127,7 @@ def test_an_audit_without_a_search_says_so_in_red_and_goes_on_from_what_it_paint
     search = ("--steps", 1, "--restarts", 1, "--draws", 1, "--images", 1, "--threshold", 0.99)
     found = audit(folder, edited, tmp_path, *search, code=MISSED)
     assert "survived searches" in found["searched"]["edited"] or "brought back" in found["searched"]["edited"]
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "painted").iterdir()} == painted
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "images").iterdir()} == generated
     sections = read_report(tmp_path).sections
     assert sections[0].missing_audits == ()
     assert len(sections) == 5
