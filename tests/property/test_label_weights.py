@@ -9,7 +9,9 @@ from safetensors.torch import save_file
 from netweight.labels import weights
 from netweight.labels.weights import measure_weights
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
 
 
 def rows_of_one_value(tensor):
@@ -44,7 +46,7 @@ def test_counts_are_those_of_numpy(tmp_path_factory, data):
     if tensor.is_floating_point():
         assert facts.nans == int(torch.isnan(tensor).sum())
         assert facts.infinities == int(torch.isinf(tensor).sum())
-    if tensor.ndim >= 2 and tensor[0].numel() > 1:
+    if tensor.ndim >= 2 and tensor[0].numel() > 1 and not tensor.is_complex():
         assert (facts.constant_rows, facts.zero_rows) == rows_of_one_value(tensor)
         assert facts.rows == len(tensor)
 
@@ -97,6 +99,14 @@ def test_narrower_types_are_found_only_where_every_value_fits(tmp_path):
         "bf16": "BF16", "f16": "F16", "neither": None, "almost": None, "too_large_for_f16": "BF16", "f32": "F32",
         "nan": "BF16",
     }  # fmt: skip
+
+
+def test_nan_is_found_in_every_type_of_eight_bits(tmp_path):
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        every = torch.arange(256, dtype=torch.uint8).view(dtype)
+        save_file({"a": every}, tmp_path / "model.safetensors")
+        facts = measure_weights([tmp_path / "model.safetensors"]).tensors[0]
+        assert (facts.nans, facts.infinities) == (int(every.float().isnan().sum()), int(every.float().isinf().sum()))
 
 
 def test_a_checkpoint_gives_the_same_facts_as_safetensors(tmp_path):

@@ -156,6 +156,13 @@ def _row_rows(facts: WeightFacts) -> list[Row]:
 
 def _not_finite_rows(facts: WeightFacts) -> list[Row]:
     bad = [tensor for tensor in facts.tensors if tensor.nans or tensor.infinities]
+    searched = [tensor for tensor in facts.tensors if tensor.searched]
+    if len(searched) < len(facts.tensors):
+        return [Row(
+            key="not_finite", title="NaN and infinities", state="not measured" if not bad else "warning",
+            value=f"{len(bad):,} of {len(searched):,} tensors have some",
+            basis=f"looked for in {len(searched):,} of {many(len(facts.tensors), 'tensor')}; the others are packed",
+        )]  # fmt: skip
     if not bad:
         return [Row(key="not_finite", title="NaN and infinities", value="none", number=0)]
     nans, infinities = sum(tensor.nans for tensor in bad), sum(tensor.infinities for tensor in bad)

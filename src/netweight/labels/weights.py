@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from netweight import codec
-from netweight.codec.header import Bytes
+from netweight.codec.header import BY_NAME, Bytes, ElementType
 from netweight.core.files import in_order
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
@@ -29,28 +29,8 @@ from netweight.store.reader import StoredFile
 _PIECE = 1 << 20  # bytes that are read and encoded at a time
 _SAMPLED_ONE_IN = 16  # pieces per piece whose bits are counted; the first of every tensor always is
 
-# safetensors' names of element types → bytes, torch's name (for the histograms), mask of the exponent's bits (all ones
-# there mean NaN or infinity).
-_FLOATS: dict[str, tuple[int, str, int]] = {
-    "BF16": (2, "bfloat16", 0x7F80),
-    "F16": (2, "float16", 0x7C00),
-    "F32": (4, "float32", 0x7F800000),
-    "F64": (8, "float64", 0x7FF0000000000000),
-    "F8_E5M2": (1, "float8_e5m2", 0x7C),
-}
-_OTHERS: dict[str, tuple[int, str]] = {
-    "F8_E4M3": (1, "float8_e4m3fn"),
-    "F8_E8M0": (1, "float8_e8m0fnu"),
-    "I8": (1, "int8"),
-    "U8": (1, "uint8"),
-    "I16": (2, "int16"),
-    "U16": (2, "uint16"),
-    "I32": (4, "int32"),
-    "U32": (4, "uint32"),
-    "I64": (8, "int64"),
-    "U64": (8, "uint64"),
-    "BOOL": (1, "bool"),
-}
+# Types of 8 bits without infinities: the bits that tell NaN from numbers, and their pattern.
+_ONE_NAN = {"F8_E4M3": (0x7F, 0x7F), "F8_E4M3FNUZ": (0xFF, 0x80), "F8_E5M2FNUZ": (0xFF, 0x80), "F8_E8M0": (0xFF, 0xFF)}
 # Types that a wider one may hold: the low bits that are zero then, and numpy's type for the exact test (None: none is
 # needed, since every such value fits).
 _NARROWER = {"F32": (("BF16", 16, None), ("F16", 13, np.float16)), "F64": (("F32", 29, np.float32),)}
@@ -99,13 +79,15 @@ class TensorFacts:
     digest: str
     """Digest of its bytes; tensors of equal dtype and shape with equal digests are equal."""
     nans: int = 0
-    """Number of elements that are NaN."""
+    """Numbers that are NaN; a complex element has two."""
     infinities: int = 0
-    """Number of elements that are infinite."""
+    """Numbers that are infinite."""
+    searched: bool = True
+    """Whether NaN and infinities were looked for: not in types whose numbers are packed, or unknown."""
     narrower: str | None = None
     """A narrower type that holds every value exactly, such as "BF16" for an F32 tensor; None if there is none."""
     rows: int = 0
-    """Number of rows along the first dimension; 0 for tensors of fewer than two dimensions."""
+    """Rows along the first dimension that were compared; 0 for fewer than two dimensions and for complex numbers."""
     zero_rows: int = 0
     """Number of rows whose elements are all zero."""
     constant_rows: int = 0
@@ -370,27 +352,28 @@ def _look(piece: _Piece) -> tuple[_Piece, _PieceFacts]:
         size = piece.encoder.chunk_bytes
         prepared = [piece.encoder.prepare(data[at : at + size]) for at in range(0, len(data), size)]
     facts = _PieceFacts(len(data), prepared, xxhash.xxh3_128_digest(data.data) if not prepared else b"")
-    width = _FLOATS[source.dtype][0] if source.dtype in _FLOATS else _OTHERS.get(source.dtype, (0, ""))[0]
-    if not width or not len(data):
-        return piece, facts
+    element = BY_NAME.get(source.dtype)
+    if element is None or element.torch_name is None or not len(data):
+        return piece, facts  # a type that is unknown, or packed
+    width, parts = element.number_bytes, element.bits // (8 * element.number_bytes)  # complex numbers have two parts
     values: NDArray[Any] = np.frombuffer(data, np.dtype(_UNSIGNED[width]).newbyteorder("<"))
-    _count_not_finite(source.dtype, values, facts)
+    _count_not_finite(element, values, facts)
     _test_narrower(source.dtype, values, facts)
-    if len(source.shape) >= 2:
+    if len(source.shape) >= 2 and parts == 1:
         _count_rows(values, piece.start // width, int(np.prod(source.shape[1:], dtype=np.int64)), facts)
-    if piece.sampled:
-        name = _FLOATS[source.dtype][1] if source.dtype in _FLOATS else _OTHERS[source.dtype][1]
-        facts.bits = count_bits(name, (len(values),), [data.reshape(-1, width)])
+    if piece.sampled and parts == 1:
+        facts.bits = count_bits(element.torch_name, (len(values),), [data.reshape(-1, width)])
     return piece, facts
 
 
-def _count_not_finite(dtype: str, values: NDArray[Any], facts: _PieceFacts) -> None:
-    if dtype == "F8_E4M3":  # has no infinities; NaN is all ones but the sign
-        facts.nans = int(np.count_nonzero((values & 0x7F) == 0x7F))
+def _count_not_finite(element: ElementType, values: NDArray[Any], facts: _PieceFacts) -> None:
+    if element.name in _ONE_NAN:
+        mask_of_nan, pattern = _ONE_NAN[element.name]
+        facts.nans = int(np.count_nonzero((values & mask_of_nan) == pattern))
         return
-    if dtype not in _FLOATS:
+    if not element.exponent_bits:
         return
-    ones = _FLOATS[dtype][2]
+    ones = ((1 << element.exponent_bits) - 1) << element.mantissa_bits  # of the exponent: NaN or infinity
     mask = values.dtype.type(ones)
     exponents = values & mask
     if exponents.max() == mask:
@@ -448,7 +431,9 @@ def _gathered(source: TensorSource, done: Iterator[tuple[_Piece, _PieceFacts]], 
     bits: list[BitStatistics] = []
     whole = xxhash.xxh3_128()
     open_row: tuple[int, int | None] | None = None  # elements of the row that continues, and their one value
-    width = int(np.prod(source.shape[1:], dtype=np.int64)) if len(source.shape) >= 2 else 0
+    element = BY_NAME.get(source.dtype)
+    parts = 1 if element is None else max(element.bits // (8 * element.number_bytes), 1)
+    width = int(np.prod(source.shape[1:], dtype=np.int64)) if len(source.shape) >= 2 and parts == 1 else 0
     while True:
         piece, facts = next(done)
         assert piece.source is source
@@ -482,6 +467,7 @@ def _gathered(source: TensorSource, done: Iterator[tuple[_Piece, _PieceFacts]], 
         digest = f"pieces:{whole.hexdigest()}"
     narrower = next((name for name in ("BF16", "F16", "F32") if fits.get(name)), None)
     return TensorFacts(
-        source.name, source.file, source.dtype, source.shape, source.nbytes, net, digest, nans, infinities, narrower,
+        source.name, source.file, source.dtype, source.shape, source.nbytes, net, digest, nans, infinities,
+        element is not None and element.torch_name is not None, narrower,
         source.shape[0] if width > 1 else 0, zero_rows, constant_rows, merge(bits) if bits else None,
     )  # fmt: skip
