@@ -347,7 +347,7 @@ class Method(Command[S]):
             whole: Result = self.run(settings, context, **values, audit=audited)
             return whole
         source = values[self.arguments[0].name]
-        if self.check is not None and audited:
+        if self.check is not None and self.audited is not None:
             self.check(source, settings)
         if self.run is not None:
             result: Result = self.run(settings, context, **values)

@@ -48,7 +48,8 @@ def run(place, program, *, cold=False, **environment):
     """Run a program in a process of its own, with the entry points installed; what it printed, and its errors."""
     paths = [str(place / "installed"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     switches = {"NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    inherited = {name: value for name, value in os.environ.items() if name not in switches}
+    quiet = {"TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"}  # set where a command ran in this process before
+    inherited = {name: value for name, value in os.environ.items() if name not in switches | quiet}
     inherited |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"} | environment
     libraries = () if cold else FEW if environment else IMPORTED
     answer = warm.run("-c", program, env=inherited, cwd=place, libraries=libraries)

@@ -341,7 +341,8 @@ def _beside(destination: Path) -> Path:
 def check(source: Path | None, settings: FolderForgetting) -> None:
     if source is not None:
         check_pipeline(source)
-    _prompts(settings.targets, settings.ordinary, settings.column)
+    if settings.edit.needs_prompts or settings.targets is not None or settings.ordinary is not None:
+        _prompts(settings.targets, settings.ordinary, settings.column)  # a file of neurons needs none; audits do
 
 
 def card(folder: Path) -> CardEntry | None:
