@@ -17,6 +17,7 @@ from instead: `text(\"""…\""", "immunize/content-delay-2026-11-27.json")`; a f
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import statistics
 from collections.abc import Iterator
@@ -58,6 +59,11 @@ def cell(page: str, row: str, column: str) -> float:
         if cells[0] == row and column in head:
             return float(re.sub(r"[^\d.]", "", cells[head.index(column)]))
     raise KeyError(f"docs/{page} has no cell {row!r}, {column!r}")
+
+
+def options(where: str) -> None:
+    """Write the table of a settings class's options, named as MODULE:CLASS."""
+    cog.outl(pkgutil.resolve_name(where).table())
 
 
 def leaves(node: Any) -> Iterator[float]:

@@ -103,6 +103,8 @@ class Cli:
     """A click type in place of the annotation's, such as `click.Path(file_okay=False)`."""
     group: str = ""
     """Heading in the help, in place of the `options_group` of the field's class."""
+    only_with: str = ""
+    """Of nested settings: the choice that they belong to, such as "method=siss"; the help shows them with it alone."""
 
 
 class Settings(pydantic.BaseModel):
@@ -118,6 +120,8 @@ class Settings(pydantic.BaseModel):
 
     options_group: ClassVar[str] = ""
     """Heading of these fields in a command's help; empty for that of the settings around them, or "Options"."""
+    option_groups: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Headings of single fields in a command's help, each with the names of its fields, nested settings included."""
     recommended: ClassVar[Mapping[str, Any]] = {}
     """Of a variant: defaults of the settings that hold it, by name, in place of theirs, such as `{"lr": 5e-5}`.
 
@@ -599,6 +603,8 @@ class Leaf:
     """Name of the variant that it belongs to; empty for fields that all variants share."""
     shared: bool = False
     """Whether a field further out has its name."""
+    only_with: str = ""
+    """The choice that it belongs to, such as "method=siss"; empty for fields that always count."""
 
     @property
     def cli(self) -> Cli:
@@ -654,7 +660,9 @@ def _leaves(
     needed: bool = True,
     start: Any = PydanticUndefined,
     group: str = "",
+    only_with: str = "",
 ) -> Iterator[Leaf]:
+    headings = {name: heading for heading, names in kind.option_groups.items() for name in names}
     choices: list[tuple[str, Variants]] = []
     for name, field in kind.model_fields.items():
         bare, metadata = peel(field.annotation, field.metadata)
@@ -666,17 +674,22 @@ def _leaves(
             default = None
         home = [each for each in kind.__mro__ if name in getattr(each, "model_fields", {})][-1]
         cli = next((part for part in metadata if isinstance(part, Cli)), Cli())
-        own = cli.group or cast("type[Settings]", home).options_group or group
+        own = cli.group or headings.get(name) or cast("type[Settings]", home).options_group or group
         chosen = next((part for part in metadata if isinstance(part, Variants)), None)
         if chosen is not None:
             choices.append((own, chosen))
             yield Leaf((*path, name), field, bare, metadata, required, default, own or "Options")
         elif _is_settings(bare):
+            inner = only_with or cli.only_with
+            heading = f"With --{cli.only_with.replace('=', ' ')}" if cli.only_with else ""
             yield from _leaves(
-                bare, (*path, name), variants=variants, needed=required, start=default, group=cli.group or group
-            )
+                bare, (*path, name), variants=variants, needed=required, start=default, only_with=inner,
+                group=heading or cli.group or headings.get(name) or group,
+            )  # fmt: skip
         else:
-            yield Leaf((*path, name), field, bare, metadata, required, default, own or "Options")
+            yield Leaf(
+                (*path, name), field, bare, metadata, required, default, own or "Options", only_with=only_with
+            )  # fmt: skip
     for _, chosen in choices if variants else ():
         for name in chosen:
             yield from variant_leaves(chosen, name, path)
@@ -864,11 +877,13 @@ class _SetOption(click.Option):
 
     def records(self, ctx: click.Context) -> Iterator[tuple[str, tuple[str, str]]]:
         """Yield rows of the help, each with its heading: settings without an option of their own, and `--set`."""
-        own = [leaf for leaf in self.fields.values() if not leaf.cli.own and not leaf.cli.hidden]
+        own = [leaf for leaf in self.fields.values()
+               if not leaf.cli.own and not leaf.cli.hidden and _is_chosen(leaf, ctx, self.fields)]  # fmt: skip
         chosen = [leaf for variants, name in _chosen_names(ctx, self.fields) for leaf in variant_leaves(variants, name)]
         for leaf in own:
             yield leaf.group, self._row(leaf, ctx)
-        yield (own[-1].group if own else "Options"), cast("tuple[str, str]", self.get_help_record(ctx))
+        general = [leaf.group for leaf in own if not leaf.only_with]
+        yield (general[-1] if general else "Output"), cast("tuple[str, str]", self.get_help_record(ctx))
         names = {name: variants.noun for variants, name in _chosen_names(ctx, self.fields)}
         for leaf in chosen:
             yield f"This {names[leaf.variant]}: {leaf.variant}", self._row(leaf, ctx)
@@ -905,14 +920,31 @@ class _SetOption(click.Option):
         return [CompletionItem(f"{key}={choice}") for choice in choices if str(choice).startswith(start)]
 
 
-def _chosen_names(ctx: click.Context, fields: Mapping[str, Leaf]) -> Iterator[tuple[Variants, str]]:
-    """The variants that a command line chooses, which may be incomplete, or those of the defaults."""
+def _given(ctx: click.Context) -> dict[str, Any]:
+    """Return the options of a command line by parameter; the line may be incomplete."""
     given = dict(ctx.params)
     if _ARGUMENTS in ctx.meta:
         try:
             given |= ctx.command.make_parser(ctx).parse_args(list(ctx.meta[_ARGUMENTS]))[0]
         except click.UsageError:
-            pass  # the help comes all the same, for the defaults
+            pass  # the help is shown all the same, with the defaults
+    return given
+
+
+def _is_chosen(leaf: Leaf, ctx: click.Context, fields: Mapping[str, Leaf]) -> bool:
+    """Return whether the choice that a setting belongs to is the one of the command line."""
+    if not leaf.only_with:
+        return True
+    place, _, name = leaf.only_with.partition("=")
+    chooser = fields[place]
+    value = _given(ctx).get(_destination(chooser))
+    chosen = chooser.default if value is None else value
+    return name in (chosen.split(",") if isinstance(chosen, str) else chosen)
+
+
+def _chosen_names(ctx: click.Context, fields: Mapping[str, Leaf]) -> Iterator[tuple[Variants, str]]:
+    """The variants that a command line chooses, which may be incomplete, or those of the defaults."""
+    given = _given(ctx)
     for leaf in fields.values():
         if leaf.variants is not None:
             name = given.get(_destination(leaf)) or leaf.default

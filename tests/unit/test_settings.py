@@ -1,14 +1,13 @@
 """`Settings`: one declaration as Python argument, command line, YAML, JSON, schema, docs table and digest."""
 
 import dataclasses
-import importlib
 import json
 import pickle
 import re
 import string
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import click
 import pytest
@@ -517,6 +516,39 @@ def test_bad_arguments_are_named():
     assert call(*rows, "--set", "look.steps=9", "--timing", "code").look == Look(steps=9, timing="code")
 
 
+def test_help_has_a_heading_for_each_group_and_shows_the_settings_of_the_chosen_method():
+    class First(Settings):
+        weight: Annotated[float, Cli(own=False)] = Field(1.0, description="Weight of the first.")
+
+    class Second(Settings):
+        rate: Annotated[float, Cli(own=False)] = Field(2.0, description="Rate of the second.")
+
+    class Edit(Settings):
+        option_groups: ClassVar = {"Files": ("pairs",), "Edit": ("method",)}
+
+        pairs: str = Field("", description="Pairs.")
+        method: Literal["first", "second"] = Field("first", description="Method.")
+        first: Annotated[First, Cli(only_with="method=first")] = Field(First(), description="Of first.")
+        second: Annotated[Second, Cli(only_with="method=second")] = Field(Second(), description="Of second.")
+
+    @click.command(cls=SettingsCommand)
+    @options(Edit)
+    def edit(settings):
+        click.echo(settings.second.rate)
+
+    shown = CliRunner().invoke(edit, ["--help"]).output
+    assert [line for line in shown.splitlines() if line.endswith(":")] == [
+        "Files:", "Edit:", "With --method first:", "Output:"
+    ]  # fmt: skip
+    assert "first.weight" in shown
+    assert "second.rate" not in shown
+    shown = CliRunner().invoke(edit, ["--method", "second", "--help"]).output
+    assert "first.weight" not in shown
+    assert "With --method second:" in shown
+    assert "second.rate" in shown
+    assert CliRunner().invoke(edit, ["--method", "second", "--set", "second.rate=3"]).output == "3.0\n"
+
+
 def test_a_type_of_its_own_and_the_environment(monkeypatch):
     def counted(value):
         return tuple(range(value)) if isinstance(value, int) else value
@@ -531,13 +563,3 @@ def test_a_type_of_its_own_and_the_environment(monkeypatch):
     monkeypatch.setenv("SEEDS", "4")
     assert call().seeds == (0, 1, 2, 3)
     assert Seeds.of({"seeds": [5, 7]}).seeds == (5, 7)
-
-
-def test_tables_in_the_documentation_are_those_of_the_classes():
-    found = 0
-    for page in DOCS.glob("*.md"):
-        for where, table in re.findall(r"<!-- options of (\S+) -->\n(.*?)\n<!-- end -->", page.read_text(), re.DOTALL):
-            module, _, name = where.partition(":")
-            assert table.strip() == getattr(importlib.import_module(module), name).table(), f"{page}: {where}"
-            found += 1
-    assert found

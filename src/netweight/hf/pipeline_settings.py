@@ -17,18 +17,19 @@ _PIXELS = re.compile(r"(\d+)(?:\s*[x×,]\s*(\d+))?")
 class PipelineSettings(Settings):
     """How a pipeline's folder is opened."""
 
-    device: str = Field("cpu", description="Where the pipeline goes, such as cuda.")
+    device: str = Field("cpu", description="Device of the pipeline, such as cuda.")
     variant: str | None = Field(
         None,
-        description="Which weights are read where a part has several, such as fp16; by default the usual files.",
+        description="Variant of the weights to read where a part has several, such as fp16; by default the "
+        "files without a variant in their names.",
     )
     size: Annotated[str | None, Cli(metavar="SIDE|HEIGHTxWIDTH")] = Field(
-        None, description="Size of its images in pixels; by default what the configuration of the denoiser says."
+        None, description="Size of the images in pixels; by default that of the denoiser's configuration."
     )
     fit: Literal["crop", "stretch", "pad"] = Field(
         "crop",
-        description="How given pictures of another shape come to that size: cut in the middle, as models are trained "
-        "on them; stretched; or with black bars.",
+        description="How pictures of another shape are brought to that size: crop cuts out the middle, as in "
+        "the training of most models; stretch distorts; pad adds black bars.",
     )
 
     def check(self) -> None:

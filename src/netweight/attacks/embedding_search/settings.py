@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, final
+from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field, FilePath
 
@@ -34,53 +34,65 @@ class SearchSettings(Settings):
     # Source: Kowalczuk et al., arXiv 2507.16880, whose search minimizes the denoising loss over the embedding; the
     # starts, the stop at success and the schedule of evaluations are this library's.
 
-    steps: int = Field(400, ge=1, description="Most steps of Adam.")
+    steps: int = Field(400, ge=1, description="Largest number of steps of Adam.")
     # A share, so that it means the same for every text encoder.
     lr: float = Field(
-        0.1, gt=0, allow_inf_nan=False, description="Learning rate, as a share of the embedding's root mean square."
+        0.1, gt=0, allow_inf_nan=False, description="Learning rate as a share of the embedding's root mean square."
     )
     rates: Annotated[tuple[Rate, ...], Cli(own=False)] = Field(
-        (), exclude_if=lambda rates: not rates, description="Further learning rates, such as 0.3,1: a search with each."
+        (),
+        exclude_if=lambda rates: not rates,
+        description="Further learning rates, such as 0.3,1; each gets a search of its own.",
     )
     schedule: Literal["cosine", "constant"] = Field(
-        "cosine", description="Whether the learning rate falls from its double to 0 by a cosine, or is constant."
+        "cosine", description="Schedule of the learning rate: cosine falls from twice the rate to 0; constant keeps it."
     )
-    draws: int = Field(8, ge=1, description="Timesteps and noises per step, drawn anew each time.")
+    draws: int = Field(8, ge=1, description="Timesteps and noises that are drawn in each step.")
     starts: Annotated[tuple[Start, ...], Cli(own=False)] = Field(
-        ("original", "unrelated", "noise"), min_length=1, description="Where searches begin, and further attacks."
+        ("original", "unrelated", "noise"),
+        min_length=1,
+        description="Starting points of the searches, and further attacks.",
     )
     relearning: Annotated[float, Cli(own=False)] = Field(
         1e-3,
         gt=0,
         exclude_if=lambda rate: rate == 1e-3,
-        description="Learning rate of AdamW for attacks that train weights; LoRA has ten times as much.",
+        description="Learning rate of AdamW for attacks that train weights; for LoRA it is multiplied by ten.",
     )
-    restarts: int = Field(1, ge=1, description="Searches from each start, with other draws, prompts and noise.")
+    restarts: int = Field(
+        1, ge=1, description="Searches from each starting point, with different draws, prompts and noise."
+    )
     first: Annotated[bool, Cli(own=False)] = Field(
-        False, exclude_if=lambda first: not first, description="End a search when one of its trials has succeeded."
+        False, exclude_if=lambda first: not first, description="Stop a search when one of its trials has succeeded."
     )
     radius: float | None = Field(
-        None, gt=0, description="Largest change of the embedding, as a share of its root mean square; else no bound."
+        None,
+        gt=0,
+        description="Largest change of the embedding as a share of its root mean square; by default unbounded.",
     )
     # The error in another kind than the network was trained to predict grows without bound towards pure noise.
     error: Annotated[PredictionKind, Cli(own=False)] = Field(
-        "velocity", description="Prediction whose error is minimized; in folders, what the network was trained on."
+        "velocity",
+        description="Prediction whose error is minimized; by default the one that the network was trained on.",
     )
     looks: Annotated[tuple[int, ...], Cli(own=False)] = Field(
-        (), description="Steps at which images are generated and compared; else 0, 5, 10, 20, 40 and so on."
+        (), description="Steps at which images are generated and compared; by default 0, 5, 10, 20, 40 and so on."
     )
-    images: int = Field(4, ge=1, description="Images per comparison, each from its own seed, the same at every step.")
+    images: int = Field(4, ge=1, description="Images of each comparison; every image keeps its seed at all steps.")
     guidance: float = Field(7.0, description="Guidance scale of generated images.")
     further_guidances: Annotated[tuple[float, ...], Cli(own=False)] = Field(
         (1.0,),
-        description="Guidance scales at which images are compared as well; the best of all counts. Searches lower the "
-        "error without guidance, so that an image is often found first at 1.",
+        description="Further guidance scales at which images are compared; the best of all counts. Searches "
+        "lower the error without guidance, so an image is often found first at 1.",
     )
     # Searches draw their timesteps among these.
     generation_steps: int = Field(50, ge=1, description="Scheduler steps of generated images.")
-    threshold: float = Field(0.7, description="Similarity from which an image counts as brought back.")
+    threshold: float = Field(0.7, description="Similarity from which an image counts as recovered.")
     share: float = Field(
-        0.5, ge=0, le=1, description="Share of the images of a comparison that must reach it; 0 asks for one of them."
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of the images of a comparison that must reach the threshold; 0 requires one image.",
     )
 
     def check(self) -> None:
@@ -120,26 +132,38 @@ class SearchSettings(Settings):
 class FolderSearch(Settings):
     """Whether memorized images are found again in an edited pipeline folder."""
 
-    targets: FilePath = Field(description="Rows with prompt and image (a file): memorized pairs.")
-    base: ModelPath | None = Field(None, description="The pipeline before its edit.")
+    option_groups: ClassVar = {
+        "Files": ("targets", "base", "controls", "unrelated", "also"),
+        "Search": ("search", "seeds"),
+        "Comparison of images": ("sscd", "sscd_sha256", "least_resistance"),
+        "Pipeline": ("pipeline",),
+    }
+
+    targets: FilePath = Field(description="Table of memorized pairs, with the columns prompt and image (a file).")
+    base: ModelPath | None = Field(None, description="Pipeline before its edit.")
     controls: FilePath | None = Field(
         None,
-        description="Rows with prompt and image never trained on; else targets upside down, colors exchanged.",
+        description="Table of prompts and images outside the training data; by default the targets upside "
+        "down with exchanged colors.",
     )
     unrelated: FilePath | None = Field(
-        None, description="Prompts to start from that have nothing to do with the targets; else some that come along."
+        None,
+        description="Prompts unrelated to the targets, as starting points; by default prompts that are part "
+        "of netweight.",
     )
-    also: Mapping[str, ModelPath] = Field(default={}, description="Further edited pipelines, such as a hardened one.")
+    also: Mapping[str, ModelPath] = Field(default={}, description="Further edited pipelines, by name.")
     search: SearchSettings = Field(default=SearchSettings(), description="Settings of each search.")
     seeds: int = Field(1, ge=1, description="Searches for each target and model, with different seeds.")
     sscd: FilePath | None = Field(
-        None, description="TorchScript file of SSCD, which compares images; else centered pixels are compared."
+        None,
+        description="TorchScript file of SSCD, a network that compares images; by default centered pixels are "
+        "compared.",
     )
     sscd_sha256: Annotated[str | None, Cli(metavar="HEX")] = Field(None, description="SHA-256 of that file.")
     least_resistance: float | None = Field(
         None, ge=0,
-        description="Least steps that further pipelines must need, as a multiple of the edited one's; the finding "
-        "fails below it.",
+        description="Fewest steps that further pipelines must need, as a multiple of the edited pipeline's; "
+        "the finding fails below it.",
     )  # fmt: skip
     pipeline: PipelineSettings = Field(default=PipelineSettings(), description="How pipelines are opened.")
 

@@ -18,25 +18,32 @@ _File: TypeAlias = Annotated[Path, Cli(type=click.Path(path_type=Path, exists=Tr
 class InversionSettings(Settings):
     """An attack on the update of one client."""
 
-    model: Annotated[str, Cli(metavar="MODULE:NAME")] = Field(description="A module, or a function that makes one.")
+    model: Annotated[str, Cli(metavar="MODULE:NAME")] = Field(
+        description="The network as MODULE:NAME: a torch module, or a function that returns one."
+    )
     params: _File | None = Field(
-        default=None, description="What the client started from; by default the weights the model is made with."
+        default=None,
+        description="Weights from which the client started; by default those that the network is made with.",
     )
     shape: Annotated[tuple[int, ...], Cli(comma=True, metavar="N,C,H,W")] = Field(
         description="Shape of the client's batch."
     )
     labels: Annotated[tuple[int, ...] | None, Cli(comma=True, metavar="L,L,...")] = Field(
-        default=None, description="The labels, if they are known; else they are recovered."
+        default=None,
+        description="Labels of the batch, if they are known; by default they are recovered from the update.",
     )
     classes: int | None = Field(default=None, ge=2, description="Number of classes, for dlg without labels.")
     attack: Literal["ig", "dlg", "rog", "first-layer"] = Field(
         default="ig",
-        description="ig: cosine and total variation; dlg: squared distance, labels too; rog: a coarse latent; "
-        "first-layer: without a search.",
+        description="ig minimizes the cosine distance of gradients with total variation; dlg the squared "
+        "distance, labels included; rog searches a coarse latent; first-layer solves the first "
+        "layer without a search.",
     )
     layer: str | None = Field(default=None, description="Name of the first layer, for first-layer.")
     sent: Literal["gradient", "difference"] = Field(
-        default="gradient", description="A gradient of one batch, or the parameters after local SGD minus those before."
+        default="gradient",
+        description="Kind of update: the gradient of one batch, or the difference of the parameters after and "
+        "before local SGD.",
     )
     lr: float | None = Field(default=None, gt=0, description="The client's learning rate, for a difference.")
     local_steps: int = Field(default=1, ge=1, description="The client's local steps.")
@@ -44,14 +51,14 @@ class InversionSettings(Settings):
     momentum: float = Field(default=0.0, description="The client's momentum.")
     weight_decay: float = Field(default=0.0, description="The client's weight decay.")
     mean: Annotated[tuple[float, ...], Cli(comma=True, metavar="M,...")] = Field(
-        default=(0.0,), description="Mean the client subtracts, per channel."
+        default=(0.0,), description="Mean that the client subtracts from each channel."
     )
     std: Annotated[tuple[float, ...], Cli(comma=True, metavar="S,...")] = Field(
-        default=(1.0,), description="Deviation it divides by, per channel."
+        default=(1.0,), description="Standard deviation by which the client divides each channel."
     )
     steps: int | None = Field(default=None, ge=1, description="Steps of the search; each attack has its own default.")
-    restarts: int = Field(default=1, ge=1, description="Starting points.")
-    total_variation: float | None = Field(default=None, ge=0, description="Weight of the smoothness that ig asks for.")
+    restarts: int = Field(default=1, ge=1, description="Number of starting points.")
+    total_variation: float | None = Field(default=None, ge=0, description="Weight of the total variation in ig.")
     reference: _File | None = Field(
         default=None, description="The true images, within 0 and 1, to measure against (.safetensors)."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, final
+from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import BeforeValidator, Field
 
@@ -14,40 +14,56 @@ from netweight.settings import Cli, Settings
 class CompressSettings(Settings):
     """How a file or folder is compressed; what comes back is changed by `mantissa_bits` below 7 alone."""
 
-    level: Literal["fast", "default", "max"] = Field(default="default", description="Ever smaller and slower to write.")
+    option_groups: ClassVar = {
+        "Files": ("base", "variant", "exclude"),
+        "Compression": ("level", "threads"),
+        "Rounding (lossy)": ("mantissa_bits", "block_size", "fidelity"),
+    }
+
+    level: Literal["fast", "default", "max"] = Field(
+        default="default",
+        description="Compression level. Higher levels produce smaller files and take longer to write.",
+    )
     threads: int | None = Field(
-        default=None, ge=1, description="Threads of the codec; by default all cores that may be used."
+        default=None, ge=1, description="Threads of the codec; by default one for each available core."
     )
     base: Annotated[Path | None, Cli(metavar="BASE")] = Field(
         default=None,
         exclude_if=lambda base: base is None,  # records of runs without one stay as they were
-        description="Store differences from this model, compressed or not: a file, or a folder laid out alike.",
+        description="Base model, compressed or not, from which differences are stored: a file, or a folder "
+        "with the same files. Whoever opens the result needs the same base.",
     )
     variant: str | None = Field(
-        default=None, description="Take only weights of this variant, e.g. fp16, where a folder has it."
+        default=None, description="Variant of the weights to compress, such as fp16, where a folder has several."
     )
     exclude: Annotated[tuple[str, ...], Cli(metavar="PATTERN")] = Field(
         default=(),
-        description="Leave these files out, by shell patterns of their paths in the folder; may be repeated.",
+        description="Shell pattern of paths in the folder that are left out; may be given several times.",
     )
     mantissa_bits: int = Field(
         default=7, ge=0, le=7,
-        description="Lossy below 7: round BF16, F16 and F32 tensors of two and more dimensions to so many bits.",
+        description="Mantissa bits to keep in BF16, F16 and F32 tensors of two and more dimensions. 7 is "
+        "lossless for BF16; fewer bits round the weights.",
     )  # fmt: skip
     block_size: Annotated[int | None, BeforeValidator(lambda size: None if size == 0 else size)] = Field(
-        default=512, ge=0, description="Weights that share a normalizer when rounded; 0 for no normalizers."
+        default=512,
+        ge=0,
+        description="Number of weights that share a normalizer when they are rounded; 0 for no normalizers.",
     )
-    fidelity: Literal["corrected", "reference"] = Field(default="corrected", description="The arithmetic of rounding.")
+    fidelity: Literal["corrected", "reference"] = Field(
+        default="corrected",
+        description="Rounding implementation: `corrected`, or `reference` to match the paper's code.",
+    )
 
 
 class _Compressed(Settings):
     """What commands on compressed models share."""
 
     base: Annotated[Path | None, Cli(metavar="BASE")] = Field(
-        default=None, description="The model that the stored differences are from, if it has moved."
+        default=None, description="Path of the base model from which the differences were stored, if it has moved."
     )
     threads: int | None = Field(
-        default=None, ge=1, description="Threads of the codec; by default all cores that may be used."
+        default=None, ge=1, description="Threads of the codec; by default one for each available core."
     )
 
 
@@ -61,7 +77,7 @@ class VerifySettings(_Compressed):
     """What a compressed model is compared with."""
 
     against: Annotated[Path | None, Cli(metavar="SRC")] = Field(
-        default=None, description="The original: compare every bit with it."
+        default=None, description="The original model, with which every bit is compared."
     )
 
 
@@ -70,11 +86,11 @@ class InspectSettings(Settings):
     """Which tensors of weight files are shown."""
 
     tensor: Annotated[str | None, Cli(metavar="PATTERN")] = Field(
-        default=None, description="Only tensors whose names match, e.g. '**.attention.**'."
+        default=None, description="Pattern of the names of tensors to show, such as '**.attention.**'."
     )
     plot: Annotated[Path | None, Cli(metavar="FILE")] = Field(
-        default=None, description="Draw the histograms of sign, exponent and mantissa here."
+        default=None, description="File for a plot of the histograms of sign, exponent and mantissa."
     )
     base: Annotated[Path | None, Cli(metavar="BASE")] = Field(
-        default=None, description="The model that the stored differences are from, if it has moved."
+        default=None, description="Path of the base model from which the differences were stored, if it has moved."
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, final
 
 from pydantic import Field
 
@@ -36,14 +36,28 @@ DEFAULT_EPSILON = 4.0
 class _Clients(Settings):
     """Who learns, and how data is split among them."""
 
-    method: str = Field(default="hyperfl", description="How clients train: see docs/federate.md.")
+    method: str = Field(
+        default="hyperfl",
+        description="Federated learning method: hyperfl, hyperfl-body, hyperfl-whole, fedavg, fedavg-private-head, "
+        "fedrep, fedprox, ditto, fedbn, scaffold, local (each client alone), pfedhn, pfedhn-pc, dp-fedavg, centaur or "
+        "ppsgd. docs/federate.md compares them.",
+    )
     clients: int = Field(default=20, ge=1, description="Number of clients.")
     partition: Literal["dominant-groups", "dirichlet", "by-writer"] = Field(
-        default="dominant-groups", description="How data is split among clients."
+        default="dominant-groups",
+        description="How the examples are divided among the clients. dominant-groups: each client has a few "
+        "main classes; dirichlet: shares of classes are drawn; by-writer: one writer for each "
+        "client.",
     )
-    alpha: float = Field(default=0.5, gt=0, description="Concentration of the Dirichlet partition.")
+    alpha: float = Field(
+        default=0.5,
+        gt=0,
+        description="Concentration of the Dirichlet partition; smaller values give clients fewer classes.",
+    )
     model: str | None = Field(
-        default=None, description='Your own network, "module:factory": (channels, size, classes) to (body, head).'
+        default=None,
+        description="Network of your own as MODULE:FUNCTION. The function takes channels, image size and "
+        "number of classes, and returns body and head.",
     )
 
 
@@ -51,32 +65,38 @@ class _Asked(Federation, _Clients):
     """All that decides a federation but its data."""
 
     rounds: int = Field(default=20, ge=1, description="Number of rounds.")
-    epochs: int = Field(default=5, ge=1, description="Local epochs per round.")
-    batch_size: int = Field(default=50, ge=1, description="Examples per local step.")
+    epochs: int = Field(default=5, ge=1, description="Local epochs in each round.")
+    batch_size: int = Field(default=50, ge=1, description="Examples in each local step.")
     lr: float | None = Field(
-        default=None, gt=0, description="Learning rate of what is shared, in place of the method's own."
+        default=None, gt=0, description="Learning rate of the shared weights; by default that of the method."
     )
     epsilon: float | None = Field(
         default=None, gt=0,
-        description="Privacy budget ε of dp-fedavg for one example added or removed, over all answers of all clients "
-        "that hold it; 4 by default.",
+        description="Privacy budget ε of dp-fedavg, for one example added or removed, over all updates of all "
+        "clients that hold it. By default 4.",
     )  # fmt: skip
     delta: float = Field(default=1e-5, gt=0, lt=1, description="δ of the privacy budget.")
     noise_multiplier: float | None = Field(
         default=None, gt=0,
-        description="Noise of dp-fedavg, centaur or ppsgd on sums of clipped gradients, as a multiple of their clip; "
-        "in place of a budget.",
+        description="Standard deviation of the noise that dp-fedavg, centaur or ppsgd add to sums of clipped "
+        "gradients, as a multiple of the clipping norm; replaces --epsilon.",
     )  # fmt: skip
-    noise: float = Field(default=0.0, ge=0, description="Noise of clients on their updates, as a multiple of --clip.")
-    clip: float = Field(default=1.0, gt=0, description="Largest norm of an update's change where there is noise.")
-    minimum_steps: int = Field(default=1, ge=1, description="Clients refuse to train fewer local steps.")
-    refuse: bool = Field(default=False, description="Clients refuse abnormal hypernetworks.")
+    noise: float = Field(
+        default=0.0,
+        ge=0,
+        description="Standard deviation of the noise that clients add to their updates, as a multiple of --clip.",
+    )
+    clip: float = Field(default=1.0, gt=0, description="Norm to which an update is clipped before noise is added.")
+    minimum_steps: int = Field(default=1, ge=1, description="Fewest local steps that a client agrees to train.")
+    refuse: bool = Field(default=False, description="Let clients reject a hypernetwork with abnormal weights.")
     statistics: Literal["client", "averaged"] = Field(
         default="client",
-        description="Who owns the buffers of layers, such as running statistics: each client its own, or the server, "
-        "which averages them.",
+        description="Owner of buffers such as running statistics: each client keeps its own, or the server "
+        "averages them.",
     )
-    lie: Lie | None = Field(default=None, description="Simulate malicious clients of this kind (how many: `liars`).")
+    lie: Lie | None = Field(
+        default=None, description="Simulate malicious clients of this kind; `liars` is their number."
+    )
 
     def check(self) -> None:
         """Refuse budgets that the method cannot keep, and rounds that cannot have enough updates."""
@@ -108,15 +128,28 @@ class _Asked(Federation, _Clients):
 
 
 class FolderFederation(_Asked):
-    """What a command and a recipe say of a federation, whose data they are given."""
+    """Settings of a federation in a command or a recipe, which give its data beside them."""
 
-    workers: int | None = Field(default=None, ge=1, description="Threads; one per core by default.")
-    device: str = Field(default="cpu", description="Where to train: cpu or cuda.")
-    images: int = Field(default=5, ge=1, description="Attacked updates per threat model of the audit.")
+    option_groups: ClassVar = {
+        "Clients and data": ("method", "clients", "partition", "alpha", "model"),
+        "Rounds": (
+            "rounds", "fraction", "seed", "evaluate_every", "drop_out", "min_clients", "retries", "until_plateau",
+            "aggregator", "most_norm", "most_examples",
+        ),
+        "Local training": ("epochs", "batch_size", "lr", "minimum_steps", "statistics"),
+        "Privacy": ("epsilon", "delta", "noise_multiplier", "noise", "clip", "server_noise", "refuse"),
+        "Malicious clients": ("lie", "liars"),
+        "This machine": ("workers", "device"),
+        "Audit": ("images", "search_steps"),
+    }  # fmt: skip
+
+    workers: int | None = Field(default=None, ge=1, description="Threads; by default one for each core.")
+    device: str = Field(default="cpu", description="Device of the training: cpu or cuda.")
+    images: int = Field(default=5, ge=1, description="Updates that the audit attacks in each threat model.")
     search_steps: Annotated[int, Cli(own=False)] = Field(
         default=600,
         ge=1,
-        description="Steps of the audit's search for a whole batch of images; `netweight federate audit` takes 4,800.",
+        description="Steps of the audit's search for a batch of images; `netweight federate audit` uses 4,800.",
     )
 
     def plan(self, data: str) -> FederationPlan:
@@ -128,17 +161,15 @@ class FolderFederation(_Asked):
 class FederationAudit(Settings):
     """Which updates of a federation are attacked, and by which servers."""
 
-    images: int = Field(default=16, ge=1, description="Attacked updates per threat model.")
-    search_steps: int = Field(default=4800, ge=1, description="Steps of the search for a whole batch of images.")
+    images: int = Field(default=16, ge=1, description="Updates that are attacked in each threat model.")
+    search_steps: int = Field(default=4800, ge=1, description="Steps of the search for a batch of images.")
     threats: Annotated[tuple[str, ...], Cli(name="--threat", metavar="BATCHxSTEPS[xCLIENTS][+WORD]")] = Field(
         default=(),
         description="A threat model: local batch size, local steps, clients in a sum; then what the server knows and "
         "does: +first round, +known embeddings, +asked=K times, +malicious, +thresholds, +fishing. May be repeated.",
     )
     seed: int = Field(default=0, description="Seed of the choice of images and of the attacks.")
-    app: str | None = Field(
-        default=None, description='For a Flower run: where the app is, "module:name", such as app:both.'
-    )
+    app: str | None = Field(default=None, description="For a Flower run: the app as MODULE:NAME, such as app:both.")
 
 
 @final
@@ -151,9 +182,7 @@ class FederationExport(Settings):
     """Which model of a federation is written as state dicts."""
 
     client: int = Field(default=0, ge=0, description="Client whose personal model is exported.")
-    app: str | None = Field(
-        default=None, description='For a Flower run: where the app is, "module:name", such as app:both.'
-    )
+    app: str | None = Field(default=None, description="For a Flower run: the app as MODULE:NAME, such as app:both.")
 
 
 @final

@@ -102,21 +102,29 @@ class Federation(Settings):
 
     rounds: int = Field(default=200, ge=1, description="Number of rounds.")
     fraction: float = Field(
-        default=1.0, gt=0, le=1, description="Share of clients asked in each round, at least one client."
+        default=1.0, gt=0, le=1, description="Share of the clients that train in each round; at least one client does."
     )
-    seed: int = Field(default=520, description="Seed of everything but the split of the data.")
-    evaluate_every: int = Field(default=1, ge=1, description="Rounds between measurements of accuracy.")
+    seed: int = Field(default=520, description="Seed of everything except the split of the data.")
+    evaluate_every: int = Field(default=1, ge=1, description="Rounds between two measurements of accuracy.")
     drop_out: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of clients lost from each round, to rehearse it."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the clients whose update is lost in each round, to simulate failures.",
     )
-    min_clients: int = Field(default=1, ge=1, description="A round with fewer sound updates is tried again.")
+    min_clients: int = Field(
+        default=1, ge=1, description="Fewest valid updates of a round; a round with fewer is repeated."
+    )
     retries: Annotated[int, Cli(own=False)] = Field(
-        default=3, ge=0, description="How often a round is tried again; then the federation stops with its state saved."
+        default=3, ge=0, description="How often a round is repeated before the federation stops, with its state saved."
     )
-    until_plateau: bool = Field(default=False, description="End earlier, once accuracy has stopped rising.")
+    until_plateau: bool = Field(default=False, description="Stop once the accuracy no longer rises.")
     aggregator: Aggregator = Field(default="clipped-mean", description="Aggregation rule for the clients' updates.")
     liars: Annotated[int, Cli(own=False)] = Field(
-        default=1, ge=1, description="Lying clients that trimmed-mean, krum and multi-krum reckon with."
+        default=1,
+        ge=1,
+        description="Number of malicious clients: of those that `lie` simulates, and that trimmed-mean, krum "
+        "and multi-krum expect.",
     )
     most_norm: Annotated[float, Cli(own=False)] = Field(
         default=3.0,
@@ -131,7 +139,10 @@ class Federation(Settings):
         "round's median; the other rules ignore claims that nobody has registered.",
     )
     server_noise: Annotated[float, Cli(own=False)] = Field(
-        default=0.0, ge=0, description="Noise of the server on the clipped mean, as a multiple of its clip."
+        default=0.0,
+        ge=0,
+        description="Standard deviation of the noise that the server adds to the clipped mean, as a multiple "
+        "of the clipping norm.",
     )
 
     def check(self) -> None:

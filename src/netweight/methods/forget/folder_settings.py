@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import DirectoryPath, Field, FilePath
 
@@ -17,7 +17,8 @@ from netweight.settings import Cli, Settings
 
 EditMethod = Literal["closed-form", "siss", "neurons", "distil", "esd"]
 _COLUMN: Any = Field(
-    "prompt", description="Column of prompts in tables; of several, as caption,prompt, the first that a file has."
+    "prompt",
+    description="Column that holds the prompts; of several names, such as caption,prompt, the first that a file has.",
 )
 
 
@@ -25,43 +26,58 @@ _COLUMN: Any = Field(
 class FolderForgetting(Settings):
     """Memorized prompts made to forget in a pipeline folder."""
 
+    option_groups: ClassVar = {
+        "Files": ("targets", "ordinary", "column", "anchors"),
+        "Edit": ("method", "undo", "other_weights"),
+        "Check of the edit": ("verify", "images", "guidance", "steps"),
+        "Pipeline": ("pipeline",),
+    }
+
     method: EditMethod = Field(
         "closed-form",
-        description="The edit: replace keys and values of the prompts, in seconds; unlearn the pictures by training "
-        "(siss), which a search for embeddings finds hard to undo; switch NeMo's neurons off; or, to compare, distil "
-        "with noise, or train away from the prompts (esd).",
+        description="Edit that is made. closed-form replaces the keys and values of the prompts, in seconds; siss "
+        "unlearns the pictures by training, and a search for embeddings undoes it less easily; neurons switches off "
+        "the neurons that NeMo finds; distil and esd are published edits to compare with.",
     )
     targets: FilePath | None = Field(
-        None, description="Rows with prompt and image (a file): memorized pairs. A prompt may have several rows."
+        None,
+        description="Table of memorized pairs, with the columns prompt and image (a file). A prompt may have "
+        "several rows.",
     )
     ordinary: FilePath | None = Field(
-        None, description="Prompts that are not memorized, 100 or more, whose images are to stay. For neurons, every "
-        "second one calibrates the threshold, others are held out.",
+        None, description="Prompts that are not memorized, 100 or more, whose images must not change. With neurons, "
+        "half of them calibrate the threshold and the others are held out.",
     )  # fmt: skip
     column: str = _COLUMN
     anchors: FilePath | None = Field(
         None,
-        description="Prompts whose answers memorized ones get, one for each; else ordinary prompts whose images are "
-        "least correlated with the memorized ones'. Not for neurons.",
+        description="Replacement prompts, one for each memorized prompt, whose images it generates after the "
+        "edit. By default the ordinary prompts whose images are least correlated with the "
+        "memorized ones. Not with neurons.",
     )
-    closed_form: ClosedForm = Field(default=ClosedForm(), description="Settings of the closed form.")
-    siss: Siss = Field(default=Siss(), description="Settings of siss.")
-    neurons: Neurons = Field(default=Neurons(), description="Settings of neurons.")
-    distil: Distil = Field(default=Distil(), description="Settings of distil.")
-    esd: Esd = Field(default=Esd(), description="Settings of esd.")
+    closed_form: Annotated[ClosedForm, Cli(only_with="method=closed-form")] = Field(
+        ClosedForm(), description="Settings of closed-form."
+    )
+    siss: Annotated[Siss, Cli(only_with="method=siss")] = Field(Siss(), description="Settings of siss.")
+    neurons: Annotated[Neurons, Cli(only_with="method=neurons")] = Field(Neurons(), description="Settings of neurons.")
+    distil: Annotated[Distil, Cli(only_with="method=distil")] = Field(Distil(), description="Settings of distil.")
+    esd: Annotated[Esd, Cli(only_with="method=esd")] = Field(Esd(), description="Settings of esd.")
     undo: bool = Field(
         True,
-        description="Keep the weights as they were, to undo the edit. Whoever has them can undo it: publish without.",
+        description="Keep the original weights in the folder, so that the edit can be undone. Anybody who has "
+        "them can undo it: publish a folder made with --no-undo.",
     )
     other_weights: Literal["copy", "leave-out"] = Field(
         "copy",
-        description="Files that hold weights from before the edit and cannot be edited, such as a .ckpt at the top: "
-        "copied and named, or left out of the new folder.",
+        description="Other files with the unedited weights, such as a .ckpt beside the parts: copy them and "
+        "name them in the record, or leave them out.",
     )
     verify: Annotated[bool, Cli(name="--check")] = Field(
-        True, description="Generate images of every prompt before and after the edit, and count copies of pictures."
+        True,
+        description="Generate images of every prompt before and after the edit, and count copies of memorized "
+        "pictures.",
     )
-    images: int = Field(8, ge=1, description="Images per prompt that this check, and audits, generate.")
+    images: int = Field(8, ge=1, description="Images that this check and the audits generate for each prompt.")
     guidance: float = Field(7.0, description="Guidance scale of these images.")
     steps: int = Field(50, ge=1, description="Scheduler steps of these images.")
     pipeline: PipelineSettings = Field(default=PipelineSettings(), description="How the pipeline is opened.")
@@ -112,30 +128,31 @@ _FIELDS = {name: name.replace("-", "_") for name in EDITS}
 class FolderAudit(Settings):
     """What an edit of a pipeline folder suppresses and costs."""
 
-    search: FolderSearch = Field(
-        description="The pipeline before its edit, memorized pairs, and how they are searched."
-    )
+    search: FolderSearch = Field(description="Pipeline before its edit, memorized pairs, and settings of the search.")
     ordinary: FilePath = Field(
-        description="Prompts that are not memorized, 100 or more: they calibrate detection, and their images are "
-        "compared."
+        description="Prompts that are not memorized, 100 or more. They calibrate detection, and their images "
+        "are compared."
     )
     others: FilePath | None = Field(
-        None, description="Prompts given to the edit neither to forget nor to keep, such as neighbours of memorized "
-        "ones: how many change.",
+        None, description="Prompts that the edit did not see, such as neighbors of memorized ones, to count how "
+        "many change.",
     )  # fmt: skip
     column: str = _COLUMN
-    images: Annotated[int, Cli(name="--per-prompt")] = Field(8, ge=1, description="Images of every prompt.")
+    images: Annotated[int, Cli(name="--per-prompt")] = Field(8, ge=1, description="Images of each prompt.")
     look_seeds: int = Field(
-        10, ge=2, description="Initial noises per prompt that detection compares: seeds 0, 1 and so on."
+        10, ge=2, description="Number of initial noises that detection compares for each prompt (seeds 0, 1 and so on)."
     )
     timing: Timing = Field(
-        "paper", description="Make predictions at the first timestep, or at the second, as the released code does."
+        "paper",
+        description="Timestep of the predictions: the first, as in the paper, or the second, as in the released code.",
     )
     clip: DirectoryPath | None = Field(
-        None, description="A folder of transformers with a CLIP: how well images follow prompts."
+        None, description="Folder of a CLIP model for transformers, to measure how well images follow their prompts."
     )
     searched: Annotated[bool, Cli(name="--search")] = Field(
-        True, description="Search for embeddings; without it the report says in red what was not proved."
+        True,
+        description="Search for embeddings that bring memorized images back; without the search the report "
+        "states in red that this was not tested.",
     )
 
     @property

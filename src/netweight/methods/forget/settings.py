@@ -19,16 +19,25 @@ Timing = Literal["paper", "code"]
 Fidelity = Literal["corrected", "reference"]
 
 # Fields that several classes have.
-_SEEDS: Any = Field(10, ge=2, description="Initial noises per prompt that detection compares: seeds 0, 1 and so on.")
-_TIMING: Any = Field(
-    "paper", description="Make predictions at the first timestep, or at the second, as the released code does."
+_SEEDS: Any = Field(
+    10, ge=2, description="Number of initial noises that detection compares for each prompt (seeds 0, 1 and so on)."
 )
-_SCOPE: Any = Field("down+mid", description="Value layers of a U-Net: without or with those on the way up.")
+_TIMING: Any = Field(
+    "paper",
+    description="Timestep of the predictions: the first, as in the paper, or the second, as in the released code.",
+)
+_SCOPE: Any = Field(
+    "down+mid",
+    description="Value layers of the U-Net that are searched: those on the way down and in the middle, or all.",
+)
 _FIDELITY: Any = Field(
-    "corrected", description="Without or with the order and quirks of the released code; see docs/differences.md."
+    "corrected",
+    description="`reference` reproduces the order and the defects of the released code; "
+    "docs/differences.md lists them.",
 )
 _COLUMN: Any = Field(
-    "prompt", description="Column of prompts in tables; of several, as caption,prompt, the first that a file has."
+    "prompt",
+    description="Column that holds the prompts; of several names, such as caption,prompt, the first that a file has.",
 )
 _PIPELINE: Any = Field(default=PipelineSettings(), description="How the pipeline is opened.")
 
@@ -49,7 +58,7 @@ class DetectionConfig(Settings):
     ] = Field(10, validate_default=True, description="Initial noises per prompt: seeds, or their number.")
     steps: int = Field(50, ge=2, description="Steps of the schedule.")
     timing: Timing = _TIMING
-    rows: int = Field(64, ge=1, description="Most images at a time; halved where memory runs out.")
+    rows: int = Field(64, ge=1, description="Largest number of images at a time; halved if memory runs out.")
 
     def check(self) -> None:
         """Refuse seeds that cannot be compared."""
@@ -106,7 +115,7 @@ class GenerationSettings(Settings):
     )
     guidance: float = Field(7.0, description="Scale of classifier-free guidance.")
     steps: int = Field(50, ge=1, description="Steps of the scheduler.")
-    rows: int = Field(64, ge=1, description="Most images at a time; halved where memory runs out.")
+    rows: int = Field(64, ge=1, description="Largest number of images at a time; halved if memory runs out.")
 
     def check(self) -> None:
         """Refuse repeated seeds."""
@@ -118,7 +127,7 @@ class GenerationSettings(Settings):
 class FolderStatistics(Settings):
     """Usual activity of the neurons of a pipeline folder."""
 
-    prompts: FilePath = Field(description="Ordinary prompts, 1,000 or more.")
+    prompts: FilePath = Field(description="File of ordinary prompts, 1,000 or more.")
     column: str = _COLUMN
     scope: Scope = _SCOPE
     pipeline: PipelineSettings = _PIPELINE
@@ -128,17 +137,18 @@ class FolderStatistics(Settings):
 class FolderDetection(Settings):
     """Which prompts a pipeline folder has memorized."""
 
-    prompts: FilePath = Field(description="Prompts to score.")
-    ordinary: FilePath | None = Field(
-        None, description="Prompts that are not memorized, to calibrate the threshold on."
+    prompts: FilePath = Field(description="File of prompts to score.")
+    ordinary: FilePath | None = Field(None, description="Prompts that are not memorized; they calibrate the threshold.")
+    held_out: FilePath | None = Field(
+        None, description="Further prompts that are not memorized, to measure how well detection separates both kinds."
     )
-    held_out: FilePath | None = Field(None, description="Further such prompts: how well are the two told apart?")
     threshold: Annotated[str | None, Cli(metavar="FILE|NUMBER")] = Field(
-        None, description="In place of a calibrated one: threshold.json of an earlier call, or a number."
+        None, description="Threshold in place of a calibrated one: threshold.json of an earlier call, or a number."
     )
     quantile: float | None = Field(
         None, gt=0, le=1,
-        description="Calibrate at this quantile of ordinary prompts, not at mean + 1 standard deviation.",
+        description="Quantile of the ordinary prompts' scores to use as threshold, in place of mean + 1 "
+        "standard deviation.",
     )  # fmt: skip
     column: str = _COLUMN
     detection: DetectionConfig = Field(default=DetectionConfig(), description="How prompts are scored.")
@@ -154,8 +164,10 @@ class FolderDetection(Settings):
 class FolderLocalization(Settings):
     """The neurons that prompts are memorized in, in a pipeline folder."""
 
-    prompts: FilePath = Field(description="Memorized prompts.")
-    statistics: FilePath = Field(description="From netweight forget statistics, or the .pt file of the paper's code.")
+    prompts: FilePath = Field(description="File of memorized prompts.")
+    statistics: FilePath = Field(
+        description="Statistics of `netweight forget statistics`, or the .pt file of the paper's code."
+    )
     threshold: Annotated[str, Cli(metavar="FILE|NUMBER")] = Field(
         description="threshold.json of netweight forget detect, or a number."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AliasChoices, DirectoryPath, Field, FilePath
 
@@ -16,7 +16,7 @@ Representation: TypeAlias = Literal["delta", "factors"]
 FittedKind: TypeAlias = Literal["encoder", "decoder", "difference"]
 Unit: TypeAlias = Literal["deviations", "reach", "raw"]
 
-_NAME_COLUMN = "The column that names the model."
+_NAME_COLUMN = "Column with the names of the models."
 
 
 def _always(value: object) -> bool:
@@ -27,26 +27,41 @@ def _always(value: object) -> bool:
 class FitSettings(Settings):
     """How a space is fitted."""
 
+    option_groups: ClassVar = {
+        "Components": ("components", "representation", "strengths", "standardize", "halves"),
+        "Solver": ("solver", "sketch", "passes", "tolerance", "seed"),
+    }
+
     components: int | None = Field(
-        default=None, ge=1, description="How many; else as many as there are, at most 1,000."
+        default=None, ge=1, description="Number of components; by default as many as there are, at most 1,000."
     )
-    representation: Representation = Field(default="delta", description="Changes, or raw numbers of the factors.")
+    representation: Representation = Field(
+        default="delta",
+        description="What is analyzed: delta, the changes of the weights; or factors, the numbers in the "
+        "adapter files.",
+    )
     strengths: Literal["kept", "normalized"] = Field(
         default="kept",
-        description="Changes as they are, or all scaled to their median norm, as hub adapters differ tenfold.",
+        description="kept analyzes changes as they are; normalized scales all to their median norm, since "
+        "norms of public adapters differ tenfold.",
     )
     standardize: bool = Field(
-        default=True, description="Divide the numbers of factors by their standard deviations first."
+        default=True,
+        description="Divide the numbers of factors by their standard deviations first; with --representation "
+        "factors only.",
     )
     solver: Literal["auto", "dual", "streaming"] = Field(
         default="auto",
-        description="Exactly from inner products, or by passes over the bank; auto by the number of adapters.",
+        description="dual computes exactly from inner products, streaming by passes over the bank; auto "
+        "chooses by the number of adapters.",
     )
-    halves: bool = Field(default=True, description="Fit two halves, too, to see what comes back.")
-    sketch: int = Field(default=32, ge=1, description="Side of the sketch of a module's change, for streaming.")
-    passes: int = Field(default=6, ge=1, description="Passes of streaming iteration at most.")
+    halves: bool = Field(
+        default=True, description="Also fit two halves of the adapters, to measure which components are reproducible."
+    )
+    sketch: int = Field(default=32, ge=1, description="Side length of the sketch of a module's change, for streaming.")
+    passes: int = Field(default=6, ge=1, description="Largest number of passes of the streaming solver.")
     tolerance: float = Field(
-        default=2e-3, ge=0, description="A pass that adds less than this share to the variance is last."
+        default=2e-3, ge=0, description="Share of the variance below which a further pass stops the streaming solver."
     )
     seed: int = Field(default=0, description="Random seed.")
 
@@ -54,21 +69,26 @@ class FitSettings(Settings):
 class FolderFit(FitSettings):
     """How a space is fitted to a bank of adapters and written."""
 
+    option_groups: ClassVar = {**FitSettings.option_groups, "Files and processes": ("standalone", "work", "processes")}
+
     standalone: bool = Field(
-        default=False, description="Copy the adapters into the space, so that it opens without its bank."
+        default=False, description="Copy the adapters into the space, so that it can be opened without its bank."
     )
     work: Path | None = Field(
         default=None, exclude_if=_always,
-        description="Where to keep finished parts, to fit a bank again that has grown.",
+        description="Folder for finished parts, so that a bank that has grown is fitted again quickly.",
     )  # fmt: skip
-    processes: int | None = Field(default=None, ge=2, exclude_if=_always, description="Processes that share the work.")
+    processes: int | None = Field(
+        default=None, ge=2, exclude_if=_always, description="Number of processes that share the work."
+    )
 
 
 class CorrectionSettings(Settings):
     """How an edit of a point is corrected by what it changes in images."""
 
     effect: Annotated[float, Cli(own=False)] = Field(
-        default=0.6, description="Effect that is sought, as a share of the attribute's range; below 0 for less of it."
+        default=0.6,
+        description="Desired effect as a share of the attribute's range; negative for less of the attribute.",
     )
     rounds: int = Field(default=3, ge=1, description="Rounds of a correction after the first.")
     noises: Annotated[int, Cli(own=False)] = Field(
@@ -79,37 +99,60 @@ class CorrectionSettings(Settings):
 class DirectionSettings(CorrectionSettings):
     """How the direction of an attribute is found from labels."""
 
-    labels: FilePath = Field(description="Attributes of models: .csv, .tsv, .json or .jsonl with one row per model.")
-    column: str = Field(description="The attribute.")
+    option_groups: ClassVar = {
+        "Labels": ("labels", "column", "name_column", "confounders"),
+        "Direction": ("kind", "fidelity", "folds", "resamples", "seed"),
+        "Correction by images": (
+            "corrected", "at", "pipeline", "reader", "prompts", "guidance", "steps", "device", "effect", "rounds",
+            "noises",
+        ),
+    }  # fmt: skip
+
+    labels: FilePath = Field(
+        description="Table of the models' attributes: .csv, .tsv, .json or .jsonl with one row for each model."
+    )
+    column: str = Field(description="Column of the attribute.")
     name_column: str = Field(default="name", description=_NAME_COLUMN)
     confounders: Annotated[tuple[str, ...], Cli(name="--confounder", metavar="COLUMN")] = Field(
-        default=(), description="An attribute that should stay as it is."
+        default=(), description="Column of an attribute that must not change; may be given several times."
     )
     kind: FittedKind = Field(
         default="encoder",
-        description="How models change with it, how it is predicted from them, or a difference of means.",
+        description="encoder: how the models change with the attribute; decoder: how the attribute is "
+        "predicted from the models; difference: the difference of two means.",
     )
     fidelity: Literal["corrected", "reference"] = Field(
-        default="corrected", description="The authors' code's numbers, or without its quirks; see docs/differences.md."
+        default="corrected",
+        description="`reference` reproduces the numbers of the authors' code, including its defects; "
+        "docs/differences.md lists them.",
     )
     folds: int = Field(default=5, ge=2, description="Folds of the cross-validation.")
     resamples: int = Field(
-        default=0, ge=0, description="Also refit to so many resamples of the models, to see how stable it is."
+        default=0,
+        ge=0,
+        description="Number of resamples of the models to which the direction is fitted again, to measure its "
+        "stability.",
     )
     corrected: bool = Field(
-        default=False, description="Correct it for --at, by what the edit changes in images, which --reader reads."
+        default=False,
+        description="Correct the direction for the point --at, by what the edit changes in generated images, "
+        "as measured by --reader.",
     )
-    at: Annotated[str, Cli(metavar="POINT")] = Field(default="mean", description="The point to be edited.")
-    pipeline: ModelPath | None = Field(default=None, description="The base model, a pipeline, for --corrected.")
+    at: Annotated[str, Cli(metavar="POINT")] = Field(
+        default="mean", description="Point for which the direction is corrected."
+    )
+    pipeline: ModelPath | None = Field(
+        default=None, description="Base model of the adapters, a diffusers pipeline; for --corrected."
+    )
     reader: str | None = Field(
-        default=None, description='What measures labeled attributes in images, "module:function".'
+        default=None, description="Function that measures the labeled attributes in images, as MODULE:FUNCTION."
     )
     prompts: Annotated[tuple[str, ...], Cli(name="--prompt")] = Field(
-        default=("",), description="Prompts of these images, in turn for noises."
+        default=("",), description="Prompt of these images; may be given several times."
     )
     guidance: float = Field(default=1.0, description="Scale of classifier-free guidance.")
     steps: int = Field(default=10, ge=1, description="Steps of the scheduler; gradients go through all of them.")
-    device: str = Field(default="cpu", description="Where the pipeline generates.")
+    device: str = Field(default="cpu", description="Device of the pipeline.")
     seed: int = Field(default=0, description="Seed of folds, resamples and corrections.")
 
     def check(self) -> None:
@@ -121,8 +164,12 @@ class DirectionSettings(CorrectionSettings):
 class PredictSettings(Settings):
     """How attributes are read off adapters' weights."""
 
-    labels: FilePath = Field(description="Attributes of adapters: .csv, .tsv, .json or .jsonl with one row each.")
-    columns: Annotated[tuple[str, ...], Cli(name="--column")] = Field(min_length=1, description="What is read.")
+    labels: FilePath = Field(
+        description="Table of the adapters' attributes: .csv, .tsv, .json or .jsonl with one row for each adapter."
+    )
+    columns: Annotated[tuple[str, ...], Cli(name="--column")] = Field(
+        min_length=1, description="Column of an attribute to predict; may be given several times."
+    )
     name_column: str = Field(default="name", description=_NAME_COLUMN)
     folds: int = Field(default=5, ge=2, description="Folds of the held-out scores.")
     seed: int = Field(default=0, description="Seed of folds and networks.")
@@ -131,28 +178,35 @@ class PredictSettings(Settings):
 class SampleSettings(Settings):
     """How points are drawn."""
 
-    count: int = Field(default=1, ge=1, description="How many points.")
+    count: int = Field(default=1, ge=1, description="Number of points.")
     sampler: Literal["pairs", "gaussian", "kernel", "conditional"] = Field(
         default="pairs",
-        description="Sums of two models, independent per component, around models, or conditional on labels.",
+        description="pairs adds the components of two models; gaussian draws each component independently; "
+        "kernel draws near models; conditional draws given their labels.",
     )
     factor: float | None = Field(
-        default=None, gt=0, description="Factor of the deviations of pairs, else 1.2, and of the gaussian, else 1."
+        default=None,
+        gt=0,
+        description="Factor of the deviations from the mean; by default 1.2 for pairs and 1 for gaussian.",
     )
     bandwidth: float | None = Field(
-        default=None, ge=0, le=1, description="Bandwidth of the kernel, and of conditional's rest; else the likeliest."
+        default=None,
+        ge=0,
+        le=1,
+        description="Bandwidth of kernel and conditional; by default the one with the highest likelihood.",
     )
-    labels: FilePath | None = Field(default=None, description="Attributes of models, for conditional.")
+    labels: FilePath | None = Field(default=None, description="Table of the models' attributes, for conditional.")
     name_column: str = Field(default="name", description=_NAME_COLUMN)
     emphasis: float = Field(
         default=1.0,
         gt=0,
-        description="Factor of attributes, for conditional; images of new combinations show less of them.",
+        description="Factor by which attributes are strengthened, for conditional; images of new combinations "
+        "show attributes less clearly.",
     )
     # Not `given`, which `Settings` has; recipes and the command call it so.
     attributes: Annotated[Mapping[str, float], Cli(name="--given", metavar="COLUMN=VALUE")] = Field(
         default={}, validation_alias=AliasChoices("given", "attributes"),
-        description="An attribute that all points have, for conditional.",
+        description="Value of an attribute that all points have, for conditional.",
     )  # fmt: skip
     seed: int = Field(default=0, description="Seed of the draw.")
 
@@ -174,25 +228,28 @@ class EditSettings(Settings):
     """How points are moved along directions."""
 
     moves: Annotated[Mapping[str, float], Cli(name="--move", metavar="DIRECTION=STRENGTH")] = Field(
-        description="Step along a direction; negative goes back. A direction is a file of `netweight space direction`, "
-        "or an attribute of the labels, whose direction is fitted. May be repeated; the order does not matter."
+        description="Step along a direction; negative steps go the opposite way. A direction is a file of "
+        "`netweight space direction`, or an attribute of the labels, whose direction is fitted. "
+        "May be given several times; the order does not matter."
     )
     labels: FilePath | None = Field(
-        default=None, description="Attributes of the space's models, a file with one row per model."
+        default=None, description="Table of the models' attributes, with one row for each model."
     )
     unit: Unit = Field(
-        default="deviations", description="What that counts: models' deviations, their farthest, or the vector."
+        default="deviations",
+        description="Unit of the steps: standard deviations of the models, the distance of the farthest "
+        "model, or the length of the vector.",
     )
     point: str = Field(
         default="mean",
         description="Where to start in a space: a model or mean; points of an earlier step are all moved.",
     )
-    kind: FittedKind = Field(default="encoder", description="How directions are found.")
+    kind: FittedKind = Field(default="encoder", description="How directions are fitted.")
     confounders: Annotated[tuple[str, ...], Cli(name="--confounder", metavar="COLUMN")] = Field(
-        default=(), description="Attributes that are to stay as they are."
+        default=(), description="Column of an attribute that must not change; may be given several times."
     )
     name_column: str = Field(default="name", description=_NAME_COLUMN)
-    folds: int = Field(default=5, ge=2, description="Folds of the cross-validation of directions.")
+    folds: int = Field(default=5, ge=2, description="Folds of the directions' cross-validation.")
     seed: int = Field(default=0, description="Seed of the folds.")
 
     def check(self) -> None:
@@ -216,15 +273,15 @@ class ExportSettings(Settings):
 
     layout: Literal["diffusers", "peft", "kohya", "comfyui"] | None = Field(
         default=None,
-        description="Whose files to write; by default the layout of the file that is read, for a folder diffusers' or "
-        "peft's.",
+        description="Layout of the files; by default that of the file that is read, and for a folder that of "
+        "diffusers or peft.",
     )
-    rank: int | None = Field(default=None, ge=1, description="Rank of each module; else as high as is needed.")
+    rank: int | None = Field(default=None, ge=1, description="Rank of each module; by default as high as needed.")
     energy: float = Field(
-        default=1.0, gt=0, le=1, description="Share of each module's square that is enough, for a lower rank."
+        default=1.0, gt=0, le=1, description="Share of each module's squared norm to keep, which allows a lower rank."
     )
     base: str | None = Field(
-        default=None, description="Name of the base model, to be said in the files; else the one that is known."
+        default=None, description="Name of the base model to record in the files; by default the recorded one."
     )
 
 
@@ -233,8 +290,8 @@ class FileSettings(ExportSettings):
 
     model: Annotated[str | None, Cli(metavar="NAME")] = Field(
         default=None,
-        description="The model that the adapter belongs to: a folder, whose modules are checked, or an architecture "
-        "(flux, wan, sdxl, …), where the file does not tell it.",
+        description="Model of the adapter: a folder, against whose modules the file is checked, or an "
+        "architecture (flux, wan, sdxl, …) where the file does not show it.",
     )
 
 
@@ -242,7 +299,7 @@ class ConvertSettings(FileSettings):
     """How an adapter is brought to another layout, rank or kind."""
 
     weights: Annotated[Path | None, Cli(metavar="BASE")] = Field(
-        default=None, description="The base model, which DoRA's change depends on."
+        default=None, description="Base model; the change of a DoRA depends on its weights."
     )
 
 
@@ -250,13 +307,16 @@ class ExtractSettings(FileSettings):
     """How a LoRA is extracted from two models."""
 
     modules: Annotated[str | None, Cli(metavar="PATTERN")] = Field(
-        default=None, description="Only these modules, as in '**.attn.*' or '!**.mlp.**'; by default all that changed."
+        default=None,
+        description="Pattern of the modules, such as '**.attn.*' or '!**.mlp.**'; by default all that changed.",
     )
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
-        default=None, description="Data type of the factors; by default that of the tuned model."
+        default=None, description="Data type of the factors; by default that of the fine-tuned model."
     )
     alpha: float | None = Field(
-        default=None, gt=0, description="Alpha of the file; the change stays the same. By default alpha is the rank."
+        default=None,
+        gt=0,
+        description="Alpha that the file states; the change of the weights is the same. By default the rank.",
     )
 
 
@@ -265,16 +325,19 @@ class MergeSettings(FileSettings):
 
     method: Literal["linear", "ties", "dare", "dare-ties"] = Field(
         default="linear",
-        description="A weighted sum; or after trimming small entries, random ones, and with elected signs.",
+        description="linear: a weighted sum; ties: small entries are trimmed and signs elected; dare: random "
+        "entries are dropped; dare-ties: both.",
     )
     weights: Annotated[tuple[float, ...], Cli(name="--weight")] = Field(
-        default=(), description="Weight of each adapter, in order; else 1."
+        default=(), description="Weight of each adapter, in order; by default 1."
     )
     blocks: Annotated[tuple[tuple[str, str], ...], Cli(name="--block", metavar="PATTERN WEIGHTS")] = Field(
-        default=(), description="Weights within some modules, as in 'unet.up_blocks.**' 1,0.5; later ones win."
+        default=(),
+        description="Weights of the adapters in some modules, such as 'unet.up_blocks.**' 1,0.5; the last "
+        "that matches counts.",
     )
-    density: float = Field(default=0.5, gt=0, le=1, description="Share of entries that ties and dare keep.")
-    seed: int = Field(default=0, description="Seed of the entries that dare keeps.")
+    density: float = Field(default=0.5, gt=0, le=1, description="Share of the entries that ties and dare keep.")
+    seed: int = Field(default=0, description="Seed of the choice of entries in dare.")
 
 
 class FolderExport(ExportSettings):
@@ -282,7 +345,7 @@ class FolderExport(ExportSettings):
 
     point: str = Field(
         default="mean",
-        description="What to write of a space: a model or mean; of points of an earlier step, each is written.",
+        description="Point of a space to write: the name of a model, or mean. From a file of points all are written.",
     )
 
 
@@ -290,17 +353,26 @@ class InversionSettings(Settings):
     """How points are sought."""
 
     steps: int = Field(default=400, ge=1, description="Steps of the descent.")
-    learning_rate: float = Field(default=0.05, gt=0, description="In standard deviations of the models, where scaled.")
-    components: int | None = Field(default=None, ge=1, description="Leading components that move; else all.")
+    learning_rate: float = Field(
+        default=0.05, gt=0, description="Learning rate, in standard deviations of the models where --scaled is given."
+    )
+    components: int | None = Field(
+        default=None, ge=1, description="Number of leading components that are optimized; by default all."
+    )
     # A denoising loss is a mean over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong
     # in the miniature.
     prior: float = Field(
-        default=0.0, ge=0, description="Weight of the Gaussian prior, ½ Σ (score / deviation)², per image loss."
+        default=0.0,
+        ge=0,
+        description="Weight of the Gaussian prior, ½ Σ (score / deviation)², relative to the loss of an image.",
     )
     weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of the optimizer.")
-    scaled: bool = Field(default=True, description="Move components in units of their deviations.")
+    scaled: bool = Field(default=True, description="Optimize components in units of their standard deviations.")
     averaged: float = Field(
-        default=0.25, ge=0, le=1, description="The point is the mean over this last share of the steps; 0 for the last."
+        default=0.25,
+        ge=0,
+        le=1,
+        description="Share of the last steps over which the point is averaged; 0 takes the last step.",
     )
 
 
@@ -319,19 +391,27 @@ INVERSIONS: Mapping[str, InversionSettings] = {
 class FolderInversion(InversionSettings):
     """How images are inverted; what is not given is taken from the named settings."""
 
-    pipeline: ModelPath = Field(description="The base model: a folder of a diffusers pipeline.")
-    prompt: str = Field(description="What the adapters' own prompt was, such as 'sks person'.")
+    option_groups: ClassVar = {
+        "Model and images": ("pipeline", "prompt", "masks", "device"),
+        "Descent": (
+            "settings", "steps", "learning_rate", "components", "prior", "weight_decay", "scaled", "averaged", "draws",
+            "schedule", "together", "seed",
+        ),
+    }  # fmt: skip
+
+    pipeline: ModelPath = Field(description="Base model of the adapters: a folder of a diffusers pipeline.")
+    prompt: str = Field(description="Prompt with which the adapters were trained, such as 'sks person'.")
     masks: DirectoryPath | None = Field(
-        default=None, description="Folder with masks of the images' names; white is what counts."
+        default=None, description="Folder with masks that have the images' names; white pixels count."
     )
     settings: Literal["default", "reference", "reference out of distribution"] = Field(
         default="default",
-        description="Our settings, or those of the authors' code, where an option does not replace them.",
+        description="Defaults of the other options: netweight's, or those of the authors' code.",
     )
-    draws: int = Field(default=1, ge=1, description="Timesteps per image and step.")
-    schedule: int = Field(default=50, ge=1, description="Steps of the schedule that timesteps are drawn from.")
-    together: int = Field(default=8, ge=1, description="Most targets in a batch.")
-    device: str = Field(default="cpu", description="Where the pipeline goes, such as cuda.")
+    draws: int = Field(default=1, ge=1, description="Timesteps for each image in each step.")
+    schedule: int = Field(default=50, ge=1, description="Steps of the schedule from which timesteps are drawn.")
+    together: int = Field(default=8, ge=1, description="Largest number of targets in a batch.")
+    device: str = Field(default="cpu", description="Device of the pipeline, such as cuda.")
     seed: int = Field(default=0, description="Seed of all draws.")
 
     @property
@@ -345,21 +425,26 @@ class RenderSettings(Settings):
     """What a page shows, and how its images are generated."""
 
     prompts: Annotated[tuple[str, ...], Cli(name="--prompt")] = Field(
-        default=("",), description="One for all noises, or one for each."
+        default=("",),
+        description="Prompt of the images: one for all noises, or one for each; may be given several times.",
     )
     seeds: Annotated[tuple[int, ...], Cli(own=False)] = Field(
-        default=(0, 1, 2, 3), min_length=1, description="Seeds of the noises; thumbnails and the map take the first."
+        default=(0, 1, 2, 3), min_length=1, description="Seeds of the noises; thumbnails and the map use the first."
     )
-    guidance: float = Field(default=3.0, description="Scale of classifier-free guidance; the miniature's is 1.")
-    steps: int = Field(default=50, ge=1, description="Steps of the scheduler; the miniature's are 8.")
+    guidance: float = Field(default=3.0, description="Scale of classifier-free guidance; for the miniature use 1.")
+    steps: int = Field(default=50, ge=1, description="Steps of the scheduler; for the miniature use 8.")
     strengths: Annotated[tuple[float, ...], Cli(own=False)] = Field(
-        default=tuple(half / 2 for half in range(-6, 7)), description="Standard deviations along a slider."
+        default=tuple(half / 2 for half in range(-6, 7)), description="Positions of a slider, in standard deviations."
     )
-    components: int = Field(default=4, ge=0, description="Principal components that get a slider.")
-    adapters: int = Field(default=400, ge=1, description="Most adapters on the map; more are thinned out evenly.")
-    samples: int = Field(default=12, ge=0, description="Models that are drawn.")
-    neighbors: Annotated[int, Cli(own=False)] = Field(default=4, ge=0, description="Nearest models that are named.")
-    rows: Annotated[int, Cli(own=False)] = Field(default=64, ge=1, description="Most images at a time.")
+    components: int = Field(default=4, ge=0, description="Number of principal components with a slider.")
+    adapters: int = Field(
+        default=400, ge=1, description="Largest number of adapters on the map; of more, an even selection is shown."
+    )
+    samples: int = Field(default=12, ge=0, description="Number of sampled models that the page shows.")
+    neighbors: Annotated[int, Cli(own=False)] = Field(
+        default=4, ge=0, description="Number of nearest models that are named."
+    )
+    rows: Annotated[int, Cli(own=False)] = Field(default=64, ge=1, description="Largest number of images at a time.")
     seed: int = Field(default=0, description="Seed of samples and folds.")
 
     def check(self) -> None:
@@ -374,20 +459,26 @@ class RenderSettings(Settings):
 class FolderView(RenderSettings):
     """What a page about a space shows, and the pipeline that generates its images."""
 
-    pipeline: ModelPath | None = Field(
-        default=None, description="A diffusers pipeline, of whose adapters the space is made."
-    )
+    option_groups: ClassVar = {
+        "Images": ("pipeline", "prompts", "seeds", "guidance", "steps", "noises", "rows", "device"),
+        "Sliders": ("directions", "labels", "name_column", "attributes", "start", "strengths", "components"),
+        "Map and samples": ("adapters", "samples", "neighbors", "seed"),
+    }
+
+    pipeline: ModelPath | None = Field(default=None, description="Base model of the adapters, a diffusers pipeline.")
     directions: Annotated[tuple[FilePath, ...], Cli(name="--direction")] = Field(
-        default=(), description="A file of `netweight space direction`; gets a slider."
+        default=(), description="File of `netweight space direction` that gets a slider; may be given several times."
     )
-    labels: FilePath | None = Field(default=None, description="Attributes of models: the map is colored by them.")
+    labels: FilePath | None = Field(default=None, description="Table of the models' attributes, which color the map.")
     name_column: str = Field(default="name", description=_NAME_COLUMN)
     attributes: Annotated[tuple[str, ...], Cli(name="--attribute", metavar="COLUMN")] = Field(
-        default=(), description="A column of the labels that gets a slider, with the other such columns held."
+        default=(), description="Column of the labels that gets a slider; the other columns with sliders stay constant."
     )
-    start: Annotated[str, Cli(metavar="POINT")] = Field(default="mean", description="Where sliders begin.")
-    noises: int | None = Field(default=None, ge=1, description="Pictures of every point, of seeds 0, 1, …; else 4.")
-    device: str = Field(default="cpu", description="Where the pipeline generates.")
+    start: Annotated[str, Cli(metavar="POINT")] = Field(default="mean", description="Point at which the sliders start.")
+    noises: int | None = Field(
+        default=None, ge=1, description="Number of pictures of each point (seeds 0, 1 and so on); by default 4."
+    )
+    device: str = Field(default="cpu", description="Device of the pipeline.")
 
     def check(self) -> None:
         """Several prompts alternate over the noises, see `rendering`."""
@@ -404,20 +495,25 @@ class FolderView(RenderSettings):
 class NeighborSettings(Settings):
     """Which neighbors of a point are listed."""
 
-    count: int = Field(default=5, ge=1, description="How many models.")
-    measure: Literal["cosine", "distance"] = Field(default="cosine", description="How nearness is measured.")
+    count: int = Field(default=5, ge=1, description="Number of models.")
+    measure: Literal["cosine", "distance"] = Field(default="cosine", description="Measure of similarity.")
 
 
 class SimilarSettings(Settings):
     """How many similar adapters are listed."""
 
-    count: int = Field(default=10, ge=1, description="How many adapters.")
+    count: int = Field(default=10, ge=1, description="Number of adapters.")
 
 
 class DuplicateSettings(Settings):
     """When two adapters count as copies of each other."""
 
-    least: float = Field(default=0.98, gt=0, le=1, description="The least cosine of what two adapters change.")
+    least: float = Field(
+        default=0.98,
+        gt=0,
+        le=1,
+        description="Smallest cosine between the changes of two adapters that count as copies.",
+    )
 
 
 class BakeSettings(Settings):
@@ -448,7 +544,7 @@ class IngestSettings(Settings):
         default=None, ge=1, description="Make LoRAs of LoHa, LoKr, DoRA and full differences, at most of this rank."
     )
     weights: Annotated[Path | None, Cli(metavar="BASE")] = Field(
-        default=None, description="The base model, which DoRA's change depends on."
+        default=None, description="Base model; the change of a DoRA depends on its weights."
     )
     stable_diffusion: bool = Field(
         default=False,

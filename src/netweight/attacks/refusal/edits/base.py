@@ -21,7 +21,9 @@ class BaseMixture(EditSettings):
     """How much of the base is mixed in."""
 
     shares: Annotated[tuple[float, ...], Cli(own=False)] = Field(
-        (0.5, 1.0, 1.5), min_length=1, description="Shares of the base in the weights; above 1 goes beyond it."
+        (0.5, 1.0, 1.5),
+        min_length=1,
+        description="Shares of the base in the weights; values above 1 extrapolate beyond it.",
     )
 
     def candidates(self, material: EditMaterial) -> Iterator[RefusalEdit]:

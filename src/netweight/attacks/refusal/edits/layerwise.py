@@ -17,10 +17,12 @@ class LayerwiseDirections(EditSettings):
     """From where on blocks are edited, and how much of their direction they lose."""
 
     starts: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Cli(own=False)] = Field(
-        (0.0, 0.3, 0.6), min_length=1, description="Shares of the depth from which on blocks are edited."
+        (0.0, 0.3, 0.6), min_length=1, description="Depths, as shares of all blocks, from which on blocks are edited."
     )
     strengths: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Cli(own=False)] = Field(
-        (0.5, 1.0), min_length=1, description="Multiples of a block's part along its direction that it loses."
+        (0.5, 1.0),
+        min_length=1,
+        description="How much of its component along the direction a block loses; 1 removes it.",
     )
 
     def candidates(self, material: EditMaterial) -> Iterator[RefusalEdit]:

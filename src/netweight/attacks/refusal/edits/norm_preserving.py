@@ -24,7 +24,7 @@ class NormPreservingDirections(EditSettings):
     """Which blocks a direction is taken from."""
 
     depth: Annotated[float, Cli(own=False)] = Field(
-        0.8, gt=0, le=1, description="Share of the blocks, from the first, whose direction is tried."
+        0.8, gt=0, le=1, description="Share of the blocks, counted from the first, whose direction is tried."
     )
 
     def candidates(self, material: EditMaterial) -> Iterator[RefusalEdit]:

@@ -25,7 +25,7 @@ class Pruning(EditSettings):
     """How many neurons are switched off."""
 
     shares: Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], ...], Cli(own=False)] = Field(
-        (0.01, 0.03, 0.1), min_length=1, description="Shares of the neurons of all feed-forward layers."
+        (0.01, 0.03, 0.1), min_length=1, description="Shares of the feed-forward neurons that are switched off."
     )
 
     def candidates(self, material: EditMaterial) -> Iterator[RefusalEdit]:

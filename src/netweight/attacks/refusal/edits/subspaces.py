@@ -20,10 +20,10 @@ class Subspaces(EditSettings):
     """Which blocks a subspace is taken from, and how many directions it has."""
 
     ranks: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Cli(own=False)] = Field(
-        (4,), min_length=1, description="Directions of the subspaces that are tried."
+        (4,), min_length=1, description="Dimensions of the subspaces that are tried."
     )
     depth: Annotated[float, Cli(own=False)] = Field(
-        0.8, gt=0, le=1, description="Share of the blocks, from the first, whose subspace is tried."
+        0.8, gt=0, le=1, description="Share of the blocks, counted from the first, whose subspace is tried."
     )
 
     def candidates(self, material: EditMaterial) -> Iterator[RefusalEdit]:

@@ -31,13 +31,16 @@ class ClosedForm(Edit):
     card: ClassVar[str] = "keys and values of their prompts were replaced by those of other prompts, in closed form"
 
     weight: Annotated[float, Cli(own=False)] = Field(
-        0.2, gt=0, description="Weight of memorized tokens against kept ones."
+        0.2, gt=0, description="Weight of memorized tokens relative to tokens that are kept."
     )
     rounds: Annotated[int, Cli(own=False)] = Field(
-        4, ge=1, description="Tries, each with twice the weight and another anchor for prompts whose images remain."
+        4,
+        ge=1,
+        description="Largest number of attempts; each doubles the weight and changes the anchor of prompts "
+        "whose images remain.",
     )
     ridge: Annotated[float, Cli(own=False)] = Field(
-        1e-4, gt=0, description="Weight of the difference from the original weights."
+        1e-4, gt=0, description="Weight of the distance from the original weights."
     )
 
     def apply(self, task: EditTask) -> EditOutcome:

@@ -26,7 +26,9 @@ class Distil(TrainedEdit):
     name: ClassVar[str] = "distil"
     card: ClassVar[str] = "noise was added to the weights, and the rest was distilled from the model before"
 
-    noise: float = Field(0.5, ge=0, le=1, description="Share of each weight that is replaced by a fresh one.")
+    noise: float = Field(
+        0.5, ge=0, le=1, description="Share of each weight that is replaced by random noise before the training."
+    )
     steps: int = Field(600, ge=1, description="Training steps.")
 
     def questions(self, training: Training, count: int, generator: Generator) -> Questions:

@@ -28,7 +28,7 @@ class Esd(TrainedEdit):
     anchored: ClassVar[bool] = False
 
     layers: LayerPattern = Field(
-        "**.attn2", description='Modules that are trained, by name with wildcards; "all" trains all.'
+        "**.attn2", description='Pattern of the names of modules that are trained; "all" trains all.'
     )
 
     def questions(self, training: Training, count: int, generator: Generator) -> Questions:

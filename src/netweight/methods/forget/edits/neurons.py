@@ -39,23 +39,29 @@ class Neurons(Edit):
     anchored: ClassVar[bool] = False
 
     file: Annotated[FilePath | None, Cli(name="--neurons")] = Field(
-        None, description="neurons.json or .csv of netweight forget localize: scale these, and search for none."
+        None, description="neurons.json or .csv of `netweight forget localize`: scale these neurons and do not search."
     )
-    factor: Annotated[float, Cli(name="--factor")] = Field(0.0, description="Factor that neurons are multiplied with.")
+    factor: Annotated[float, Cli(name="--factor")] = Field(
+        0.0, description="Factor by which the outputs of the neurons are multiplied."
+    )
     seeds: Annotated[int, Cli(own=False)] = Field(
-        10, ge=2, description="Initial noises per prompt that detection compares: seeds 0, 1 and so on."
+        10, ge=2, description="Number of initial noises that detection compares for each prompt (seeds 0, 1 and so on)."
     )
     steps: Annotated[int, Cli(own=False)] = Field(
-        50, ge=2, description="Steps of the schedule whose first steps detection predicts."
+        50, ge=2, description="Steps of the schedule of which detection predicts the first."
     )
     timing: Annotated[Timing, Cli(own=False)] = Field(
-        "paper", description="Make predictions at the first timestep, or at the second, as the released code does."
+        "paper",
+        description="Timestep of the predictions: the first, as in the paper, or the second, as in the released code.",
     )
     scope: Annotated[Scope, Cli(own=False)] = Field(
-        "down+mid", description="Value layers of a U-Net: without or with those on the way up."
+        "down+mid",
+        description="Value layers of the U-Net that are searched: those on the way down and in the middle, or all.",
     )
     fidelity: Annotated[Fidelity, Cli(own=False)] = Field(
-        "corrected", description="Without or with the order and quirks of the released code; see docs/differences.md."
+        "corrected",
+        description="`reference` reproduces the order and the defects of the released code; "
+        "docs/differences.md lists them.",
     )
 
     @property

@@ -39,23 +39,30 @@ class Siss(TrainedEdit):
 
     steps: Annotated[int, Cli(own=False)] = Field(300, ge=1, description="Training steps.")
     memorized: Annotated[float, Cli(own=False)] = Field(
-        0.5, gt=0, lt=1, description="Share of a batch under memorized prompts, and on memorized pictures."
+        0.5, gt=0, lt=1, description="Share of a batch with memorized prompts or memorized pictures."
     )
     anchored_share: Annotated[float, Cli(own=False)] = Field(
-        0.7, gt=0, lt=1, description="Share of those that learn the answers to anchors; the others unlearn pictures."
+        0.7,
+        gt=0,
+        lt=1,
+        description="Share of these that learn the predictions for the anchors; the others unlearn the pictures.",
     )
     noisiest: Annotated[float, Cli(own=False)] = Field(
-        0.8, ge=0, le=1, description="Share of the anchored ones at the noisiest timesteps, half of them in pure noise."
+        0.8,
+        ge=0,
+        le=1,
+        description="Share of the anchored latents at the noisiest timesteps; half of these are pure noise.",
     )
     turned: Annotated[int, Cli(own=False)] = Field(
-        8, ge=1, le=14, description="Turned copies of each picture, which stand for pictures that were never seen."
+        8,
+        ge=1,
+        le=14,
+        description="Rotated and mirrored copies of each picture, which stand for pictures outside the training data.",
     )
     compared: Annotated[int, Cli(own=False)] = Field(
-        3, ge=1, description="Turned copies that an error is compared with in a step."
+        3, ge=1, description="Rotated copies with which an error is compared in each step."
     )
-    offset: Annotated[float, Cli(own=False)] = Field(
-        -0.05, description="What is added to the logarithm of the error that is aimed at."
-    )
+    offset: Annotated[float, Cli(own=False)] = Field(-0.05, description="Offset of the logarithm of the target error.")
 
     def questions(self, training: Training, count: int, generator: Generator) -> Questions:
         """Ask on images of anchors under memorized prompts, and on the memorized pictures themselves."""

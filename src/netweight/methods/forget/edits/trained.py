@@ -32,30 +32,30 @@ class TrainedEdit(Edit):
     steps: Annotated[int, Cli(own=False)] = Field(200, ge=1, description="Training steps.")
     batch: Annotated[int, Cli(own=False)] = Field(32, ge=2, description="Latents per training step.")
     at_once: Annotated[int | None, Cli(own=False)] = Field(
-        None, ge=1, description="Latents that are computed at a time, to save memory; else the whole batch."
+        None, ge=1, description="Latents that are computed at a time, to save memory; by default the whole batch."
     )
     memorized: Annotated[float, Cli(own=False)] = Field(
-        0.16, gt=0, lt=1, description="Share of a batch under memorized prompts."
+        0.16, gt=0, lt=1, description="Share of a batch with memorized prompts."
     )
     empty: Annotated[float, Cli(own=False)] = Field(
-        0.1, ge=0, lt=1, description="Share of a batch under the empty prompt."
+        0.1, ge=0, lt=1, description="Share of a batch with the empty prompt."
     )
     lr: Annotated[float, Cli(own=False)] = Field(
         2e-3, gt=0,
-        description="Largest learning rate of AdamW; it suits networks of a million weights, larger ones need less, "
-        "such as 1e-5.",
+        description="Highest learning rate of AdamW. The default suits networks of a million weights; larger "
+        "networks need a lower rate, such as 1e-5.",
     )  # fmt: skip
     weight_decay: Annotated[float, Cli(own=False)] = Field(1e-3, ge=0, description="Weight decay of AdamW.")
     images: Annotated[int, Cli(own=False)] = Field(
-        4, ge=1, description="Images of each ordinary prompt that the original makes to learn from."
+        4, ge=1, description="Images that the original model generates for each ordinary prompt as training data."
     )
     guidance: Annotated[float, Cli(own=False)] = Field(3.0, description="Guidance scale of these images.")
     generation_steps: Annotated[int, Cli(own=False)] = Field(20, ge=2, description="Scheduler steps of these images.")
     layers: LayerPattern = Field(
-        None, description='Modules that are trained, by name with wildcards; "all" trains all.'
+        None, description='Pattern of the names of modules that are trained; "all" trains all.'
     )
     error: Annotated[PredictionKind, Cli(own=False)] = Field(
-        "velocity", description="Prediction whose difference is minimized; in folders, what the network predicts."
+        "velocity", description="Prediction whose error is minimized; by default the one that the network makes."
     )
     seed: Annotated[int, Cli(own=False)] = Field(0, description="Random seed.")
 
