@@ -181,6 +181,18 @@ REFUSED = {
     "index file": lambda d: (write(d, "model.safetensors.index.json", {"weight_map": {}}), "index"),
     "damaged config": lambda d: (write(d, "config.json", "{") and weights(d).parent, "config.json"),
     "config that is a list": lambda d: (write(d, "config.json", []) and weights(d).parent, "config.json"),
+    "shard that the index names and the folder lacks": lambda d: (
+        write(d, "model.safetensors.index.json", {"weight_map": {
+            "a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})
+        and weights(d, "model-00001-of-00002.safetensors").parent, "model-00002-of-00002.safetensors"),
+    "shard that only the names of others show": lambda d: (
+        weights(d, "model-00001-of-00003.safetensors") and weights(d, "model-00003-of-00003.safetensors").parent,
+        "model-00002-of-00003.safetensors"),
+    "index alone": lambda d: (
+        write(d, "model.safetensors.index.json", {"weight_map": {"a": "model-00001-of-00001.safetensors"}}).parent,
+        "model-00001-of-00001.safetensors"),
+    "checkpoint that is none": lambda d: (
+        write(d, "pytorch_model.bin", b"not a pickle").parent, "pytorch_model.bin"),
     "folder of models": lambda d: (
         write(d / "one", "config.json", {"a": 1}) and weights(d / "one").parent.parent, "one"),
 }  # fmt: skip

@@ -6,6 +6,7 @@ A path that holds something else is refused with what it was recognized as, why 
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ _FOREIGN_STARTS = {
     b"\x89HDF": ("an HDF5 file (Keras or TensorFlow)", "Save the model as safetensors and label that."),
     b"\x93NUM": ("a numpy array", "Save the arrays as safetensors and label that."),
 }
+_SHARD = re.compile(r"(.*?)0*\d+-of-(\d{5})(\.safetensors|\.bin)")
 _FOREIGN_NAMES = {
     ".onnx": "an ONNX graph",
     ".msgpack": "a Flax checkpoint",
@@ -204,6 +206,11 @@ def _no_weights(folder: Path, config: dict[str, Any]) -> NetweightError:
                 f"{folder} holds {what} ({name}) and no safetensors files or PyTorch checkpoints.",
                 cure="Save the weights as safetensors and label that.",
             )
+    damaged = [name for name in names if Path(name).suffix in _PICKLED and (folder / name).is_file()]
+    if damaged:
+        return CorruptBlob(
+            f"{folder / damaged[0]} has the name of a PyTorch checkpoint and is none.", cure="Fetch the file again."
+        )
     if not names:
         return UsageError(f"The folder {folder} is empty.", cure="Check the path.")
     if config:
@@ -230,6 +237,8 @@ def _weights_of(folder: Path, *, deep: bool = False) -> tuple[list[Path], list[P
         entries = sorted(entry for entry in place.iterdir() if entry.is_file())
         plain = [entry for entry in entries if entry.suffix == ".safetensors"]
         indexed = _indexed(place)
+        measured = ".safetensors" if plain else ".bin"
+        _check_shards(place, {entry.name for entry in entries if entry.suffix == measured}, indexed)
         chosen = [entry for entry in plain if entry.name in indexed] if indexed else plain
         variants = [entry for entry in chosen if _variant_of(entry.name) is not None]
         own = [entry for entry in chosen if entry not in variants] or variants[:1]
@@ -261,6 +270,23 @@ def _indexed(folder: Path) -> set[str]:
         if isinstance(weights, dict):
             named |= {str(name) for name in weights.values()}
     return named
+
+
+def _check_shards(folder: Path, names: set[str], indexed: set[str]) -> None:
+    """Refuse a folder that lacks shards, by its index or by the numbers in the names of its files."""
+    missing = sorted(indexed - names)
+    for name in names:
+        if numbered := _SHARD.fullmatch(name):
+            start, total, end = numbered[1], int(numbered[2]), numbered[3]
+            width = len(numbered[2])
+            every = {f"{start}{number:0{width}}-of-{numbered[2]}{end}" for number in range(1, min(total, 10_000) + 1)}
+            missing += sorted(every - names - set(missing))
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UsageError(
+            f"{folder} is incomplete: it lacks {missing[0]}{others}, which belong to the same model.",
+            cure="Fetch the missing files.",
+        )
 
 
 def _variant_of(name: str) -> str | None:

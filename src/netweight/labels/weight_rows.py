@@ -31,8 +31,8 @@ def weight_group(subject: Subject, facts: WeightFacts) -> Group:
             basis="every tensor compressed by the codec's default level, in memory",
         ),
         Row(
-            key="tare", title="Tare (could be saved)", value=percent(tare), number=100 * tare, unit="percent",
-            strong=True,
+            key="tare", title="Tare (could be saved)", number=100 * tare, unit="percent", strong=True,
+            value=percent(tare) if net <= gross else f"none, {size(net - gross)} more",
         ),
     ]  # fmt: skip
     if gross and abs(stored - gross) > gross / 20 and stored < gross:
@@ -58,7 +58,7 @@ def coverage(facts: WeightFacts) -> str:
         facts: What the pass over the tensors found.
     """
     numbers = sum(tensor.count for tensor in facts.tensors)
-    return f"all {many(len(facts.tensors), 'tensor')}, {count(numbers)} numbers"
+    return f"all {many(len(facts.tensors), 'tensor')}, {count(numbers)} {'number' if numbers == 1 else 'numbers'}"
 
 
 def bits_group(facts: WeightFacts) -> Group:
