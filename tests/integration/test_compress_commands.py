@@ -70,6 +70,8 @@ def test_what_is_refused_and_with_which_code(model, tmp_path):
     shutil.copytree(tmp_path / "net", tmp_path / "cut")
     shard = tmp_path / "cut" / "model-00001-of-00002.net.safetensors"
     shard.write_bytes(shard.read_bytes()[:-5])
+    shutil.copytree(tmp_path / "m", tmp_path / "partial")
+    (tmp_path / "partial" / "model-00002-of-00002.safetensors").unlink()
     for arguments, code, says in [
         (["compress", "m", "net"], 2, "net exists already. Choose another name, or pass overwrite (--overwrite)."),
         (["compress", "none", "x"], 2, "There is no file or folder none."),
@@ -82,6 +84,8 @@ def test_what_is_refused_and_with_which_code(model, tmp_path):
         (["verify", "m"], 2, "--against"),
         (["verify", "cut"], 3, "fetch it again"),
         (["inspect", "letter.txt"], 3, "letter.txt is no safetensors file."),
+        (["inspect", "partial"], 3, "names the file model-00002-of-00002.safetensors, which is missing."),
+        (["compress", "partial", "x"], 3, "names the file model-00002-of-00002.safetensors, which is missing."),
         (["inspect", "m", "--tensor", "layers.0.c"], 2, "layers.0.a"),
         (["inspect", "m", "--plot", "x.gif"], 2, ".svg, .png, .pdf"),
     ]:

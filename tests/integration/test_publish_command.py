@@ -42,8 +42,8 @@ def test_a_sound_folder_may_be_published_and_the_command_is_printed(model):
 
 def test_each_fault_is_named_and_stops_the_upload(model, tmp_path):
     faults = {
-        "it is not true that a license is stated": lambda: (model / CARD).write_text("# My model\n"),
-        "it is not true that there is a model card": lambda: (model / CARD).unlink(),
+        "the check 'a license is stated' did not pass": lambda: (model / CARD).write_text("# My model\n"),
+        "the check 'there is a model card' did not pass": lambda: (model / CARD).unlink(),
         "files that do not belong into a published model is 1": lambda: (model / "optimizer.pt").write_bytes(b""),
         "files that run code when they are opened is 1": lambda: (model / "weights.bin").write_bytes(b""),
         "paths of this machine in files is 1": lambda: (model / "generation_config.json").write_text(

@@ -100,7 +100,7 @@ def _sentence(text: str) -> str:
 def _missed(finding: Finding) -> str:
     assert finding.target is not None
     if finding.value is False and finding.target is True:
-        return f"it is not true that {finding.name}"
+        return f"the check '{finding.name}' did not pass"
     wanted = {"higher": "at least ", "lower": "at most ", None: ""}[finding.better]
     return f"{finding.name} is {_valued(finding)} (target: {_target(finding.target, wanted)})"
 

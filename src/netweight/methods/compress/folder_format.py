@@ -451,7 +451,7 @@ def _problem(source: Path, path: str, headers: dict[str, dict[str, Header]]) -> 
                 raise UsageError(f"{file} is compressed already.", cure="Decompress it first.")
             headers.setdefault(Path(path).parent.as_posix(), {})[file.name] = header
         elif is_index(file.name):
-            _check_index(file)
+            check_index(file)
         elif _is_pickled_weights(file):
             raise UnsafeInput(
                 f"{file} is a pickle, which can run code when opened.",
@@ -465,7 +465,8 @@ def _problem(source: Path, path: str, headers: dict[str, dict[str, Header]]) -> 
     return None
 
 
-def _check_index(file: Path) -> None:
+def check_index(file: Path) -> None:
+    """Refuse a folder that lacks a file which this index of shards names."""
     for name in dict.fromkeys(weight_map(file).values()):
         if not (file.parent / name).is_file():
             raise CorruptBlob(f"{file} names the file {name}, which is missing.", cure="Fetch it again.")

@@ -23,6 +23,7 @@ from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.compress.bits import BitStatistics, count_bits
+from netweight.methods.compress.folder_format import check_index
 from netweight.report.finding import Figure
 from netweight.report.plots import canvas, series_color, to_figure
 from netweight.store.reader import Store, TensorInfo, open_store
@@ -77,6 +78,9 @@ def weight_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     files = [Path(folder) / leaf for folder, _, leaves in os.walk(path) for leaf in leaves]
+    for file in files:
+        if file.name.endswith(".safetensors.index.json"):
+            check_index(file)
     weights = sorted(file for file in files if file.suffix == ".safetensors")
     if not weights:
         raise UsageError(f"{path} holds no safetensors weights.", cure="Check the path.")

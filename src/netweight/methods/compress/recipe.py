@@ -5,16 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
-from netweight.hf.load_language_model import load_network
 from netweight.methods.compress.bits import merge
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.folder_format import MANIFEST, Manifest, make_plan
 from netweight.methods.compress.inspect import TensorReport, bits_figure, inspect_tensors
-from netweight.methods.compress.runtime.model import memory_footprint
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.verify import Compressed
 from netweight.registry import CardEntry
@@ -103,7 +99,7 @@ def size(subject: Compressed, config: CompressSettings, *, seed: int, progress: 
 def _saved(smaller: bool, *, saved: str) -> Words:
     if smaller:
         return "holds", f"Of all bytes of the tensors {saved} are saved."
-    return "told", "It is no smaller: there is nothing that could be coded."
+    return "told", "No size reduction: the tensors are incompressible."
 
 
 _RATIO = "size of the tensors, plain by compressed"
@@ -111,7 +107,13 @@ _SMALLER = Conclusion("compress: size", [Criterion(_RATIO, "higher", than=1.0, s
 
 
 def outputs(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
-    """Whether a model of transformers computes the same numbers with weights that stay compressed in memory."""
+    """Compare what a language model computes with dense weights and with weights that stay compressed in memory."""
+    # Compression itself needs no torch, and checks its arguments with this module.
+    import torch
+
+    from netweight.hf.load_language_model import load_network
+    from netweight.methods.compress.runtime.model import memory_footprint
+
     title, question = "Outputs", "Does the compressed model compute what the original computes?"
     name = "numbers that differ in any bit, run compressed"
     manifest = Manifest.read(subject.path) if (subject.path / MANIFEST).exists() else None
