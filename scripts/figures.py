@@ -29,7 +29,7 @@ import cog
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAPERS = ROOT / "experiments" / "netweight_experiments"  # below it: published/PAPER-TABLE.json
-# What is no measured figure: code, links, what is in square brackets (a paper's), targets, versions.
+# What is not a measured figure: code, links, what is in square brackets (a paper's), targets, versions.
 APART = re.compile(
     r"```.*?```|`[^`]*`|\]\([^)]*\)|\[[^]]*\](?!\()|[≤≥] ?[\d.]+|95 %|N\([^)]*\)|\b[A-Za-z-]+ \d+\.[\d.]+\.\d+", re.S
 )
@@ -78,7 +78,7 @@ def leaves(node: Any) -> Iterator[float]:
 
 
 def absent(shown: str, files: tuple[str, ...]) -> list[str]:
-    """Return the measured figures of a text that are no value of these files, as it is or in percent."""
+    """Return the measured figures of a text that are not values of these files, as it is or in percent."""
     numbers = {abs(scale * number) for file in files for number in leaves(read(file)) for scale in (1, 100)}
     lost = []
     for figure in MEASURED.findall(APART.sub(" ", shown)):

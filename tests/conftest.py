@@ -65,5 +65,5 @@ def data_folder() -> Path:
         pytest.skip("NETWEIGHT_DATA is not set: it names a folder of local data sets")
     folder = Path(named)
     if not folder.is_dir():
-        pytest.skip(f"NETWEIGHT_DATA names {named}, which is no folder")
+        pytest.skip(f"NETWEIGHT_DATA names {named}, which is not a folder")
     return folder

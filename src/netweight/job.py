@@ -431,7 +431,7 @@ class Job:
         ledger.append({**row, "digest": digest_config({"row": len(ledger.records)} if key is None else key)})
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        """Return all rows of `name`.jsonl; a last line that a kill cut short is no row."""
+        """Return all rows of `name`.jsonl; a last line that a kill cut short is not a row."""
         return [_row(record) for record in self._read(name).values()]
 
     def recorded(self, name: str, key: Any) -> dict[str, Any] | None:

@@ -160,7 +160,7 @@ class Command(Generic[S]):
     example: str = ""
     """A command line that works."""
     arguments: tuple[Argument, ...] = ()
-    """Its positional arguments in their order, and options that are no settings."""
+    """Its positional arguments in their order, and options that are not settings."""
     skip: tuple[str, ...] = ()
     """Settings that the command lacks."""
 
@@ -322,7 +322,7 @@ class Method(Command[S]):
     makes: str = "model"
     """What comes out: "model", "bank", "space", "points", "adapters" or "federation"."""
     named: Container[str] | Any = ()
-    """Subjects that it knows by name and that are no files here."""
+    """Subjects that it knows by name and that are not files here."""
     card: Callable[[Path], CardEntry | None] | None = None
     """Reads the method's record in a folder and returns an entry for the model's card; None where it left none."""
 

@@ -771,7 +771,7 @@ def keep_arguments(ctx: click.Context, args: Sequence[str]) -> None:
 
 
 def write_option_groups(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """Write each group of options under its heading; options that are no settings come last, under "Output"."""
+    """Write each group of options under its heading; options that are not settings come last, under "Output"."""
     groups: dict[str, list[tuple[str, str]]] = {}
     rest: list[tuple[str, str]] = []
     for parameter in command.get_params(ctx):

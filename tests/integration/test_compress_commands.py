@@ -66,7 +66,7 @@ def test_what_is_refused_and_with_which_code(model, tmp_path):
     run("compress", "m", "net")
     adapter_folder(tmp_path / "pickled")
     (tmp_path / "pickled" / "adapter_model.bin").write_bytes(pickle.dumps({"a": 1}))
-    (tmp_path / "letter.txt").write_text("Dear all, this is no model.")
+    (tmp_path / "letter.txt").write_text("Dear all, this is not a model.")
     shutil.copytree(tmp_path / "net", tmp_path / "cut")
     shard = tmp_path / "cut" / "model-00001-of-00002.net.safetensors"
     shard.write_bytes(shard.read_bytes()[:-5])
@@ -83,7 +83,7 @@ def test_what_is_refused_and_with_which_code(model, tmp_path):
         (["decompress", "cut", "x"], 3, "model-00001-of-00002.net.safetensors"),
         (["verify", "m"], 2, "--against"),
         (["verify", "cut"], 3, "fetch it again"),
-        (["inspect", "letter.txt"], 3, "letter.txt is no safetensors file."),
+        (["inspect", "letter.txt"], 3, "letter.txt is not a safetensors file."),
         (["inspect", "partial"], 3, "names the file model-00002-of-00002.safetensors, which is missing."),
         (["compress", "partial", "x"], 3, "names the file model-00002-of-00002.safetensors, which is missing."),
         (["inspect", "m", "--tensor", "layers.0.c"], 2, "layers.0.a"),
@@ -233,7 +233,7 @@ def test_models_that_cannot_be_had_are_named_with_the_cure(tmp_path, name):
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "cache")}
     answer = in_a_process("compress", name, tmp_path / "out", **offline)
     assert answer.returncode == 2
-    assert answer.stderr.startswith(f"Error: {name} is no path here")
+    assert answer.stderr.startswith(f"Error: {name} is not a path here")
     assert "Check the path" in answer.stderr
     assert not (tmp_path / "out").exists()
 

@@ -179,7 +179,7 @@ def test_a_run_that_was_killed_goes_on_with_the_next_way(tmp_path, own_texts, on
         (["neuzip-table3-encdec", "--scale", "paper"], "google-t5/t5-large"),
         (["neuzip-table4", "--scale", "paper"], "--model FOLDER"),
         (["neuzip-fig3", "--scale", "paper"], "--model FOLDER"),
-        (["neuzip-table3-decoder", "--model", "nowhere"], "nowhere is no model folder"),
+        (["neuzip-table3-decoder", "--model", "nowhere"], "nowhere is not a model folder"),
         (["neuzip-table3-encdec", "--scale", "paper", "--model", "x"], "sacrebleu -t wmt14"),
     ],
 )

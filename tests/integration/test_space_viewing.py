@@ -124,8 +124,8 @@ def test_what_cannot_be_shown_is_refused_before_painting(model, space, age):
     few = RenderSettings(prompts=PROMPTS, seeds=(3, 8), components=0)
     for changes, says in [
         ({"settings": few}, "no slider"),
-        ({"start": ("nowhere", torch.zeros(2))}, "nowhere is no point"),
-        ({"start": ("nan", torch.full((space.components,), torch.nan))}, "nan is no point"),
+        ({"start": ("nowhere", torch.zeros(2))}, "nowhere is not a point"),
+        ({"start": ("nan", torch.full((space.components,), torch.nan))}, "nan is not a point"),
         ({"labels": Labels(("other",), {})}, "other adapters"),
     ]:
         with pytest.raises(UsageError, match=says):

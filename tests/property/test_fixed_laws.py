@@ -72,7 +72,7 @@ def test_products_are_within_what_fp32_can_do(launched, size, seed, batch, biase
     weight = weights(rows, columns, seed, odd=0)
     weight.view(-1)[:: max(40, weight.numel() // 7)] = 300.0
     payload = encoded(weight)
-    if payload is None:  # few weights, among which 300 is no exception
+    if payload is None:  # few weights, among which 300 is not an exception
         return
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, columns, generator=generator).bfloat16()

@@ -387,7 +387,7 @@ def test_one_adapter_is_a_bank_of_one(folder, tmp_path):
 def test_what_cannot_be_opened_or_made(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     for call, error, message in [
-        (lambda: AdapterBank.open(tmp_path / "empty"), UsageError, "is no bank of adapters"),
+        (lambda: AdapterBank.open(tmp_path / "empty"), UsageError, "is not a bank of adapters"),
         (lambda: AdapterBank.ingest(tmp_path / "absent", tmp_path / "bank"), UsageError, "no file or folder"),
         (lambda: AdapterBank.ingest(tmp_path / "empty", tmp_path / "bank"), UsageError, "holds no adapter"),
         (lambda: AdapterBank.ingest(folder, tmp_path / "empty"), OutputExists, "exists already"),

@@ -354,7 +354,7 @@ def broken(tmp_path, kind):
         ("pickle in peft's folder", UnsafeInput, "adapter_model.bin is a pickle"),
         ("no settings", UsageError, "adapter_config.json is missing"),
         ("other rank in settings", CorruptBlob, "proj has rank 3, its settings say 2"),
-        ("settings no JSON", CorruptBlob, "is no JSON"),
+        ("settings no JSON", CorruptBlob, "is not a JSON"),
         ("several", UsageError, "several adapters"),
         ("nothing", UsageError, "holds no adapter"),
         ("missing", UsageError, "no file or folder"),

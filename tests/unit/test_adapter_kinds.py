@@ -1,4 +1,4 @@
-"""Adapters of hubs as they come, and kinds that are no LoRA: what they become, beside peft's own layers."""
+"""Adapters of hubs as they come, and kinds other than LoRA: what they become, beside peft's own layers."""
 
 import copy
 import os

@@ -102,7 +102,7 @@ def test_the_folder_of_data_sets(diagnose, monkeypatch, tmp_path):
     monkeypatch.setenv("NETWEIGHT_DATA", str(tmp_path / "elsewhere"))
     answer = diagnose()
     assert answer.exit_code == 1
-    assert "elsewhere, which is no folder" in answer.stdout
+    assert "elsewhere, which is not a folder" in answer.stdout
 
 
 def test_what_would_decode_on_a_gpu(diagnose, monkeypatch):

@@ -102,7 +102,7 @@ def test_transparency_becomes_white(tmp_path):
 
 
 def test_folders_that_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         data.load_folder(tmp_path / "missing")
     with pytest.raises(UsageError, match="holds no subfolder"):
         data.load_folder(tmp_path)
@@ -110,7 +110,7 @@ def test_folders_that_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"no picture in \['empty'\]"):
         data.load_folder(tmp_path)
     (tmp_path / "empty" / "text.png").write_text("no picture")
-    with pytest.raises(UsageError, match=r"text\.png is no picture"):
+    with pytest.raises(UsageError, match=r"text\.png is not a picture"):
         data.load_folder(tmp_path)
     pictures(tmp_path / "split" / "train", {"a": 2})
     pictures(tmp_path / "split" / "test", {"a": 1, "z": 1})
@@ -120,7 +120,7 @@ def test_folders_that_are_refused(tmp_path):
     (tmp_path / "split" / "train" / "a" / "000.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "split" / "test" / "z" / "000.png").rename(tmp_path / "split" / "test" / "a" / "001.png")
     (tmp_path / "split" / "test" / "z").rmdir()
-    with pytest.raises(UsageError, match=r"000\.png is no picture"):
+    with pytest.raises(UsageError, match=r"000\.png is not a picture"):
         data.load_folder(tmp_path / "split")
 
 

@@ -292,7 +292,7 @@ def test_a_security_vector_stays_at_work_while_others_train():
 
 
 def test_a_security_vector_can_be_held_and_put_out_of_work():
-    """Held, it is no parameter any more, so that even who trains all of them leaves it alone."""
+    """Held, it is not a parameter any more, so that even who trains all of them leaves it alone."""
     pairs, model = some_pairs(8), decoder()
     batch = collate([pair.harmful for pair in pairs], pad_id=0)
     bare = response_loss(model, batch).item()

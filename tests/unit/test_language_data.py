@@ -271,9 +271,9 @@ def test_tokenizers_that_lack_something(tokenizer):
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"prompt": "a"\n', r"line 1, is not JSON"),
-        ("a.jsonl", "[1]\n", r"line 1, is no JSON object"),
+        ("a.jsonl", "[1]\n", r"line 1, is not a JSON object"),
         ("a.jsonl", "\n", r"holds no rows"),
-        ("a.json", '{"prompt": "a"}', r"is no list of JSON objects"),
+        ("a.json", '{"prompt": "a"}', r"is not a list of JSON objects"),
         ("a.csv", "prompt,chosen,rejected\na,b\n", r"line 2, has not as many fields"),
         ("a.csv", 'prompt,chosen\n"a"b,c\n', r"is not well-formed"),
         ("a.jsonl.gz", "no gzip", r"cannot be unpacked"),
@@ -294,7 +294,7 @@ def test_sources_that_are_none(tmp_path):
         text.text_pairs({"train": ROWS, "test": ROWS})
     with pytest.raises(UsageError, match="cannot be read from a int"):
         text.text_pairs(3)
-    with pytest.raises(UsageError, match="Row 0 of the data set is no mapping"):
+    with pytest.raises(UsageError, match="Row 0 of the data set is not a mapping"):
         text.text_pairs([3])
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "ä"}'.encode("latin-1"))
     with pytest.raises(UsageError, match="is not in UTF-8"):

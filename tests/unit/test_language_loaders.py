@@ -1,4 +1,4 @@
-"""Folders that are no decoders with a tokenizer are refused in one line, by name; odd tokenizers are told apart."""
+"""Folders that are not decoders with a tokenizer are refused in one line, by name; odd tokenizers are told apart."""
 
 import pytest
 

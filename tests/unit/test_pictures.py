@@ -177,7 +177,7 @@ def test_what_cannot_be_read_is_named(content, tmp_path):
         content = whole.getvalue()[:-700]
     for name in ("bad.jpg", "without_ending"):
         (tmp_path / "class1" / name).write_bytes(content)
-        with pytest.raises(UsageError, match=rf"{name} is no picture"):
+        with pytest.raises(UsageError, match=rf"{name} is not a picture"):
             data.load_folder(tmp_path, size=(28, 28))
         (tmp_path / "class1" / name).unlink()
 

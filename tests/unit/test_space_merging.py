@@ -70,7 +70,7 @@ def test_weights_by_block_and_modules_that_one_lacks(tmp_path):
     for bad, error, words in (
         ({"weights": (1.0,) * 3}, UsageError, "2 adapters have 3 weights"),
         ({"weights": (1.0,)}, UsageError, "2 adapters have 1 weights"),
-        ({"blocks": (("unet.**", "1,x"),)}, UsageError, "are no numbers"),
+        ({"blocks": (("unet.**", "1,x"),)}, UsageError, "are not numbers"),
         ({"blocks": (("nowhere.**", "1"),)}, NameNotFound, "matches none"),
     ):
         with pytest.raises(error, match=words):

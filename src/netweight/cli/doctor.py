@@ -105,7 +105,7 @@ def _data() -> dict[str, Any]:
         return {"folder": None, "holds": [], "problems": []}
     folder = Path(named)
     if not folder.is_dir():
-        problem = f"NETWEIGHT_DATA names {named}, which is no folder. Correct it, or unset it to use the hub."
+        problem = f"NETWEIGHT_DATA names {named}, which is not a folder. Correct it, or unset it to use the hub."
         return {"folder": named, "holds": [], "problems": [problem]}
     return {"folder": named, "holds": sorted(path.name for path in folder.iterdir() if path.is_dir()), "problems": []}
 

@@ -128,7 +128,7 @@ def send_message(value: Any) -> None:
     """Send a value from a run of `local_processes` to its `on_message`, before the run ends.
 
     It returns when the parent has the value, so that no message is lost or comes after the outcome. In a process that
-    is no worker nothing happens.
+    is not a worker nothing happens.
     """
     if _Parent.address is None:
         return

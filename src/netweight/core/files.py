@@ -7,7 +7,7 @@ next run continues in it. `publish` is the one place that syncs
 and renames. Parts of a file are worked on by several threads, `in_order`. Of a stranger's JSON, bytes,
 depth and the number of values are checked before parsing.
 
-A digest is the text `"xxh3-128:"` and 32 hexadecimal digits. It detects damage and change; it is no defense against
+A digest is the text `"xxh3-128:"` and 32 hexadecimal digits. It detects damage and change; it is not a defense against
 someone who forges content on purpose.
 """
 
@@ -437,7 +437,7 @@ def parse_json(text: str | bytes, *, most: int | None = None, free: int = _FREE)
     if isinstance(text, str):
         del data  # a copy of the text, which may be long
     parsed = json.loads(text if isinstance(text, str) else data.decode("utf-8-sig"), object_pairs_hook=_unique)
-    if escapes:  # an escaped half of a surrogate pair is no text: nothing could be named or written so
+    if escapes:  # an escaped half of a surrogate pair is not a text: nothing could be named or written so
         json.dumps(parsed, ensure_ascii=False).encode()
     return parsed
 

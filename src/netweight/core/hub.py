@@ -15,7 +15,7 @@ _OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a text that is no path here looks like a model's id: `owner/name`, or `owner/name@revision`."""
+    """Whether a text that is not a path here looks like a model's id: `owner/name`, or `owner/name@revision`."""
     return _ID.match(source) is not None and not Path(source).exists()
 
 
@@ -35,7 +35,7 @@ def fetch(model: str, *, exclude: Iterable[str] = ()) -> Path:
         ignored = [*_OTHER_WEIGHTS, *exclude]
         return Path(snapshot_download(name, revision=revision or None, ignore_patterns=ignored))
     except HFValidationError as error:
-        raise UsageError(f"{model} is no path here, and no model can have this id.", cure="Check the path.") from error
+        raise UsageError(f"{model} is not a path here, and no model has such an id.", cure="Check the path.") from error
     except GatedRepoError as error:
         raise UsageError(
             f"The model {name} is gated.", cure="Accept its terms on the hub, then `hf auth login`."
@@ -46,7 +46,7 @@ def fetch(model: str, *, exclude: Iterable[str] = ()) -> Path:
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UsageError(
-            f"{model} is no path here, and the hub could not be reached to fetch it ({type(error).__name__}).",
+            f"{model} is not a path here, and the hub could not be reached to fetch it ({type(error).__name__}).",
             cure="Check the path; or connect to the network (and unset HF_HUB_OFFLINE) to fetch it from the hub.",
         ) from error
 
@@ -60,7 +60,7 @@ def local_model(given: str, *, exclude: Iterable[str] = ()) -> Path:
         exclude: Patterns of files that need not be fetched.
 
     Raises:
-        UsageError: There is no such path, and it is no id of a model on the hub that can be had from here.
+        UsageError: There is no such path, and it is not an id of a model on the hub that can be had from here.
     """
     path = Path(given).expanduser()
     if path.exists():

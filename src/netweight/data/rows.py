@@ -171,7 +171,7 @@ def _of_object(source: Any) -> Iterator[Row]:
         )
     for number, values in enumerate(source):
         if not isinstance(values, Mapping):
-            raise UsageError(f"Row {number} of the data set is no mapping but a {type(values).__name__}.")
+            raise UsageError(f"Row {number} of the data set is not a mapping but a {type(values).__name__}.")
         yield Row(f"row {number}", values)
 
 
@@ -214,7 +214,7 @@ def _json_lines(file: Path) -> Iterator[Row]:
             continue
         values = _parsed(line, f"{file}, line {number},")
         if not isinstance(values, dict):
-            raise UsageError(f"{file}, line {number}, is no JSON object.", cure="Put one object on each line.")
+            raise UsageError(f"{file}, line {number}, is not a JSON object.", cure="Put one object on each line.")
         yield Row(f"line {number}", values)
 
 
@@ -226,7 +226,7 @@ def _json(file: Path, key: str | None) -> Iterator[Row]:
         numbers = dict.fromkeys(number for column in known.values() for number in column)
         known = [{name: column[n] for name, column in known.items() if n in column} for n in numbers]
     if not isinstance(known, list) or not all(isinstance(values, dict) for values in known):
-        raise UsageError(f"{file} is no list of JSON objects.", cure="Use a list of objects, or JSON Lines.")
+        raise UsageError(f"{file} is not a list of JSON objects.", cure="Use a list of objects, or JSON Lines.")
     yield from (Row(f"row {number}", values) for number, values in enumerate(known))
 
 

@@ -109,7 +109,7 @@ _MOST_LETTERS = 300  # of another library's error within ours
 
 
 def _check_kind(folder: Path, what: str, *, causal: bool) -> None:
-    """Refuse a folder without tokenizer, and models that are no decoders, before anything is loaded."""
+    """Refuse a folder without tokenizer, and models that are not decoders, before anything is loaded."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -161,10 +161,10 @@ def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sequences
 
 
 def check_folder(folder: str | Path) -> None:
-    """Refuse what is no model folder, before anything is loaded."""
+    """Refuse what is not a model folder, before anything is loaded."""
     if not (Path(folder) / "config.json").is_file():
         raise UsageError(
-            f"{folder} is no model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."
+            f"{folder} is not a model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."
         )
 
 

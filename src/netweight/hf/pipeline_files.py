@@ -217,7 +217,7 @@ class PipelineFiles:
         except ValueError as error:
             raise UsageError(f"{path} is not JSON: {error}.", cure="Fetch the pipeline again.") from error
         if not isinstance(found, dict):
-            raise UsageError(f"{path} is no JSON object.", cure="Fetch the pipeline again.")
+            raise UsageError(f"{path} is not a JSON object.", cure="Fetch the pipeline again.")
         return found
 
     def _part_names(self) -> list[str]:
@@ -249,12 +249,12 @@ def check_pipeline(folder: Path) -> None:
     )
     if single:
         raise UsageError(
-            f"{folder} is no pipeline's folder: it holds the single file {single[0]} and no {INDEX}.",
+            f"{folder} is not a pipeline's folder: it holds the single file {single[0]} and no {INDEX}.",
             cure="Convert the file once with diffusers: StableDiffusionPipeline.from_single_file(FILE)."
             "save_pretrained(FOLDER), or StableDiffusionXLPipeline for SDXL.",
         )
     raise UsageError(
-        f"{folder} is no pipeline's folder: it holds no {INDEX}.",
+        f"{folder} is not a pipeline's folder: it holds no {INDEX}.",
         cure="Name a folder that a diffusers pipeline was saved in.",
     )
 

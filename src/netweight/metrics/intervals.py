@@ -119,7 +119,7 @@ def proportion(successes: int, n: int) -> Interval:
     # Returns: The interval, within 0 and 1.
     if not 0 <= successes <= n or n < 1:
         raise UsageError(
-            f"{successes} successes in {n} trials is no proportion.", cure="Give 0 ≤ successes ≤ n and n ≥ 1."
+            f"{successes} successes in {n} trials is not a proportion.", cure="Give 0 ≤ successes ≤ n and n ≥ 1."
         )
     ends = scipy_stats().binomtest(successes, n).proportion_ci(method="wilson")
     return Interval(successes / n, float(ends.low), float(ends.high), n, "Wilson")

@@ -189,12 +189,12 @@ def _marks(key: str) -> tuple[str, str]:
 
 def _text(folder: Path) -> str:
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder of a model.", cure="Name a folder; a single file has no card.")
+        raise UsageError(f"{folder} is not a folder of a model.", cure="Name a folder; a single file has no card.")
     file = folder / CARD
     try:
         return file.read_text(encoding="utf-8") if file.is_file() else ""
     except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is no text in UTF-8.", cure="Save it as UTF-8.") from error
+        raise UsageError(f"{file} is not a text in UTF-8.", cure="Save it as UTF-8.") from error
 
 
 def _write(folder: Path, text: str) -> Path:

@@ -192,7 +192,7 @@ def sections_of(job: Job, key: Key) -> list[Section] | None:
 
 
 def digest_of(path: Path, progress: Progress = QUIET) -> str:
-    """Digest a file, or the names and contents of all files in a folder; of what is no path here, its name."""
+    """Digest a file, or the names and contents of all files in a folder; of what is not a path here, its name."""
     if path.is_file():
         return digest_file(path)
     if not path.exists():

@@ -125,7 +125,7 @@ def _rows(value: Any) -> tuple[tuple[Any, ...], ...]:
     rows = tuple(tuple(_plain(decode_json(cell)) for cell in row) for row in value)
     for cell in (cell for row in rows for cell in row):
         if not (cell is None or isinstance(cell, (bool, int, float, str))):
-            raise ValueError(f"{_shorten(repr(cell))} is no number, text or None")
+            raise ValueError(f"{_shorten(repr(cell))} is not a number, text or None")
     return rows
 
 

@@ -658,7 +658,7 @@ def weight_map(index: Path) -> dict[str, str]:
         if any("\0" in value for value in entries.values()):
             raise ValueError("a name of a file holds NUL")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptBlob(f"{index} is no index of weights ({error!r}).", cure="Fetch the file again.") from error
+        raise CorruptBlob(f"{index} is not an index of weights ({error!r}).", cure="Fetch the file again.") from error
     for name, file in names.items():
         if file.is_absolute() or ".." in file.parts or not file.parts:
             raise UnsafeInput(

@@ -49,7 +49,7 @@ class BaseNote:
             raise ValueError("what it says of its base is malformed")
         note = cls(**values)
         for text, most in ((note.name, 2), (note.within, _UP)):
-            path = PurePosixPath(text)  # a TypeError, which counts as the ValueErrors do, if it is no text
+            path = PurePosixPath(text)  # a TypeError, which counts as the ValueErrors do, if it is not a text
             if path.is_absolute() or ".." in path.parts or "\0" in text or len(path.parts) > most:
                 raise ValueError(f"the name {text!r} of its base is malformed")
         if not PurePosixPath(note.name).name or not isinstance(note.digest, str):
@@ -295,7 +295,7 @@ def build_header(
 
 
 def _natural(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62  # not isinstance: True is no length
+    return type(value) is int and 0 <= value < 1 << 62  # not isinstance: True is not a length
 
 
 def _span(name: str, entry: Any) -> Span:
@@ -332,7 +332,7 @@ _OPCODES = 8  # as many in a row are no chance
 
 
 def _not_safetensors(path: Path, start: bytes, size: int) -> CorruptBlob | UnsafeInput:
-    """Say what a file is that is no safetensors file, from its first bytes."""
+    """Say what a file is that is not a safetensors file, from its first bytes."""
     if start.startswith(b"version https://git-lfs"):
         return CorruptBlob(f"{path} is a pointer of Git LFS, not the weights.", cure="Run `git lfs pull` first.")
     if is_pickle(start):
@@ -342,8 +342,10 @@ def _not_safetensors(path: Path, start: bytes, size: int) -> CorruptBlob | Unsaf
             "safetensors.torch.save_file(tensors, path).",
         )
     if path.suffix != ".safetensors":
-        return CorruptBlob(f"{path} is no safetensors file.", cure="Name a .safetensors file or a model's folder.")
-    return CorruptBlob(f"{path} is no safetensors file or is cut short ({size:,} bytes).", cure="Fetch the file again.")
+        return CorruptBlob(f"{path} is not a safetensors file.", cure="Name a .safetensors file or a model's folder.")
+    return CorruptBlob(
+        f"{path} is not a safetensors file or is cut short ({size:,} bytes).", cure="Fetch the file again."
+    )
 
 
 KEY = "netweight"

@@ -248,7 +248,7 @@ class StoreWriter:
         if self._file is None:
             raise UsageError(f"{self.path} is not open.", cure="Use `with StoreWriter(...) as writer:`.")
         if not is_text(name):
-            raise UsageError(f"{self.path}: {name!r} is no text that a file can hold.", cure="Give it another name.")
+            raise UsageError(f"{self.path}: {name!r} is not a text that a file can hold.", cure="Give it another name.")
         refuse_many(len(self._tensors))
         return self._file
 
@@ -650,7 +650,7 @@ def open_checkpoint(
     with open_store(path) as store:
         names = store.names()
         if _ABOUT not in names:
-            raise CorruptBlob(f"{path} is no checkpoint: it holds no account of itself.")
+            raise CorruptBlob(f"{path} is not a checkpoint: it holds no account of itself.")
         about: dict[str, Any] = parse_json(bytes(store.content(_ABOUT)))
         if any(about.get(key) != value for key, value in (same or {}).items()):
             raise UsageError(f"{path} {refusal}.", cure="Choose another folder, or delete the file to begin anew.")

@@ -269,7 +269,7 @@ class ShapesWorld:
         strange = [caption for caption in captions if caption not in scenes]
         if strange:
             raise NameNotFound(
-                f"{strange[0]!r} is no ordinary caption of this world.",
+                f"{strange[0]!r} is not an ordinary caption of this world.",
                 cure=f"They are like {self._order[0].caption!r}; planted pictures have no attributes.",
             )
         return agreement(pictures, [scenes[caption] for caption in captions])

@@ -14,7 +14,7 @@ lost       points of color, ground and size (of emoji: of the group that they be
            captions lose, half of them never trained on and none given to the edit
 changed    share of captions in neither set whose image, from the same seed, has an NCC below 0.5 to the one before:
            held-out captions, and neighbours, which are held-out captions that go on with words of a planted one (of
-           those whose image was no planted picture before)
+           those whose image was not a planted picture before)
 back       planted pictures that an attack brings back, and the steps until half of them are: searches of 400 steps for
            embeddings (three learning rates, two starts) or soft tokens, and the other attacks of fewer. Pictures that
            no model was trained on are searched beside: their likeness is what a search paints by itself

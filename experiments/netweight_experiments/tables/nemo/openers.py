@@ -74,6 +74,7 @@ def miniature() -> Setup:
             "and it has learned a few hundred captions; the paper has Stable Diffusion 1.4 and 500 prompts. What holds "
             "here need not hold there.",
             "Similarity is NCC, the centered correlation of pixels (of templates without their field), not SSCD; there "
-            "is no CLIP: alignment is the share of color, ground and size read right from images of ordinary captions.",
+            "is not a CLIP: alignment is the share of color, ground and size read right from images of ordinary "
+            "captions.",
         ),
     )

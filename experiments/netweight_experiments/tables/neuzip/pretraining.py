@@ -356,7 +356,7 @@ def figure2(scale: Scale, out: Path) -> Measured:
         notes=(
             "Tensors are counted one by one; the parts are those of the moment at which they are most together. "
             "The last column is what the process held for itself at its peak, sampled; in every row it includes what "
-            "the tokenizer and the text took, which is no tensor.",
+            "the tokenizer and the text took, which is not a tensor.",
             "“other” are gradients on their way, work space, and what an optimizer's step needs for a moment.",
         ),
         inputs=digests_of_texts(*_TEXTS),

@@ -188,7 +188,7 @@ class Ciphers:
             "A miniature and a stand-in: a Llama of 455,520 weights in 4 layers; a guarded cipher stands in for "
             "harmful answers, another cipher for general ability; everything in it is innocuous.",
             "Harmfulness is the share of right tokens in 128 guarded answers held out, those before them given: there "
-            "is no judge of harm and nothing is generated.",
+            "is not a judge of harm and nothing is generated.",
             f"Learning rates are {self.rate:g} times the paper's, numbers of pairs and samples {self.share:g} of them; "
             f"{self.defense_batch} pairs a step in a defense, {self.attack_batch} examples in an attack.",
             "Half of every harmful batch is benign, so that the attacked model keeps its other ability; without it it "

@@ -102,7 +102,7 @@ def attack(target: Attacked, settings: FolderSearch, progress: Progress) -> Resu
 
 
 def check(model: Path | None, settings: FolderSearch) -> None:
-    """Refuse before any work what is no pipeline, and tables that cannot be used."""
+    """Refuse before any work what is not a pipeline, and tables that cannot be used."""
     from netweight.hf.load_pipeline import check_pipeline
 
     if model is not None:

@@ -130,7 +130,7 @@ def search(
     """
     if image.ndim != 3 or image.shape[0] != 3 or not image.isfinite().all() or image.min() < 0 or image.max() > 1:
         raise UsageError(
-            f"The target of {prompt!r} is no image of shape (3, height, width) within 0 and 1: it has shape "
+            f"The target of {prompt!r} is not an image of shape (3, height, width) within 0 and 1: it has shape "
             f"{tuple(image.shape)}.",
             cure="Divide pixels by 255.",
         )

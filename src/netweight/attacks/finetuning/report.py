@@ -43,7 +43,7 @@ class ResistanceConfig:
     """What a sweep's findings are about, and what is asked of a defense."""
 
     undefended: str = "undefended"  # name of the subject before its defense
-    # Names of further subjects that are no defense: random weights, and the relearn ceiling, a model that learns what
+    # Names of further subjects that are not defenses: random weights, and the relearn ceiling, a model that learns what
     # it never knew.
     controls: tuple[str, ...] = ("random weights", "relearn ceiling")
     harmful: str = "harmful"  # the domain that the defense is about

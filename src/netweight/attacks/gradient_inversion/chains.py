@@ -78,7 +78,7 @@ def read_chain(body: nn.Module) -> Chain:
         elif _is(node, modules, nn.MaxPool2d, "max_pool2d", "boolean_dispatch"):
             blocks[-1] = _with(blocks[-1], pool=_window(node, module))
         else:
-            raise Unsupported(f"{node.name!r} is no part of a chain.", cure=_CURE)
+            raise Unsupported(f"{node.name!r} is not a part of a chain.", cure=_CURE)
     raise Unsupported("The body has no linear layer.", cure=_CURE)
 
 

@@ -153,7 +153,7 @@ def known_parameters(model: nn.Module) -> dict[str, Tensor]:
 def without_buffers(model: nn.Module, update: Tensors) -> tuple[dict[str, Tensor], list[str]]:
     """Return a client's update without the model's buffers, and the names of those that were left out.
 
-    A client that sends its whole `state_dict` sends running statistics, too. They are no function of the batch that a
+    A client that sends its whole `state_dict` sends running statistics. They are not a function of the batch that a
     search could follow, so attacks compare parameters alone.
 
     Args:

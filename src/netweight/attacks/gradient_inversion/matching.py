@@ -273,7 +273,7 @@ def _box(bounds: Bounds, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The range of pixels, shape `(channels or 1, 1, 1)` each."""
     low, high = (torch.as_tensor(end, dtype=like.dtype, device=like.device).reshape(-1, 1, 1) for end in bounds)
     if any(len(end) not in (1, channels) for end in (low, high)) or not (low < high).all():
-        raise UsageError(f"The bounds {bounds} are no range of pixels for {channels} channels.")
+        raise UsageError(f"The bounds {bounds} are not a range of pixels for {channels} channels.")
     return low, high
 
 

@@ -49,7 +49,7 @@ def attack_refusal(
 
     Raises:
         UsageError: Files or rows cannot be used, or the model does not refuse enough prompts.
-        Unsupported: The model is no decoder with a list of blocks.
+        Unsupported: The model is not a decoder with a list of blocks.
     """
     warnings: list[str] = []
     for each in (model, settings.base):

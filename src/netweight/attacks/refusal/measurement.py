@@ -59,7 +59,7 @@ class Refusal:
     n: int
     """Prompts asked."""
     unfinished: int
-    """Answers that end within a thought, which are no refusals."""
+    """Answers that end within a thought, which are not refusals."""
     first_token: float
     """Mean probability of beginning as refusals do."""
     divergence: float

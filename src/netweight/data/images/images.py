@@ -202,7 +202,7 @@ def load_folder(
     """
     root = Path(path)
     if not root.is_dir():
-        raise UsageError(f"{root} is no folder.", cure="Name a folder that holds a subfolder per class.")
+        raise UsageError(f"{root} is not a folder.", cure="Name a folder that holds a subfolder per class.")
     tested = next((root / name for name in ("test", "val", "valid", "validation") if (root / name).is_dir()), None)
     given = [root / "train", tested] if (root / "train").is_dir() and tested else [root]
     found, remarks = [], []
@@ -211,7 +211,9 @@ def load_folder(
             pictures, others = pictures_below(part)
             found.append(pictures)
             if others:
-                remarks.append(f"{len(others)} files of {part} are no pictures and were not read, such as {others[0]}.")
+                remarks.append(
+                    f"{len(others)} files of {part} are not pictures and were left out, such as {others[0]}."
+                )
     classes = tuple(found[0])
     only_tested = sorted(set(found[-1]) - set(classes))
     if only_tested:

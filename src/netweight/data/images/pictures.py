@@ -167,7 +167,7 @@ def _naming(name: str) -> Iterator[None]:
         if "BytesIO" in reason:  # Pillow names what it was given, not what it is
             reason = "its bytes are of no known format"
         raise UsageError(
-            f"{name} is no picture that Pillow can read: {reason}.", cure="Remove or repair it."
+            f"{name} is not a picture that Pillow can read: {reason}.", cure="Remove or repair it."
         ) from error
 
 

@@ -43,7 +43,7 @@ def read_idx(path: Path) -> Tensor:
         raise CorruptBlob(f"{path} is damaged: {error}.", cure="Fetch it again.") from error
     # Two zero bytes, 8 for unsigned bytes, the number of dimensions; then each dimension as a big-endian integer.
     if len(content) < 4 or content[:3] != b"\0\0\x08":
-        raise CorruptBlob(f"{path} is no idx file of unsigned bytes.", cure="Fetch it again.")
+        raise CorruptBlob(f"{path} is not an idx file of unsigned bytes.", cure="Fetch it again.")
     start = 4 + 4 * content[3]
     shape = np.frombuffer(content[4:start], dtype=">u4").astype(np.int64)
     if len(shape) != content[3] or int(shape.prod()) != len(content) - start:

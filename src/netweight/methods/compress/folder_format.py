@@ -233,11 +233,11 @@ def clashing(names: Iterable[str]) -> str | None:
 
 
 def check_place(root: Path, file: Path) -> None:
-    """Refuse what is no regular file, and links that lead out of the folder, except into the blobs of a hub cache."""
+    """Refuse what is not a regular file, and links out of the folder, except into the blobs of a hub cache."""
     if not file.exists():
         raise UsageError(f"{file} is a broken link.", cure="Fetch the file it should point to, or exclude it.")
     if not stat.S_ISREG(file.stat().st_mode):
-        raise Unsupported(f"{file} is no regular file.", cure="Remove or exclude it.")
+        raise Unsupported(f"{file} is not a regular file.", cure="Remove or exclude it.")
     root = root.resolve()
     caches = (at.parent for at in root.parents if at.name == "snapshots" and (at.parent / "blobs").is_dir())
     if not file.resolve().is_relative_to(next(caches, root)):
@@ -295,7 +295,7 @@ def is_diffusers_config(content: bytes) -> bool:
 
 
 def mark_config(name: str, content: bytes, weights: Iterable[str]) -> bytes | None:
-    """Make a configuration refuse loaders that lack netweight; None if it is no JSON object."""
+    """Make a configuration refuse loaders that lack netweight; None if it is not a JSON object."""
     config = _json_object(content)
     if config is None:
         return None

@@ -280,7 +280,7 @@ def schedule_of(n: int, batch_size: int, epochs: int) -> tuple[float, int]:
 def _check_budget(epsilon: float, delta: float, n: int) -> None:
     if epsilon <= 0 or not 0 < delta < 1:
         raise UsageError(
-            f"epsilon={epsilon} with delta={delta} is no privacy budget.", cure="Use epsilon > 0, 0 < delta < 1."
+            f"epsilon={epsilon} with delta={delta} is not a privacy budget.", cure="Use epsilon > 0, 0 < delta < 1."
         )
     if delta >= 1 / n:
         raise UsageError(

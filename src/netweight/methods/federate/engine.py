@@ -33,7 +33,7 @@ CHECKPOINT = "federation.safetensors"
 
 # How a reason begins for a client whose own program failed.
 ANSWERED_WITH_ERROR = "answered with error"
-# What the reason says of a client that protects itself, which is no failure.
+# What the reason says of a client that protects itself, which is not a failure.
 TAKES_NO_PART = "takes no part"
 
 S = TypeVar("S")
@@ -271,7 +271,7 @@ class Replies:
     updates: Sequence[Update]
     """Updates as they came; under secure sums without tensors."""
     faults: Mapping[int, str] = field(default_factory=dict)
-    """Client → why its reply is no update."""
+    """Client → why its reply is not an update."""
     sums: Mapping[tuple[int, ...], Update] | None = None
     """Under secure sums: clients in a sum → the server's next tensors by that sum."""
 

@@ -149,7 +149,7 @@ def _mean_and_deviation(changes: Sequence[Mapping[str, Tensor]]) -> tuple[dict[s
 def triggered(inputs: Tensor) -> Tensor:
     """Return inputs with the backdoor's trigger: images, `(n, c, h, w)`, with a bright square in a corner.
 
-    Of inputs that are no images, the first four values of the last axis are set to the largest value.
+    Of inputs that are not images, the first four values of the last axis are set to the largest value.
     """
     marked = inputs.clone()
     if inputs.ndim == 4:

@@ -107,10 +107,10 @@ def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[
         seed: Seed of starting points.
 
     Raises:
-        Unsupported: The inputs are no images.
+        Unsupported: The inputs are not images.
     """
     if len(evidence.shape) != 3:
-        raise Unsupported("The inputs are no images.")
+        raise Unsupported("The inputs are not images.")
     found: list[Candidates] = []
     reasons: list[str] = []
     for name, attack in ATTACKS.items():

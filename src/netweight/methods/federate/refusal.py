@@ -57,7 +57,7 @@ def refuse_abnormal(
         limits: The most that is accepted.
 
     Raises:
-        NameNotFound: The tensors are no hypernetwork's.
+        NameNotFound: The tensors are not those of a hypernetwork.
         UsageError: Shapes do not fit.
     """
     limits = limits or RefusalLimits()

@@ -175,7 +175,7 @@ def _fishing(run: Run, state: Tensors) -> list[dict[str, Tensor]]:
     """
     head, body = run.task.head, run.task.body_layout.size
     if not isinstance(head, nn.Linear):
-        raise Unsupported("The head is no linear classifier, as which a server fishes.")
+        raise Unsupported("The head is not a linear classifier, as which a server fishes.")
     states = []
     for wanted in range(head.out_features):
         weight, bias = torch.zeros_like(head.weight), torch.zeros_like(head.bias)
@@ -269,7 +269,7 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
     epochs, rest = divmod(threat.local_steps, per_epoch)
     if rest:
         raise UsageError(
-            f"{threat.local_steps} steps of {threat.batch_size} are no whole passes over {threat.held} examples.",
+            f"{threat.local_steps} steps of {threat.batch_size} are not whole passes over {threat.held} examples.",
             cure=f"Ask for a multiple of {per_epoch} steps.",
         )
     training = getattr(method, "training", None)

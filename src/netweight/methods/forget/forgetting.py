@@ -117,7 +117,7 @@ def deactivate(
 
     Raises:
         UsageError: There is no neuron, or one is not among those of the model.
-        NameNotFound: A module is no value layer of the model.
+        NameNotFound: A module is not a value layer of the model.
         Unsupported: An adapter is at work in a layer, or the model has no cross-attention.
     """
     if not units:

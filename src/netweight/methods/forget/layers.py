@@ -148,7 +148,7 @@ def check_units(layers: Mapping[str, ValueLayer], units: Units) -> None:
     """Check that neurons are of these layers."""
     for name, indices in units.items():
         if name not in layers:
-            raise not_found(f"{name!r} is no value layer of cross-attention here.", name, layers)
+            raise not_found(f"{name!r} is not a value layer of cross-attention here.", name, layers)
         if int(indices[-1]) >= layers[name].width:
             raise UsageError(
                 f"{name!r} has {layers[name].width} neurons; there is no neuron {int(indices[-1])}.",

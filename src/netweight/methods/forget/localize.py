@@ -93,7 +93,7 @@ class Localization:
             neurons = Units.from_json(json.dumps(values["neurons"]))
             return cls(**{**values, "neurons": neurons, "seeds": tuple(values["seeds"])})
         except (KeyError, TypeError, UsageError) as error:
-            raise CorruptBlob(f"This is no localization: {error}.", cure="Localize anew.") from None
+            raise CorruptBlob(f"This is not a localization: {error}.", cure="Localize anew.") from None
 
 
 def localize(
@@ -398,7 +398,7 @@ def _published(path: str | Path, row: Mapping[str, Any], number: int, layers: Ma
             lists.append(dict(zip(layers, [[int(index) for index in part] for part in value], strict=True)))
         except (ValueError, SyntaxError, TypeError) as error:
             raise UsageError(
-                f"{column} in row {number} of {path} are no lists of {len(layers)} layers: {error}.",
+                f"{column} in row {number} of {path} are not lists of {len(layers)} layers: {error}.",
                 cure="Was the table made for another model or scope?",
             ) from None
     initial, refined = lists

@@ -69,7 +69,7 @@ def immunize_folder(
     Raises:
         OutputExists: The destination exists.
         UsageError: Files or rows cannot be used, or there are no such layers to freeze.
-        Unsupported: The model is no decoder.
+        Unsupported: The model is not a decoder.
         TrainingStopped: The loss diverged.
     """
     source, destination = Path(source), Path(destination)

@@ -220,8 +220,8 @@ class _Baking:
             ) from error
         if len(self._base.places[found]) > 1:
             raise Unsupported(
-                f"{found} is stored in {len(self._base.places[found])} tensors of {self._base.path}, which are no rows "
-                "of it.",
+                f"{found} is stored in {len(self._base.places[found])} tensors of {self._base.path}, which are not "
+                "rows of it.",
                 cure="Merge with peft: model.merge_and_unload(), then save_pretrained.",
             )
         return found
@@ -350,7 +350,7 @@ def adapter_and_weight(text: str) -> tuple[Path, float]:
     """Read LORA or LORA=WEIGHT as the command line writes it.
 
     Raises:
-        UsageError: There is no such file, or the weight is no number.
+        UsageError: There is no such file, or the weight is not a number.
     """
     if Path(text).exists():
         return Path(text), 1.0

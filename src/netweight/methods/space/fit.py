@@ -453,7 +453,7 @@ def fit_shards(
     opened = [shard.open() for shard in shards]
     shapes = [rows.shape for rows in opened]
     if len({length for _, length in shapes}) != 1:
-        raise UsageError(f"Shards of shapes {shapes} are no parts of one matrix.", cure="Give rows of one length.")
+        raise UsageError(f"Shards of shapes {shapes} are not parts of one matrix.", cure="Give rows of one length.")
     plan = _planned(components, sum(rows for rows, _ in shapes), shapes[0][1], standardize, most, tolerance, seed)
     with Job.open(folder, key={"plan": plan, "rows": list(shards)}, of="a fit") as job:
 

@@ -139,7 +139,7 @@ def points_of(space: WeightSpace, text: str) -> NamedPoints:
         scores = space.project(read_adapter(path))
         return NamedPoints((path.stem,), scores[None].float().cpu(), identity, {"projected": str(path)})
     near = ", ".join(map(repr, nearest_names(text, space.names)))
-    raise NameNotFound(f"{text!r} is no point: give {_POINT}.", cure=f"The nearest models are {near}.")
+    raise NameNotFound(f"{text!r} is not a point: give {_POINT}.", cure=f"The nearest models are {near}.")
 
 
 def places_of(points: NamedPoints) -> list[str]:

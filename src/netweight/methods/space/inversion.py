@@ -449,7 +449,7 @@ def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str,
         part, _, rest = name.partition(".")
         if name not in own and part not in _DENOISERS:
             raise Unsupported(
-                f"The space changes {name}, which is no module of the denoiser.",
+                f"The space changes {name}, which is not a module of the denoiser.",
                 cure="Only changes of the denoiser can be painted or inverted; is the space of another model?",
             )
         found[name if name in own else rest] = change

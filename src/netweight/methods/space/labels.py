@@ -109,7 +109,7 @@ def read_labels(
 
     Raises:
         NameNotFound: There is no such column, or the file names a model that is not in the space.
-        UsageError: The file cannot be read, names a model twice, or holds what is no number.
+        UsageError: The file cannot be read, names a model twice, or holds what is not a number.
     """
     path = Path(path)
     rows = read_rows(path, key=key)
@@ -158,6 +158,6 @@ def _number(path: Path, name: str, column: str, value: object) -> float:
         return _WORDS[word] if word in _WORDS else float(word)
     except ValueError:
         raise UsageError(
-            f"{path} says {value!r} of {name!r} in {column!r}, which is no number.",
+            f"{path} says {value!r} of {name!r} in {column!r}, which is not a number.",
             cure="Write numbers, or 1 and 0 for two classes; leave a cell empty where it is unknown.",
         ) from None

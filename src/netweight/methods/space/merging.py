@@ -135,7 +135,7 @@ def _weights(names: Sequence[str], count: int, how: MergeSettings) -> dict[str, 
         try:
             values = [float(value) for value in written.split(",")]
         except ValueError as error:
-            raise UsageError(f"Weights {written!r} of {pattern!r} are no numbers.", cure="Write 1,0.5.") from error
+            raise UsageError(f"Weights {written!r} of {pattern!r} are not numbers.", cure="Write 1,0.5.") from error
         weights |= dict.fromkeys(
             Select(pattern).keys(list(names)),
             _as_many(values * count if len(values) == 1 else values, count, "--block"),

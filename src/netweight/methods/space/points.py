@@ -45,7 +45,7 @@ class NamedPoints:
     origin: Mapping[str, Any] = field(default_factory=dict)  # how they were made, JSON values
 
     def __post_init__(self) -> None:
-        """Refuse what are no points."""
+        """Refuse what are not points."""
         if self.scores.ndim != 2 or len(self.names) != len(self.scores) or not self.scores.isfinite().all():
             raise UsageError(
                 f"{len(self.names)} names came with scores of shape {tuple(self.scores.shape)}, or some hold NaN.",
@@ -153,9 +153,9 @@ class Direction:
             findings = tuple(Finding.from_json(each) for each in data["findings"])
             found = cls(**{**data, "vector": vector, "findings": findings})
         except (KeyError, TypeError, ValueError, UsageError) as error:
-            raise CorruptBlob(f"This is no direction: {error}.", cure="Find it again.") from None
+            raise CorruptBlob(f"This is not a direction: {error}.", cure="Find it again.") from None
         if vector.ndim != 1 or not vector.isfinite().all() or not found.length > 0:
-            raise CorruptBlob("The vector of this direction is no finite vector.", cure="Find it again.")
+            raise CorruptBlob("The vector of this direction is not a finite vector.", cure="Find it again.")
         return found
 
 

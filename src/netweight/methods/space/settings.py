@@ -376,7 +376,7 @@ class InversionSettings(Settings):
     )
 
 
-# Ours, those of the authors' code, and those that it takes for images that are no photographs of faces.
+# Ours, those of the authors' code, and those that it takes for images that are not photographs of faces.
 INVERSIONS: Mapping[str, InversionSettings] = {
     "default": InversionSettings(),
     "reference": InversionSettings(

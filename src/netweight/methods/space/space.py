@@ -262,7 +262,7 @@ class WeightSpace:
     def _check(self, scores: Tensor, dimensions: tuple[int, ...]) -> None:
         if scores.ndim not in dimensions or scores.shape[-1] != self.components:
             raise UsageError(
-                f"Scores of shape {tuple(scores.shape)} are no points of a space of {self.components} components.",
+                f"Scores of shape {tuple(scores.shape)} are not points of a space of {self.components} components.",
                 cure=f"Give one row of {self.components} numbers per point.",
             )
 

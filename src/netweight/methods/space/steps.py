@@ -173,7 +173,7 @@ examine_edit = _subject(directions_in)
 
 
 def _check_space(source: Path | None, point: str = "mean") -> None:
-    """Refuse what is no space, or folder of points, or a point that it lacks."""
+    """Refuse what is not a space, or folder of points, or a point that it lacks."""
     if source is None:
         return
     if not any((source / name).is_file() for name in (RECORD, _POINTS)):

@@ -40,7 +40,7 @@ from netweight.store.lora_formats.reading import load_converted, plan_adapter, r
 if TYPE_CHECKING:
     from netweight.nn.lora import Adapter, AdapterStack
 
-CONVERTED = "converted"  # in the provenance of what was no plain LoRA: its rank and error
+CONVERTED = "converted"  # in the provenance of what was not a plain LoRA: its rank and error
 _UNREAD = (".gguf", ".npz")  # endings of adapters that are found to be refused by name
 _KEPT = 4096  # plans that are kept, some 20 kB each
 _SHOWN = 20  # problems named in one message
@@ -130,7 +130,7 @@ class AdapterBank:
         Raises:
             UsageError: Adapters share no module with most, or are of other shapes or bases; two have the same name or
                 content; one holds NaN or has rank 0; there is none. Files and cures are named.
-            Unsupported: An adapter is no LoRA.
+            Unsupported: An adapter is not a LoRA.
             UnsafeInput: An adapter is a pickle.
             CorruptBlob: A file is damaged.
             OutputFailed: The disk is full or the place cannot be written.
@@ -478,7 +478,7 @@ def find_adapters(source: Path) -> tuple[dict[str, Path], dict[str, NetweightErr
         name = name.removesuffix(".safetensors") if path.is_file() else name
         if not is_text(name):
             shown = os.fsencode(path).decode(errors="backslashreplace")
-            bad[shown] = UsageError(f"The name of {shown} is no text.", cure="Rename it.")
+            bad[shown] = UsageError(f"The name of {shown} is not a text.", cure="Rename it.")
         elif name in found:
             bad[path.relative_to(source).as_posix()] = UsageError(
                 f"{path} would have the same name as {found[name]}.", cure="Rename one."

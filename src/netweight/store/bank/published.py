@@ -202,7 +202,7 @@ def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Publ
     for name in shapes:
         apart = take_apart(name)
         if apart is None:
-            raise CorruptBlob(f"{path}: {name!r} is no factor of a LoRA.", cure="Fetch the dimensions again.")
+            raise CorruptBlob(f"{path}: {name!r} is not a factor of a LoRA.", cure="Fetch the dimensions again.")
         located.setdefault(apart.module.removeprefix(peft.PREFIX), {})[apart.role] = name
     modules = {}
     for module, roles in located.items():

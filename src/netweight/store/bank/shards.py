@@ -93,7 +93,7 @@ class BankRecord:
 def read_bank_record(folder: Path) -> BankRecord:
     """Read a bank's record."""
     if not (folder / RECORD).is_file():
-        raise UsageError(f"{folder} is no bank of adapters: it holds no {RECORD}.", cure="Make one: space ingest.")
+        raise UsageError(f"{folder} is not a bank of adapters: it holds no {RECORD}.", cure="Make one: space ingest.")
     return read_record(folder / RECORD, _record, version=_VERSION, of="a bank of adapters")
 
 
@@ -389,7 +389,7 @@ class BankWriter:
         """Open the bank, or the folder beside its place."""
         grows = (self.path / RECORD).is_file()
         if self.path.exists() and not grows:
-            raise OutputExists(f"{self.path} exists already and is no bank.", cure="Choose another name.")
+            raise OutputExists(f"{self.path} exists already and is not a bank.", cure="Choose another name.")
         if not self.path.parent.is_dir():
             raise UsageError(f"The folder {self.path.parent} does not exist.", cure="Create it first.")
         with ExitStack() as stack:

@@ -55,7 +55,7 @@ _LANGUAGE_BODY = re.compile(_BODY)
 def component_of(name: str) -> tuple[str, str]:
     """The pipeline's component that a module is of, and its name there; no component for a plain model's.
 
-    Language models of GPT-2's kind call their body `transformer`, which is no component.
+    Language models of GPT-2's kind call their body `transformer`, which is not a component.
     """
     component, _, rest = name.partition(".")
     if component not in COMPONENTS or not rest or (component == "transformer" and _LANGUAGE_BODY.fullmatch(name)):
@@ -255,7 +255,7 @@ def _choose(
             return None, ()
         if not fitting[naming.key]:
             raise UsageError(
-                f"{where}: {written[0].name} is no module of {naming.title}, nor is any other.",
+                f"{where}: {written[0].name} is not a module of {naming.title}, nor is any other.",
                 cure="Leave --model out, and the architecture is told from the file.",
             )
         return naming, ()
@@ -351,7 +351,7 @@ def _authors_name(each: _Written) -> bool:
 
 
 def _own_name(each: _Written, component: str | None) -> str:
-    """The name of a module of a model that is no pipeline's."""
+    """The name of a module of a model that is not a pipeline's."""
     name = each.paths[-1]
     return f"{component}.{name}" if component else name
 

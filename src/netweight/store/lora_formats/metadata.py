@@ -44,7 +44,7 @@ def tag_counts(metadata: Mapping[str, str]) -> Counter[str]:
     try:
         tables = [tags for tags in parse_json(metadata.get(_TRIGGERS, "{}")).values() if isinstance(tags, dict)]
         return Counter({tag: count for one in tables for tag, count in one.items() if isinstance(count, int)})
-    except (ValueError, AttributeError):  # a note that is no table of tags tells none
+    except (ValueError, AttributeError):  # a note that is not a table of tags tells none
         return Counter()
 
 
@@ -62,7 +62,7 @@ def network_alpha(metadata: Mapping[str, str], where: Path) -> float | None:
                 return float(metadata[key])
             except ValueError as error:
                 raise CorruptBlob(
-                    f"{where}: its header states {key} = {metadata[key]!r}, which is no number.",
+                    f"{where}: its header states {key} = {metadata[key]!r}, which is not a number.",
                     cure="Fetch the file again, or write the number that it was trained with.",
                 ) from error
     return None
@@ -109,7 +109,7 @@ def union(sources: Sequence[tuple[Path, Mapping[str, str]]], weights: Sequence[f
                         table = tables.setdefault(folder, {})
                         for tag, count in tags.items():
                             table[tag] = table.get(tag, 0) + int(count)
-                except (ValueError, AttributeError, TypeError):  # a note that is no table of tags adds none
+                except (ValueError, AttributeError, TypeError):  # a note that is not a table of tags adds none
                     continue
             merged[key] = json.dumps(tables)
         elif key.startswith("modelspec.") or key in ("ss_output_name", "trained_words", "license", "source"):

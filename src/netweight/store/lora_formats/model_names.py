@@ -39,7 +39,7 @@ class ModelNames:
         Args:
             paths: What the name may be without prefix.
             flattened: Whether its dots were replaced by underscores.
-            component: The component, or empty for any denoiser and for models that are no pipelines.
+            component: The component, or empty for any denoiser and for models that are not pipelines.
 
         Raises:
             UsageError: Several modules have this name when flattened.

@@ -69,7 +69,7 @@ def structure(shapes: Mapping[str, tuple[int, ...]], name: str, where: Path) -> 
         if kind == "diff":
             rows, *rest = shapes["diff"]
             if not rest:
-                raise Unsupported(f"{where}: {name} is a change of a norm or bias, which is no matrix.", cure=_TRAIN)
+                raise Unsupported(f"{where}: {name} is a change of a norm or bias, which is not a matrix.", cure=_TRAIN)
             found, sound = Structure(None, (rows, math.prod(rest)), tuple(rest[1:])), True
         elif kind == "loha":
             one, two = (_product(shapes, f"hada_w{n}_a", f"hada_w{n}_b", f"hada_t{n}", turned=True) for n in (1, 2))
@@ -224,7 +224,7 @@ _ANY = re.compile("|".join(f"(?:{pattern})" for pattern, _, _ in (*_CONVERTIBLE,
 
 
 def refuse_kinds(path: Path, names: Mapping[str, int], conversion: Conversion | None) -> None:
-    """Refuse a file of a kind of adapter that is no LoRA, and is not to be converted.
+    """Refuse a file of a kind of adapter that is not a LoRA, and is not to be converted.
 
     Args:
         path: The file, for messages.
@@ -235,7 +235,7 @@ def refuse_kinds(path: Path, names: Mapping[str, int], conversion: Conversion | 
         Unsupported: A tensor is of another kind; kind and cure are named.
         UsageError: DoRA is to be converted, and its base model was not named.
     """
-    # A difference of a vector or of another parameter that is no matrix is carried along as it is.
+    # A difference of a vector or of another parameter that is not a matrix is carried along as it is.
     names = {name: sides for name, sides in names.items() if not (name.endswith(".diff") and sides < 2)}
     matching = [name for name in names if _ANY.search(name)]
     for pattern, kind, cure in (*(() if conversion else _CONVERTIBLE), *_KINDS):

@@ -68,7 +68,7 @@ class Part:
 
     @property
     def converts(self) -> bool:
-        """Whether it is no plain LoRA."""
+        """Whether it is not a plain LoRA."""
         return kind_of(self.tensors) != "lora" or any(role in self.tensors for role in MAGNITUDES)
 
 
@@ -103,9 +103,9 @@ class AdapterPlan:
     about: Mapping[str, str] = field(default_factory=dict)
     """What the files say of where it comes from, shortened."""
     conversion: Conversion | None = None
-    """How what is no LoRA becomes one."""
+    """How what is not a LoRA becomes one."""
     vectors: Mapping[str, VectorPart] = field(default_factory=dict)
-    """Parameter name → where its change lies, for biases, norms and others that are no matrices."""
+    """Parameter name → where its change lies, for biases, norms and others that are not matrices."""
     naming: Naming | None = None
     """The names of its architecture, if it is a known one."""
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -161,7 +161,7 @@ def plan_part(
     Raises:
         CorruptBlob: A factor is missing, or shapes contradict each other.
         Unsupported: A dtype or shape is none of a LoRA's.
-        UsageError: The rank is 0, or the scale is no finite number.
+        UsageError: The rank is 0, or the scale is not a finite number.
     """
     infos = {role: store.info(tensor) for role, tensor in roles.items() if role != "alpha"}
     for info in infos.values():

@@ -84,11 +84,11 @@ class LoraSettings:
             ranks = {str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()}
             alphas = {str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()}
             if odd := [pattern for pattern in (*ranks, *alphas) if not _sound(pattern)]:
-                raise ValueError(f"{odd[0]!r} is no pattern of names")
+                raise ValueError(f"{odd[0]!r} is not a pattern of names")
             base = values.get("base_model_name_or_path")
             rank, alpha = int(values.get("r", 8)), float(values.get("lora_alpha" if kind == "LORA" else "alpha", 8))
         except (TypeError, ValueError, AttributeError) as error:
-            raise CorruptBlob(f"{where}: r, lora_alpha or their patterns are no numbers ({error}).") from error
+            raise CorruptBlob(f"{where}: r, lora_alpha or their patterns are not numbers ({error}).") from error
         return cls(
             rank,
             alpha,
@@ -105,7 +105,7 @@ class LoraSettings:
         try:
             return cls.of(read_object(path, limit=MAX_HEADER), path, converts=converts)
         except ValueError as error:
-            raise CorruptBlob(f"{path} is no JSON ({error}).", cure="Fetch the file again.") from error
+            raise CorruptBlob(f"{path} is not a JSON ({error}).", cure="Fetch the file again.") from error
 
     def scale(self, module: str, rank: int | None, where: Path) -> float:
         """Return a module's scale."""

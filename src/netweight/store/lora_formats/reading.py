@@ -37,7 +37,7 @@ from netweight.store.reader import Store, open_store
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a tensor that is no matrix changes → the parameter's name after its module.
+# What a tensor that is not a matrix changes → the parameter's name after its module.
 _VECTORS = {"diff_b": "bias", "b_norm": "bias", "up_bias": "bias", "diff": "weight", "w_norm": "weight",
             "diff_m": "modulation"}  # fmt: skip
 
@@ -90,7 +90,7 @@ def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None, arch
     Raises:
         UsageError: There is no adapter, its rank is 0, it holds NaN or infinity, or may be of several architectures.
         NameNotFound: The model has no such module.
-        Unsupported: It is no LoRA of linear layers and convolutions (DoRA, LoHa, LoKr, biases and so on).
+        Unsupported: It is not a LoRA of linear layers and convolutions (DoRA, LoHa, LoKr, biases and so on).
         UnsafeInput: It is a pickle.
         CorruptBlob: A file is damaged, incomplete or contradicts itself.
     """
@@ -107,7 +107,7 @@ def refuse_vectors(plan: AdapterPlan) -> None:
     if plan.vectors:
         first = next(iter(plan.vectors))
         raise Unsupported(
-            f"{plan.path} changes {len(plan.vectors)} biases or other vectors, which are no low-rank change, such as "
+            f"{plan.path} changes {len(plan.vectors)} biases or other vectors, which have no low rank, such as "
             f"{first} (tensor {plan.vectors[first].tensor!r}).",
             cure="Keep the file as it is: netweight space convert and merge carry them along.",
         )
@@ -119,7 +119,7 @@ def load_plan(plan: AdapterPlan) -> Adapter:
 
 
 def load_converted(plan: AdapterPlan) -> Truncation:
-    """Read the adapter that was planned, and the error of what is no plain LoRA."""
+    """Read the adapter that was planned, and the error of an adapter that is not a plain LoRA."""
     factors: dict[str, LowRank] = {}
     lost = 0.0
     weights = None if plan.conversion is None else plan.conversion.weights
@@ -269,7 +269,9 @@ def _locate(
             "or embedding."
         )
     if bundled := [name for name in left_out if name.startswith("bundle_emb.")]:
-        remarks.append(f"Left out: {len(bundled)} bundled text embeddings ({bundled[0]} and such), which are no LoRA.")
+        remarks.append(
+            f"Left out: {len(bundled)} bundled text embeddings ({bundled[0]} and such), which are not part of the LoRA."
+        )
     return located, remarks, any(each is not None and each.kohya for each in apart.values())
 
 
@@ -282,7 +284,7 @@ def _no_part(file: Path, name: str) -> Unsupported:
             cure="Train without modules_to_save; or extract a LoRA from the merged model: netweight space extract BASE "
             "MERGED NEW.",
         )
-    return Unsupported(f"{file}: tensor {name!r} is no factor of a LoRA.", cure="Save the adapter without it.")
+    return Unsupported(f"{file}: tensor {name!r} is not a factor of a LoRA.", cure="Save the adapter without it.")
 
 
 def _rough_shape(store: Store, roles: Mapping[Role, str]) -> tuple[int, int]:
@@ -349,7 +351,7 @@ def _parts(
 
 
 def _is_vector(store: Store, role: Role, name: str) -> bool:
-    """Whether a tensor changes a parameter that is no matrix."""
+    """Whether a tensor changes a parameter that is not a matrix."""
     return role in _VECTORS and (role != "diff" or len(store.info(name).shape) < 2)
 
 

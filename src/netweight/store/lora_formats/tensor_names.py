@@ -50,7 +50,7 @@ class TensorName:
 
 
 def take_apart(name: str) -> TensorName | None:
-    """Take the name of a tensor apart, or return None where it is no part of an adapter."""
+    """Take the name of a tensor apart, or return None where it is not a part of an adapter."""
     if match := _XLABS.fullmatch(name):
         head, _, what, stream, way = match.groups()
         stream = {"1": "img_attn", "2": "txt_attn", "": "xlabs"}[stream]

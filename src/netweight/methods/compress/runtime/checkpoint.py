@@ -99,7 +99,7 @@ def load_checkpoint(
         What was saved as `extra`.
 
     Raises:
-        UsageError: The file is no checkpoint, or holds no optimizer.
+        UsageError: The file is not a checkpoint, or holds no optimizer.
         CorruptBlob: A tensor does not match its digest.
         RuntimeError: The model has other parameters, from `load_state_dict`.
         Unsupported: The model is sharded.

@@ -182,7 +182,7 @@ def _on_dense_again(ctx: Any, payload: Any, gradient: torch.Tensor, kernel: Call
     """Run a kernel of the backward pass on the weight, decoded again."""
 
     def constant(dense: torch.Tensor) -> Any:
-        # Only a graph of the gradients themselves (create_graph) is recorded here, and the decoded weight is no part of
+        # Only a graph of the gradients themselves (create_graph) is recorded here; the decoded weight is not a part of
         # it. Transforms of torch.func do not come here: they see the weight itself.
         if torch.is_grad_enabled() and ctx.trains and not torch.compiler.is_compiling():
             dense = _Constant.apply(dense, _ANCHOR)  # type: ignore[no-untyped-call]

@@ -55,7 +55,7 @@ class CompressedStorage:
     stride: tuple[int, ...] | None = None
     fixed: bool = False  # whether the payload is in the fixed-length form
     name: str | None = None  # of the weight in its model, for errors
-    wire: Any = None  # how shards of FSDP are sent, which belongs to `fsdp.py`; None for what is no shard
+    wire: Any = None  # how shards of FSDP are sent, which belongs to `fsdp.py`; None for what is not a shard
     # The payload, its version and its decoded weight, of a small weight that was read lately; see `small`.
     decoded: tuple[torch.Tensor, int, torch.Tensor] | None = field(default=None, init=False)
 

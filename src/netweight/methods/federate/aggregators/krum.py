@@ -16,7 +16,7 @@ def krum(state: Tensors, updates: Sequence[Update], liars: int, *, keep: int = 1
     Args:
         state: The server's tensors by name.
         updates: The round's updates.
-        liars: How many liars are reckoned with; so many and two more are no neighbors.
+        liars: How many liars are reckoned with; so many and two more are not neighbors.
         keep: How many updates are returned.
     """
     gram = inner_products(state, updates)

@@ -37,7 +37,7 @@ class LooksAhead(Defense[S]):
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        language_model.structure_of(model)  # refuses what is no decoder
+        language_model.structure_of(model)  # refuses what is not a decoder
         yield
 
 
@@ -58,7 +58,7 @@ class WithOriginal(Defense[S]):
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        language_model.structure_of(model)  # refuses what is no decoder
+        language_model.structure_of(model)  # refuses what is not a decoder
         steps.whole_alone(self, model)
         self._copy = copy.deepcopy(model).requires_grad_(False).eval()
         try:

@@ -104,7 +104,7 @@ class RepNoiseDefense(Defense[RepNoise]):
 
     @contextmanager
     def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        blocks = list(language_model.structure_of(model).blocks)  # refuses what is no decoder
+        blocks = list(language_model.structure_of(model).blocks)  # refuses what is not a decoder
         if self.settings.norms is not None:
             if any(map(distributed.is_sharded, model.parameters())):
                 raise Unsupported(

@@ -98,7 +98,7 @@ def build_view(
         raise UsageError("The labels are of other adapters than the space.", cure="Read them with space.names.")
     name, center = start or ("the mean of the adapters", torch.zeros(space.components))
     if center.shape != (space.components,) or not center.isfinite().all():
-        raise UsageError(f"{name} is no point of a space of {space.components} components.", cure="Choose another.")
+        raise UsageError(f"{name} is not a point of a space of {space.components} components.", cure="Choose another.")
     shown = _thinned(len(space.names), settings.adapters)
     sampler = sampler or PairSampler.fit(space.scores)
     drawn = sampler.draw(settings.samples, seed=settings.seed) if settings.samples else space.scores[:0]
@@ -289,9 +289,9 @@ def _unfit(pipeline: Any, space: WeightSpace) -> str:
     """Why the engine in a page cannot compute a pipeline; empty if it can, as far as its configuration tells."""
     unet = getattr(pipeline, "unet", None)
     if unet is None or type(unet).__name__ != "UNet2DConditionModel":
-        return "its denoiser is no UNet2DConditionModel"
+        return "its denoiser is not a UNet2DConditionModel"
     if (basis := space.basis.combinations) is None:
-        return "components of its space are no combinations of adapters"
+        return "components of its space are not combinations of adapters"
     if 2 * sum(each.numel() for each in unet.parameters()) > _MOST or basis.bank.nbytes > 4 * _MOST:
         return "its U-Net or the bank is too large"
     usual = {name: each.default for name, each in inspect.signature(type(unet)).parameters.items()}
