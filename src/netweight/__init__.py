@@ -37,7 +37,7 @@ def _autoload() -> None:
 
 
 def _names() -> Any:
-    """How a public name is found, the names that there are, and `__all__`."""
+    """Return the lookup of public names, the list of them, and `__all__`."""
     from netweight.core.lazy import lazy_names  # not at start-up, for which every program pays that imports torch
 
     return lazy_names(

@@ -31,7 +31,7 @@ HINT = (
 
 
 def install() -> None:
-    """Tell the modules that are imported already, and wait for the others."""
+    """Patch modules that are imported already, and hook the others on import."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     finder = _Finder()
@@ -121,7 +121,7 @@ def _method(
 
 
 def _is_compressed(model: Any, *_: Any, **__: Any) -> bool:
-    """Whether a model holds compressed weights, and more than its adapters would be saved."""
+    """Return whether a model holds compressed weights, and more than its adapters would be saved."""
     tensor = sys.modules.get("netweight.methods.compress.runtime.tensor")
     if tensor is None or getattr(model, "_hf_peft_config_loaded", False):
         return False
@@ -129,12 +129,12 @@ def _is_compressed(model: Any, *_: Any, **__: Any) -> bool:
 
 
 def _saves_compressed(trainer: Any, *_: Any, **__: Any) -> bool:
-    """Whether a trainer's model is compressed, and has no `save_pretrained` of its own."""
+    """Return whether a trainer's model is compressed, and has no `save_pretrained` of its own."""
     return not hasattr(trainer.model, "save_pretrained") and _is_compressed(trainer.model)
 
 
 def _resumes_compressed(trainer: Any, folder: str | None = None, *_: Any, **__: Any) -> bool:
-    """Whether a trainer's checkpoint, or else its best one, holds compressed weights."""
+    """Return whether a trainer's checkpoint, or else its best one, holds compressed weights."""
     folder = folder or trainer.state.best_model_checkpoint
     return not trainer.is_fsdp_enabled and folder is not None and any(glob(f"{escape(folder)}/model*.net.safetensors"))
 

@@ -23,7 +23,7 @@ class NetweightError(Exception):
 
 
 class UsageError(NetweightError):
-    """The call or command is wrong: a bad value, a combination that cannot be, a path that is not there."""
+    """The call or command is wrong: a bad value, incompatible options, a missing path."""
 
 
 class NameNotFound(UsageError):

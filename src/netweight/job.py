@@ -131,7 +131,7 @@ C = TypeVar("C")
 @final
 @dataclass(frozen=True)
 class Result(Generic[C]):
-    """How one configuration's run ended."""
+    """Result of one configuration's run."""
 
     config: C  # the configuration as it was given
     digest: str  # its digest, the key in the ledger
@@ -511,7 +511,7 @@ class Job:
             self._noted = True
 
     def _empty(self) -> bool:
-        """Whether nothing is lost with the folder; a tree alone is unfinished."""
+        """Return whether nothing is lost with the folder; a tree alone is unfinished."""
         names = {path.name for path in self.folder.iterdir() if not path.name.endswith(".netweight-part")}
         names -= {file.name for file in self.folder.glob("*.jsonl") if not file.stat().st_size}
         return names <= {_KEY, _LOCK, _TREE}
@@ -592,7 +592,7 @@ def check_destination(destination: str | Path, *, overwrite: bool | None = False
 
 
 def differences(held: Any, wanted: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Where two JSON values differ: dotted paths, with the value of each; `...` where there is none."""
+    """Return where two JSON values differ: dotted paths with both values; `...` where there is none."""
     if isinstance(held, Mapping) and isinstance(wanted, Mapping):
         parts = [(str(name), held.get(name, ...), wanted.get(name, ...)) for name in sorted({*held, *wanted})]
     elif isinstance(held, list) and isinstance(wanted, list) and len(held) == len(wanted):

@@ -95,7 +95,7 @@ class Rows:
 @final
 @dataclass(frozen=True)
 class Result:
-    """What a command did, for people, for machines and for Python."""
+    """Result of a command, for people, for machines and for Python."""
 
     lines: Sequence[str | Rows] = ()
     """Sentences and tables for people, in their order."""
@@ -118,7 +118,7 @@ class Result:
 @final
 @dataclass(frozen=True)
 class Context:
-    """How a command is run: where progress is shown, and what called it."""
+    """Context of a command: the display of progress, and the caller."""
 
     progress: Progress = QUIET
     """Where progress is shown."""
@@ -177,7 +177,7 @@ class Command(Generic[S]):
 
     @property
     def line(self) -> str:
-        """What it does, in a line."""
+        """Summary in one line."""
         return self.summary or (inspect.getdoc(self.settings_class) or "").partition("\n")[0]
 
     def execute(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
@@ -266,7 +266,7 @@ class Command(Generic[S]):
 @final
 @dataclass(frozen=True)
 class CardEntry:
-    """What a method did to a model, for the model's card."""
+    """Entry of a method in the model's card."""
 
     title: str
     """In a few words."""
@@ -381,7 +381,7 @@ def _refuse_existing(destination: Path) -> None:
 @final
 @dataclass(frozen=True)
 class Target:
-    """What an attack is run on."""
+    """Subject of an attack."""
 
     model: Path
     """The model that is attacked: in a recipe what the last method made, or the subject where there is none."""
@@ -487,7 +487,7 @@ def points(group: str) -> list[EntryPoint]:
 
 
 def is_own(point: EntryPoint) -> bool:
-    """Whether an entry point is netweight's own, which can be loaded at no cost."""
+    """Return whether an entry point is netweight's own, which can be loaded at no cost."""
     return point.dist is not None and point.dist.name == "netweight"
 
 

@@ -83,7 +83,7 @@ _LISTS = (list, set, frozenset, Sequence, AbstractSet)  # collections of one typ
 @final
 @dataclass(frozen=True)
 class Cli:
-    """What only the command line needs of a field; an entry of the field's `Annotated`."""
+    """Properties of a field that only the command line uses; an entry of the field's `Annotated`."""
 
     name: str | None = None
     """Name of the option in place of the field's name with dashes, such as "--freeze"."""
@@ -608,7 +608,7 @@ class Leaf:
 
     @property
     def cli(self) -> Cli:
-        """What only the command line needs of it."""
+        """Properties that only the command line uses."""
         return next((part for part in self.metadata if isinstance(part, Cli)), Cli())
 
     @property
@@ -1030,7 +1030,7 @@ class _Pair(click.ParamType):  # type: ignore[type-arg]
 
 
 def _value(leaf: Leaf, given: Any) -> Any:
-    """What click gives for a field, as the field takes it."""
+    """Return click's value of a field in the form that the field takes."""
     origin = get_origin(leaf.kind)
     if element(leaf.kind)[1] == "mapping":
         return dict(given)

@@ -49,7 +49,7 @@ def _accelerators() -> list[str]:
 
 
 def _gpu_decoding() -> str:
-    """What decodes compressed weights on a CUDA device here, and why not netweight's kernels if they do not."""
+    """Return what decodes compressed weights on a CUDA device here, with the reason if netweight's kernels cannot."""
     from netweight.codec import cuda
 
     reason = cuda.unavailable_because()
@@ -66,7 +66,7 @@ def _default_forms() -> dict[str, str]:
 
 
 def _compressed_models() -> str:
-    """Which programs open compressed models of transformers and diffusers."""
+    """Return which programs open compressed models of transformers and diffusers."""
     by_hand = "programs that import netweight.plugins.transformers or .diffusers"
     if not importlib.metadata.entry_points(group="torch.backends", name="netweight"):
         return f"{by_hand}; others once netweight is installed again"

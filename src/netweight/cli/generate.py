@@ -242,7 +242,7 @@ def _has_card(registered: Command[Any]) -> bool:
 
 
 def _places(registered: Command[Any], given: dict[str, Any]) -> tuple[Path, Path | None]:
-    """What a command works on, and what it writes."""
+    """Return the paths that a command reads and writes."""
     values = [given[each.name] for each in registered.arguments]
     new = next((given[each.name] for each in registered.arguments if each.kind == "new"), None)
     return Path(values[0]), new

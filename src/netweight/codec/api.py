@@ -43,7 +43,7 @@ LEVELS = ("fast", "default", "max")
 
 @dataclass(frozen=True, slots=True)
 class BlobInfo:
-    """What a blob's header says.
+    """Content of a blob's header.
 
     Attributes:
         dtype: safetensors' name of the element type, such as "BF16".
@@ -271,7 +271,7 @@ def digest_of(buffer: Any, dtype: str, *, chunk_log2: int | None = None) -> str:
 
 
 def is_lossy(blob: Blob) -> bool:
-    """Whether a `blob` is one of those that `encode_lossy` makes when it rounds; only its first bytes are read."""
+    """Return whether a `blob` was made by `encode_lossy` and rounded; only its first bytes are read."""
     return _is_lossy(bytes_of(blob))
 
 

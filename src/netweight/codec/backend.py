@@ -1,4 +1,4 @@
-"""What runs the codec: the native module, or numpy where that could not be built or `path="python"` asks for it.
+"""Choice of the codec's backend: the native module, or numpy where that was not built or `path="python"` asks for it.
 
 Both are modules with the functions of `Codec`, so that a call reads `codec_for(path).encode(…)`.
 """

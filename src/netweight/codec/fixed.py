@@ -64,7 +64,7 @@ _A_FIXED_WEIGHT = in_our_words("a weight in the fixed-length form")
 @final
 @dataclass(frozen=True, slots=True)
 class FixedLayout:
-    """Where the parts of a payload lie."""
+    """Offsets of a payload's parts."""
 
     rows: int
     columns: int
@@ -175,7 +175,7 @@ def _steps(layout: FixedLayout) -> Iterator[tuple[int, int]]:
 
 
 def _codes_of(bits: torch.Tensor, base: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which weights have a code, and the codes, 0 for zeros and escapes."""
+    """Return which weights have a code, and the codes, 0 for zeros and escapes."""
     exponents = (bits >> 7) & 0xFF
     coded = (exponents >= base) & (exponents < base + _CODES)
     codes = (exponents - (base - 1)).where(coded, 0).to(torch.uint8)
@@ -199,7 +199,7 @@ def _write_tiles(bits: torch.Tensor, codes: torch.Tensor, tiles: torch.Tensor) -
 
 
 def is_fixed(payload: torch.Tensor) -> bool:
-    """Whether a payload of a compressed weight holds the fixed-length form; waits for the device."""
+    """Return whether a payload of a compressed weight holds the fixed-length form; waits for the device."""
     return bytes(payload[8:11].tolist()) == MAGIC
 
 
@@ -354,7 +354,7 @@ def _signed(words: torch.Tensor) -> torch.Tensor:
 @final
 @dataclass(frozen=True)
 class Order:
-    """How the products of a row are added up; as `Order` in native/products.h, which describes the kinds."""
+    """Order in which the products of a row are added; as `Order` in native/products.h, which describes the kinds."""
 
     kind: Literal["sums", "pairs", "tiles"]
     """In partial sums by column, or in blocks of columns: pair by pair, or even and odd columns apart, as AMX does."""

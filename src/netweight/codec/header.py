@@ -306,7 +306,7 @@ def named_digest(digest: bytes, version: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a blob says before its chunks."""
+    """Content of a blob before its chunks."""
 
     element: ElementType
     shape: tuple[int, ...]
@@ -364,14 +364,14 @@ def read_header(blob: Any, *, size: int | None = None) -> Header:
 
 
 def index_end(beginning: Any, size: int) -> int:
-    """Where the index of a blob of `size` bytes ends, of which the first 1,024 bytes at least are at hand."""
+    """Return the end of the index of a blob of `size` bytes, of which at least the first 1,024 are at hand."""
     reader = Reader(as_bytes(beginning))
     fixed, *_, chunks = _read_start(reader, size)
     return reader.at + chunks * (4 if fixed[3] == 1 else 12)
 
 
 def _read_start(reader: Reader, size: int) -> tuple[bytes, ElementType, tuple[int, ...], int, bytes, int]:
-    """What stands before the index: fixed part, element type, shape, bytes of the tensor, base's digest, chunks."""
+    """Read what precedes the index: fixed part, element type, shape, bytes of the tensor, base's digest, chunks."""
     fixed = take_fixed(reader)
     version, code, level, chunk_log2, dimensions = fixed[3:8]
     if fixed[:3] != MAGIC:

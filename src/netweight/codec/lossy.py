@@ -49,7 +49,7 @@ _STEP = 1 << 20  # weights rounded at a time
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How weights of one dtype are rounded."""
+    """Rounding of weights of one dtype."""
 
     element: ElementType
     """BF16, F16 or F32."""
@@ -85,7 +85,7 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How much of weights to keep, for weights of any dtype.
+    """Precision at which weights of any dtype are kept.
 
     Attributes:
         mantissa_bits: Bits of the mantissa, 0 to 6; 7 keeps everything.
@@ -118,7 +118,7 @@ class Precision:
         return self.mantissa_bits == LOSSLESS_BITS
 
     def rounding(self, dtype: str) -> Rounding | None:
-        """How to round weights of a dtype, given by safetensors' name; None to leave them as they are.
+        """Return the rounding of a dtype, given by safetensors' name; None to leave weights unchanged.
 
         Args:
             dtype: A name such as "BF16".
@@ -146,7 +146,7 @@ class Precision:
 def relative_bound(
     mantissa_bits: int, normalized: bool = True, fidelity: str = "corrected", dtype: str = "BF16"
 ) -> float:
-    """How much lossy coding may change a weight w at most: |rounded - w| / |w|.
+    """Return the largest relative change of a weight w by lossy coding: |rounded - w| / |w|.
 
     Rounding a number to k mantissa bits changes it by at most 1 / (2^(k+1) + 1) of itself, which a number halfway
     between a power of two and its successor attains. Without normalizers that is all. With them the quotient is rounded
@@ -177,7 +177,7 @@ def relative_bound(
 
 @dataclass(frozen=True, slots=True)
 class LossyHeader:
-    """What a lossy blob says before its sections, and the sections: blobs of their own."""
+    """Content of a lossy blob: its header, and its sections, which are blobs of their own."""
 
     version: int
     rounding: Rounding

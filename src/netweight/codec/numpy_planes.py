@@ -127,7 +127,7 @@ def _read_body(reader: Reader, element: ElementType, count: int) -> Bytes:
 
 
 def _goes_on(numbers: Integers, element: ElementType) -> bool:
-    """Whether integers mostly go on by the same step, where they are looked at."""
+    """Return whether integers mostly go on by the same step, where they are looked at."""
     if element.exponent_bits or element.number_bytes == 1 or len(numbers) < 256:
         return False
     places = sample_places(SAMPLES, len(numbers) - 2)
@@ -378,7 +378,7 @@ class Probe:
         return 4 * self.occurrences >= self.sampled
 
     def few(self, width: int) -> bool:
-        """Whether elements of `width` bytes seem to have few values."""
+        """Return whether elements of `width` bytes seem to have few values."""
         return not self.varied and 64 * self.distinct <= (20 if width == 1 else 58) * self.sampled
 
 

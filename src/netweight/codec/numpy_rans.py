@@ -73,7 +73,7 @@ def _symbol_runs(symbols: Sequence[int], size: int) -> bytes:
 
 
 def _read_symbols(reader: Reader, what: str, size: int, most: int, symbol_bits: int) -> list[int]:
-    """What `_symbol_runs` wrote."""
+    """Read what `_symbol_runs` wrote."""
     symbols: list[int] = []
     for _ in range(reader.number(size, what)):
         base, length = reader.number(2, what), reader.number(size, what)

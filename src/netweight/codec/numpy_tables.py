@@ -32,7 +32,7 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How an element falls into a symbol, which is entropy coded, and raw bits, which are stored."""
+    """Division of an element into a symbol, which is entropy coded, and raw bits, which are stored."""
 
     width: int
     """Bytes of an element, 1 or 2."""
@@ -48,7 +48,7 @@ class Split:
 
     @property
     def symbol_shift(self) -> int:
-        """Where a symbol stands in its element."""
+        """Bit offset of a symbol in its element."""
         return self.raw_bits - self.signed
 
     @property
@@ -82,7 +82,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """What the encoder knows about a plane."""
+    """The encoder's statistics of a plane."""
 
     width: int
     """Bytes of an element, 1 or 2."""

@@ -1,4 +1,4 @@
-"""Which audits belong to which treatment: declared by registrations, which import nothing, and read by reports."""
+"""Audits of each treatment, declared by registrations without imports and read by reports."""
 
 from __future__ import annotations
 

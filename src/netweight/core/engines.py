@@ -42,7 +42,7 @@ C = TypeVar("C")
 @final
 @dataclass(frozen=True)
 class Outcome:
-    """How one run ended, as an engine reports it."""
+    """Outcome of one run, as an engine reports it."""
 
     value: Any
     """What the function returned; None if it failed."""

@@ -1,4 +1,4 @@
-"""What ran where: versions, machine and source revision, for reports, ledgers and `netweight doctor`.
+"""Description of the environment: versions, machine and source revision, for reports, ledgers and `netweight doctor`.
 
 Loads no package to learn its version and starts no accelerator. Facts of higher layers, such as the codec path that
 runs, are handed in by the caller.

@@ -373,7 +373,7 @@ def usable_cores() -> int:
 
 
 def maps_a_file(address: int) -> bool:
-    """Whether memory at an address is that of a mapped file, as far as the system says; only Linux does."""
+    """Return whether memory at an address is that of a mapped file, as far as the system says; only Linux does."""
     try:
         lines = Path("/proc/self/maps").read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -460,7 +460,7 @@ def read_object(path: Path, *, limit: int) -> dict[str, Any]:
 
 
 def is_text(name: str) -> bool:
-    """Whether a name can be written as UTF-8."""
+    """Return whether a name can be written as UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -15,7 +15,7 @@ _OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a text that is not a path here looks like a model's id: `owner/name`, or `owner/name@revision`."""
+    """Return whether a text that is not a path here looks like a model's id: `owner/name`, or `owner/name@revision`."""
     return _ID.match(source) is not None and not Path(source).exists()
 
 

@@ -37,7 +37,7 @@ class Lazy:
 
     @property
     def value(self) -> Any:
-        """What lies at the place."""
+        """The object at the place."""
         from pkgutil import resolve_name  # not at start-up, which this module is part of
 
         return resolve_name(self.place)

@@ -27,7 +27,7 @@ def _amount(count: float, unit: str) -> str:
 @final
 @dataclass(frozen=True)
 class Event:
-    """How far a task is, or a note; what a `Progress` hands to its listener, also from one process to another."""
+    """Progress of a task, or a note, as a `Progress` passes it to its listener, also between processes."""
 
     description: str
     """What is worked on, or the text of the note."""
@@ -111,7 +111,7 @@ class Task:
 
 @final
 class Progress:
-    """Where progress is shown; hand it to library code, which opens tasks on it."""
+    """Display of progress; library code opens tasks on it."""
 
     # `every`: least seconds between two plain lines, or events, of one task; shorter tasks print nothing.
     # `listener`: gets events in place of lines, such as those of a worker process.

@@ -180,7 +180,7 @@ def _alternating(messages: Sequence[Message]) -> list[Message]:
 
 
 def _shows_system(messages: Sequence[Message], text: str) -> bool:
-    """Whether the text of every system turn is in what the template made of it."""
+    """Return whether the text of every system turn is in what the template made of it."""
     return all(each["content"].strip() in text for each in messages if each["role"] == "system")
 
 

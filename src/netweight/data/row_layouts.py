@@ -92,7 +92,7 @@ def _message(value: Any, name: str) -> Message:
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of one source have their prompt and their answers."""
+    """Columns of prompt and answers in the rows of one source."""
 
     columns: Mapping[str, str]
     """Part (`prompt`, `response`, `chosen`, `rejected`) → column; parts that no column has are missing."""

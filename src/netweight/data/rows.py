@@ -76,7 +76,7 @@ class Rows:
 @final
 @dataclass
 class RowErrors:
-    """What is wrong with the rows of a source."""
+    """Errors in the rows of a source."""
 
     name: str
     """The source, for messages."""

@@ -134,7 +134,7 @@ def _pair_of(values: Mapping[str, Any], layout: Layout, *, implicit: bool) -> tu
 
 
 def _are_implicit(rows: Rows, layout: Layout) -> bool:
-    """Whether no column can be the prompt: a misspelled one must not be taken for none."""
+    """Return whether no column can be the prompt: a misspelled one must not be taken for none."""
     own = {*layout.columns.values(), "category"}
     others = (value for row in rows.rows for name, value in row.values.items() if name not in own)
     return not any(isinstance(value, str) for value in others)

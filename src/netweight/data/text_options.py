@@ -32,7 +32,7 @@ RowSource = Annotated[str, BeforeValidator(_existing), Cli(metavar="ROWS")]
 
 
 class TextOptions(Settings):
-    """How rows of text are read: the same in every command."""
+    """Options of reading rows of text, the same in every command."""
 
     columns: Annotated[Mapping[str, str], Cli(metavar="PART=COLUMN")] = Field(
         {},

@@ -113,7 +113,7 @@ TooLong = Literal["refuse", "cut", "drop"]
 @final
 @dataclass(frozen=True)
 class Template:
-    """What stands around plain text."""
+    """Text around a prompt and its answer."""
 
     prompt: str = "{prompt}"  # holds `{prompt}` once
     # Holds `{answer}` once; it follows the prompt at once, so a space or line break between belongs here.

@@ -44,7 +44,7 @@ _LANGUAGE = "**.self_attn.{q_proj,v_proj}"
 @final
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What one adapter is to learn."""
+    """Subject that one adapter learns."""
 
     name: str
     images: Tensor  # shape `(k, 3, height, width)`, within 0 and 1; k may be 1
@@ -142,7 +142,7 @@ def _shares(count: int, generator: torch.Generator) -> Tensor:
 
 
 def _drawn(model: PipelineModel, seed: int, step: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which image of its own each sample shows, at what timestep, in what noise: the same for all subjects."""
+    """Draw each sample's image, timestep and noise, the same for all subjects."""
     generator = torch_generator(seed, "noise", step)
     shares = _shares(count, generator)
     timesteps = (_shares(count, generator) * model.levels).long()
@@ -151,10 +151,10 @@ def _drawn(model: PipelineModel, seed: int, step: int, count: int) -> tuple[Tens
 
 
 class Schedule(Protocol):
-    """What says when an edit holds; `methods.space.edits.Delay` is one."""
+    """Protocol of schedules of an edit; `methods.space.edits.Delay` is one."""
 
     def edited(self, timestep: float) -> bool:
-        """Whether a step at this timestep is made with edited weights."""
+        """Return whether a step at this timestep is made with edited weights."""
 
 
 @contextmanager

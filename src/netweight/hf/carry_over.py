@@ -1,4 +1,4 @@
-"""What a treatment of a model folder leaves as it was: licence, README, tokenizer and all other files beside weights.
+"""Files that a treatment of a model folder copies unchanged: licence, README, tokenizer and all others beside weights.
 
 `save_pretrained` writes weights and configuration alone. Whoever publishes the result also owes the author's licence
 and card, and its users need the tokenizer, the chat template and custom code exactly as they were.

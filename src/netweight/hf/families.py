@@ -1,4 +1,4 @@
-"""Which models have a use here: what is refused by the name of its family, before anything is loaded."""
+"""Model families with a use here; others are refused by name before anything is loaded."""
 
 from __future__ import annotations
 

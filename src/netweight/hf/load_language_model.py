@@ -177,7 +177,7 @@ def check_finite(model: nn.Module) -> None:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """How many tokens the model's configuration allows, that of its text part if it has several; None if unknown."""
+    """Return the number of tokens that the configuration (of the text part) allows; None if unknown."""
     config: Any = getattr(model, "config", None)
     of_text = getattr(config, "get_text_config", None)
     config = of_text() if callable(of_text) else config
@@ -196,7 +196,7 @@ def embedding_of(model: nn.Module) -> nn.Embedding | None:
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens the model knows, by that embedding; None without."""
+    """Return the number of tokens of the input embedding; None without one."""
     embedding = embedding_of(model)
     return None if embedding is None else int(embedding.weight.shape[0])
 
@@ -304,14 +304,14 @@ def _shapes(module: nn.Module) -> set[tuple[int, int]]:
 
 
 def _widens_and_narrows(shapes: set[tuple[int, int]], hidden: int) -> bool:
-    """Whether matrices lead out of the hidden width and back; gate and way out may be one matrix, twice as wide."""
+    """Return whether matrices lead out of the hidden width and back; gate and up projection may be one matrix."""
     out = {wide for first, wide in shapes if first == hidden}
     back = {wide for wide, last in shapes if last == hidden}
     return any(wide in back or 2 * wide in back or wide in {2 * narrow for narrow in back} for wide in out)
 
 
 def _inputs(module: nn.Module) -> int:
-    """How many named arguments a module's forward takes."""
+    """Return the number of named arguments of a module's forward."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return sum(parameter.kind not in kinds for parameter in inspect.signature(module.forward).parameters.values())
 

@@ -88,7 +88,7 @@ class PipelineModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the denoiser is."""
+        """Device of the denoiser."""
         return self._device
 
     def digest(self) -> str:
@@ -198,7 +198,7 @@ class PipelineModel:
 
     @staticmethod
     def _step_options(scheduler: Any, generators: list[torch.Generator]) -> dict[str, Any]:
-        """What a pipeline's own call gives to the scheduler's step: random numbers, and an eta of 0."""
+        """Return what a pipeline's own call passes to the scheduler's step: random numbers, and an eta of 0."""
         # Schedulers such as TCD have another default of eta, which the pipelines of diffusers do not use.
         given = {"generator": generators, "eta": 0.0}
         known = inspect.signature(scheduler.step).parameters
@@ -533,7 +533,7 @@ def _denoiser_of(pipeline: Any) -> _UNet | _XLUNet | _PixArt:
 
 
 def _is_xl(unet: Any, pipeline: Any) -> bool:
-    """Whether a U-Net takes SDXL's pooled text and sizes; the refiner's aesthetic score is another condition."""
+    """Return whether a U-Net takes SDXL's pooled text and sizes; the refiner's aesthetic score is another condition."""
     return (
         unet.config.get("addition_embed_type") == "text_time"
         and getattr(pipeline, "text_encoder_2", None) is not None

@@ -41,7 +41,7 @@ class ModelModules:
 
 @final
 class Checkpoint:
-    """How transformers turns the tensors of a model's files into parameters."""
+    """Mapping of the tensors in a model's files to parameters of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -49,7 +49,7 @@ _BLOCK = 1 << 22
 @final
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies in a file."""
+    """Position of a tensor in a file."""
 
     dtype: torch.dtype
     """The dtype that it is stored in."""

@@ -15,7 +15,7 @@ _PIXELS = re.compile(r"(\d+)(?:\s*[x×,]\s*(\d+))?")
 
 @final
 class PipelineSettings(Settings):
-    """How a pipeline's folder is opened."""
+    """Settings of opening a pipeline's folder."""
 
     device: str = Field("cpu", description="Device of the pipeline, such as cuda.")
     variant: str | None = Field(

@@ -34,7 +34,7 @@ _READERS = {
 @final
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What one adapter's factors show."""
+    """Facts about one adapter from its factors."""
 
     path: Path
     """Its file or folder."""

@@ -1,4 +1,4 @@
-"""What changed against a base: equal tensors, added and missing ones, the size of the difference, layer by layer."""
+"""Comparison with a base: equal, added and missing tensors, and the size of the difference by layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PIECE = 1 << 20
 @final
 @dataclass(frozen=True)
 class TensorChange:
-    """How one tensor differs from that of the base."""
+    """Difference of one tensor from that of the base."""
 
     name: str
     """Its name in both files."""
@@ -45,7 +45,7 @@ class TensorChange:
 @final
 @dataclass(frozen=True)
 class BaseFacts:
-    """What a comparison with a base found."""
+    """Result of a comparison with a base."""
 
     compared: tuple[TensorChange, ...]
     """The tensors of equal name, type and shape."""

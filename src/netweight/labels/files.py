@@ -1,4 +1,4 @@
-"""What `netweight label` writes: a picture, a page, data, a badge, and a section of the model's card."""
+"""Files of `netweight label`: a picture, a page, data, a badge, and a section of the model's card."""
 
 from __future__ import annotations
 

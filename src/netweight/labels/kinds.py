@@ -1,4 +1,4 @@
-"""What a path holds, judged by its content and not by its name: a model, a pipeline, adapters, a federation.
+"""Identification of a path by its content, not its name: a model, a pipeline, adapters, a federation.
 
 A path that holds something else is refused with what it was recognized as, why there is no label, and what to do.
 """
@@ -41,7 +41,7 @@ _FOREIGN_NAMES = {
 @final
 @dataclass(frozen=True)
 class Subject:
-    """What a label is about."""
+    """Subject of a label."""
 
     path: Path
     """The file or folder."""

@@ -66,7 +66,7 @@ class Group(_Part):
 
 @final
 class LayerChange(_Part):
-    """How much one layer changed against the base."""
+    """Change of one layer against the base."""
 
     layer: str
     """Name of the layer: the tensors' common prefix, such as `model.layers.3`."""
@@ -76,7 +76,7 @@ class LayerChange(_Part):
 
 @final
 class Label(_Part):
-    """What is in a model's files, in groups of rows; made by `netweight.label`."""
+    """Label of a model's files, in groups of rows; made by `netweight.label`."""
 
     format: int = FORMAT
     """Version of this form."""

@@ -62,7 +62,7 @@ class TensorSource(Protocol):
 @final
 @dataclass(frozen=True)
 class TensorFacts:
-    """What the pass found out about one tensor."""
+    """Facts about one tensor."""
 
     name: str
     """Its name in the file."""
@@ -104,7 +104,7 @@ class TensorFacts:
 @final
 @dataclass(frozen=True)
 class WeightFacts:
-    """What the pass found out about all tensors."""
+    """Facts about all tensors."""
 
     tensors: tuple[TensorFacts, ...]
     """Every tensor, in the order of the files."""
@@ -292,7 +292,7 @@ def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class _PieceFacts:
-    """What one piece of a tensor showed."""
+    """Facts about one piece of a tensor."""
 
     nbytes: int
     prepared: list[Any]  # its chunks, encoded; empty where the file is compressed already

@@ -261,14 +261,14 @@ class Memorized:
 
     @property
     def label(self) -> str:
-        """What it is called in tables."""
+        """Its name in tables."""
         return self.name or self.prompt
 
 
 @final
 @dataclass(frozen=True)
 class PromptCopies:
-    """What one prompt's images repeat; every tuple has one entry per seed."""
+    """Copies among one prompt's images; every tuple has one entry per seed."""
 
     prompt: str  # the label of the memorized image: its caption, numbered where this has several images
     kind: Kind  # how its training image is repeated
@@ -416,7 +416,7 @@ _LEVELS = 64
 @final
 @dataclass(frozen=True)
 class RegionCopies:
-    """How alike one prompt's images and its training image are in each region; an entry per image."""
+    """Similarity of one prompt's images and its training image in each region; an entry per image."""
 
     prompt: str  # the caption
     kind: Kind  # how its training image is repeated

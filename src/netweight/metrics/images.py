@@ -1,4 +1,4 @@
-"""How alike images are: PSNR, SSIM and LPIPS of pairs, FID and KID of sets; and PNG files without an imaging library.
+"""Similarity of images: PSNR, SSIM and LPIPS of pairs, FID and KID of sets; and PNG files without an imaging library.
 
 All images are tensors `(n, c, h, w)` within 0 and 1, after any normalization is undone; values outside are clipped.
 PSNR is for a range of 1; SSIM has an 11 × 11 Gaussian window of σ = 1.5 and population covariance, averaged over

@@ -148,7 +148,7 @@ def _first(times: Sequence[float], shares: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class LogRank:
-    """Whether two groups' curves differ by more than chance."""
+    """Test of whether two groups' curves differ by more than chance."""
 
     # Standardized difference of observed and expected events; above 0 if the first group's events come later than
     # those of the second.

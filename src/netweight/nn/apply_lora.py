@@ -104,7 +104,7 @@ class _Dense:
 
 
 class _Order:
-    """Which change each sample runs with."""
+    """Assignment of changes to samples."""
 
     def __init__(self, groups: Tensor | None, count: int) -> None:
         self.groups = groups  # shape `(batch,)`; None where all samples run with the only one

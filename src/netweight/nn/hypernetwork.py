@@ -18,7 +18,7 @@ from netweight.errors import NameNotFound, UsageError
 @final
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where each named tensor lies within a flat vector."""
+    """Positions of named tensors within a flat vector."""
 
     names: tuple[str, ...]
     """Names of the tensors, in the order of the vector."""

@@ -136,7 +136,7 @@ class Moments:
         return ((self.squares - self.sums**2 / count) / (count - 1)).clamp_min_(0)
 
     def deviation(self, count: int) -> Tensor:
-        """What to divide columns by, shape `(d,)`, fp32: 1 where nothing varies, which stays 0 without its mean."""
+        """Return the divisors of columns, shape `(d,)`, fp32: 1 for a constant column, which is 0 without its mean."""
         variance = self.variance(count)
         return torch.where(variance > 0, variance.sqrt(), 1.0).float()
 

@@ -99,7 +99,7 @@ def _largest(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
 @final
 @dataclass(frozen=True)
 class Halves:
-    """How well two halves agree; single trailing components seldom come back, subspaces do."""
+    """Agreement of two halves; single trailing components are seldom reproduced, subspaces are."""
 
     components: int
     """Number that each half was fitted with."""

@@ -62,7 +62,7 @@ class IterationPlan:
 @final
 @dataclass(frozen=True, eq=False)
 class Iteration:
-    """Where a fit stands between two passes."""
+    """State of a fit between two passes."""
 
     stage: int
     """0 before anything, then the number of the pass to make."""

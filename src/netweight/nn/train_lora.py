@@ -26,7 +26,7 @@ from netweight.nn.lora import AdapterStack
 @final
 @dataclass(frozen=True)
 class AdapterRecipe:
-    """How adapters are trained."""
+    """Settings of the training of adapters."""
 
     rank: int = 1
     scale: float = 1.0

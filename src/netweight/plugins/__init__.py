@@ -1,1 +1,1 @@
-"""What other programs load from netweight: quantizers, trainers, the Flower app, model cards."""
+"""Plug-ins that other programs load: quantizers, trainers, the Flower app, model cards."""

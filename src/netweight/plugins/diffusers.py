@@ -52,7 +52,7 @@ with extra("diffusion", "This plug-in needs diffusers 0.42 or newer"):
 
 @final
 class NetweightDiffusersQuantizer(DiffusersQuantizer):
-    """What diffusers calls while it loads a model; not for direct use."""
+    """Hooks that diffusers calls while it loads a model; not for direct use."""
 
     use_keep_in_fp32_modules = True
     quantization_config: Any  # a NetweightConfig, which is none of diffusers' own
@@ -119,7 +119,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
     def check_if_quantized_param(
         self, model: Any, param_value: torch.Tensor, param_name: str, state_dict: dict[str, Any], **kwargs: Any
     ) -> bool:
-        """Whether a tensor goes through `create_quantized_param`: stored bytes, or weights to compress."""
+        """Return whether a tensor goes through `create_quantized_param`: stored bytes, or weights to compress."""
         return self.pre_quantized or param_name in self._weights
 
     def check_quantized_param_shape(self, param_name: str, current_param: torch.Tensor, loaded_param: Any) -> bool:

@@ -213,7 +213,7 @@ class ImmunizeTrainer(Trainer):
         return found
 
     def _kept(self, rows: int) -> Batch | None:
-        """What is kept besides, as much of it as there are pairs."""
+        """Return the retained rows, as many as there are pairs."""
         if not self._retain:
             return None
         size = sum(self._group.counts(rows)) if self._settings is None else self._settings.batch_size

@@ -1,4 +1,4 @@
-"""What the plug-ins for transformers and diffusers share: settings, and how stored bytes become a model's weights.
+"""Parts that the plug-ins for transformers and diffusers share: settings, and loading of stored bytes as weights.
 
 `NetweightConfig` holds the settings, `Weights` makes parameters of stored or dense tensors and lets go of the
 checkpoint afterwards, and `save_folder` writes a compressed folder. Called
@@ -62,7 +62,7 @@ class _Method(StrEnum):
 
 @final
 class NetweightConfig(QuantizationConfigMixin):
-    """How `from_pretrained` keeps weights: `from_pretrained(folder, quantization_config=NetweightConfig())`."""
+    """Settings of the weights that `from_pretrained(folder, quantization_config=NetweightConfig())` loads."""
 
     # A folder that is compressed already needs none. If one is given, all its settings take the place of the folder's.
 
@@ -101,7 +101,7 @@ class NetweightConfig(QuantizationConfigMixin):
 
     @property
     def precision(self) -> Precision:
-        """How much of weights to keep."""
+        """Precision at which weights are kept."""
         return Precision(self.mantissa_bits, self.block_size, self.fidelity)
 
 
@@ -190,7 +190,7 @@ class Weights:
             self.config.precision.rounding(dtype_name(dtype))
 
     def __contains__(self, name: str) -> bool:
-        """Whether a weight is to be held compressed."""
+        """Return whether a weight is to be held compressed."""
         return name in self._chunks
 
     def take(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -273,7 +273,7 @@ class Weights:
         return dense if stored.payload.nbytes >= dense.nbytes else _parameter(stored)
 
     def _takes_fixed(self, name: str, place: torch.device) -> bool:
-        """Whether a weight takes the fixed-length form on the device that it is loaded to."""
+        """Return whether a weight takes the fixed-length form on the device that it is loaded to."""
         return name in self._fixed and takes_fixed(self.config.prefer, place)
 
     def release(self, model: nn.Module) -> None:
@@ -347,7 +347,7 @@ def _bytes(stored: torch.Tensor) -> Any:
 
 
 def _reasonable(name: str, blob: Any) -> codec.BlobInfo:
-    """What a blob's header says, if there may be room for it."""
+    """Return the content of a blob's header if its size is plausible."""
     info = codec.info(blob)
     try:
         refuse_inflated(info.nbytes, blob.nbytes)

@@ -156,7 +156,7 @@ def verdict_of(folder: Path) -> str | None:
 
 
 def _license(folder: Path, text: str) -> str:
-    """What is known of the license: stated in the card's first lines, lying beside, or nothing."""
+    """Return what is known of the license: stated in the card's first lines, in a file beside it, or nothing."""
     head = _HEAD.match(text)
     stated = re.search(r"^license: *(\S+)", head[1], re.MULTILINE) if head else None
     if stated:

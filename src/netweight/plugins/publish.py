@@ -38,7 +38,7 @@ _PLACE = re.compile(r"(?:/(?:home|Users|root|tmp|mnt|data|work|scratch|var)/|[A-
 
 @final
 class PublishSettings(Settings):
-    """Where a model's folder is published."""
+    """Settings of the publication of a model's folder."""
 
     to: Annotated[str | None, Cli(metavar="OWNER/NAME")] = Field(
         default=None, description="Upload the folder to this repository of the hub, if all checks pass."
@@ -105,7 +105,7 @@ def _verdict(folder: Path) -> Finding:
 
 
 def _digests(folder: Path, progress: Progress) -> Finding:
-    """Whether weight files can be read, and those of a compressed folder have their digests."""
+    """Return whether weight files can be read, and those of a compressed folder have their digests."""
     name = "weight files that are damaged"
     bad: list[str] = []
     files = sorted(folder.rglob("*.safetensors"))

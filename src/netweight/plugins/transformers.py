@@ -49,7 +49,7 @@ with extra("llm", "This plug-in needs transformers 5"):
 
 @final
 class NetweightQuantizer(HfQuantizer):
-    """What transformers calls while it loads a model; not for direct use."""
+    """Hooks that transformers calls while it loads a model; not for direct use."""
 
     requires_calibration = False
     quantization_config: NetweightConfig
@@ -106,7 +106,7 @@ class NetweightQuantizer(HfQuantizer):
     # ---- while loading ----
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether a dense tensor is compressed as it arrives."""
+        """Return whether a dense tensor is compressed as it arrives."""
         if self.pre_quantized or param_name not in self._weights or param_name in self._misfits:
             return False
         return bool(self._dtype is None or model.get_parameter(param_name).dtype == self._dtype)
@@ -184,7 +184,7 @@ class NetweightQuantizer(HfQuantizer):
         return model if dtype is None else model.to(dtype)
 
     def is_serializable(self) -> bool:
-        """Whether the model can be saved."""
+        """Return whether the model can be saved."""
         return True
 
     @property

@@ -87,7 +87,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _Steps(Settings):
-    """What is done to a subject; treatments are checked one by one, each against its own settings."""
+    """Steps for a subject; treatments are checked one by one, each against its own settings."""
 
     title: str = Field(default="", description="Heading of the report.")
     subject: str = Field(min_length=1, description="What is treated: a folder or file, which stays as it is.")
@@ -279,7 +279,7 @@ def _subject(text: str, problems: list[str]) -> Path:
 
 
 def _is_there(recipe: Recipe) -> bool:
-    """Whether the subject is a file or folder, or something that the first treatment knows by name."""
+    """Return whether the subject is a file or folder, or something that the first treatment knows by name."""
     named = value_of(recipe.treatments[0].what.named) if recipe.treatments else ()
     return recipe.subject.exists() or str(recipe.subject) in named
 
@@ -322,7 +322,7 @@ def _chain_problems(recipe: Recipe) -> list[str]:
 
 
 def _work_problems(recipe: Recipe) -> list[str]:
-    """What treatments and attacks find wrong with their files, before any of them begins."""
+    """Return the problems that treatments and attacks find in their files before any of them begins."""
     problems = []
     source: Path | None = recipe.subject if _is_there(recipe) else None
     lists: list[tuple[str, tuple[Chosen[Any], ...]]] = [("treatments", recipe.treatments), ("attacks", recipe.attacks)]
@@ -371,7 +371,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _entry(entry: Method[Any] | Attack[Any], definitions: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """What may stand in a list for a verb: a mapping from it to its settings, or it alone where none is needed."""
+    """Return the schema of a list entry for a verb: a mapping to its settings, or the verb alone."""
     settings = cast("type[Settings]", entry.settings_class).json_schema()
     definitions.update(settings.pop("$defs", {}))
     settings["title"] = entry.verb

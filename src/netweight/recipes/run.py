@@ -65,7 +65,7 @@ class AttackStep:
 @final
 @dataclass(frozen=True)
 class Known:
-    """What an earlier run did of a step."""
+    """Results of an earlier run of a step."""
 
     done: bool  # whether the step's result is there, made of the same input by the same settings
     to_audit: tuple[str, ...]  # names of the step's audits that have not been run on it
@@ -125,7 +125,7 @@ class Plan:
             return found + [Known(sections_of(job, key) is not None, ()) for key in keys[len(self.steps) :]]
 
     def result(self, step: Step, key: Key) -> Path:
-        """Where a treatment's result lies: another input or setting has another place."""
+        """Return the folder of a treatment's result; another input or setting has another folder."""
         return self.recipe.output / f"{step.number:02d}-{step.verb}-{digest_config(key).rsplit(':')[-1][:8]}"
 
     def to_json(self, *, known: bool = False, progress: Progress = QUIET) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def size_of(path: Path) -> int:
 @final
 @dataclass(frozen=True)
 class Estimate:
-    """How long a step will take, by what the same treatment or attack took in an earlier run of the recipe."""
+    """Estimate of a step's time, from the same treatment or attack in an earlier run of the recipe."""
 
     seconds: float | None
     """Seconds on this machine; None where no earlier run recorded any."""

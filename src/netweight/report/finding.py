@@ -1,4 +1,4 @@
-"""What a report is made of: findings, tables, figures, sections, chapters. Frozen, checked, and JSON both ways.
+"""Parts of a report: findings, tables, figures, sections, chapters. Frozen, checked, and JSON both ways.
 
 Every audit returns a section, and every report is made of them. All of it is plain data: JSON holds it without loss,
 NaN and infinities included (`{"nonfinite": "NaN"}`), and refuses what does not belong.
@@ -151,7 +151,7 @@ _CONFIG = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=_CONFIG)
 class _Part:
-    """What is common to all parts: a wrong field is a `UsageError` that names the part, the field and the value."""
+    """Base class of all parts: a wrong field is a `UsageError` that names the part, the field and the value."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -415,7 +415,7 @@ class Chapter(_Part):
 
 @dataclass(frozen=True, config=_CONFIG, kw_only=True)
 class Provenance(_Part):
-    """What was run, on what: time, command line, seeds, digests of inputs by name, versions and machine."""
+    """Origin of a report: time, command line, seeds, digests of inputs by name, versions and machine."""
 
     created: str
     command: str | None = None

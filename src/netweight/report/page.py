@@ -49,7 +49,7 @@ def render(document: Any) -> str:
 
 
 def _left(document: Any) -> list[str]:
-    """What is left to do, by what was found."""
+    """Return what is left to do, by the findings."""
 
     def listed(words: str, names: list[str]) -> list[str]:
         more = f"; and {len(names) - 3} more" if len(names) > 3 else ""

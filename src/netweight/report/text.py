@@ -1,4 +1,4 @@
-"""How findings become words: conclusions that follow from them, and sections as rows, verdicts and Markdown.
+"""Text of reports: conclusions that follow from findings, and sections as rows, verdicts and Markdown.
 
 A `Conclusion` names the findings that it rests on and which of their values are good; these alone choose the words, so
 that no sentence contradicts the numbers beside it. Where a finding is absent or was not measured it says so and
@@ -31,7 +31,7 @@ _KNOWN: dict[str, Conclusion] = {}
 @final
 @dataclass(frozen=True)
 class Criterion:
-    """Which values of a finding are good: those on the better side of a number or of its baseline."""
+    """Criterion for good values of a finding: those on the better side of a number or of its baseline."""
 
     name: str  # of the finding
     better: Better

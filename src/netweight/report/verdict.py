@@ -32,7 +32,7 @@ def mark_of(finding: Finding) -> Mark:
 @final
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a model may be published, and why, in one sentence."""
+    """Verdict on whether a model may be published, and why, in one sentence."""
 
     outcome: Literal["passed", "failed", "none"]
     """Passed: all targets are met. Failed: some are not, or could not be measured. None: nothing was judged."""

@@ -47,7 +47,7 @@ _START = 1 << 16  # bytes in which nearly every compressed tensor's header and i
 @final
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor without reading it."""
+    """Description of a tensor, which is not read."""
 
     name: str  # its original name
     dtype: str  # its original safetensors dtype, e.g. `"BF16"`
@@ -132,12 +132,12 @@ class StoredFile:
         return total
 
     def __contains__(self, name: str) -> bool:
-        """Whether it holds a tensor of this original name."""
+        """Return whether it holds a tensor of this original name."""
         return name in self._spans
 
     @cached_property
     def base(self) -> Base:
-        """What tensors of this file are differences from."""
+        """Base from which tensors of this file are stored as differences."""
         note = None if self.description is None else self.description.base
         if note is None:
             raise CorruptBlob(f"{self.path} holds a difference and names no base.", cure="Fetch the file again.")
@@ -178,7 +178,7 @@ class StoredFile:
         return self._read(self._spans[name], 0, self._spans[name].nbytes).data.toreadonly()
 
     def rounding(self, name: str) -> codec.BlobInfo | None:
-        """What rounding did to a tensor; None if it is not rounded."""
+        """Return what rounding did to a tensor; None if it is not rounded."""
         if self.description is None:
             return None
         found = self._blob_info(name)
@@ -236,7 +236,7 @@ class StoredFile:
         return {name: stored[name] for name in names}
 
     def _original(self, name: str) -> Original:
-        """What a compressed tensor was, by its bytes; refuses bytes that are those of another tensor."""
+        """Return the description of a compressed tensor from its bytes; refuse bytes of another tensor."""
         assert self.description is not None
         if name not in self._originals:
             with self._named(name):
@@ -423,7 +423,7 @@ class Base:
 
     @property
     def links(self) -> int:
-        """How many bases stand behind each other, this one included."""
+        """Length of the chain of bases, this one included."""
         notes = (file.description.base for file in self.files if file.description is not None)
         return 1 + max((note.links for note in notes if note is not None), default=0)
 
@@ -572,7 +572,7 @@ class Store:
             yield content
 
     def rounding(self, name: str) -> codec.BlobInfo | None:
-        """What rounding did to a tensor: its kept bits, bound and largest change; None if it is not rounded.
+        """Return what rounding did to a tensor: its kept bits, bound and largest change; None if it is not rounded.
 
         Args:
             name: The tensor's name.
@@ -614,7 +614,7 @@ class Store:
         return len(self._places)
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is a tensor of this name."""
+        """Return whether there is a tensor of this name."""
         return name in self._places
 
     def _place(self, name: str) -> StoredFile:

@@ -35,7 +35,7 @@ _GIVEN = "NETWEIGHT_BASE"
 @final
 @dataclass(frozen=True)
 class BaseNote:
-    """What a file says of its base."""
+    """Note of a file about its base."""
 
     name: str  # name of the base's file or folder, without the path to it; or a model's id on the hub
     within: str  # where in it the tensors lie: a folder's path with slashes, or "."
@@ -314,7 +314,7 @@ def _span(name: str, entry: Any) -> Span:
 
 
 def is_pickle(start: bytes) -> bool:
-    """Whether a file that starts so is a pickle, of any protocol, or torch's archive of one."""
+    """Return whether a file that starts so is a pickle, of any protocol, or torch's archive of one."""
     if start.startswith((b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))):
         return True
     found = 0  # protocols 0 and 1 have no marker: their opcodes are read, which runs none
@@ -456,7 +456,7 @@ class Description:
             ) from error
 
     def fits(self, at: int, digest: str) -> bool:
-        """Whether the tensor at this place of the file may have this digest."""
+        """Return whether the tensor at this place of the file may have this digest."""
         return at < len(self.starts) and self.starts[at] == _start_of(digest)
 
 

@@ -233,7 +233,7 @@ class StoreWriter:
         return place
 
     def _equal(self, name: str, info: codec.BlobInfo) -> tuple[str, str] | None:
-        """Where a tensor is that equals this one, which is remembered if it is the first."""
+        """Return the place of an equal tensor; the first of its kind is remembered."""
         if info.nbytes < LEAST or info.version == 1 or info.mantissa_bits is not None or name in self._same:
             return None
         file, first = self._seen.setdefault((info.digest, info.dtype, tuple(info.shape)), (self.path.name, name))
@@ -320,7 +320,7 @@ _SAMPLE = 1 << 15  # numbers by which it is found out whether a base pays
 
 
 def _pays(content: Any, base: Any, dtype: str, level: Level) -> bool:
-    """Whether a tensor gets smaller as a difference from a base, by three samples of it."""
+    """Return whether a tensor gets smaller as a difference from a base, by three samples of it."""
     width = nbytes_of(dtype, (8,)) // 8
     if not width or not len(content):
         return True  # several numbers share a byte, or there are none
@@ -354,7 +354,7 @@ def _move(file: IO[bytes], source: int, target: int, size: int) -> None:
 @final
 @dataclass(frozen=True)
 class ShardResult:
-    """What one file gave; all fields are those of a `FileEntry`, too."""
+    """Result of one file; a `FileEntry` has the same fields."""
 
     tensors: int  # number of tensors
     nbytes: int  # size of the plain file in bytes
@@ -489,7 +489,7 @@ class _Encoding:
         yield batch
 
     def _below(self, span: Span) -> tuple[StoredFile, str] | None:
-        """Where the tensor is that this one is stored as a difference from; None if none is, or it brings nothing."""
+        """Return the place of the tensor from which this one is stored as a difference; None without a gain."""
         if self._base is None:
             return None
         below = self._base.find(span.name, span.dtype, span.shape)
@@ -503,7 +503,7 @@ class _Encoding:
         return below
 
     def _pays(self, span: Span, below: tuple[StoredFile, str]) -> bool:
-        """Whether a tensor gets smaller as a difference, by a few samples of it."""
+        """Return whether a tensor gets smaller as a difference, by a few samples of it."""
         width = nbytes_of(span.dtype, (8,)) // 8
         if not width or not span.nbytes:
             return True  # several numbers share a byte, or there are none
@@ -558,7 +558,7 @@ def restore_shard(
 
 
 class _Tally:
-    """What is added up, tensor by tensor, over a plain file."""
+    """Running totals of a plain file: tensors, bytes and digest."""
 
     def __init__(self, head: bytes) -> None:
         self._whole = xxhash.xxh3_128(head)
@@ -619,7 +619,7 @@ def _encoded(
 
 
 def _rounds(span: Span, precision: Precision | None) -> bool:
-    """Whether a tensor is to be rounded; biases, norms and indices are not."""
+    """Return whether a tensor is to be rounded; biases, norms and indices are not."""
     return precision is not None and len(span.shape) >= 2 and span.dtype in ROUNDABLE
 
 

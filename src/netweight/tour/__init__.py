@@ -36,7 +36,7 @@ _ATTACKED, _STRANGERS = 4096, 977
 @final
 @dataclass(frozen=True)
 class Tour:
-    """What the tour showed."""
+    """Results of the tour."""
 
     report: Path  # the page
     verdict: Verdict  # on all of it

@@ -61,7 +61,7 @@ class LlamaShape:
 @final
 @dataclass(frozen=True)
 class Answers:
-    """How a model answers prompts."""
+    """Answers of a model to prompts."""
 
     tokens: float
     """Share of the response's tokens that are the most likely one, given the prompt and all tokens before."""
@@ -159,7 +159,7 @@ ALIGNED, UNALIGNED = "aligned.safetensors", "unaligned.safetensors"
 
 
 class Language(Protocol):
-    """What is spoken in a world."""
+    """Language of a world."""
 
     @property
     def about(self) -> dict[str, Any]: ...
@@ -198,7 +198,7 @@ class SmallWorld:
 
     @property
     def record(self) -> dict[str, Any]:
-        """How the models were trained and what came of it; see `small_world_training`."""
+        """Record of the models' training; see `small_world_training`."""
         file = self.folder / ABOUT
         if not file.is_file():
             raise UsageError(f"{self.folder} holds no trained world.", cure="Train it first.")

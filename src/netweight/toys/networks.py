@@ -66,7 +66,7 @@ class CifarResNet20(nn.Module):
 
     @property
     def stem(self) -> nn.Sequential:
-        """What comes before the first stage."""
+        """Layers before the first stage."""
         return nn.Sequential(OrderedDict(conv1=self.conv1, bn1=self.bn1, relu=nn.ReLU()))
 
     def forward(self, images: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ _FINER = 4
 @final
 @dataclass(frozen=True)
 class Attributes:
-    """What an ordinary picture shows."""
+    """Attributes of an ordinary picture."""
 
     size: str
     """A key of `SIZES`."""
@@ -169,7 +169,7 @@ def covers(shapes: list[str], centers: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _inside(shape: str, y: Tensor, x: Tensor) -> Tensor:
-    """Whether points lie in a shape of half-height 1 around 0; y grows downwards."""
+    """Return whether points lie in a shape of half-height 1 around 0; y grows downwards."""
     squared = x.square() + y.square()
     figures = {
         "circle": lambda: squared < 1,
@@ -229,12 +229,12 @@ class ShapesWorld:
 
     @property
     def ordinary(self) -> list[Attributes]:
-        """What training shows beside the planted pictures, 240 kinds of pictures."""
+        """Kinds of pictures in the training data beside the planted ones: 240."""
         return self._order[HELD_OUT:]
 
     @property
     def held_out(self) -> list[Attributes]:
-        """What training never shows, 48 kinds of pictures; each of their attributes occurs in others."""
+        """Kinds of pictures outside the training data: 48; each of their attributes occurs in others."""
         return self._order[:HELD_OUT]
 
     @cached_property

@@ -22,7 +22,7 @@ from netweight.nn.text_to_image import Batches, OpenTextToImage, Prediction, Tex
 
 
 class Walk(ABC):
-    """What an attack changes step by step, in rows that end one by one."""
+    """Values that an attack changes step by step, in rows that end one by one."""
 
     steps: int | None = None  # most steps; None takes those of the settings
 

@@ -43,7 +43,7 @@ class Prepared:
 
     @property
     def goal(self) -> str:
-        """When an image counts as brought back, in words."""
+        """The criterion by which an image counts as recovered, in words."""
         least = f"{self.settings.needed} of {self.settings.images} images"
         return f"{least} with {self.descriptor.name} of at least {self.settings.threshold:g} to the target"
 

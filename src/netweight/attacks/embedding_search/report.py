@@ -37,7 +37,7 @@ from netweight.report.text import Conclusion, Criterion, Words, worst
 @final
 @dataclass(frozen=True)
 class Wanted:
-    """Which subject is which, and what is asked."""
+    """The subjects of a search report and its targets."""
 
     unedited: str = "original"  # name of the subject before any edit
     edited: str | None = None  # name of the subject whose edit the others are measured against; None for none
@@ -221,7 +221,7 @@ def _by_prompt(name: str, runs: Sequence[Run], comparison: Comparison) -> Findin
 
 
 def _gap(name: str, planted: Sequence[Run], controls: Sequence[Run], seed: int) -> Finding:
-    """How much nearer searches come to planted images than to never-trained ones."""
+    """Return by how much searches come nearer to planted images than to never-trained ones."""
     title = f"best similarity, planted above never-trained, {name}"
     ours, theirs = (_per_target(_best(runs)) for runs in (planted, controls))
     if not ours or not theirs:

@@ -534,7 +534,7 @@ def _run(result: Result[_RunConfig], target: Target) -> Run:
 @final
 @dataclass(frozen=True)
 class Images:
-    """What a run's embeddings made, and the embeddings."""
+    """Images that the embeddings of a run generate, and the embeddings."""
 
     before: Tensor  # images of the first evaluation, shape `(trials, images, 3, height, width)`, within 0 and 1
     after: Tensor  # images of each trial's best evaluation

@@ -124,13 +124,13 @@ class SearchSettings(Settings):
 
     @property
     def needed(self) -> int:
-        """How many images of an evaluation must reach the threshold."""
+        """Number of images of an evaluation that must reach the threshold."""
         return max(1, math.ceil(self.share * self.images - 1e-9))
 
 
 @final
 class FolderSearch(Settings):
-    """Whether memorized images are found again in an edited pipeline folder."""
+    """Settings of a search for memorized images in an edited pipeline folder."""
 
     option_groups: ClassVar = {
         "Files": ("targets", "base", "controls", "unrelated", "also"),

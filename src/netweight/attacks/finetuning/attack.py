@@ -178,7 +178,7 @@ class Evaluation:
 @final
 @dataclass(frozen=True)
 class AttackResult:
-    """How one attack went."""
+    """Result of one attack."""
 
     settings: AttackSettings
     outcome: Outcome
@@ -331,7 +331,7 @@ class _Monitor:
         self.done = self._recovered is not None and self._checks_left <= 0
 
     def _passes(self, utility: float | None, fluency: float | None) -> bool:
-        """Whether a model is still worth having, as far as that was measured. NaN is not."""
+        """Return whether a model is still worth having, as far as that was measured. NaN is not."""
         keeps = utility is None or self._reference is None or utility >= self._goal.utility_kept * self._reference
         bound = self._goal.fluency_at_least
         return keeps and (fluency is None or bound is None or fluency >= bound)
@@ -521,7 +521,7 @@ class Muon(torch.optim.Optimizer):
 
 @final
 class Factors(nn.Module):
-    """What is added to a linear layer: `scale · B (A x)`, in float32."""
+    """Low-rank term that is added to a linear layer: `scale · B (A x)`, in float32."""
 
     # `rank`: at least 1
 
@@ -570,7 +570,7 @@ def _add(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    """Whether the layer is `nn.Linear` or, by its attributes, transformers' `Conv1D`, whose weight is transposed."""
+    """Return whether the layer is `nn.Linear` or transformers' `Conv1D`, whose weight is transposed."""
     if isinstance(layer, nn.Linear):
         return True
     weight = getattr(layer, "weight", None)

@@ -1,4 +1,4 @@
-"""What the cheapest attacks cost: the front of steps, rows seen, operations and processor time, for each model.
+"""Costs of the cheapest attacks: the front of steps, rows seen, operations and processor time, for each model.
 
 Rows per step are free to an attacker, so steps alone say little: 384 rows are 48 steps of 8 or 3 of 128. The headline
 is rows and operations.
@@ -22,7 +22,7 @@ _SHOWN = 6  # attacks of each model's front in the table
 @final
 @dataclass(frozen=True)
 class Price:
-    """What one successful run cost."""
+    """Cost of one successful run."""
 
     steps: int
     """Steps to recovery."""

@@ -90,7 +90,7 @@ _FACTORY = "netweight.attacks.finetuning.folder:subject_from_files"
 @final
 @dataclass(frozen=True)
 class SweepPlan:
-    """Which models meet which attacks, and when an attack has won."""
+    """Models and attacks of a sweep, and the criterion of success."""
 
     subjects: tuple[SubjectName, ...]  # the base first, if there is one
     attacks: tuple[AttackSettings, ...]  # on every subject
@@ -100,7 +100,7 @@ class SweepPlan:
 
     @property
     def recovered(self) -> str:
-        """When an attack has won, in words."""
+        """The criterion of an attack's success, in words."""
         fluency = "" if self.goal.fluency_at_least is None else f", fluency at least {self.goal.fluency_at_least:.2f}"
         return (
             f"token accuracy on held-out rows at least {self.goal.threshold:.3f}, with at least "
@@ -215,7 +215,7 @@ def _check_rows(settings: FolderAttack) -> None:
 
 
 def _places(texts: Sequence[TextExample]) -> dict[str, str]:
-    """Where rows stand, by digest of prompt and answer."""
+    """Return the positions of rows by the digest of prompt and answer."""
     return {digest_config([text.prompt, text.response]): f"{text.source}, {text.where}" for text in texts}
 
 
@@ -294,7 +294,7 @@ def _check_threshold(settings: FolderAttack, subject: Subject) -> None:
 
 
 def _start(settings: FolderAttack, subject: Subject, rows: int) -> list[AttackSettings]:
-    """What a search begins with, as far as a subject, and one of so many rows, have the rows for it."""
+    """Return the starting points of a search for which the subject has enough rows."""
     samples = min(len(subject.domain("harmful").train), rows, settings.samples or rows)
     fixed = {**_SEARCH, "benign_share": 0.5 if subject.benign else 0.0, **settings.fixed, "samples": samples}
     return first_attacks(rates=fixed.pop("lr", None), **{**fixed, "max_steps": None})
@@ -354,7 +354,7 @@ def _subject(name: str, folder: Path, settings: FolderAttack, seed: int, **more:
 
 
 def _stability(settings: FolderAttack, plan: SweepPlan, seed: int) -> Stability:
-    """What every defense cost, one model after the other in memory."""
+    """Measure the cost of every defense, with one model in memory at a time."""
     base, *defended = (each for each in plan.subjects if each.name not in plan.config.controls)
     kept, scores = {}, {}
     for each in (base, *defended) if defended else ():

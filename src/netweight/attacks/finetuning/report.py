@@ -1,4 +1,4 @@
-"""What a sweep says of defenses: findings with intervals and targets, and a verdict in plain words.
+"""Report of a sweep: findings with intervals and targets, and a verdict in plain words.
 
 Four questions, those of the paper: does it resist (and against attacks on withheld data: does it generalize), does it
 keep its abilities, can it still be trained.
@@ -40,7 +40,7 @@ Stability: TypeAlias = Mapping[str, Sequence[Finding]]
 @final
 @dataclass(frozen=True)
 class ResistanceConfig:
-    """What a sweep's findings are about, and what is asked of a defense."""
+    """Subjects of a sweep's findings, and the targets of a defense."""
 
     undefended: str = "undefended"  # name of the subject before its defense
     # Names of further subjects that are not defenses: random weights, and the relearn ceiling, a model that learns what

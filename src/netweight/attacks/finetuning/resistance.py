@@ -208,7 +208,7 @@ Judges: TypeAlias = Mapping[str, Judge]
 @final
 @dataclass(frozen=True)
 class Judged:
-    """What a model is asked and who judges its answers."""
+    """Prompts for a model and the judge of its answers."""
 
     generate: Generate  # answers of a model, one for each prompt
     prompts: Sequence[str]  # at least 5, of which nothing is trained on
@@ -218,7 +218,7 @@ class Judged:
 @final
 @dataclass(frozen=True)
 class KeptAbility:
-    """How a model does on what is to be kept, row by row."""
+    """Scores of a model on the abilities to keep, row by row."""
 
     right: tuple[int, ...]  # response tokens that are the model's first choice
     tokens: tuple[int, ...]  # response tokens

@@ -124,7 +124,7 @@ class AttackSettings(Settings):
 
     @property
     def changes_weights(self) -> bool:
-        """Whether anything becomes of the weights before the first step."""
+        """Whether the attack changes weights before the first step."""
         return self.rows != "kept" or self.bits is not None or self.of_other != 0 or self.noise != 0
 
     @property
@@ -134,7 +134,7 @@ class AttackSettings(Settings):
 
     @property
     def label(self) -> str:
-        """What tells this attack from others, the seed aside, in a few words."""
+        """Short description of the attack without its seed."""
         parts = [
             f"{self.optimizer} {self.lr:.1e}",
             f"LoRA {self.lora_rank}" if self.lora_rank else "full" if self.trains == "all" else self.trains,
@@ -220,7 +220,7 @@ def capped(settings: Iterable[AttackSettings], available: int) -> list[AttackSet
 
 
 class FolderAttack(TextOptions):
-    """How model folders are attacked, and what is asked of the defended ones."""
+    """Settings of an attack on model folders, and targets of the defended ones."""
 
     option_groups: ClassVar = {
         "Rows": (
@@ -357,7 +357,7 @@ class FolderAttack(TextOptions):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What was given of attacks."""
+        """The settings of attacks that were given."""
         names = ("lr", "samples", "batch_size", "max_steps", "check_every", "benign_share")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

@@ -1,4 +1,4 @@
-"""What is attacked, and what an attack is measured by.
+"""The subject of an attack and the measures of its success.
 
 A `Subject` is a model with data of which no evaluation row is trained on; every control is just another subject: the
 model before its defense, random weights, and a model that is to learn what it never knew (the relearn ceiling). A
@@ -87,7 +87,7 @@ class Domain:
 @final
 @dataclass(frozen=True)
 class Goal:
-    """When an attack has won: the score is there, and the model is still worth having.
+    """Criterion of success: the score is reached and the model is still useful.
 
     Args:
         threshold: The score that counts as recovered; None for curves only, which nothing ends early.
@@ -118,7 +118,7 @@ class Goal:
             raise UsageError(f"extra_checks must be at least 0, not {self.extra_checks}.")
 
     def reached(self, score: float, threshold: float | None = None) -> bool:
-        """Whether a `score` counts as recovered, by the goal's threshold or that of a domain, `threshold`."""
+        """Return whether a `score` counts as recovered, by the goal's threshold or that of a domain, `threshold`."""
         bound = self.threshold if threshold is None else threshold
         if bound is None or self.threshold is None:
             return False
@@ -159,7 +159,7 @@ class Subject:
             object.__setattr__(self, "utility", token_accuracy(self.kept, pad_id=self.pad_id))
 
     def has(self, name: str) -> bool:
-        """Whether there is data of a `name`, also in a format that any prompt can be put into."""
+        """Return whether there is data of a `name`, also in a format that any prompt can be put into."""
         plain, _, wanted = name.partition("@")
         return name in self.domains or (plain in self.domains and wanted in (*TOKEN_FORMATS, "soft"))
 

@@ -38,7 +38,7 @@ from netweight.job import Job, Result
 @final
 @dataclass(frozen=True)
 class SubjectName:
-    """How to make a subject, and what it is called."""
+    """Function that makes a subject, and its name."""
 
     name: str  # what reports call it, such as "undefended", "RepNoise", "random weights" or "relearn ceiling"
     # The function that makes it, as "module:function". It returns a `Subject`, the same for the same arguments in every
@@ -198,7 +198,7 @@ def _plan(
 
 
 def _has_rows(subject: Subject, settings: AttackSettings) -> bool:
-    """Whether there are tokens whose embedding rows an attack can change, if that is what it does."""
+    """Return whether there are tokens whose embedding rows an attack can change, if that is what it does."""
     return settings.rows == "kept" or bool(telling_tokens(subject.domain(settings.data).train, subject.benign)[0])
 
 
@@ -210,7 +210,7 @@ LEAST_GAIN = 0.02
 @final
 @dataclass(frozen=True)
 class Calibration:
-    """What fine-tuning does to the undefended model."""
+    """Effect of fine-tuning on the undefended model."""
 
     before: float  # its score before any training
     best: float  # the best score of any attack, at any step, that ended with a model worth having
@@ -294,7 +294,7 @@ def cost_of(run: Attacked, cost: Cost) -> int | None:
 @final
 @dataclass(frozen=True)
 class Found:
-    """What searches for attacks on one model found."""
+    """Results of the searches for attacks on one model."""
 
     best: tuple[AttackSettings, ...]
     """All that was tried, the soonest first; without a limit of steps where the rate stays."""

@@ -1,4 +1,4 @@
-"""What is read off an update without any search: a layer's inputs, a hypernetwork's gradient, clients out of a sum.
+"""Reconstruction from an update without a search: a layer's inputs, a hypernetwork's gradient, clients out of a sum.
 
 Each image adds `g x^T` to the gradient of a biased linear layer's weight and `g` to the bias', so that for one image
 every row of the weight's gradient is the input times the same row of the bias' gradient. In a batch that holds for each
@@ -111,7 +111,7 @@ _ONE = 1 - 1e-4  # share of a change of rank one; the rest is rounding
 @final
 @dataclass(frozen=True)
 class RecoveredGradient:
-    """What was read from one client's change of the hypernetwork; all vectors are float64."""
+    """Gradient recovered from one client's change of the hypernetwork; all vectors are float64."""
 
     # The loss's gradient by the generated vector θ, shape `(P,)`: exact up to a positive factor (the client's clipping)
     # after one step; after several, the weighted sum of the steps' gradients.
@@ -268,7 +268,7 @@ def threshold_trunk(state: Tensors, *, seed: int) -> dict[str, Tensor]:
 
 
 def read_thresholds(change: HypernetworkChange) -> Tensor:
-    """What the clients between neighboring thresholds sent, `(H - 2, P)`: single gradients where there is one."""
+    """Return what clients between neighboring thresholds sent, `(H - 2, P)`: single gradients where there is one."""
     # A unit's column of the sum is `Σ gᵢ max(u · vᵢ - tⱼ, 0)`, piecewise linear in tⱼ with a bend at every client. So
     # second differences are zero but at the clients. A client between two thresholds bends two of them, both in its
     # direction.

@@ -319,7 +319,7 @@ def solve_in_box(
 @final
 @dataclass(frozen=True)
 class Imprinted:
-    """What a malicious server sends, and what it keeps to read the answer."""
+    """Parameters that a malicious server sends, and what it keeps to read the reply."""
 
     state: dict[str, Tensor]  # the hypernetwork's state with chosen heads; names and shapes as given
     # The network that every client will generate from it, whatever its embedding (with `share` 1). Tensors by name.
@@ -430,7 +430,7 @@ def _decoder(features: Tensor, images: Tensor) -> Tensor:
 
 
 def _features(chain: Chain, body: nn.Module, parameters: Tensors, images: Tensor) -> Tensor:
-    """What the first linear layer sees."""
+    """Return the input of the first linear layer."""
     seen: list[Tensor] = []
     handle = body.get_submodule(chain.linear).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:

@@ -1,4 +1,4 @@
-"""What was observed of a client: checked against what it would send, before an attack begins. Attacks call it."""
+"""The observation of a client, checked against what it would send before an attack begins."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _HISTORY = 100  # points of a history
 @final
 @dataclass(frozen=True, eq=False)
 class Descended:
-    """Where a descent ended."""
+    """End point of a descent."""
 
     # Those of the best restart, each of the shape that was searched, without the axis of restarts.
     variables: tuple[Tensor, ...]
@@ -149,7 +149,7 @@ Term: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 @final
 @dataclass(frozen=True)
 class MatchingConfig:
-    """How IG searches."""
+    """Settings of IG's search."""
 
     steps: int = 4800  # steps of Adam per restart
     lr: float = 0.1  # its learning rate, which falls by `schedule`
@@ -284,7 +284,7 @@ PostProcessing: TypeAlias = Callable[[Tensor], Tensor]
 @final
 @dataclass(frozen=True)
 class ROGConfig:
-    """How ROG searches."""
+    """Settings of ROG's search."""
 
     steps: int = 100  # steps of Adam per restart
     lr: float = 0.05  # its learning rate; lowered to a tenth along a cosine
@@ -379,7 +379,7 @@ def _polished(images: Tensor, network: PostProcessing) -> Tensor:
 @final
 @dataclass(frozen=True)
 class DLGConfig:
-    """How DLG searches."""
+    """Settings of DLG's search."""
 
     steps: int = 300  # steps of L-BFGS per restart
     restarts: int = 1  # starting points, on which DLG depends; the one with the least objective is kept

@@ -1,4 +1,4 @@
-"""What an attack found, beside the true images if they are known: findings, PNG files and a report page."""
+"""Results of an attack beside the true images if they are known: findings, PNG files and a report page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `netweight attack gradient-inversion` is asked: the model, what was sent, what is known, and how to search."""
+"""Settings of `netweight attack gradient-inversion`: the model, the update, the attacker's knowledge and the search."""
 
 from __future__ import annotations
 

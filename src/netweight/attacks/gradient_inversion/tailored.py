@@ -35,7 +35,7 @@ _PEELED = 2
 @final
 @dataclass(frozen=True)
 class PeelingConfig:
-    """How blocks are undone."""
+    """Settings of peeling, which inverts one block after the other."""
 
     softening: int = 26  # steps from soft to sharp guesses of the winners, for each block
     rounds: int = 16  # rounds over all blocks after that
@@ -162,7 +162,7 @@ def _matched(
 
 @dataclass(frozen=True)
 class _Problem:
-    """What is known about one image: its features, what flows back from them, and every block's gradient."""
+    """Known quantities of one image: its features, the gradient at them, and every block's gradient."""
 
     peels: tuple[Peel, ...]
     target: Tensor
@@ -310,7 +310,7 @@ def _roughness(size: tuple[int, int, int]) -> Tensor:
 @final
 @dataclass(frozen=True)
 class TailoredConfig:
-    """How the joint search goes."""
+    """Settings of the joint search."""
 
     steps: int = 2000  # steps of Adam per restart
     lr: float = 0.1  # learning rate, the same for image, embedding and classifier

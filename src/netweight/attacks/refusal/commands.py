@@ -1,4 +1,4 @@
-"""What `netweight attack refusal` and `netweight attack safeguards` do, as commands and in recipes."""
+"""Commands and recipe verbs `attack refusal` and `attack safeguards`."""
 
 from __future__ import annotations
 

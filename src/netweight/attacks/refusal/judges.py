@@ -1,4 +1,4 @@
-"""Who decides whether an answer is a refusal, or helps: phrases, first tokens, a user's function, a classifier."""
+"""Judges of whether an answer is a refusal, or helps: phrases, first tokens, a user's function, a classifier."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _LEAST_SHARED = 8  # tokens that all prompts begin with, from which on computing
 @final
 @dataclass(frozen=True)
 class Score:
-    """How an edited model refuses, by single forward passes on prompts that choose edits."""
+    """Score of an edited model, by single forward passes on the prompts that choose edits."""
 
     first_token: float
     """Mean probability of beginning an answer as refusals do."""
@@ -52,7 +52,7 @@ class Score:
 @final
 @dataclass(frozen=True)
 class Refusal:
-    """How a model refuses, by its answers to prompts that chose nothing, and what else changed."""
+    """Refusals of a model by its answers to held-out prompts, and what else changed."""
 
     refusals: int
     """Answers that the judge calls refusals."""
@@ -281,7 +281,7 @@ def next_tokens(model: nn.Module, prompts: Sequence[tuple[int, ...]], pad_id: in
 
 
 def _shared(prompts: Sequence[tuple[int, ...]]) -> int:
-    """How many tokens all prompts begin with, at least one left for each; 0 if they are not worth it."""
+    """Return the number of tokens with which all prompts begin; 0 if a shared cache is not worth it."""
     low, high = min(prompts), max(prompts)
     same = next((place for place, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), len(low))
     same = min(same, min(map(len, prompts)) - 1)
@@ -289,7 +289,7 @@ def _shared(prompts: Sequence[tuple[int, ...]]) -> int:
 
 
 def _takes_cache(model: nn.Module) -> bool:
-    """Whether every layer keeps all keys and values, so that a cache can be copied for a batch."""
+    """Return whether every layer keeps all keys and values, so that a cache can be copied for a batch."""
     config: Any = getattr(model, "config", None)
     of_text = getattr(config, "get_text_config", None)
     config = of_text() if callable(of_text) else config

@@ -1,4 +1,4 @@
-"""What removing refusal without training left: findings, a table of edits, and a conclusion."""
+"""Report of the removal of refusal without training: findings, a table of edits, and a conclusion."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _left(before: Refusal, worst: ScoredEdit | None, settings: RefusalSettings, 
 
 
 def _helping(before: Refusal, worst: ScoredEdit | None, seed: int) -> list[Finding]:
-    """Whether the answers of the best edit help: an edited model that only rambles has lost nothing of its refusal."""
+    """Report whether the answers of the best edit help: a model that only rambles has not lost its refusal."""
     after = None if worst is None else worst.measured
     if after is None:
         return []

@@ -30,7 +30,7 @@ PHRASES = (
 
 
 class RefusalSettings(TextOptions):
-    """How refusal is removed from a model folder, and what is asked of it."""
+    """Settings of the removal of refusal from a model folder, and its targets."""
 
     option_groups: ClassVar = {
         "Rows": ("refused", "ordinary", "prompts", "columns", "too_long", "unusable", "template"),
@@ -119,7 +119,7 @@ class RefusalSettings(TextOptions):
 
 @final
 class SafeguardSettings(RefusalSettings, FolderAttack):
-    """How a release is attacked, and what is asked of it."""
+    """Settings of all attacks on a release, and its targets."""
 
     option_groups: ClassVar = {
         **FolderAttack.option_groups,

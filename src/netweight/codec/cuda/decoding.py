@@ -268,7 +268,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class LossyLayout:
-    """What the header of a lossy blob says, and where its sections are."""
+    """Content of a lossy blob's header, and positions of its sections."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -210,12 +210,12 @@ class EncodePlan:
 
     @property
     def index_at(self) -> int:
-        """Where the index stands in the blob."""
+        """Offset of the index in the blob."""
         return FIXED_HEADER + len(self.varints)
 
     @property
     def payload_at(self) -> int:
-        """Where the first chunk stands in the blob."""
+        """Offset of the first chunk in the blob."""
         return self.index_at + 4 * self.chunks
 
     @property
@@ -260,7 +260,7 @@ def _rounded_up(size: int) -> int:
 
 
 def _plan(tensor: torch.Tensor, level: str, chunk_log2: int | None) -> EncodePlan | None:
-    """What the GPU is to do; None if the host's encoder is to do it."""
+    """Return the plan of the GPU's encoding; None if the host's encoder must do it."""
     plan = EncodePlan.of(tensor, level, chunk_log2)
     return plan if level != "max" and plan.numbers > 0 and _has_kernels(tensor.device) else None
 
@@ -319,7 +319,7 @@ def _launch(entry: str, grid: int, arguments: Sequence[torch.Tensor | int], *, t
 
 
 def _digest_arguments(source: torch.Tensor, wave: Wave, small: _Small) -> list[torch.Tensor | int]:
-    """What advance_digest takes for a wave: the sums of its blocks, which are found first, and where to go on."""
+    """Return the arguments of advance_digest for a wave: the sums of its blocks, and the position to continue at."""
     sums = small.state  # of no block
     if wave.digest_blocks:
         sums = _memory(64 * wave.digest_blocks, source.device)

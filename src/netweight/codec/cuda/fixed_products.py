@@ -35,7 +35,7 @@ _ALIGNMENT = 16  # of addresses, in bytes
 @final
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a product is launched."""
+    """Launch parameters of a product."""
 
     entry: str
     """Name of the kernel."""
@@ -71,7 +71,7 @@ def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels of this file can run on a device: a GPU with bf16 tensor cores, driver and NVRTC in order."""
+    """Return whether the kernels can run on a device: a GPU with bf16 tensor cores, with driver and NVRTC in order."""
     if device.type != "cuda" or launching.unavailable_because() is not None:
         return False
     return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
@@ -145,7 +145,7 @@ def linear(
 
 
 def fit(x: torch.Tensor, bias: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> bool:
-    """Whether a kernel can take input and bias; where it cannot, torch says what is wrong with them, if anything is."""
+    """Return whether a kernel can take input and bias; where it cannot, torch reports what is wrong with them."""
     if x.dtype != torch.bfloat16 or x.device != device or x.shape[-1] != columns:
         return False
     return bias is None or (bias.dtype == x.dtype and bias.device == device and bias.shape == (rows,))

@@ -157,7 +157,7 @@ Argument = torch.Tensor | int | float | np.generic
 
 @cache
 def unavailable_because() -> str | None:
-    """Why CUDA kernels cannot run in this process, with the cure; None where they can."""
+    """Return why CUDA kernels cannot run in this process, with the cure; None where they can."""
     if torch.version.cuda is None:
         built = "for AMD's GPUs" if torch.version.hip else "without CUDA"
         return f"torch {torch.__version__} is built {built}. Install a build of torch for CUDA."

@@ -146,7 +146,7 @@ class Images:
 
     @property
     def black(self) -> Tensor:
-        """What black is once normalized, float32 of shape `(channels, 1, 1)`: what `crop_and_flip` pads with."""
+        """Normalized value of black, float32 of shape `(channels, 1, 1)`, with which `crop_and_flip` pads."""
         return self.normalized(torch.zeros(1, self.shape[0], 1, 1, dtype=torch.uint8))[0]
 
     def normalized(self, pixels: Tensor) -> Tensor:

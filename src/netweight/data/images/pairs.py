@@ -95,7 +95,7 @@ def read_pairs(path: str | Path, size: tuple[int, int], fit: Fit = "crop") -> Pa
 
 
 def _wrong(row: Row, folder: Path) -> list[str]:
-    """What is wrong with a row."""
+    """Return what is wrong with a row."""
     from netweight.metrics.copies import Kind
 
     prompt, image, kind = (row.values.get(name) for name in ("prompt", "image", "kind"))

@@ -194,7 +194,7 @@ def _open(source: Any, name: str) -> Any:
 
 
 def _is_gray(picture: Any) -> bool:
-    """Whether a picture has no colors: by its mode, or by its palette."""
+    """Return whether a picture has no colors: by its mode, or by its palette."""
     if picture.mode in ("P", "PA"):
         palette = np.frombuffer(bytes(picture.palette.getdata()[1]), np.uint8) if picture.palette else np.zeros(0)
         bands = len(picture.palette.mode) if picture.palette else 3

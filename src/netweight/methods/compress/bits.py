@@ -28,7 +28,7 @@ BLOCK = 1 << 15
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a number lie, from the highest bit down: sign, exponent, mantissa."""
+    """Widths of a number's parts, from the highest bit down: sign, exponent, mantissa."""
 
     bits: int  # width of the number
     sign: int  # bits of the sign; 0 for types without one apart

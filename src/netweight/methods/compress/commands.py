@@ -1,4 +1,4 @@
-"""What `netweight compress`, `decompress`, `inspect` and `verify` do, and what they say about it."""
+"""Commands `compress`, `decompress`, `inspect` and `verify`, and their output."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _row(report: TensorReport) -> list[object]:
 
 
 def _rounding_of(report: TensorReport) -> list[object]:
-    """How many mantissa bits are kept, and what that changed."""
+    """Return the kept mantissa bits and the changes by rounding."""
     rounding = report.rounding
     if rounding is None:
         return ["all bits", "-", "-"]
@@ -154,7 +154,7 @@ def _changed(summary: Summary) -> str:
 
 
 def _within(finding: Finding) -> str:
-    """What is said after the largest change of rounded weights."""
+    """Return the sentence about the largest change of rounded weights."""
     detail = finding.detail
     how = "compared with the original" if detail["measured"] else "as recorded"
     change = _beside_bound(float(finding.value or 0), detail["bound"])

@@ -56,7 +56,7 @@ _BYTES_ONLY = (
 @final
 @dataclass(frozen=True)
 class Summary:
-    """What a run did."""
+    """Summary of a run."""
 
     source: Path
     """What was read."""
@@ -296,7 +296,7 @@ def _check_base(base: Path | None, source: Path, target: Path) -> None:
 
 
 def _precision(settings: CompressSettings) -> Precision | None:
-    """How much of weights to keep; None for all."""
+    """Return the precision of the weights; None for lossless."""
     exact = settings.mantissa_bits == LOSSLESS_BITS
     return None if exact else Precision(settings.mantissa_bits, settings.block_size, settings.fidelity)
 
@@ -407,7 +407,7 @@ class _Compression:
         return FileEntry(path=item.path, kind="compressed", stored=item.stored, **vars(result))
 
     def _base(self, item: PlannedFile) -> Base | None:
-        """What the tensors of a folder of the model are differences from."""
+        """Return the base of the tensors in a folder of the model."""
         if self.settings.base is None:
             return None
         within = Path(item.path).parent

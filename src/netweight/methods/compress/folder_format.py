@@ -1,4 +1,4 @@
-"""What a compressed folder looks like: its manifest, how it refuses to be loaded without netweight, what goes into it.
+"""Format of a compressed folder: its manifest, its files, and how it refuses to be loaded without netweight.
 
 `netweight.json` says what the folder holds and what it was made from, enough to restore every file:
 
@@ -261,7 +261,7 @@ def _inside(name: str) -> bool:
 
 
 def is_index(name: str) -> bool:
-    """Whether a file name is that of an index of weights, e.g. `model.safetensors.index.json`."""
+    """Return whether a file name is that of an index of weights, e.g. `model.safetensors.index.json`."""
     return _INDEX.match(name) is not None
 
 
@@ -284,13 +284,13 @@ def stored_name(name: str, *, keeps_name: bool) -> str:
 
 
 def lies_in_diffusers_model(file: Path) -> bool:
-    """Whether a weights file or index lies in a diffusers model's folder."""
+    """Return whether a weights file or index lies in a diffusers model's folder."""
     config = file.parent / MODEL_CONFIG
     return config.is_file() and is_diffusers_config(config.read_bytes())
 
 
 def is_diffusers_config(content: bytes) -> bool:
-    """Whether the bytes are the `config.json` of a diffusers model."""
+    """Return whether the bytes are the `config.json` of a diffusers model."""
     return "_class_name" in (_json_object(content) or ())
 
 
@@ -363,7 +363,7 @@ class PlannedFile:
 @final
 @dataclasses.dataclass(frozen=True)
 class FolderPlan:
-    """What becomes of a folder."""
+    """Plan of a folder's compression."""
 
     items: tuple[PlannedFile, ...]  # the files to take, in order
     folders: tuple[str, ...]  # its empty folders

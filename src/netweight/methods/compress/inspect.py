@@ -42,7 +42,7 @@ _ROUNDING = ("mantissa_bits", "block_size", "fidelity", "bound", "worst_change")
 @final
 @dataclass(frozen=True)
 class TensorReport:
-    """What was found of one tensor."""
+    """Report on one tensor."""
 
     info: TensorInfo  # its name, dtype, shape and sizes
     # How its bits are spread; None if its dtype has no such parts (e.g. complex or sub-byte ones).

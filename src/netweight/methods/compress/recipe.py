@@ -70,7 +70,7 @@ def _bytes(count: int) -> str:
 
 
 def size(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
-    """How much smaller a model is, in bytes and in bits per weight, and why."""
+    """Report how much smaller a model is, in bytes and in bits per weight, and why."""
     found = list(inspect_tensors(subject.path, progress=progress))
     plain, stored = (sum(getattr(each.info, name) for each in found) for name in ("nbytes", "stored_nbytes"))
     weights: dict[str, list[TensorReport]] = {}

@@ -12,7 +12,7 @@ from netweight.settings import Cli, Settings
 
 @final
 class CompressSettings(Settings):
-    """How a file or folder is compressed; what comes back is changed by `mantissa_bits` below 7 alone."""
+    """Settings of the compression of a file or folder; lossless unless `mantissa_bits` is below 7."""
 
     option_groups: ClassVar = {
         "Files": ("base", "variant", "exclude"),
@@ -57,7 +57,7 @@ class CompressSettings(Settings):
 
 
 class _Compressed(Settings):
-    """What commands on compressed models share."""
+    """Settings that commands on compressed models share."""
 
     base: Annotated[Path | None, Cli(metavar="BASE")] = Field(
         default=None, description="Path of the base model from which the differences were stored, if it has moved."
@@ -69,12 +69,12 @@ class _Compressed(Settings):
 
 @final
 class DecompressSettings(_Compressed):
-    """How the original files of a compressed model are restored."""
+    """Settings of the restoration of a compressed model's original files."""
 
 
 @final
 class VerifySettings(_Compressed):
-    """What a compressed model is compared with."""
+    """Settings of the verification of a compressed model."""
 
     against: Annotated[Path | None, Cli(metavar="SRC")] = Field(
         default=None, description="The original model, with which every bit is compared."
@@ -83,7 +83,7 @@ class VerifySettings(_Compressed):
 
 @final
 class InspectSettings(Settings):
-    """Which tensors of weight files are shown."""
+    """Settings of the inspection of weight files."""
 
     tensor: Annotated[str | None, Cli(metavar="PATTERN")] = Field(
         default=None, description="Pattern of the names of tensors to show, such as '**.attention.**'."

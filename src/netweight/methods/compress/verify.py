@@ -39,7 +39,7 @@ _OF_HUBS = re.compile(r"README\.md$|\.gitattributes$|\.(git|cache)/")
 @final
 @dataclass(frozen=True)
 class Compressed:
-    """What the audit looks at: the compressed file or folder, and the one that it was made from."""
+    """Subject of the audit: the compressed file or folder, and its original."""
 
     path: Path
     source: Path
@@ -152,7 +152,7 @@ class _Side:
 
 @dataclass
 class _Comparison:
-    """What is compared with what, and what was found wrong so far: names and reasons."""
+    """A comparison, and the differences found so far: names and reasons."""
 
     subject: _Side
     other: _Side | None

@@ -42,7 +42,7 @@ class Release:
 @final
 @dataclass(frozen=True)
 class AnswerPrivacy:
-    """What is known of the noise in one answer of a client."""
+    """Noise in one answer of a client."""
 
     releases: tuple[Release, ...] = ()
     """The noisy parts; empty if the answer has no noise."""
@@ -83,7 +83,7 @@ class Guarantee:
 
     @property
     def adjacency(self) -> str:
-        """Which two data sets ε compares, in words."""
+        """The two data sets that ε compares, in words."""
         return "added or removed" if self.unit == "example" else "all its data replaced"
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `netweight federate run` and `audit` do, and what they say about it."""
+"""Commands `federate run`, `audit`, `report` and `export`, and their output."""
 
 from __future__ import annotations
 

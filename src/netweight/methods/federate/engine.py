@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class Round:
-    """What is known of a finished round."""
+    """Record of a finished round."""
 
     round: int  # its number, from 1
     clients: tuple[int, ...]  # who was asked, in order
@@ -107,7 +107,7 @@ def total_answers(rounds: Sequence[Round], attempted: Mapping[int, int]) -> dict
 
 
 def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 0.001) -> bool:
-    """Whether mean accuracy, before and after local training alike, rose by less than `least` lately."""
+    """Return whether mean accuracy, before and after local training alike, rose by less than `least` lately."""
     readings = [(r.mean_before, r.mean_after) for r in rounds if r.after][-2 * evaluations :]
     if len(readings) < 2 * evaluations:
         return False
@@ -266,7 +266,7 @@ def round_by_round(task: Task, method: Method, *, seed: int, workers: int) -> It
 @final
 @dataclass(frozen=True)
 class Replies:
-    """What was collected in a round."""
+    """Replies collected in a round."""
 
     updates: Sequence[Update]
     """Updates as they came; under secure sums without tensors."""
@@ -290,7 +290,7 @@ class Trial:
 
 
 class Transport(Protocol):
-    """How a round's messages reach clients: threads of this process, or Flower."""
+    """Transport of a round's messages to clients: threads of this process, or Flower."""
 
     def reach(self) -> tuple[Container[int], Mapping[int, str]]:
         """Return the clients that can be asked, and client → why for others."""

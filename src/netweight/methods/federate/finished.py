@@ -28,7 +28,7 @@ HISTORY = "history.json"
 
 
 class FlowerApps(Protocol):
-    """What `netweight.plugins.flower.apps` returns, as far as a finished federation needs it."""
+    """Protocol of what `netweight.plugins.flower.apps` returns, as far as a finished federation needs it."""
 
     def task(self, config: Any) -> Task:
         """Return the network and all clients' data."""

@@ -34,7 +34,7 @@ DEFAULT_EPSILON = 4.0
 
 
 class _Clients(Settings):
-    """Who learns, and how data is split among them."""
+    """Settings of the clients and of the partition of data."""
 
     method: str = Field(
         default="hyperfl",
@@ -159,7 +159,7 @@ class FolderFederation(_Asked):
 
 @final
 class FederationAudit(Settings):
-    """Which updates of a federation are attacked, and by which servers."""
+    """Settings of an audit: the updates that are attacked, and the servers that attack."""
 
     images: int = Field(default=16, ge=1, description="Updates that are attacked in each threat model.")
     search_steps: int = Field(default=4800, ge=1, description="Steps of the search for a batch of images.")
@@ -179,7 +179,7 @@ class FederationReport(Settings):
 
 @final
 class FederationExport(Settings):
-    """Which model of a federation is written as state dicts."""
+    """Settings of the export of a federation's models as state dicts."""
 
     client: int = Field(default=0, ge=0, description="Client whose personal model is exported.")
     app: str | None = Field(default=None, description="For a Flower run: the app as MODULE:NAME, such as app:both.")

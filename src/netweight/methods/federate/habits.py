@@ -1,4 +1,4 @@
-"""What a network keeps and draws while it trains: found by running a copy of it on a few examples."""
+"""State that a network keeps and random numbers that it draws in training, found by running a copy of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from netweight.errors import Unsupported, UsageError
 @final
 @dataclass(frozen=True)
 class Habits:
-    """What a network does in training mode beside computing outputs."""
+    """Side effects of a network in training mode."""
 
     random: bool = False
     """Whether it draws random numbers, as dropout does."""

@@ -80,7 +80,7 @@ class _Liar:
 
     @property
     def sent(self) -> Tensors:
-        """What the server sent."""
+        """Parameters that the server sent."""
         return self.client.received
 
     def honest(self) -> Trained:

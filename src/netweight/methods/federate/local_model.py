@@ -27,7 +27,7 @@ _GENERATOR = threading.RLock()
 @final
 @dataclass
 class LayerState:
-    """What a client's layers keep from batch to batch while it trains; changes in place."""
+    """State that a client's layers keep between batches; changes in place."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """Buffers by the names of `Task.initial_statistics`."""

@@ -1,4 +1,4 @@
-"""What a federated method is: what clients keep, receive and send, and how the server's state moves on."""
+"""Base class of federated methods: what clients keep, receive and send, and how the server's state advances."""
 
 from __future__ import annotations
 

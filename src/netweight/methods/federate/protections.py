@@ -158,7 +158,7 @@ def _remembering(one: Trained, client: Client, round: int, seed: int) -> Trained
 
 
 def _change_since(client: Client, round: int) -> float | None:
-    """How far the shared state moved since the last round, as a multiple of the client's own change in it."""
+    """Return how far the shared state moved since the last round, as a multiple of the client's own change in it."""
     memory = without(_MEMORY, client.private)
     if not memory or int(memory["round"]) != round - 1:
         return None

@@ -47,7 +47,7 @@ from netweight.settings import Settings
 
 
 class ServerAttack(Settings):
-    """What a federation's server sees of its clients, and what noise and secure sums leave of that."""
+    """Attack on what a federation's server sees of its clients, also with noise and secure sums."""
 
     beside: str | None = Field(None, description="A method to train on the same data and attack alike, such as fedavg.")
     images: int = Field(5, ge=1, description="Clients whose updates are attacked; intervals need 5.")

@@ -46,7 +46,7 @@ MOST_IMAGES, MOST_STEPS = 16, 8
 @final
 @dataclass(frozen=True)
 class Search:
-    """How long the attacks search."""
+    """Budget of the attacks' searches."""
 
     peeling: PeelingConfig | None = None
     """Settings of peeling; None for its defaults."""
@@ -57,7 +57,7 @@ class Search:
 @final
 @dataclass(frozen=True)
 class Evidence:
-    """What a server has of one client, or of one sum of clients."""
+    """A server's knowledge of one client, or of one sum of clients."""
 
     task: Task
     """The network in its halves."""
@@ -88,7 +88,7 @@ class Evidence:
 @final
 @dataclass(frozen=True)
 class Candidates:
-    """What one attack made of an update."""
+    """Reconstructions of one attack from an update."""
 
     attack: str
     """The attack's name."""

@@ -68,7 +68,7 @@ _SERVERS = {
 @final
 @dataclass(frozen=True)
 class ThreatModel:
-    """What the server is assumed to see."""
+    """Assumptions about what the server sees."""
 
     batch_size: int = 1  # examples per local step
     local_steps: int = 1  # local steps that train what is shared, all on the same examples if there are no others
@@ -108,7 +108,7 @@ class ThreatModel:
 @final
 @dataclass(frozen=True)
 class Observation:
-    """What a server observes of one client, and the truth that it does not see."""
+    """A server's observation of one client, and the truth that it does not see."""
 
     client: int  # its number
     sent: Tensors  # what the server sent: tensors by name
@@ -287,7 +287,7 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
 @final
 @dataclass(frozen=True)
 class AuditConfig:
-    """What is audited."""
+    """Settings of an audit."""
 
     # Threat models beside the run's own schedule.
     threats: tuple[ThreatModel, ...] = (
@@ -305,7 +305,7 @@ class AuditConfig:
 @final
 @dataclass(frozen=True)
 class Exposure:
-    """What one threat model gives away."""
+    """Exposure under one threat model."""
 
     threat: ThreatModel  # the threat model
     is_own: bool  # whether it is the schedule that the run was trained with
@@ -346,7 +346,7 @@ class Exposure:
 
     @property
     def verdict(self) -> Words:
-        """What this means: an outcome, and words."""
+        """Meaning of the exposure: an outcome, and words."""
         if not self.cosines:
             return "told", self.why_no_images
         near, gain = _mean(self.cosines), _mean(self.psnr) - self.guess if self.psnr else None

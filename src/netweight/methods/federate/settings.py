@@ -48,7 +48,7 @@ class Privacy(Settings):
 
 @final
 class Budget(Settings):
-    """What a client lets its answers give away, all of them together."""
+    """Privacy budget of all answers of a client together."""
 
     epsilon: float = Field(
         gt=0,
@@ -80,7 +80,7 @@ class Phase(Settings):
 
 @final
 class LocalTraining(Settings):
-    """How a client trains in one round.
+    """Settings of a client's training in one round.
 
     Source: HyperFL (arXiv 2412.07187): 5 epochs at 0.02 after 1 of the head at 0.1, batches of 50.
     """
@@ -155,5 +155,5 @@ class Federation(Settings):
         return None
 
     def evaluates(self, round: int) -> bool:
-        """Whether accuracy is measured in the round of number `round`, counted from 1."""
+        """Return whether accuracy is measured in the round of number `round`, counted from 1."""
         return round % self.evaluate_every == 0 or round == self.rounds

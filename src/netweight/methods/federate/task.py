@@ -1,4 +1,4 @@
-"""What is learned across clients: a network in two halves, and each client's examples."""
+"""Learning task of a federation: a network in two halves, and each client's examples."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Task:
 
     @cached_property
     def habits(self) -> Habits:
-        """What the network keeps and draws while it trains, found by trying it on some examples of a client."""
+        """Side effects of the network's training, found by trying it on some examples of a client."""
         inputs, _ = self.client(self.clients[0]).train
         return habits_of(self.body, self.head, inputs[:4])
 

@@ -1,4 +1,4 @@
-"""What a client sends, and how both sides check it: names that may leave, shapes, finite values, the form on the wire.
+"""Update of a client, and its checks on both sides: names that may leave, shapes, finite values, the form on the wire.
 
 Pure functions over dictionaries of tensors. The engine of one process and the Flower app call them alike.
 """
@@ -44,7 +44,7 @@ class LowRank:
 @final
 @dataclass(frozen=True)
 class Update:
-    """What one client sends after a round."""
+    """Update of one client after a round."""
 
     client: int  # its number
     n: int  # number of training examples, its weight in the average; at least 1

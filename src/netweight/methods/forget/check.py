@@ -46,7 +46,7 @@ class EditCheck:
 
     @property
     def verdict(self) -> str:
-        """What the check found, in whole sentences."""
+        """Result of the check in whole sentences."""
         count = len(self.after)
         never = [name for name, copies in self.before.items() if not copies]
         if self.returning:

@@ -1,4 +1,4 @@
-"""What `netweight forget` does, command by command, and what it says about it."""
+"""Commands of `netweight forget`, and their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts a model has memorized: scores from its first predictions, and the threshold above which they count.
+"""Detection of memorized prompts: scores from first predictions, and the threshold above which they count.
 
     threshold = calibrate(detect(model, ordinary_prompts))
     for score in detect(model, prompts):
@@ -37,7 +37,7 @@ PUBLISHED_THRESHOLD = 0.428
 @final
 @dataclass(frozen=True)
 class Score:
-    """How memorized a prompt looks."""
+    """Memorization score of a prompt."""
 
     prompt: str
     seeds: tuple[float, ...]  # for each seed the greatest similarity of its noise difference to that of another
@@ -90,7 +90,7 @@ class Threshold:
 @final
 @dataclass(frozen=True)
 class Roc:
-    """How well scores tell two sets apart."""
+    """ROC curve of scores that separate two sets."""
 
     auc: float  # area under the curve: the chance that a memorized prompt scores above an ordinary one, ties half
     false_alarms: tuple[float, ...]  # share of ordinary prompts at or above each threshold, rising from 0 to 1
@@ -294,7 +294,7 @@ def influences(config: DetectionConfig | LocalizationConfig) -> dict[str, Any]:
 @final
 @dataclass(frozen=True)
 class Windows:
-    """How structural similarity looks at images."""
+    """Windows of structural similarity."""
 
     kernel: int  # side of the Gaussian window in pixels, odd; its deviation is 0.15 (kernel - 1), so 1.5 for 11
     weights: tuple[float, ...]  # exponent of each scale, the finest first; every further scale halves the image

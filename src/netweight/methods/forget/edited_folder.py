@@ -115,7 +115,7 @@ def write_edited(
 @final
 @dataclass(frozen=True)
 class Undone:
-    """What the undoing of an edit restored."""
+    """Result of undoing an edit."""
 
     record: EditRecord
     """The record of the edit."""
@@ -247,7 +247,7 @@ def _edited_names(record: EditRecord) -> list[str]:
 
 
 def _names_in_files(network: torch.nn.Module, places: Mapping[str, object]) -> dict[str, str | None]:
-    """What the parameters of a network are called in its files; transformers has several ways."""
+    """Return the names of a network's parameters in its files; transformers has several schemes."""
     names: dict[str, str | None] = {}
     for name, _ in network.named_parameters():
         ways = (name, f"text_model.{name}", name.removeprefix("text_model."))
@@ -292,7 +292,7 @@ def _in_another_file(
 
 
 def _same_weights(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same numbers but for the rounding of the narrower dtype."""
+    """Return whether two tensors are the same numbers but for the rounding of the narrower dtype."""
     if not one.dtype.is_floating_point:
         return torch.equal(one, other)
     narrow = max((one.dtype, other.dtype), key=lambda dtype: torch.finfo(dtype).eps)

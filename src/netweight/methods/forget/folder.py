@@ -156,7 +156,7 @@ def _asked(settings: FolderForgetting) -> tuple[list[str], list[str], list[str] 
 @final
 @dataclass(frozen=True)
 class Audited:
-    """What the audits found."""
+    """Results of the audits."""
 
     findings: tuple[Finding, ...]
     suppressed: Mapping[str, str]  # by prompt, what the edit did to its images, in words

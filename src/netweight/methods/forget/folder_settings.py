@@ -116,7 +116,7 @@ class FolderForgetting(Settings):
         return chosen
 
     def generation(self, seed: int) -> GenerationSettings:
-        """How images are generated."""
+        """Return the settings of the images."""
         seeds = tuple(range(seed, seed + self.images))
         return GenerationSettings(seeds=seeds, guidance=self.guidance, steps=self.steps)
 
@@ -126,7 +126,7 @@ _FIELDS = {name: name.replace("-", "_") for name in EDITS}
 
 @final
 class FolderAudit(Settings):
-    """What an edit of a pipeline folder suppresses and costs."""
+    """Settings of the audit of an edited pipeline folder."""
 
     search: FolderSearch = Field(description="Pipeline before its edit, memorized pairs, and settings of the search.")
     ordinary: FilePath = Field(

@@ -191,7 +191,7 @@ class Statistics:
     model: str | None  # digest of the model's denoiser; None if unknown, as in published files
 
     def z(self, activations: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """How many deviations activations lie from their means; 0 for a neuron that never varies and does not."""
+        """Return the deviations of activations from their means, in standard deviations; 0 for a constant neuron."""
         tiny = torch.finfo(torch.float64).tiny
         return {
             name: (values.double() - self.means[name].to(values.device)).abs()

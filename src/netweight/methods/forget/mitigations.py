@@ -306,7 +306,7 @@ class WeightPruning:
                     whole.copy_(values)
 
     def _chosen(self, weight: Tensor, memorized: Tensor, ordinary: Tensor) -> Tensor:
-        """Which weights go, of the weight's shape."""
+        """Return the mask of the weights that are removed, of the weight's shape."""
         size = weight.detach().float().abs()
         scores = size * memorized
         count = max(1, int(self.share * scores.shape[1]))

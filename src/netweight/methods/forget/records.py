@@ -30,7 +30,7 @@ _STORED = "stored|"
 @final
 @dataclass(frozen=True)
 class EditedFiles:
-    """What an edit did to the files of a pipeline's folder; paths are relative to it."""
+    """Changes of an edit to the files of a pipeline's folder; paths are relative to it."""
 
     digests: Mapping[str, str] = field(default_factory=dict)
     """The digest of every file before the edit."""

@@ -46,7 +46,7 @@ _SAME = 0.5  # similarity to the image before below which a prompt's images coun
 
 
 class Alignment(Protocol):
-    """How well images follow prompts, such as `metrics.copies.Clip`."""
+    """Measure of how well images follow prompts, such as `metrics.copies.Clip`."""
 
     @property
     def name(self) -> str: ...
@@ -58,7 +58,7 @@ class Alignment(Protocol):
 @final
 @dataclass(frozen=True)
 class ImagesConfig:
-    """How images are compared."""
+    """Settings of the comparison of images."""
 
     # None compares centered pixels, for a template on the part that stays.
     descriptor: Descriptor | None = None
@@ -321,7 +321,7 @@ def _detection_findings(subject: DetectionSubject) -> list[Finding]:
 
 
 def _recognized(subject: DetectionSubject) -> list[Finding]:
-    """How well prompts are recognized after the edit, whichever way a score is read: a low one is a sign as well."""
+    """Return how well prompts are recognized after the edit, two-sided: a low score is a sign as well."""
     after = list(subject.ordinary_after or subject.ordinary)
     count = len(subject.after) + len(after)
     findings = []

@@ -53,7 +53,7 @@ class MaskedRow:
 
 @final
 class RowMasks:
-    """What every row of the next run blocks."""
+    """Neurons that every row of the next run blocks."""
 
     # `denoiser`: the network; while rows are blocked it must be run with their texts
 
@@ -89,7 +89,7 @@ class RowMasks:
                     module.forward = before
 
     def _values(self, name: str, *, keys: bool = False) -> Any:
-        """What stands in for a layer: values of each row's prompt, less what is blocked, or keys."""
+        """Return the replacement of a layer's output: values of each row's prompt, less what is blocked, or keys."""
 
         def forward(*_: Any, **__: Any) -> Tensor:
             found = torch.cat([(prompt.keys if keys else prompt.values)[name] for prompt in self._prompts])

@@ -49,7 +49,7 @@ def _numbered(seeds: Any) -> Any:
 
 @final
 class DetectionConfig(Settings):
-    """How first predictions for prompts are made and compared."""
+    """Settings of the first predictions for prompts and of their comparison."""
 
     seeds: Annotated[
         tuple[int, ...],
@@ -68,7 +68,7 @@ class DetectionConfig(Settings):
 
 @final
 class LocalizationConfig(Settings):
-    """How the neurons of a memorized prompt are searched for."""
+    """Settings of the search for the neurons of a memorized prompt."""
 
     detection: DetectionConfig = Field(default=DetectionConfig(), description="How predictions are made and compared.")
     scope: Scope = _SCOPE
@@ -108,7 +108,7 @@ class LocalizationConfig(Settings):
 
 
 class GenerationSettings(Settings):
-    """How images of prompts are generated."""
+    """Settings of the images of prompts."""
 
     seeds: tuple[int, ...] = Field(
         tuple(range(8)), min_length=1, description="Seeds, one image each, the same for every prompt and model."
@@ -135,7 +135,7 @@ class FolderStatistics(Settings):
 
 @final
 class FolderDetection(Settings):
-    """Which prompts a pipeline folder has memorized."""
+    """Settings of the detection of memorized prompts in a pipeline folder."""
 
     prompts: FilePath = Field(description="File of prompts to score.")
     ordinary: FilePath | None = Field(None, description="Prompts that are not memorized; they calibrate the threshold.")

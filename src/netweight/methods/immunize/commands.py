@@ -1,4 +1,4 @@
-"""What `netweight immunize` does, and what it says about it."""
+"""The command `netweight immunize` and its output."""
 
 from __future__ import annotations
 

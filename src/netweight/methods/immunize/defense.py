@@ -1,4 +1,4 @@
-"""What a defense is: settings, and terms of a loss on pairs of answers.
+"""Base class of defenses: settings, and terms of a loss on pairs of answers.
 
 A defense yields its loss side by side, a side being terms whose graphs may be shared and that go backward together.
 """

@@ -62,7 +62,7 @@ class ProcessGroup:
         return self.sum(value) / self.size
 
     def counts(self, count: int) -> list[int]:
-        """What number each process has, by rank."""
+        """Return the number of each process, by rank."""
         numbers = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         numbers[self.rank] = count
         found: list[int] = self.sum(numbers).tolist()
@@ -245,7 +245,7 @@ def _refuse_other_ways(model: nn.Module) -> None:
 
 
 def is_sharded(value: Tensor) -> bool:
-    """Whether a tensor is a part of one that is spread over processes."""
+    """Return whether a tensor is a part of one that is spread over processes."""
     tensors: Any = sys.modules.get("torch.distributed.tensor")  # who has not imported it has no such tensor
     return tensors is not None and isinstance(value, tensors.DTensor)
 

@@ -28,7 +28,7 @@ from netweight.methods.immunize.pairs import PairBatch
 @final
 @dataclass(frozen=True)
 class TermLog:
-    """What a term was at one step."""
+    """Value of a term at one step."""
 
     value: float
     """Its value, without weight."""

@@ -49,14 +49,14 @@ class LayerAnalysis:
 
     @property
     def pairs(self) -> int:
-        """How many pairs were used."""
+        """Number of pairs that were used."""
         return len(self.states[KINDS[0]][0])
 
 
 @final
 @dataclass(frozen=True)
 class LayerChange:
-    """How far a layer's weights moved."""
+    """Change of a layer's weights."""
 
     layer: str
     """A block's name, or that of a parameter outside the blocks."""

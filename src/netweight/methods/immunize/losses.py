@@ -28,7 +28,7 @@ CHUNK = 512
 @final
 @dataclass(frozen=True)
 class Targets:
-    """Which tokens a loss predicts, and from which positions."""
+    """Tokens that a loss predicts, and the positions from which it does."""
 
     rows: Tensor
     """True where the state of a position predicts the next token; bool, shape `(B, T - 1)`."""
@@ -58,7 +58,7 @@ class Targets:
 
     @property
     def count(self) -> float:
-        """How many tokens are predicted, the blanked ones among them; in a shared batch its part of all of them."""
+        """Number of predicted tokens, including blanked ones; in a shared batch its part of all of them."""
         return len(self.tokens) + self.blanked if self.shared is None else self.shared
 
     def mean(self, total: Tensor, vocabulary: int) -> Tensor:
@@ -80,7 +80,7 @@ def response_loss(model: nn.Module, side: Batch, group: ProcessGroup = ALONE) ->
 
 
 def seen(batch: Batch) -> Tensor:
-    """Every token, those of prompts included, but for rows in which nothing is predicted."""
+    """Return the mask of all tokens, prompts included, without rows in which nothing is predicted."""
     return batch.attention_mask.bool() & (batch.labels != IGNORED).any(1, keepdim=True)
 
 

@@ -66,7 +66,7 @@ class TrainingSettings(Settings):
 
 
 class FolderSettings(TextOptions):
-    """What a folder is defended with."""
+    """Settings of the defense of a model folder."""
 
     options_group = "Files"
 

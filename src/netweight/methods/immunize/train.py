@@ -79,7 +79,7 @@ class StepLog:
 @final
 @dataclass(frozen=True)
 class Record:
-    """What was done to a model."""
+    """Record of a model's training."""
 
     defense: str  # the defense's name
     options: Mapping[str, Any]  # the defense's settings
@@ -281,7 +281,7 @@ def compact_states(model: nn.Module, settings: TrainingSettings, group: ProcessG
 
 @final
 class MasterWeights:
-    """What an optimizer steps: a float32 copy of each trained weight that is narrower, else the weight itself."""
+    """Weights of the optimizer: a float32 copy of each narrower trained weight, or the weight itself."""
 
     def __init__(self, model: nn.Module, *, compact: bool = False) -> None:
         self.compact = compact  # whether gradients stay as narrow as the weights
@@ -357,7 +357,7 @@ class MasterWeights:
 
 @final
 class Watch:
-    """Sees when training diverges."""
+    """Detects divergence of the training."""
 
     def __init__(self, model: nn.Module, first: Mapping[str, TermLog] | None = None) -> None:
         self._limit = 2 * math.log(vocabulary_of(model) or math.inf)

@@ -111,7 +111,7 @@ def direction_findings(subject: Sequence[Direction]) -> list[Finding]:
 def spread_findings(
     samples: Tensor, training: Tensor, names: Sequence[str], *, seed: int = 0, what: str = "attribute"
 ) -> list[Finding]:
-    """How far attributes `(b, a)` of samples spread, as shares of how far those of the training models `(n, a)` do."""
+    """Report the spread of the samples' attributes `(b, a)` as shares of that of the training models `(n, a)`."""
     ours, theirs = _checked(samples, training, names)
     ratios = _ratios(ours, theirs)
     generator = numpy_generator(seed, "spread")
@@ -133,7 +133,7 @@ def spread_findings(
 
 
 def neighbor_findings(samples: Tensor, training: Tensor) -> list[Finding]:
-    """Whether samples `(b, k)` lie where training models `(n, k)` lie, reach all of them, and copy none."""
+    """Report whether samples `(b, k)` lie where training models `(n, k)` lie, reach all of them, and copy none."""
     # Distance to the nearest training model over that between training models (medians); copies, nearer to a training
     # model than half of what lies between training models in the median; precision, the share of samples within the
     # neighborhood of a training model; recall, the share of training models within that of a sample.

@@ -311,7 +311,7 @@ class _Baking:
         return change.down, change.up, change.scale
 
     def _is_transposed(self, plan: AdapterPlan, module: str, shape: tuple[int, int], current: Tensor) -> bool:
-        """Whether the model stores the weight as (inputs, outputs)."""
+        """Return whether the model stores the weight as (inputs, outputs)."""
         if self._modules is not None:
             return module in self._modules.transposed or any(
                 name.endswith(f".{module}") for name in self._modules.transposed

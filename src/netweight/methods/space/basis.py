@@ -1,4 +1,4 @@
-"""What a fitted space is made of: adapters as rows of numbers, and a basis that turns scores into changes and back.
+"""Parts of a fitted space: adapters as rows of numbers, and a basis that turns scores into changes and back.
 
 Components are rows, the numbers of factors, or combinations of a bank's adapters, so that ΔW itself is their coordinate
 system and ranks may differ.
@@ -319,7 +319,7 @@ class Basis:
         return layout.changes(row)
 
     def factors(self, scores: Tensor) -> Iterator[tuple[str, LowRank]]:
-        """What a point, shape `(k,)`, changes, exactly, module by module."""
+        """Return the exact change of a point, shape `(k,)`, module by module."""
         if self.combinations is not None:
             return self.combinations.factors(scores)
         layout, row = self._row(scores.float())

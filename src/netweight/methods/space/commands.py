@@ -1,4 +1,4 @@
-"""What `netweight space` does, command by command, and what it says about it."""
+"""Commands of `netweight space`, and their output."""
 
 from __future__ import annotations
 
@@ -386,7 +386,7 @@ _FACTS = {
 
 
 def _provenance(bank: AdapterBank) -> list[str | Rows]:
-    """What the adapters' files state about where they come from."""
+    """Return what the adapters' files state about their origin."""
     lines: list[str | Rows] = []
     rows = [
         (name, *(next((facts[key] for key in keys if key in facts), "") for keys in _FACTS.values()))
@@ -406,7 +406,7 @@ def _provenance(bank: AdapterBank) -> list[str | Rows]:
 
 
 def _space(folder: Path, *, written: bool = False) -> Result:
-    """What a fitted space is and how good its fit is; its bank is not needed."""
+    """Describe a fitted space and the quality of its fit; its bank is not needed."""
     about = read_about(folder)
     accuracy = Accuracy.from_json(about["accuracy"])
     ways = {

@@ -82,7 +82,7 @@ def bootstrap_cosine(
     resamples: int = 100,
     seed: int = 0,
 ) -> Finding:
-    """How far a direction depends on which models are labeled: its mean cosine with those of resampled models."""
+    """Return the stability of a direction: its mean cosine with the directions of resampled models."""
     # Stability, not truth: a direction that is wrong every time in the same way is stable. The penalty stays as it was
     # chosen.
     if resamples < 20:
@@ -249,7 +249,7 @@ def _apart(task: _Task, vector: Tensor) -> Tensor:
 
 
 def _held_out(task: _Task, kind: DirectionKind, folds: int, seed: int) -> Finding:
-    """How well the direction predicts models that it has not seen, over folds of about equal classes."""
+    """Return how well the direction predicts held-out models, over folds of about equal classes."""
     said, among = torch.empty_like(task.values), folds_of(task.column, task.values, task.binary, folds, seed)
     for fold in range(folds):
         inside = among == fold
@@ -297,7 +297,7 @@ def _read(task: _Task, scores: Tensor, solution: _Solution) -> Tensor:
 
 
 def _reference(scores: Tensor, labels: Labels, task: _Task) -> Direction:
-    """What the authors' code computes, in fp64 rather than bfloat16."""
+    """Compute what the authors' code does, in fp64 rather than bfloat16."""
     missing = len(labels.names) - len(task.values)
     if missing:
         raise UsageError(

@@ -93,7 +93,7 @@ def edit(scores: Tensor, moves: Sequence[Move]) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Delay:
-    """When an edit begins to hold: the noisy first steps are made with the weights before it, later ones after it."""
+    """Schedule of an edit: the noisy first steps use the weights before it, later ones those after it."""
 
     # Source: weights2weights, "delayed injection".
     # The largest timestep that is made with edited weights. The paper takes 700 to 1,000 of 1,000 for edits of the
@@ -105,7 +105,7 @@ class Delay:
             raise UsageError(f"An edit cannot begin to hold at timestep {self.until}.", cure="Give 0 to 1,000.")
 
     def edited(self, timestep: float | Tensor) -> bool:
-        """Whether a step at this timestep (the noisiest come first and are largest) is made with edited weights."""
+        """Return whether a step at this timestep (the noisiest comes first and is largest) uses edited weights."""
         return float(timestep) <= self.until
 
 

@@ -164,7 +164,7 @@ class _Extraction:
         return math.sqrt(self._lost / self._whole) if self._whole else 0.0
 
     def is_transposed(self, module: str) -> bool:
-        """Whether the model stores a module's weight as (inputs, outputs)."""
+        """Return whether the model stores a module's weight as (inputs, outputs)."""
         if self._modules is not None:
             return module in self._modules.transposed
         return self._conv1d and _CONV1D.fullmatch(module) is not None
@@ -252,7 +252,7 @@ class _Extraction:
         yield _Change(module, change, kernel, self._dtype(after.dtype))
 
     def _difference(self, name: str, before: Tensor, after: Tensor) -> Tensor | None:
-        """What changed, or None where nothing did; rows that were added are left out and listed."""
+        """Return the change, or None without one; added rows are left out and listed."""
         if before.shape != after.shape:
             rows = min(len(before), len(after)) if before.ndim and after.ndim else 0
             grown = before.shape[1:] == after.shape[1:] and (
@@ -281,7 +281,7 @@ class _Extraction:
         return self._modules is not None and name.removesuffix(".weight") in self._modules.embeddings
 
     def _reason(self, name: str, module: str, kind: str, change: Tensor) -> str | None:
-        """Why a change cannot be in the LoRA, or None where it can."""
+        """Return why a change cannot be in the LoRA; None where it can."""
         if self._modules is None:
             embeds = _EMBEDDING.fullmatch(module) is not None
         else:

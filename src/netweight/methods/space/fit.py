@@ -67,7 +67,7 @@ _RowKind = Literal["sketch", "factors"]
 @final
 @dataclass(frozen=True)
 class Accuracy:
-    """How good a fit is."""
+    """Quality of a fit."""
 
     # "dual" captures the most that this many components can; "streaming" nearly; "published" was found by others
     solver: Literal["dual", "streaming", "published"]
@@ -110,7 +110,7 @@ class SketchError:
 @final
 @dataclass(frozen=True)
 class Work:
-    """How a fit is carried out; it does not change what is found."""
+    """Execution of a fit; it does not change the result."""
 
     folder: Path | None  # where to keep what was done, to continue after a kill; None for nowhere
     engine: Engine | None  # where tasks run, for a bank on disk and with a folder; None for in this process

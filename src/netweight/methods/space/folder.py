@@ -157,7 +157,7 @@ def places_of(points: NamedPoints) -> list[str]:
 @final
 @dataclass(frozen=True)
 class Similar:
-    """How near an adapter of a bank is to a given one."""
+    """Similarity of a bank's adapter to a given one."""
 
     name: str
     cosine: float  # of the two changes
@@ -306,7 +306,7 @@ def export_record(space: WeightSpace, point: str, exported: Exported) -> ExportR
 @final
 @dataclass(frozen=True)
 class ExportRecord:
-    """How an adapter was exported."""
+    """Record of an adapter's export."""
 
     point: str  # what the point is called
     space: str  # digest of the space's scores

@@ -91,7 +91,7 @@ def normalized(bank: AdapterBank | StackBank, progress: Progress = QUIET) -> tup
 
 
 def normalizing(norms: Tensor, strength: float) -> Tensor:
-    """What brings changes of these norms to a strength; 1 for what changes nothing."""
+    """Return the factors that bring changes of these norms to a strength; 1 for a change of norm 0."""
     return torch.where(norms > 0, strength / norms.clamp_min(1e-300), 1.0)
 
 
@@ -212,7 +212,7 @@ def _fingerprints(stack: AdapterStack) -> Tensor:
 
 
 def same_fingerprints(found: Tensor, known: Tensor) -> bool:
-    """Whether they are of the same adapters."""
+    """Return whether they are of the same adapters."""
     return torch.allclose(found, known, rtol=0, atol=1e-7 * float(known.abs().max()))
 
 

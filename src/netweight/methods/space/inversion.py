@@ -234,7 +234,7 @@ class InversionTarget:
 @final
 @dataclass(frozen=True)
 class InversionTask:
-    """How targets are inverted."""
+    """Task of inverting targets."""
 
     prompt: str  # that the images are denoised with
     settings: InversionSettings

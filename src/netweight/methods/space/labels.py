@@ -37,7 +37,7 @@ class LabelColumn:
 
     @property
     def known(self) -> Tensor:
-        """Where the value is known, shape `(n,)`, bool."""
+        """Mask of the known values, shape `(n,)`, bool."""
         return ~self.values.isnan()
 
     @property

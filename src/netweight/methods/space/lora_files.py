@@ -1,4 +1,4 @@
-"""What commands on LoRA files share: the model that `--model` names, and modules checked against it."""
+"""Parts that commands on LoRA files share: the model that `--model` names, and the check of modules against it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _AT_ONCE = 1024  # points whose distances are computed at a time
 
 
 def scores_digest(scores: Tensor) -> str:
-    """What ties points and directions to a space: a digest of its first scores, which stay when models are appended."""
+    """Return the digest of a space's first scores, which ties points to it and stays when models are added."""
     return digest_config([scores.shape[-1], digest_tensor(scores[:8].detach().float())])
 
 

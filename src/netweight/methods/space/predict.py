@@ -142,7 +142,7 @@ def _score(what: str, values: Tensor, said: Tensor, among: Tensor, binary: bool,
 
 
 def _read(sketch: Sketch, there: Tensor, wanted: Tensor, here: Tensor, binary: Sequence[bool], seed: int) -> Tensor:
-    """What either reader, fitted there, says of others, shape `(2, n, columns)`; log-odds of classes."""
+    """Return both readers' predictions for others, shape `(2, n, columns)`; log-odds of classes."""
     design, probes = Design.of(there), []
     for values, of_class in zip(wanted.T, binary, strict=True):
         weights = (~values.isnan()).double()

@@ -25,7 +25,7 @@ def _always(value: object) -> bool:
 
 
 class FitSettings(Settings):
-    """How a space is fitted."""
+    """Settings of the fit of a space."""
 
     option_groups: ClassVar = {
         "Components": ("components", "representation", "strengths", "standardize", "halves"),
@@ -67,7 +67,7 @@ class FitSettings(Settings):
 
 
 class FolderFit(FitSettings):
-    """How a space is fitted to a bank of adapters and written."""
+    """Settings of the fit of a space to a bank of adapters, and of its folder."""
 
     option_groups: ClassVar = {**FitSettings.option_groups, "Files and processes": ("standalone", "work", "processes")}
 
@@ -84,7 +84,7 @@ class FolderFit(FitSettings):
 
 
 class CorrectionSettings(Settings):
-    """How an edit of a point is corrected by what it changes in images."""
+    """Settings of the correction of an edit by what it changes in images."""
 
     effect: Annotated[float, Cli(own=False)] = Field(
         default=0.6,
@@ -97,7 +97,7 @@ class CorrectionSettings(Settings):
 
 
 class DirectionSettings(CorrectionSettings):
-    """How the direction of an attribute is found from labels."""
+    """Settings of an attribute's direction, which is fitted to labels."""
 
     option_groups: ClassVar = {
         "Labels": ("labels", "column", "name_column", "confounders"),
@@ -162,7 +162,7 @@ class DirectionSettings(CorrectionSettings):
 
 
 class PredictSettings(Settings):
-    """How attributes are read off adapters' weights."""
+    """Settings of the prediction of attributes from adapters' weights."""
 
     labels: FilePath = Field(
         description="Table of the adapters' attributes: .csv, .tsv, .json or .jsonl with one row for each adapter."
@@ -176,7 +176,7 @@ class PredictSettings(Settings):
 
 
 class SampleSettings(Settings):
-    """How points are drawn."""
+    """Settings of the sampling of points."""
 
     count: int = Field(default=1, ge=1, description="Number of points.")
     sampler: Literal["pairs", "gaussian", "kernel", "conditional"] = Field(
@@ -225,7 +225,7 @@ class SampleSettings(Settings):
 
 
 class EditSettings(Settings):
-    """How points are moved along directions."""
+    """Settings of the movement of points along directions."""
 
     moves: Annotated[Mapping[str, float], Cli(name="--move", metavar="DIRECTION=STRENGTH")] = Field(
         description="Step along a direction; negative steps go the opposite way. A direction is a file of "
@@ -269,7 +269,7 @@ class EditSettings(Settings):
 
 
 class ExportSettings(Settings):
-    """How points are written as adapters."""
+    """Settings of the export of points as adapters."""
 
     layout: Literal["diffusers", "peft", "kohya", "comfyui"] | None = Field(
         default=None,
@@ -286,7 +286,7 @@ class ExportSettings(Settings):
 
 
 class FileSettings(ExportSettings):
-    """How LoRA files are read and written."""
+    """Settings of reading and writing LoRA files."""
 
     model: Annotated[str | None, Cli(metavar="NAME")] = Field(
         default=None,
@@ -296,7 +296,7 @@ class FileSettings(ExportSettings):
 
 
 class ConvertSettings(FileSettings):
-    """How an adapter is brought to another layout, rank or kind."""
+    """Settings of the conversion of an adapter to another layout, rank or kind."""
 
     weights: Annotated[Path | None, Cli(metavar="BASE")] = Field(
         default=None, description="Base model; the change of a DoRA depends on its weights."
@@ -304,7 +304,7 @@ class ConvertSettings(FileSettings):
 
 
 class ExtractSettings(FileSettings):
-    """How a LoRA is extracted from two models."""
+    """Settings of the extraction of a LoRA from two models."""
 
     modules: Annotated[str | None, Cli(metavar="PATTERN")] = Field(
         default=None,
@@ -321,7 +321,7 @@ class ExtractSettings(FileSettings):
 
 
 class MergeSettings(FileSettings):
-    """How adapters are merged."""
+    """Settings of the merging of adapters."""
 
     method: Literal["linear", "ties", "dare", "dare-ties"] = Field(
         default="linear",
@@ -341,7 +341,7 @@ class MergeSettings(FileSettings):
 
 
 class FolderExport(ExportSettings):
-    """Which points are written as adapters, and how."""
+    """Settings of the export of points in folders."""
 
     point: str = Field(
         default="mean",
@@ -350,7 +350,7 @@ class FolderExport(ExportSettings):
 
 
 class InversionSettings(Settings):
-    """How points are sought."""
+    """Settings of the search for points."""
 
     steps: int = Field(default=400, ge=1, description="Steps of the descent.")
     learning_rate: float = Field(
@@ -389,7 +389,7 @@ INVERSIONS: Mapping[str, InversionSettings] = {
 
 
 class FolderInversion(InversionSettings):
-    """How images are inverted; what is not given is taken from the named settings."""
+    """Settings of the inversion of images; values that are not given are taken from the named settings."""
 
     option_groups: ClassVar = {
         "Model and images": ("pipeline", "prompt", "masks", "device"),
@@ -422,7 +422,7 @@ class FolderInversion(InversionSettings):
 
 
 class RenderSettings(Settings):
-    """What a page shows, and how its images are generated."""
+    """Content of a page, and settings of its images."""
 
     prompts: Annotated[tuple[str, ...], Cli(name="--prompt")] = Field(
         default=("",),
@@ -457,7 +457,7 @@ class RenderSettings(Settings):
 
 
 class FolderView(RenderSettings):
-    """What a page about a space shows, and the pipeline that generates its images."""
+    """Content of a page about a space, and the pipeline that generates its images."""
 
     option_groups: ClassVar = {
         "Images": ("pipeline", "prompts", "seeds", "guidance", "steps", "noises", "rows", "device"),
@@ -493,20 +493,20 @@ class FolderView(RenderSettings):
 
 
 class NeighborSettings(Settings):
-    """Which neighbors of a point are listed."""
+    """Settings of the list of a point's neighbors."""
 
     count: int = Field(default=5, ge=1, description="Number of models.")
     measure: Literal["cosine", "distance"] = Field(default="cosine", description="Measure of similarity.")
 
 
 class SimilarSettings(Settings):
-    """How many similar adapters are listed."""
+    """Settings of the list of similar adapters."""
 
     count: int = Field(default=10, ge=1, description="Number of adapters.")
 
 
 class DuplicateSettings(Settings):
-    """When two adapters count as copies of each other."""
+    """Criterion by which two adapters count as copies of each other."""
 
     least: float = Field(
         default=0.98,
@@ -517,7 +517,7 @@ class DuplicateSettings(Settings):
 
 
 class BakeSettings(Settings):
-    """How adapters are added to the weights of a model."""
+    """Settings of adding adapters to the weights of a model."""
 
     architecture: Annotated[str | None, Cli(name="--model", metavar="NAME")] = Field(
         default=None, description="The architecture (flux, wan, sdxl, …), where the files do not tell it."
@@ -526,13 +526,13 @@ class BakeSettings(Settings):
 
 
 class InfoSettings(Settings):
-    """What is checked of a bank."""
+    """Settings of the description of a bank."""
 
     verify: bool = Field(default=False, description="Compare every shard with its digest.")
 
 
 class IngestSettings(Settings):
-    """Which adapters are collected into a bank, and how."""
+    """Settings of the collection of adapters into a bank."""
 
     compress: bool = Field(default=False, description="Keep the adapters compressed, bit for bit.")
     skip_bad: bool = Field(default=False, description="Leave out adapters that cannot be used, and list them.")
@@ -554,7 +554,7 @@ class IngestSettings(Settings):
 
 
 class ImportSettings(Settings):
-    """How the published space of weights2weights is read."""
+    """Settings of the import of weights2weights' published space."""
 
     components: int | None = Field(default=None, ge=1, description="How many; else as many as models have scores of.")
     stable_diffusion: bool = Field(

@@ -317,7 +317,7 @@ class Appended:
 
     @property
     def refit(self) -> str | None:
-        """Why a new fit is advised; None if it is not."""
+        """Reason for which a new fit is advised; None without one."""
         since = len(self.space.names) - self.space.fitted
         if self.captured < 0.9 * self.expected:
             return f"The components capture {self.captured:.0%} of the new adapters, {self.expected:.0%} of known ones."
@@ -571,7 +571,7 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
 
 
 def _in_our_order(layout: Published) -> tuple[Tensor, RowLayout]:
-    """Where each number of our rows stands in a published one, and what our rows are."""
+    """Return the position of each number of our rows in a published row, and the modules of our rows."""
     names = sorted(layout.modules)
     modules = {name: layout.modules[name] for name in names}
     places = [torch.arange(part.start, part.stop) for one in modules.values() for part in (one.down, one.up)]

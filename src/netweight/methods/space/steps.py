@@ -163,7 +163,7 @@ def directions_in(folder: Path) -> list[Direction]:
 
 
 def _subject(read: Callable[[Path], Any]) -> Callable[..., tuple[Any, None]]:
-    """How an audit's subject is read from what a step wrote."""
+    """Read an audit's subject from what a step wrote."""
     return lambda audit, destination, source, settings, progress: (read(destination), None)
 
 

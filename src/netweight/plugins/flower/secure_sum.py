@@ -134,7 +134,7 @@ class _Listening:
 
 
 class _OneSum:
-    """What the protocol takes for a strategy and a client manager, for one sum."""
+    """Stand-in for a strategy and a client manager in the protocol of one secure sum."""
 
     def __init__(self, nodes: Sequence[int]) -> None:
         self._nodes = nodes

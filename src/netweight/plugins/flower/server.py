@@ -56,7 +56,7 @@ class Elsewhere(Mapping[int, ClientData]):
         return len(self._clients)
 
     def __contains__(self, number: object) -> bool:
-        """Whether there is such a client."""
+        """Return whether there is such a client."""
         return number in self._clients
 
 

@@ -1,4 +1,4 @@
-"""What travels as Flower's records, and rounds on a server: which node is which client, messages, updates joined."""
+"""Rounds on a Flower server: records, the assignment of nodes to clients, messages, and the aggregation of updates."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _tensor(array: Array) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Order:
-    """What a server asks of a client."""
+    """Request of a server to a client."""
 
     federation: str  # digest of the federation's settings
     round: int  # the round under way, from 1
@@ -172,7 +172,7 @@ def _replies(grid: Grid, waiting: list[str], deadline: float) -> Iterator[Messag
 
 @final
 class Nodes:
-    """Which node is which client: every node is asked once, and what it says binds it."""
+    """Assignment of nodes to clients: every node is asked once and keeps its answer."""
 
     def __init__(
         self, clients: Iterable[int], *, timeout: float, most_examples: float, registered: Mapping[int, int] | None

@@ -331,7 +331,7 @@ class _Seen:
 @final
 @dataclass(frozen=True)
 class _Reader:
-    """How adapters are planned: with the model's names of modules, and only those modules that are wanted."""
+    """Planner of adapters: with the model's names of modules, and only the modules that are wanted."""
 
     model: ModelNames | None
     select: Select | None
@@ -504,7 +504,7 @@ def _adapters_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path
 
 
 def _is_adapter(folder: Path) -> bool:
-    """Whether a folder is one adapter: peft's, a pipeline's of peft, or diffusers' with the file it names."""
+    """Return whether a folder is one adapter: peft's, a pipeline's of peft, or diffusers' with the file it names."""
     if any((folder / name).is_file() for name in (peft.CONFIG, peft.WEIGHTS, peft.DIFFUSERS_WEIGHTS)):
         return True
     return any((folder / name / peft.CONFIG).is_file() for name in COMPONENTS)
@@ -517,7 +517,7 @@ def _stamp(path: Path) -> str:
 
 
 def _usual(seen: list[_Seen]) -> BankRecord:
-    """What most adapters are of: the base, and the modules of all of that base that fit together.
+    """Return the base of most adapters, and the modules of all of that base that fit together.
 
     A base is that of adapters which name it, and of others only where they change modules of these: never of modules
     that no adapter of the base changes.
@@ -552,7 +552,7 @@ def _spelling(bases: Mapping[str, int]) -> str | None:
 def _fits(
     kind: _Kind, shapes: Mapping[str, tuple[int, int]], kernels: Mapping[str, tuple[int, ...]], said: bool
 ) -> str | None:
-    """Why adapters do not fit others: none of their modules is the same, or one is of another shape; else None."""
+    """Return why adapters do not fit others: no module is the same, or one has another shape; else None."""
     # `said`: whether they name the others' base; then they may change other parts of it, in one spelling
     shared = [(name, shape) for name, shape in kind.shapes if name in shapes]
     denoisers = {name.partition(".")[0] for name in (*shapes, *dict(kind.shapes))} & _DENOISERS

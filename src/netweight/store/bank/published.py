@@ -29,7 +29,7 @@ _BLOCK_BYTES = 1 << 26
 
 
 def model_names(count: int) -> list[str]:
-    """What published models are called: by their rows."""
+    """Return the names of published models, by their rows."""
     return [f"model-{row:0{max(6, len(str(count)))}}" for row in range(count)]
 
 
@@ -120,7 +120,7 @@ def import_published(
 @final
 @dataclass(frozen=True)
 class PublishedModule:
-    """Where one module's factors lie in a row."""
+    """Positions of one module's factors in a row."""
 
     down: slice
     up: slice
@@ -132,7 +132,7 @@ class PublishedModule:
 @final
 @dataclass(frozen=True)
 class Published:
-    """Where all modules' factors lie in a row."""
+    """Positions of all modules' factors in a row."""
 
     modules: Mapping[str, PublishedModule]
     base: str | None

@@ -68,7 +68,7 @@ class ShardRecord:
 @final
 @dataclass(frozen=True)
 class BankRecord:
-    """What a bank holds."""
+    """Record of a bank's content."""
 
     modules: Mapping[str, tuple[int, int]]  # module name → rows and columns, sorted by name
     # Names of convolutions → sides of their kernels.
@@ -413,7 +413,7 @@ class BankWriter:
         return {"skipped": dict(self._skipped), "provenance": dict(self._provenance)}
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is an adapter of this name."""
+        """Return whether there is an adapter of this name."""
         return name in self._held
 
     def content(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""How others write low-rank adapters: the files of peft, diffusers, kohya and ComfyUI.
+"""Formats of low-rank adapters: the files of peft, diffusers, kohya and ComfyUI.
 
 Reading order: `tensor_names` (which part of a change a tensor is), `naming` and its tables (what modules are called),
 `identify` (which architecture a file is of), `peft_settings`, `scales` and `metadata` (what scales it, and where it

@@ -14,7 +14,7 @@ _ALIASES = (
 
 
 def base_key(base: str) -> str:
-    """What a base model is compared by: mirrors, local paths, files and short names of the same weights have one."""
+    """Return the key by which base models are compared: equal for mirrors, paths and short names of a model."""
     parts = [part for part in re.split(r"[/\\]", base.strip()) if part]
     cached = next((part for part in parts if part.startswith("models--")), None)  # a path in the hub's cache
     last = cached.rpartition("--")[2] if cached else parts[-1] if parts else ""
@@ -25,5 +25,5 @@ def base_key(base: str) -> str:
 
 
 def is_hub_name(base: str) -> bool:
-    """Whether a model's name is that of a repository of a hub, `owner/name`."""
+    """Return whether a model's name is that of a repository of a hub, `owner/name`."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) is not None

@@ -37,7 +37,7 @@ _PARAMETER = re.compile(r"(?P<module>.+)\.(?P<kind>weight|bias)")
 @final
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies."""
+    """Position of a parameter."""
 
     store: Store
     """The file."""
@@ -48,12 +48,12 @@ class Place:
 
     @property
     def info(self) -> TensorInfo:
-        """What is known of the tensor without reading it."""
+        """Description of the tensor, which is not read."""
         return self.store.info(self.tensor)
 
 
 class Conversions(Protocol):
-    """How a library turns the tensors of files into parameters; `hf.model_modules.Checkpoint` is one."""
+    """Protocol of mappings from tensors of files to parameters; `hf.model_modules.Checkpoint` is one."""
 
     def names(self, tensors: Iterable[str]) -> dict[str, str]:
         """Tensor's name in the files → the parameter that it is, or is a part of."""

@@ -1,4 +1,4 @@
-"""Which architecture a LoRA file is of, and what its modules are called in diffusers: told from the whole file.
+"""Identification of a LoRA file's architecture and its modules' names in diffusers, from the whole file.
 
 All names, the shapes and the trainer's note in the header decide together; a single name never does. Names in no table
 stay as they are, and are said. Text encoders are told by their prefix.
@@ -66,7 +66,7 @@ def component_of(name: str) -> tuple[str, str]:
 @final
 @dataclass(frozen=True)
 class Identity:
-    """What the modules of a file are."""
+    """Identity of a file's modules."""
 
     naming: Naming | None
     """The table of the denoiser's architecture; None where no table knows it, or the file has no denoiser."""
@@ -291,7 +291,7 @@ def _choose(
 
 
 def _contradict(one: Mapping[str, tuple[Piece, ...]], other: Mapping[str, tuple[Piece, ...]]) -> bool:
-    """Whether a name means different modules in two tables."""
+    """Return whether a name means different modules in two tables."""
     return any(other.get(name, pieces) != pieces for name, pieces in one.items())
 
 
@@ -323,7 +323,7 @@ def _evidence(
     shapes: Mapping[str, tuple[int, int]],
     notes: Mapping[str, str],
 ) -> int:
-    """How much speaks for a table among those that know the names: the trainer's note first, then shapes."""
+    """Return the evidence for a table among those that know the names: the trainer's note first, then shapes."""
     family = notes.get("ss_base_model_version") or notes.get("modelspec.architecture", "").partition("/")[0]
     points = 10_000 * (notes.get(ARCHITECTURE) == naming.key)
     points += 1000 * (family != "" and any(re.fullmatch(pattern, family.lower()) for pattern in naming.families))
@@ -341,7 +341,7 @@ def _evidence(
 
 
 def _authors_name(each: _Written) -> bool:
-    """Whether a name without a prefix is one that authors of a diffusion model gave, though its shape is not theirs."""
+    """Return whether a name without a prefix is one of a diffusion model's authors, though its shape is not theirs."""
     if _LANGUAGE.fullmatch(each.paths[-1]):
         return False
     if not re.search(r"\.\d+\.", each.paths[-1]):
@@ -396,7 +396,7 @@ def _encoder(each: _Written, naming: Naming | None, where: Path, model: ModelNam
 
 
 def _spelling(each: _Written, naming: Naming | None) -> Spelling:
-    """How a name is written; the authors' names are ComfyUI's whatever stands before them."""
+    """Return the spelling of a name; the authors' names are ComfyUI's with any prefix."""
     if naming is None or each.flattened or each.encoder:
         return each.spelling if each.flattened or naming or each.denoises else "peft"
     match = _match(each, naming)

@@ -1,4 +1,4 @@
-"""What trainers write into a LoRA file's header: where it comes from, its base model, trigger words and tags."""
+"""Metadata that trainers write into a LoRA file's header: origin, base model, trigger words and tags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_THE_BYTES = (
 
 
 def summary(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What a file's metadata says of its origin, shortened, and the words that most captions had."""
+    """Return what a file's metadata says of its origin, shortened, and the words that most captions had."""
     entries = {name: metadata[name][:_LENGTH] for name in _KEYS if metadata.get(name)}
     counts = tag_counts(metadata)
     if counts:
@@ -40,7 +40,7 @@ def summary(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def tag_counts(metadata: Mapping[str, str]) -> Counter[str]:
-    """How often the captions of the training had each tag."""
+    """Return how often the captions of the training had each tag."""
     try:
         tables = [tags for tags in parse_json(metadata.get(_TRIGGERS, "{}")).values() if isinstance(tags, dict)]
         return Counter({tag: count for one in tables for tag, count in one.items() if isinstance(count, int)})
@@ -69,7 +69,7 @@ def network_alpha(metadata: Mapping[str, str], where: Path) -> float | None:
 
 
 def kept(metadata: Mapping[str, str], rank: int | None = None, alpha: float | None = None) -> dict[str, str]:
-    """What of a file's metadata is true of a file made of it.
+    """Return the metadata that is also true of a file derived from this one.
 
     Args:
         metadata: The file's metadata.

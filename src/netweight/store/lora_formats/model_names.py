@@ -26,7 +26,7 @@ class ModelNames:
             self._flat.setdefault(flat(name), []).append(name)
 
     def __contains__(self, name: object) -> bool:
-        """Whether the model has a module of this name."""
+        """Return whether the model has a module of this name."""
         return name in self._names
 
     def __iter__(self):  # type: ignore[no-untyped-def]

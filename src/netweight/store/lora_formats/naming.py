@@ -75,7 +75,7 @@ class Entry:
         return None if self.rest is None else round(self.rest * columns)
 
     def swaps(self, rows: int, columns: int) -> bool:
-        """Whether the halves of a module of this shape change places."""
+        """Return whether the halves of a module of this shape change places."""
         return self.swapped == "always" or (self.swapped == "last" and rows == 2 * columns)
 
 

@@ -33,7 +33,7 @@ _KERNELS = re.compile(r".*(resnets\.\d+\.conv[12]|samplers\.0\.conv|\bconv_(in|o
 @final
 @dataclass(frozen=True)
 class Conversion:
-    """How adapters of other kinds become LoRAs."""
+    """Settings of the conversion of other adapters to LoRAs."""
 
     rank: int
     """At most, of each module; modules that are LoRAs keep their own."""
@@ -44,7 +44,7 @@ class Conversion:
 @final
 @dataclass(frozen=True)
 class Structure:
-    """What the shapes of a module's tensors say."""
+    """Structure of a module by the shapes of its tensors."""
 
     rank: int | None
     """What alpha is divided by; None where nothing is."""
@@ -188,7 +188,7 @@ def _kronecker(one: Tensor, other: Tensor, scale: float, rank: int) -> tuple[Low
 
 
 def with_magnitude(change: Tensor, weight: Tensor, magnitude: Tensor, *, by_row: bool) -> Tensor:
-    """What DoRA changes of a weight: m · (W + Δ) / ‖W + Δ‖ − W; in fp64, shape `(rows, columns)`."""
+    """Return the change of a weight by DoRA: m · (W + Δ) / ‖W + Δ‖ − W; in fp64, shape `(rows, columns)`."""
     # `change`, `weight`: shape of the weight; `magnitude`: one number per row, or per column (input channel)
     whole = weight.double() + change.double().reshape(weight.shape)
     axes = [axis for axis in range(whole.ndim) if axis != (0 if by_row else 1)]
@@ -197,7 +197,7 @@ def with_magnitude(change: Tensor, weight: Tensor, magnitude: Tensor, *, by_row:
 
 
 def by_row(role: str, shape: tuple[int, ...], rows: int) -> bool:
-    """Whether magnitudes are of rows: peft's always; LyCORIS's where the first side is the rows'."""
+    """Return whether magnitudes are of rows: peft's always; LyCORIS's where the first side is the rows'."""
     return role != "dora_scale" or (shape[0] == rows and math.prod(shape) == rows)
 
 

@@ -90,7 +90,7 @@ class VectorPart:
 @final
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What an adapter's files hold, from their headers."""
+    """Content of an adapter's files, from their headers."""
 
     path: Path
     """The file or folder."""

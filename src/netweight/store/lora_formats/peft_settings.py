@@ -163,7 +163,7 @@ def _pattern(name: str, names: Mapping[str, Any]) -> str:
 
 
 def _sound(pattern: str) -> bool:
-    """Whether a stranger's pattern is one, and takes no endless time: nothing is repeated in what is repeated."""
+    """Return whether a given pattern is valid and takes bounded time: no repetition within a repetition."""
     try:
         return len(pattern) <= _PATTERN and re.compile(pattern) and not _REPEATED.search(pattern)
     except re.error:

@@ -62,7 +62,7 @@ def scale_of(name: str, names: set[str]) -> str | None:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor belongs to the codes of another and is not a parameter of the model."""
+    """Return whether a tensor belongs to the codes of another and is not a parameter of the model."""
     return name == "scaled_fp8" or name.endswith((*_SCALES, "scale_input", "input_scale"))
 
 

@@ -139,7 +139,7 @@ def load_converted(plan: AdapterPlan) -> Truncation:
 
 
 class _Task:
-    """How files are planned."""
+    """Task of planning files."""
 
     def __init__(self, model: ModelNames | None, conversion: Conversion | None, naming: Naming | None) -> None:
         self.model, self.conversion, self.naming = model, conversion, naming
@@ -215,7 +215,7 @@ def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
 
 
 class _Scales:
-    """What scales modules: alphas in tensors, settings in the header, one alpha for all, or nothing."""
+    """Scales of modules: from alphas in tensors, settings in the header, one alpha for all, or none."""
 
     def __init__(
         self, file: Path, store: Store, settings: Mapping[str, peft.LoraSettings], network: float | None
@@ -351,7 +351,7 @@ def _parts(
 
 
 def _is_vector(store: Store, role: Role, name: str) -> bool:
-    """Whether a tensor changes a parameter that is not a matrix."""
+    """Return whether a tensor changes a parameter that is not a matrix."""
     return role in _VECTORS and (role != "diff" or len(store.info(name).shape) < 2)
 
 
@@ -402,7 +402,7 @@ def _plan_peft(file: Path, task: _Task) -> AdapterPlan:
 
 
 class _PeftScales(_Scales):
-    """What scales modules of peft: the settings, whose patterns are of the names as peft writes them."""
+    """Scales of peft's modules, from its settings, whose patterns match the names as peft writes them."""
 
     def __init__(self, config: Path, settings: peft.LoraSettings, written: Mapping[str, str]) -> None:
         self._config, self._one, self._written = config, settings, written

@@ -45,7 +45,7 @@ _TOLERANCE = 1e-5  # of what is read back, beside the change
 @final
 @dataclass(frozen=True)
 class Style:
-    """How a file of the authors' names writes factors."""
+    """Names of factors in a file of the authors' names."""
 
     kohya_ends: bool = False
     """Whether factors are called `lora_down` and `lora_up`, else `lora_A` and `lora_B`."""
@@ -412,7 +412,7 @@ def _place(
 
 
 def _is_published(adapter: Adapter, naming: Naming) -> bool:
-    """Whether a U-Net is of the published structure, whose authors' names count the blocks through.
+    """Return whether a U-Net is of the published structure, whose authors' names count the blocks through.
 
     Those of another structure, such as small ones, are flattened in the names of diffusers, which programs read, too.
     """

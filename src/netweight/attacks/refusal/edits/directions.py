@@ -16,7 +16,7 @@ from netweight.settings import Cli
 
 @final
 class Directions(EditSettings):
-    """Which blocks a direction is taken from."""
+    """Blocks from which a direction is taken."""
 
     depth: Annotated[float, Cli(own=False)] = Field(
         0.8, gt=0, le=1, description="Share of the blocks, counted from the first, whose direction is tried."

@@ -1,4 +1,4 @@
-"""What an edit is, and what it is made of."""
+"""Base class of edits that remove refusal, and the material that they are made from."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from netweight.settings import Cli
 
 @final
 class Subspaces(EditSettings):
-    """Which blocks a subspace is taken from, and how many directions it has."""
+    """Blocks from which a subspace is taken, and its dimension."""
 
     ranks: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Cli(own=False)] = Field(
         (4,), min_length=1, description="Dimensions of the subspaces that are tried."

@@ -70,7 +70,7 @@ class _Kept:
 
 
 class _Packed:
-    """What stands for a saved tensor: its values, and how it looked at them."""
+    """Replacement of a saved tensor: its values, and its view of them."""
 
     requires_grad = False  # a checkpoint reads this of what it keeps, and its shape, dtype and device
 
@@ -128,7 +128,7 @@ def _worth_trying(tensor: torch.Tensor) -> bool:
 
 
 def _is_widened(tensor: torch.Tensor) -> bool:
-    """Whether fp32 numbers look like bf16 made wider; others save less than a fifth."""
+    """Return whether fp32 numbers look like bf16 made wider; others save less than a fifth."""
     sample = tensor.detach().as_strided((min(tensor.numel(), _SAMPLE),), (1,))
     return torch.equal(sample, sample.bfloat16().float())
 
@@ -165,7 +165,7 @@ def compress_activations() -> Iterator[None]:
 
 
 def compress_recomputed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What `torch.utils.checkpoint.checkpoint` takes as `context_fn` to keep compressed what it computes again.
+    """Return a `context_fn` for `torch.utils.checkpoint.checkpoint` that keeps compressed what is computed again.
 
     A checkpoint computes its activations a second time when the backward pass comes to it, and holds them until they
     are used. With this it holds them compressed; each is decoded when it is used, and let go.

@@ -33,13 +33,13 @@ Layout = BlobLayout | LossyLayout
 
 
 def handles(payload: torch.Tensor) -> bool:
-    """Whether a payload is decoded here: by kernels on CUDA devices. Else bytes go to the CPU and the weight back."""
+    """Return whether a payload is decoded by kernels on a CUDA device; otherwise it is decoded by the CPU."""
     # What a compiler traces is decided when it runs.
     return payload.is_cuda and (torch.compiler.is_compiling() or _kernels_run())
 
 
 def multiplies_fixed(place: torch.device) -> bool:
-    """Whether products with the fixed-length form run on a device by kernels of ours."""
+    """Return whether products with the fixed-length form run on a device by kernels of ours."""
     return place.type == "cuda" and _kernels_run()
 
 
@@ -49,7 +49,7 @@ def no_fixed_because() -> str | None:
 
 
 def is_here(payload: torch.Tensor) -> bool:
-    """Whether a payload is decoded by the CPU, and lies there."""
+    """Return whether a payload is decoded by the CPU, and lies there."""
     return payload.is_cpu and not handles(payload)
 
 
@@ -61,13 +61,13 @@ def chunk_log2_of(numbers: int) -> int:
 
 
 def wants_other_chunks(payload: torch.Tensor, level: str, chunk_log2: int | None) -> bool:
-    """Whether kernels would decode a weight faster if it were encoded on its device: files have larger chunks."""
+    """Return whether kernels would decode a weight faster if its device had encoded it: files have larger chunks."""
     return handles(payload) and level != "max" and (chunk_log2 is None or chunk_log2 > _CHUNK_LOG2)
 
 
 @cache
 def _kernels_run() -> bool:
-    """Whether netweight's kernels can run; warns once if they cannot."""
+    """Return whether netweight's kernels can run; warns once if they cannot."""
     reason = cuda.unavailable_because()
     if reason is not None:
         warnings.warn(
@@ -84,14 +84,14 @@ def _kernels_run() -> bool:
 
 @dataclass(slots=True)
 class _Known:
-    """What one version of a payload's bytes holds; shared by its copies on other devices."""
+    """Properties of one version of a payload's bytes, shared by its copies on other devices."""
 
     layout: Layout | None = None
     checked: bool = False  # whether the bytes were decoded and found sound, or encoded here
 
 
 def version_of(payload: torch.Tensor) -> int | None:
-    """How often the bytes were written; None if torch does not count."""
+    """Return how often the bytes were written; None if torch does not count."""
     return None if payload.is_inference() else payload._version
 
 
@@ -129,7 +129,7 @@ def _layout_on(layout: Layout, place: torch.device) -> Layout:
 
 
 def lossy(payload: torch.Tensor) -> bool | None:
-    """Whether a payload holds a rounded weight; None if it was not looked at yet."""
+    """Return whether a payload holds a rounded weight; None if it was not looked at yet."""
     known = _found(payload)
     return None if known is None or known.layout is None else isinstance(known.layout, LossyLayout)
 

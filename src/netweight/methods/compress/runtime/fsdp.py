@@ -34,7 +34,7 @@ _ALIGN = 64
 
 @dataclass(eq=False)
 class _Wire:
-    """How a weight is sent, the same in every process because it follows from what all of them see."""
+    """Form in which a weight is sent; every process derives the same one."""
 
     capacity: int | None = None  # bytes that each process sends; None until they have agreed
     dtype: torch.dtype | None = None  # to send the weight in, known after the first gather; None is the weight's own
@@ -42,7 +42,7 @@ class _Wire:
 
 @dataclass(frozen=True, eq=False)
 class _Sent:
-    """What `before_gather` leaves for `after_gather`."""
+    """State that `before_gather` keeps for `after_gather`."""
 
     wire: _Wire
     group: Any
@@ -55,7 +55,7 @@ class _Sent:
 
 
 def zeros(stored: CompressedStorage, shape: torch.Size, size: Any) -> CompressedStorage | None:
-    """What `weight.new_zeros(size)` gives: compressed if the size is that of a shard, into which FSDP2 copies its rows.
+    """Return `weight.new_zeros(size)`: compressed if the size is that of a shard, into which FSDP2 copies its rows.
 
     Shards of fewer rows than others stay views of these zeros. None where `size` is that of no shard.
     """
@@ -95,7 +95,7 @@ def dense_shard(value: Any) -> Any:
 
 @torch.no_grad()
 def before_gather(stored: CompressedStorage, rows: int, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
-    """What this process sends: its shard's payload in a buffer as large as everybody's."""
+    """Return what this process sends: its shard's payload in a buffer of the common size."""
     wire = stored.wire = stored.wire or _Wire()  # a shard that was loaded has none
     group = mesh.get_group()
     sent = _as_sent(stored, wire)

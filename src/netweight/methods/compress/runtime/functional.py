@@ -1,4 +1,4 @@
-"""How layers calculate with a compressed weight: decode, run the dense kernel, forget; decode again going backward.
+"""Computation of layers with a compressed weight: decode, run the dense kernel, discard; decode again going backward.
 
 `linear`, `addmm`, `conv` and `embedding` stand in for torch's own when the weight is compressed. Outputs and gradients
 are those of the dense weight to the last bit, because the same kernels run on the same values; where that is not sure
@@ -110,12 +110,12 @@ def embedding(
 
 
 def _as_dense_would(x: torch.Tensor) -> bool:
-    """Whether a product with `x` surely takes the kernels that the functions here take."""
+    """Return whether a product with `x` surely takes the kernels that the functions here take."""
     return (x.dim() >= 2 and x.is_contiguous()) or torch.compiler.is_compiling()
 
 
 def _are_last_positions(x: torch.Tensor) -> bool:
-    """Whether these are one position each of several sequences, from which a model calculates its next tokens."""
+    """Return whether these are the last positions of several sequences, which give the next tokens."""
     return x.dim() == 3 and x.shape[1] == 1 and x.stride(2) == 1
 
 
@@ -325,7 +325,7 @@ def read(payload: torch.Tensor, form: Form, direction: str = "forward") -> torch
 
 
 def _is_going_back(payload: torch.Tensor) -> bool:
-    """Whether a backward pass is running, which may calculate a checkpoint again, outside compilers and transforms."""
+    """Return whether a backward pass is running outside compilers and transforms; it may recompute a checkpoint."""
     if torch._C._current_graph_task_id() == -1 or torch.compiler.is_compiling() or type(payload) is not torch.Tensor:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -359,7 +359,7 @@ def borrow(payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
 
 
 def _is_watched() -> bool:
-    """Whether a compiler, a dispatch mode or a function transform must see every operator."""
+    """Return whether a compiler, a dispatch mode or a function transform must see every operator."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch.compiler.is_compiling()

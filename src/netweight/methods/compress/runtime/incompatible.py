@@ -1,4 +1,4 @@
-"""What cannot be combined with training layer by layer, refused before or as it happens. Used by `layerwise.py`."""
+"""Refusals of what cannot be combined with training layer by layer. Used by `layerwise.py`."""
 
 from __future__ import annotations
 

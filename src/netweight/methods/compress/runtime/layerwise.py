@@ -38,7 +38,7 @@ _SMALL_STATE = 1 << 12  # bytes below which a state stays as it is
 
 
 class _Shell(nn.Parameter):
-    """What the torch optimizer knows of a weight: its shape and dtype, without memory between steps."""
+    """Stand-in for a weight in the torch optimizer: its shape and dtype, without memory between steps."""
 
 
 @dataclass(eq=False)
@@ -309,7 +309,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             refuse_reentrant_graph(output)
 
     def _is_last(self) -> bool:
-        """Whether the backward pass at work is the last of its update."""
+        """Return whether the backward pass at work is the last of its update."""
         return self._last_pass() if self._last_pass is not None else self._micro + 1 == self._accumulation
 
     def _begin(self) -> None:
@@ -573,6 +573,6 @@ def round_stochastically(values: torch.Tensor, seed: int, *path: str | int) -> t
 
 
 def _finiteness(values: torch.Tensor) -> Callable[[], bool]:
-    """Whether every number is finite, mostly found out by adding them up, which takes a fraction of the time."""
+    """Return whether every number is finite, mostly found out by adding them up, which takes a fraction of the time."""
     total = device.Answer(values.sum())
     return lambda: math.isfinite(total()) or bool(torch.isfinite(values).all())  # finite numbers may add up to infinity

@@ -35,7 +35,7 @@ _ALIGNMENT = 512  # of their addresses, as torch has it
 @final
 @dataclass(frozen=True)
 class Compression:
-    """What `compress_` did."""
+    """Result of `compress_`."""
 
     compressed: tuple[str, ...]  # names of the weights that are compressed now; a tied weight under each of its names
     # Weights of two and more dimensions that were left as they are, with the reason.
@@ -417,7 +417,7 @@ def check_prefer(prefer: str | None, precision: Precision) -> None:
 def _plan(
     model: nn.Module, include: Patterns, exclude: Patterns, *, loaded: bool = True
 ) -> tuple[list[list[_Place]], dict[str, str]]:
-    """What to compress, and what to leave for which reason; `loaded` says whether weights hold their values yet."""
+    """Return what to compress and what to leave, with reasons; `loaded` says whether weights hold their values yet."""
     matched, included = _chosen(model, include)
     _, excluded = _chosen(model, exclude)
     chosen: list[list[_Place]] = []

@@ -149,7 +149,7 @@ class _InQueue:
 
 @final
 class AccessOrder:
-    """Which payload was asked for after which, learned as it happens; forward and backward passes apart."""
+    """Order in which payloads are used, learned during passes; forward and backward passes are separate."""
 
     # What came after a payload in a direction is an attribute of it: a reference to its successor, and its direction.
 
@@ -257,7 +257,7 @@ class SideStream:
                 self._empty(buffer)
 
     def _collect(self, payload: torch.Tensor) -> _OnSideStream | None:
-        """What is pending if it is what is asked for and was not written since; else nothing is pending afterwards."""
+        """Return the pending weight if it is the requested one and was not written since; otherwise discard it."""
         pending = self._pending
         if pending is None:
             return None
@@ -331,7 +331,7 @@ class Streams:
         self._side: Any = torch.cuda.Stream(of)  # type: ignore[no-untyped-call]
 
     def captures(self) -> bool:
-        """Whether the computing stream is being captured into a graph, so that no other stream may be waited for."""
+        """Return whether the stream is being captured into a graph, which must not wait for another stream."""
         return torch.cuda.is_current_stream_capturing()
 
     def mark(self) -> Event:

@@ -33,7 +33,7 @@ _small: deque[weakref.ref[CompressedStorage]] = deque()
 
 
 class Form(NamedTuple):
-    """What must be known of a payload to decode it; operators take the three one by one."""
+    """Properties of a payload that decoding needs; operators take the three one by one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class CompressedStorage:
 
     @property
     def form(self) -> Form:
-        """What must be known of a payload to decode it."""
+        """Properties of the payload that decoding needs."""
         return Form(self.shape, self.dtype, self.fixed)
 
     def like(self, payload: torch.Tensor) -> CompressedStorage:

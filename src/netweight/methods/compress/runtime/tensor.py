@@ -124,7 +124,7 @@ class CompressedTensor(torch.Tensor):
         return ["payload"], (its.shape, its.dtype, its.level, its.chunk_log2, its.stride, its.fixed, self.views)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, the same in every process: torch keeps compiled graphs on disk by it."""
+        """Return what compiled code depends on, equal in all processes: the key of torch's compiled graphs on disk."""
         return hashlib.sha256(repr(self.__tensor_flatten__()[1]).encode()).hexdigest()
 
     @staticmethod
@@ -162,13 +162,13 @@ class CompressedTensor(torch.Tensor):
         return fsdp.refuse_flattening()
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        """What FSDP2 gathers of this shard; see `fsdp.py`."""
+        """Return what FSDP2 gathers of this shard; see `fsdp.py`."""
         return fsdp.before_gather(self.stored, self.shape[0], mesh)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[torch.Tensor], sent: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
-        """What FSDP2 makes of the gathered shards.
+        """Return the weight of the gathered shards.
 
         Args:
             gathered: U8 of shape `(processes * capacity,)`: what all processes sent.
@@ -302,7 +302,7 @@ def _alias(tensor: CompressedTensor, views: tuple[_View, ...], stand_in: torch.T
 
 
 def _own_storage(tensor: CompressedTensor) -> CompressedStorage:
-    """What holds a tensor and no more: its storage, or of a shard with padding rows one without them."""
+    """Return the storage of a tensor alone: its own, or for a shard with padding rows one without them."""
     its = tensor.stored
     if not tensor.views:
         return its
@@ -380,7 +380,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 def _is_plain(weight: Any, fixed: bool) -> bool:
-    """Whether the weight is whole and contiguous, and the call neither mapped, differentiated forward nor traced."""
+    """Return whether the weight is whole and contiguous, and the call not mapped, traced or differentiated forward."""
     if type(weight) is not CompressedTensor or weight.views:
         return False
     stored = weight.stored

@@ -1,4 +1,4 @@
-"""How a round's updates become one: each rule is one file, and one line here.
+"""Aggregation rules: each is one file, and one line here.
 
 A rule takes the server's tensors, the bounded updates and how many liars are reckoned with; it returns the updates that
 the method then averages: some of those given, or a single one.

@@ -1,1 +1,1 @@
-"""What federations train: `direct` one network, whole or in part, `hyperfl` and `pfedhn` a network that makes it."""
+"""Federated algorithms: `direct` trains a network, whole or in part; `hyperfl` and `pfedhn` one that generates it."""

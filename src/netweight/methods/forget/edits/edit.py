@@ -1,4 +1,4 @@
-"""What an edit is given, and what it returns. torch is not imported, so that settings are read quickly."""
+"""Input and result of an edit. torch is not imported, so that settings are read quickly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class EditTask:
-    """What an edit works on."""
+    """Input of an edit."""
 
     model: TextToImage
     """The model; changed in place."""
@@ -48,7 +48,7 @@ class EditTask:
 @final
 @dataclass(frozen=True)
 class EditOutcome:
-    """What an edit changed, and how."""
+    """Result of an edit."""
 
     rows: Mapping[str, Tensor]
     """The weights as they were, by name; of neurons, their rows."""

@@ -71,7 +71,7 @@ class Neurons(Edit):
 
     @property
     def localization(self) -> LocalizationConfig:
-        """How predictions are made, and neurons searched for."""
+        """Settings of the predictions and of the search for neurons."""
         detection = DetectionConfig(seeds=tuple(range(self.seeds)), steps=self.steps, timing=self.timing)
         return LocalizationConfig(detection=detection, scope=self.scope, fidelity=self.fidelity)
 

@@ -41,7 +41,7 @@ _AUDITED = ((2, 0, 1), (-1, -2))
 @final
 @dataclass(frozen=True)
 class TrainingLog:
-    """What was measured after some steps."""
+    """Measurements after some steps."""
 
     step: int
     """The number of steps."""
@@ -54,7 +54,7 @@ class TrainingLog:
 @final
 @dataclass(frozen=True)
 class Questions:
-    """What is asked under memorized prompts in a step, row by row."""
+    """Inputs and targets under memorized prompts in a step, row by row."""
 
     noisy: Tensor
     """Noisy latents, shape `(n, channels, height, width)`."""

@@ -1,4 +1,4 @@
-"""What several defenses share: looking ahead by gradients, moving weights for a while, and a copy of the original."""
+"""Parts that several defenses share: looking ahead by gradients, temporary weights, and a copy of the original."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class WithOriginal(Defense[S]):
             self._copy = None
 
     def both(self, model: nn.Module, batch: Batch, **options: Any) -> tuple[Any, Any]:
-        """What the original and the model say of a batch."""
+        """Return the outputs of the original and of the model for a batch."""
         how: Any = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **options}
         with torch.no_grad():
             original = self.original(**how)
         return original, model(**how)
 
     def moved(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> tuple[Any, Tensor]:
-        """What the model says of a batch, and the mean distance of its states from the original's at every depth."""
+        """Return the model's output for a batch, and the mean distance of its states from the original's by depth."""
         original, found = self.both(model, batch, output_hidden_states=True)
         apart = [
             (one[losses.seen(batch)].float() - other[losses.seen(batch)].float()).norm(dim=-1)

@@ -68,5 +68,5 @@ class CircuitBreakingDefense(WithOriginal[CircuitBreaking]):
         yield self.kept(model, batch.harmless, batch.group, "retain")
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
-        """How far states moved at every depth."""
+        """Return how far states moved at every depth."""
         return {name: Term(self.moved(model, batch, group)[1], self.settings.held)}

@@ -64,7 +64,7 @@ class Reader:
 @final
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What one standard deviation along a slider adds to scores, and what the slider is called."""
+    """Change of the scores by one standard deviation along a slider, and the slider's name."""
 
     name: str
     kind: Literal["direction", "component"]
@@ -286,7 +286,7 @@ def live_pipeline(
 
 
 def _unfit(pipeline: Any, space: WeightSpace) -> str:
-    """Why the engine in a page cannot compute a pipeline; empty if it can, as far as its configuration tells."""
+    """Return why the engine in a page cannot compute a pipeline; empty if its configuration shows no obstacle."""
     unet = getattr(pipeline, "unet", None)
     if unet is None or type(unet).__name__ != "UNet2DConditionModel":
         return "its denoiser is not a UNet2DConditionModel"

@@ -78,7 +78,7 @@ class NearestAdapters:
 @final
 @dataclass(frozen=True, eq=False)
 class AdapterMap:
-    """Where the adapters lie, and what is known of each."""
+    """Positions of the adapters on the map, and facts about each."""
 
     names: Sequence[str]  # one per adapter, no two alike
     # Shape `(n, d)`, d at least 2: what can be put on the axes, such as scores in standard deviations.
