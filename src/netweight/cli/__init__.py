@@ -182,21 +182,6 @@ class Commands(click.Group):
         ctx.exit(failure.exit_code)
 
 
-def _quiet_libraries() -> None:
-    """Keep other libraries' warnings and reports out of the output; `-v` shows them, and errors stay."""
-    import logging
-    import warnings
-
-    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
-        os.environ.setdefault(name, "error")
-    os.environ.setdefault("TORCH_LOGS", "-all")  # errors alone
-    if logging.lastResort is not None:  # loggers without a handler of their own
-        logging.lastResort.setLevel(logging.ERROR)
-    for name in ("torch", "torchao", "bitsandbytes", "huggingface_hub", "kernels"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(?!netweight)")
-
-
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
         click.echo(f"netweight {netweight_version()}")
@@ -217,7 +202,9 @@ def netweight(verbose: int) -> None:
     import logging
 
     if not verbose:
-        _quiet_libraries()
+        from netweight.core.quiet import quiet_libraries
+
+        quiet_libraries()
     else:
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
         logging.getLogger("netweight").setLevel(logging.DEBUG if verbose > 1 else logging.INFO)

@@ -2,60 +2,75 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import click
 
-from netweight.cli import OUTPUT_FOLDER, Output, output_option
+from netweight.cli import FINDING_FAILED, OUTPUT_FOLDER, Output, output_option
 from netweight.errors import NetweightError, UsageError
 
-_EXISTING = click.Path(path_type=Path, exists=True)
+_ROWS = "ROWS"
 
 
 @click.command()
-@click.argument("model", type=_EXISTING)
-@click.option("--base", type=_EXISTING, metavar="MODEL", help="The model it was made from: what changed, by layer.")
-@click.option("--against", type=_EXISTING, metavar="MODEL", help="Another model, whose label is set beside this one.")
-@click.option("--all", "every", is_flag=True, help="One table for all models or adapters in the folder MODEL.")
-@click.option("--card", is_flag=True, help="Put the label into the README.md of the model's folder, too.")
+@click.argument("model")
+@click.option("--base", metavar="MODEL", help="Model it was made from; the label shows what changed, layer by layer.")
+@click.option("--against", metavar="MODEL", help="Another model, whose label is set beside this one.")
+@click.option("--all", "every", is_flag=True, help="Make one table of all models or adapters in the folder MODEL.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Time for audits that run the model.")
+@click.option("--refused", metavar=_ROWS, help="Prompts that a language model refuses; needs --ordinary.")
+@click.option("--harmful", metavar=_ROWS, help="Harmful rows, to measure how hard a language model is to retrain.")
+@click.option("--benign", metavar=_ROWS, help="Rows of abilities that such a retraining must keep.")
+@click.option("--prompts", metavar=_ROWS, help="Prompts whose pictures a pipeline may repeat; needs --ordinary.")
+@click.option("--ordinary", metavar=_ROWS, help="Ordinary prompts, for comparison.")
+@click.option("--card", is_flag=True, help="Also put the label into the README.md of the model's folder.")
 @click.option("--out", type=OUTPUT_FOLDER, help="Folder for the files of the label.  [default: NAME-label]")
 @click.option("--threads", type=click.IntRange(1), help="Threads that read and compress.  [default: one per core]")
 @output_option
+@click.pass_context
 def label(
-    model: Path, base: Path | None, against: Path | None, every: bool, card: bool, out: Path | None,
-    threads: int | None, output: Output,
+    context: click.Context, model: str, base: str | None, against: str | None, every: bool, minutes: float | None,
+    card: bool, out: Path | None, threads: int | None, output: Output, **rows: str | None,
 ) -> None:  # fmt: skip
     """Show what is in a model's files: weight, where its bits go, ingredients, and what was not measured.
 
-    MODEL is a file or folder of weights, a language model, a pipeline of diffusers, a LoRA, a folder of LoRAs, or a
-    federation's folder. It is read once, and never loaded or run. The label is printed and written as label.svg,
-    label.html, label.json and label-badge.json.
-
-    Example: netweight label Qwen2.5-0.5B --card
+    MODEL is a file or folder of weights, a language model, a pipeline of diffusers, a LoRA, a folder of LoRAs, the
+    folder of a federation, or the id of a model on the Hugging Face hub. Its files are read once; the model is loaded
+    and run only by audits, for which --minutes and rows are given. The label is printed and written as label.svg,
+    label.html, label.json and label-badge.json. Exits with 1 if an audit missed its target or did not fit in the
+    minutes.
     """
+    from netweight.core.hub import local_model
     from netweight.labels.comparison import comparison_lines
     from netweight.labels.files import write_label
+    from netweight.labels.measure import file_name
     from netweight.labels.measure import label as measured
     from netweight.labels.terminal import lines
 
+    folder = local_model(model)
     if every:
-        _label_all(model, out, threads, output, given={"--base": base, "--against": against, "--card": card or None})
+        given = {"--base": base, "--against": against, "--card": card or None, "--minutes": minutes}
+        _label_all(folder, out, threads, output, given={**given, **{f"--{name}": each for name, each in rows.items()}})
         return
-    if card and not model.is_dir():
+    if card and not folder.is_dir():
         raise UsageError(f"{model} is a file; a card lies in a model's folder.", cure="Leave out --card.")
-    made = measured(model, base=base, threads=threads, progress=output.progress)
+    made = measured(
+        folder, base=base, minutes=minutes, out=None if out is None else out / "audits", threads=threads,
+        progress=output.progress, **rows,
+    )  # fmt: skip
     other = None if against is None else measured(against, threads=threads, progress=output.progress)
     shown = lines(made) if other is None else comparison_lines(made, other)
     for line in shown:
         output.line(line)
-    folder = out or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', made.name)}-label")
-    files = write_label(made, folder, against=other)
+    target = out or Path(f"{file_name(made.name)}-label")
+    files = write_label(made, target, against=other)
     if card:
-        output.line(f"Card: {_add_to_card(made, model)}")
-    output.line(f"Written to {folder}: {', '.join(file.name for file in files)}.", bold=True)
+        output.line(f"Card: {_add_to_card(made, folder)}")
+    output.line(f"Written to {target}: {', '.join(file.name for file in files)}.", bold=True)
     output.result({"label": made.to_json(), "files": [str(file) for file in files],
                    **({} if other is None else {"against": other.to_json()})})  # fmt: skip
+    if minutes is not None and any(row.detail.get("outcome") == "failed" for row in made.rows if row.key == "verdict"):
+        context.exit(FINDING_FAILED)
 
 
 def _add_to_card(made: object, folder: Path) -> Path:

@@ -261,11 +261,15 @@ def tour(context: click.Context, out: Path, only: str | None, keep: bool, jobs: 
         raise
     for title, sentence in done.verdicts.items():
         output.line(f"{title}. {sentence}")
-    output.line(f"\nDone in {done.seconds:.0f} s. Report: {done.report}\nNext: netweight init DIR")
+    output.line(f"\nDone in {done.seconds:.0f} s. Report: {done.report}")
+    if done.labels is not None:
+        output.line(f"Labels of the models: {done.labels}")
+    output.line("Next: netweight init DIR")
     output.verdict(done.verdict)
     output.result({
         "report": str(done.report), "passed": not done.verdict.failed, "verdict": done.verdict.to_json(),
         "seconds": done.seconds, "taken over": done.taken_over,
+        "labels": None if done.labels is None else str(done.labels),
         "verdicts": done.verdicts,
         "findings": [finding.to_json() for finding in done.findings],
     })  # fmt: skip

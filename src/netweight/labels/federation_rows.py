@@ -1,84 +1,180 @@
-"""Rows of a label about a federation: what a server could reconstruct, the privacy budget, clients that were named."""
+"""Rows of a label about a federation: what a server could reconstruct, the privacy budget, clients that were named.
+
+All of it is read from the folder: the plan of `netweight federate run` or the history of a Flower server, and the
+report that the run or `netweight federate audit` wrote.
+"""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from netweight.errors import CorruptBlob, NetweightError
+from netweight.labels.audits import verdict_group
 from netweight.labels.kinds import Subject, canonical
 from netweight.labels.label import Group, Row
-from netweight.labels.units import many
+from netweight.labels.units import many, percent
+from netweight.report.finding import Finding, Section
+from netweight.report.report import read_report
+from netweight.report.verdict import decide, mark_of
 
 _REPORT = "report.json"
+_AUDIT = "netweight federate audit"
+_NAMED = "Clients left out or suspicious"  # the table of a report that names clients
 
 
-def federation_group(subject: Subject) -> Group:
-    """Return the rows about a federation, from its plan and its report.
+def federation_groups(subject: Subject) -> list[Group]:
+    """Return the rows about a federation, and the verdict of its report.
 
     Args:
         subject: The folder of the federation.
+
+    Raises:
+        CorruptBlob: It holds a report that cannot be read.
     """
-    plan = subject.config
-    rows = [
-        Row(key="method", title="Method", value=canonical(plan.get("method", "not stated"))),
-        Row(key="clients", title="Clients", value=canonical(plan.get("clients", "not stated"))),
-        Row(key="rounds", title="Rounds asked for", value=canonical(plan.get("rounds", "not stated"))),
-        *_audit_rows(_report_of(subject)),
-    ]
-    return Group(title="What a server sees", anchor="federation", rows=tuple(rows), basis="the run's plan and report")
+    sections = _sections_of(subject.path / _REPORT)
+    rows = [*_plan_rows(subject), *_accuracy_rows(sections), *_audit_rows(sections), *_client_rows(subject, sections)]
+    basis = "the run's history" if "rounds" in subject.config and _is_history(subject) else "the run's plan"
+    groups = [Group(
+        title="What a server sees", anchor="federation", rows=tuple(rows), basis=f"{basis} and report",
+    )]  # fmt: skip
+    return [*groups, verdict_group(decide(sections))] if sections else groups
 
 
-def _report_of(subject: Subject) -> dict[str, Any] | None:
-    file = subject.path / _REPORT
+def _is_history(subject: Subject) -> bool:
+    return isinstance(subject.config.get("rounds"), list)
+
+
+def _sections_of(file: Path) -> Sequence[Section]:
     if not file.is_file():
-        return None
+        return ()
     try:
-        value = json.loads(file.read_bytes())
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+        return read_report(file.parent).sections
+    except (NetweightError, ValueError) as error:
+        raise CorruptBlob(f"{file} cannot be read: {error}", cure=f"Write it again: {_AUDIT} {file.parent}.") from None
 
 
-def _audit_rows(report: dict[str, Any] | None) -> list[Row]:
-    hint = "netweight federate audit"
-    if report is None:
-        return [
-            Row(key="reconstruction", title="Best reconstruction of an image", value=hint, state="not measured"),
-            Row(key="privacy", title="Privacy budget", value=hint, state="not measured"),
-        ]
-    findings = [finding for section in report.get("sections", []) for finding in section.get("findings", [])]
-    images = [
-        finding for finding in findings
-        if str(finding.get("name", "")).startswith("PSNR") and isinstance(finding.get("value"), (int, float))
-    ]  # fmt: skip
-    budgets = [
-        finding for finding in findings
-        if "ε" in str(finding.get("name", "")) and isinstance(finding.get("value"), (int, float))
-    ]  # fmt: skip
-    rows = []
-    if images:
-        worst = max(images, key=lambda finding: float(finding["value"]))
-        rows.append(Row(
-            key="reconstruction", title="Best reconstruction of an image", value=f"{float(worst['value']):.1f} dB",
-            number=float(worst["value"]), unit="dB", basis=str(worst["name"]), strong=True,
-        ))  # fmt: skip
-        if isinstance(worst.get("baseline"), (int, float)):
-            rows.append(Row(
-                key="guess", title="A guess without the update", value=f"{float(worst['baseline']):.1f} dB",
-                number=float(worst["baseline"]), unit="dB", indent=1,
-            ))  # fmt: skip
+def _plan_rows(subject: Subject) -> Iterator[Row]:
+    plan = subject.config
+    yield Row(key="method", title="Method", value=canonical(plan.get("method", "not stated")))
+    if _is_history(subject):
+        rounds = [each for each in plan["rounds"] if isinstance(each, dict)]
+        clients = {client for each in rounds for client in (each.get("after") or {})}
+        yield Row(key="clients", title="Clients that reported", value=f"{len(clients):,}", number=len(clients))
+        yield Row(key="rounds", title="Rounds", value=f"{len(rounds):,}", number=len(rounds))
     else:
-        rows.append(Row(
-            key="reconstruction", title="Best reconstruction of an image", value=hint, state="not measured",
-        ))  # fmt: skip
-    if budgets:
-        worst = max(budgets, key=lambda finding: float(finding["value"]))
-        rows.append(Row(
-            key="privacy", title="Privacy budget ε", value=f"{float(worst['value']):.3g}", number=float(worst["value"]),
-            basis=f"{worst['name']}; {many(len(budgets), 'figure')} in the report",
-        ))  # fmt: skip
-    else:
-        rows.append(Row(
-            key="privacy", title="Privacy budget ε", value="none: the report states no ε", state="warning",
-        ))  # fmt: skip
-    return rows
+        yield Row(key="clients", title="Clients", value=canonical(plan.get("clients", "not stated")))
+        yield Row(key="rounds", title="Rounds asked for", value=canonical(plan.get("rounds", "not stated")))
+
+
+def _findings(sections: Sequence[Section], start: str) -> list[Finding]:
+    return [each for section in sections for each in section.findings if each.name.startswith(start)]
+
+
+def _accuracy_rows(sections: Sequence[Section]) -> Iterator[Row]:
+    for each in _findings(sections, "accuracy of the personal model")[:1]:
+        if each.value is not None:
+            yield Row(
+                key="accuracy", title="Accuracy of personal models", value=percent(float(each.value) / 100),
+                number=float(each.value), unit="percent", basis=f"mean over {many(each.n or 0, 'client')}",
+            )  # fmt: skip
+
+
+def _audit_rows(sections: Sequence[Section]) -> Iterator[Row]:
+    yield from _reconstruction_rows(_findings(sections, "PSNR, "))
+    yield from _gradient_rows(_findings(sections, "gradient recovered, "))
+    yield from _text_rows(_findings(sections, "tokens read, "))
+    budgets = _findings(sections, "ε of one ")
+    if not sections:
+        yield Row(key="privacy", title="Privacy budget ε", value=_AUDIT, state="not measured")
+    elif not budgets:
+        yield Row(key="privacy", title="Privacy budget ε", value="none: no noise is added", state="warning")
+    for each in budgets:
+        delta = each.detail.get("delta")
+        if each.value is None:
+            reasons = "; ".join(map(str, each.detail.get("caveats", ()))) or "the report states no reason"
+            yield Row(key="privacy", title="Privacy budget ε", value="infinite", state="warning", basis=reasons)
+        else:
+            yield Row(
+                key="privacy", title="Privacy budget ε", value=f"{float(each.value):.3g} at δ {delta:g}"
+                if isinstance(delta, (int, float)) else f"{float(each.value):.3g}", number=float(each.value),
+                basis=f"one {each.detail.get('unit', 'client')}, all rounds together", detail=dict(each.detail),
+            )  # fmt: skip
+
+
+def _reconstruction_rows(images: list[Finding]) -> Iterator[Row]:
+    title = "Best reconstruction of an image"
+    measured = [each for each in images if each.value is not None]
+    if not measured:
+        reason = next((str(each.detail["reason"]) for each in images if each.detail.get("reason")), _AUDIT)
+        yield Row(key="reconstruction", title=title, value=reason, state="not measured")
+        return
+    own = next((each for each in measured if each.target is not None), None)
+    worst = max(measured, key=_value)
+    shown = [("reconstruction", title, own or worst)]
+    if own is not None and worst is not own:
+        shown.append(("reconstruction_worst", "Best under other schedules", worst))
+    for key, words, each in shown:
+        yield Row(
+            key=key, title=words, value=f"{_value(each):.1f} dB", number=_value(each), unit="dB",
+            basis=f"{each.name}; mean of {many(each.n or 1, 'attacked update')}", strong=key == "reconstruction",
+            state="warning" if mark_of(each) == "missed" else "measured",
+        )  # fmt: skip
+        if each.baseline is not None:
+            guess = float(each.baseline)
+            yield Row(
+                key=f"{key}_guess", title="A guess without the update", value=f"{guess:.1f} dB", number=guess,
+                unit="dB", indent=1,
+            )  # fmt: skip
+
+
+def _gradient_rows(gradients: list[Finding]) -> Iterator[Row]:
+    """How far the update of this run's schedule points along the client's gradient, beside the published aggregate."""
+    for each in gradients:
+        if each.value is None or each.target is None:
+            continue
+        yield Row(
+            key="gradient", title="Gradient in a client's update", value=f"cosine {_value(each):.2f}",
+            number=_value(each), unit="cosine", basis=each.name,
+            state="warning" if mark_of(each) == "missed" else "measured",
+        )  # fmt: skip
+        if each.baseline is not None:
+            yield Row(
+                key="gradient_aggregate", title="The same in what is published", number=float(each.baseline),
+                value=f"cosine {float(each.baseline):.2f}", unit="cosine", indent=1,
+            )  # fmt: skip
+
+
+def _value(finding: Finding) -> float:
+    assert finding.value is not None
+    return float(finding.value)
+
+
+def _text_rows(texts: list[Finding]) -> Iterator[Row]:
+    measured = [each for each in texts if each.value is not None]
+    if measured:
+        worst = max(measured, key=_value)
+        yield Row(
+            key="tokens", title="Tokens of a text recovered", value=percent(_value(worst)),
+            number=100 * _value(worst), unit="percent", basis=worst.name,
+            state="warning" if mark_of(worst) == "missed" else "measured",
+        )  # fmt: skip
+
+
+def _client_rows(subject: Subject, sections: Sequence[Section]) -> Iterator[Row]:
+    """Clients that rounds left out or named as suspicious."""
+    if not sections and not _is_history(subject):
+        yield Row(key="named", title="Clients named", value="netweight federate report", state="not measured")
+        return
+    tables = [table for section in sections for table in section.tables if table.title == _NAMED]
+    clients = {str(row[0]) for table in tables for row in table.rows}
+    if not sections:
+        rounds = [each for each in subject.config["rounds"] if isinstance(each, dict)]
+        clients = {
+            str(client) for each in rounds for kind in ("refused", "suspects") for client in (each.get(kind) or {})
+        }
+    first = f": {', '.join(sorted(clients)[:5])}" if clients else ""
+    yield Row(
+        key="named", title="Clients left out or suspicious", value=f"{len(clients)}{first}", number=len(clients),
+        state="warning" if clients else "measured",
+    )  # fmt: skip

@@ -54,7 +54,7 @@ class Subject:
     copies: tuple[Path, ...] = ()
     """Further files of the same weights, such as `.fp16` variants or `.bin` files, which are counted but not read."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The folder's `config.json` or `model_index.json`; empty for a file."""
+    """The folder's `config.json`, `model_index.json`, or plan or history of a federation; empty for a file."""
     adapters: tuple[Path, ...] = ()
     """The adapters of a folder of adapters."""
 
@@ -166,6 +166,9 @@ def _is_torch_archive(file: Path) -> bool:
 def _identify_folder(folder: Path) -> Subject:
     if (folder / "federation.json").is_file():
         return Subject(folder, "federation", config=read_config(folder / "federation.json"))
+    history = folder / "history.json"  # of a Flower server
+    if history.is_file() and isinstance(read_config(history).get("rounds"), list):
+        return Subject(folder, "federation", config=read_config(history))
     if (folder / "model_index.json").is_file():
         files, pickles, copies = _weights_of(folder, deep=True)
         config = read_config(folder / "model_index.json")

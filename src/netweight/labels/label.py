@@ -100,6 +100,11 @@ class Label(_Part):
         """All rows, in order."""
         return (row for group in self.groups for row in group.rows)
 
+    @property
+    def audited(self) -> bool:
+        """Whether audits ran the model for some rows."""
+        return any(group.anchor == "behavior" for group in self.groups)
+
     def row(self, key: str) -> Row:
         """Return the row of a key.
 

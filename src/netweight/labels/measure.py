@@ -1,21 +1,25 @@
 """Make the label of a path: find out what it holds, read its tensors once, and collect the rows.
 
-Nothing of the model is loaded or run; measurements that need a forward pass are listed as not measured, with the option
-that makes them.
+Nothing of the model is loaded or run, unless minutes and rows for audits are given; audits that were not asked for are
+listed as not measured, with the command that makes them.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import re
+from collections.abc import Container
 from pathlib import Path
 
 from netweight.core.environment import netweight_version
+from netweight.core.hub import local_model
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.labels.adapter_rows import adapter_group, measure_adapters
 from netweight.labels.against import base_group, compare_with_base
-from netweight.labels.federation_rows import federation_group
+from netweight.labels.audits import AUDITS, Audited, Request, audit_groups, planned, run_audits
+from netweight.labels.federation_rows import federation_groups
 from netweight.labels.ingredients import ingredient_group
 from netweight.labels.kinds import Subject, identify, title_of
 from netweight.labels.label import Group, Label, LayerChange, Row
@@ -23,27 +27,36 @@ from netweight.labels.speech import speech_group
 from netweight.labels.weight_rows import bits_group, weight_group
 from netweight.labels.weights import measure_weights
 
-# Measurements that need the model to run: key, title, kinds of input, and the command that makes them.
-AUDITS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
-    ("refusals", "What it refuses", ("language model",), "netweight attack refusal"),
-    ("retraining", "How hard it is to retrain", ("language model",), "netweight attack finetune"),
-    ("memorized", "What it repeats from training", ("pipeline",), "netweight forget detect"),
-)
-
 
 def label(
     path: str | Path,
     *,
     base: str | Path | None = None,
+    minutes: float | None = None,
+    refused: str | Path | None = None,
+    ordinary: str | Path | None = None,
+    harmful: str | Path | None = None,
+    benign: str | Path | None = None,
+    prompts: str | Path | None = None,
+    out: str | Path | None = None,
     threads: int | None = None,
     progress: Progress = QUIET,
 ) -> Label:
-    """Measure what is in a model's files, without loading or running the model.
+    """Measure what is in a model's files; the model is loaded and run only by the audits that `minutes` asks for.
 
     Args:
-        path: A file or folder: a model of transformers, a pipeline of diffusers, safetensors files or PyTorch
-            checkpoints, a LoRA, a folder of LoRAs, or the folder of a federation.
-        base: The model that it was made from; tensors are compared with it, layer by layer.
+        path: A file or folder, or the id of a model on the Hugging Face hub: a model of transformers, a pipeline of
+            diffusers, safetensors files or PyTorch checkpoints, a LoRA, a folder of LoRAs, or the folder of a
+            federation.
+        base: The model that it was made from, in the same forms; tensors are compared with it, layer by layer.
+        minutes: Time for audits, above 0. Those for which rows are given run one after another; what does not fit is
+            ended, and the label says so.
+        refused: Rows with prompts that a language model refuses: a file, or hub:NAME.
+        ordinary: Rows with prompts that a language model answers, or ordinary prompts for a pipeline.
+        harmful: Rows of harmful prompts and responses, on which a language model is fine-tuned.
+        benign: Rows of abilities that such a fine-tuning keeps.
+        prompts: File of prompts whose pictures a pipeline may have memorized.
+        out: Folder in which audits keep their work, from which a second call continues; NAME-label/audits by default.
         threads: Threads that read and encode; one per core by default.
         progress: Where progress is shown.
 
@@ -56,7 +69,11 @@ def label(
         CorruptBlob: A file is damaged.
         UnsafeInput: A PyTorch checkpoint cannot be opened without running its code.
     """
-    subject = identify(path)
+    subject = identify(local_model(str(path)))
+    base = None if base is None else local_model(str(base))
+    rows = {"refused": refused, "ordinary": ordinary, "harmful": harmful, "benign": benign, "prompts": prompts}
+    given = {name: str(value) for name, value in rows.items() if value is not None}
+    audits = planned(subject, given, minutes)
     workers = threads or os.cpu_count() or 1
     groups: list[Group] = []
     layers: tuple[LayerChange, ...] = ()
@@ -69,8 +86,15 @@ def label(
         groups.append(speech_group(subject))
     if subject.adapters:
         groups.append(adapter_group(subject, *measure_adapters(subject.adapters, progress=progress)))
+    audited = Audited()
+    if audits and minutes is not None:
+        folder = Path(out) if out is not None else Path(f"{file_name(subject.name)}-label") / "audits"
+        given |= {} if base is None else {"base": str(base)}
+        audited = run_audits(subject, audits, Request(minutes, given, folder), progress=progress)
     if subject.kind == "federation":
-        groups.append(federation_group(subject))
+        groups += federation_groups(subject)
+    else:
+        groups += audit_groups(audited)
     if base is not None:
         other = identify(base)
         if not subject.weights or not other.weights:
@@ -81,25 +105,35 @@ def label(
         comparison = compare_with_base(subject.weights, other.weights, threads=workers, progress=progress)
         groups.append(base_group(comparison, other.name))
         layers = comparison.layers
-    if rows := not_measured(subject, base=base is not None):
-        groups.append(Group(title="Not measured", anchor="not-measured", rows=tuple(rows)))
+    if missing := not_measured(subject, base=base is not None, audited=audited.keys):
+        groups.append(Group(title="Not measured", anchor="not-measured", rows=tuple(missing)))
     return Label(
         name=subject.name, kind=title_of(subject), groups=tuple(groups), layers=layers, digest=digest,
         made_with=f"netweight {netweight_version()}", created=datetime.date.today().isoformat(),
     )  # fmt: skip
 
 
-def not_measured(subject: Subject, *, base: bool) -> list[Row]:
+def file_name(name: str) -> str:
+    """Return the name of a model in the characters that names of files have everywhere.
+
+    Args:
+        name: The name of its label.
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+
+
+def not_measured(subject: Subject, *, base: bool, audited: Container[str] = ()) -> list[Row]:
     """Return the rows about what could be measured of such an input and was not, with the way to measure it.
 
     Args:
         subject: What the label is about.
         base: Whether it was compared with a base.
+        audited: Keys of the audits that were asked for.
     """
     rows = [
-        Row(key=key, title=title, value=command, state="not measured")
-        for key, title, kinds, command in AUDITS
-        if subject.kind in kinds
+        Row(key=audit.key, title=audit.title, value=audit.line, state="not measured")
+        for audit in AUDITS
+        if subject.kind in audit.kinds and audit.key not in audited and subject.kind != "federation"
     ]
     if subject.weights and not base and subject.kind not in ("adapter", "adapters", "federation"):
         rows.append(Row(key="base", title="What changed against a base", value="--base MODEL", state="not measured"))

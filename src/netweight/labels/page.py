@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from markupsafe import Markup
 
 from netweight.labels.comparison import pairs
 from netweight.labels.label import Label, LayerChange
+from netweight.labels.picture import spoken, svg
 from netweight.labels.units import percent
 from netweight.report.page import page_template
 
@@ -23,7 +25,7 @@ def label_page(label: Label, *, against: Label | None = None) -> str:
         against: Another label to set beside it.
     """
     return page_template(_TEMPLATES, "label.html").render(
-        label=label, against=against, pairs=pairs(label, against) if against else [],
+        label=label, against=against, audited=label.audited, pairs=pairs(label, against) if against else [],
         plot=Markup(layer_plot(label.layers)) if label.layers else "",
     )  # fmt: skip
 
@@ -88,3 +90,18 @@ def layer_plot(layers: Sequence[LayerChange]) -> str:
         f'<svg viewBox="0 0 {_PLOT_WIDTH} {height}" width="{_PLOT_WIDTH}" height="{height}" role="img" '
         f'style="max-width:100%;height:auto" aria-label="Change of each layer: {words}">{"".join(bars)}</svg>'
     )
+
+
+def pictures_page(title: str, summary: str, entries: Sequence[tuple[str, Label]]) -> str:
+    """Return a page of labels as pictures, which need nothing from elsewhere.
+
+    Args:
+        title: Heading of the page.
+        summary: A sentence below it.
+        entries: Captions and labels, in their order.
+    """
+    pictures = [
+        (caption, "data:image/svg+xml;base64," + base64.b64encode(svg(label).encode()).decode(),
+         " ".join(spoken(label))) for caption, label in entries
+    ]  # fmt: skip
+    return page_template(_TEMPLATES, "pictures.html").render(title=title, summary=summary, pictures=pictures)

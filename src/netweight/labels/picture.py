@@ -106,7 +106,8 @@ def spoken(label: Label) -> Iterator[str]:
 
 def _footer(label: Label) -> str:
     marks = {row.state for row in label.rows}
-    text = f"Made with {label.made_with} on {label.created} from the files alone; the model was not run."
+    how = "the files and by audits, which ran the model" if label.audited else "the files alone; the model was not run"
+    text = f"Made with {label.made_with} on {label.created} from {how}."
     text += " An exclamation mark stands where a value deserves attention." if "warning" in marks else ""
     return text
 

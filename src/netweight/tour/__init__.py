@@ -25,6 +25,7 @@ from netweight.errors import MissingExtra, UsageError
 from netweight.report.finding import Finding
 from netweight.report.report import make_folder, read_report, write_text
 from netweight.report.verdict import Verdict, decide
+from netweight.tour.labels import write_labels
 
 MODELS = "models"
 MARK = ".made-by-the-tour"  # in the folder of models, which is emptied only where it lies; locked while a tour runs
@@ -44,6 +45,7 @@ class Tour:
     findings: tuple[Finding, ...]
     seconds: float  # time taken
     taken_over: tuple[str, ...]  # steps that an interrupted tour had made
+    labels: Path | None  # the page with the labels of what was made; None where no chapter made any
 
 
 def run_tour(
@@ -81,14 +83,16 @@ def run_tour(
         done = recipes.run(plan, progress=progress, command=command, say=say, jobs=jobs or min(4, usable_cores()))
         for name in ("report.json", "report.html"):
             (models / name).replace(out / name)
+        labels = write_labels(done, models, out, progress=progress)
         if not keep:
             shutil.rmtree(models, ignore_errors=True)
     report = read_report(out)
     taken_over = tuple(f"{each.chapter}: {each.step.verb}" for each in done if each.remembered)
     verdicts = {chapter.title: chapter.verdict for chapter in report.chapters}
     return Tour(
-        out / "report.html", decide(report.sections), verdicts, report.findings, time.monotonic() - started, taken_over
-    )
+        out / "report.html", decide(report.sections), verdicts, report.findings, time.monotonic() - started, taken_over,
+        labels,
+    )  # fmt: skip
 
 
 def recipe(models: Path) -> str:

@@ -1,0 +1,25 @@
+"""What other libraries write while they are imported and used: kept out of the output of commands."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+_LOUD = ("torch", "torchao", "bitsandbytes", "huggingface_hub", "kernels")
+# Settings of libraries that are read when they are imported.
+_VARIABLES = {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error", "TORCH_LOGS": "-all"}
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' warnings and reports out of this process's output; their errors stay.
+
+    What a user has set in the environment is kept. `netweight -v` does not call this.
+    """
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    if logging.lastResort is not None:  # loggers without a handler of their own
+        logging.lastResort.setLevel(logging.ERROR)
+    for name in _LOUD:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(?!netweight)")

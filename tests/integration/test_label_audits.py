@@ -1,0 +1,153 @@
+"""`netweight label --minutes`: audits that run the model, what did not fit, rows of federations, the verdict."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("transformers", reason="transformers is in the llm extra")
+
+from tiny_llama import write
+
+import netweight
+from netweight.cli import netweight as command
+from netweight.errors import UsageError
+from netweight.labels.audits import AUDITS, OPTIONS
+from netweight.registry import command as command_of
+from netweight.report.finding import Finding, Section, Table
+from netweight.report.report import Report
+from netweight.report.verdict import decide
+from netweight.toys.language import cipher_world
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """The aligned miniature and prompts that it refuses and answers."""
+    world, folder = cipher_world(), tmp_path_factory.mktemp("labels")
+    world.save(folder / "model")
+    decode = world.language.tokenizer.decode
+    for name, domain in (("refused", "guard"), ("ordinary", "keep")):
+        rows = [
+            {"prompt": decode(list(one.prompt)), "response": decode(list(one.response[:-1]))}
+            for one in world.examples(domain, 24, 0)
+        ]
+        write(folder / f"{name}.jsonl", rows)
+    return folder
+
+
+@pytest.fixture
+def here(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return case
+
+
+def rows_of(case):
+    return {"refused": str(case / "refused.jsonl"), "ordinary": str(case / "ordinary.jsonl")}
+
+
+def test_every_option_is_a_setting_of_the_command_that_it_is_handed_to():
+    for audit in AUDITS:
+        fields = command_of(audit.command).settings_class.model_fields
+        assert {*audit.needs, *audit.takes, *audit.settings, *([audit.minutes] if audit.minutes else [])} <= set(fields)
+        assert {*audit.needs, *audit.takes} <= {*OPTIONS, "base"}
+
+
+def test_an_audit_fills_rows_and_decides(here):
+    words = [f"--{name}={path}" for name, path in rows_of(here).items()]
+    ran = CliRunner().invoke(command, ["label", str(here / "model"), "--minutes", "20", *words, "--json"])
+    assert ran.exit_code == 1, ran.output  # the miniature's refusal does not last
+    label = netweight.Label.from_json(json.loads(ran.stdout)["label"])
+    assert label.row("refusals").number == 100
+    left = label.row("refusals_left")
+    assert left.state == "warning"
+    assert left.number < 90
+    assert label.row("verdict").value.startswith("Do not publish, because the target is missed: ")
+    assert [row.key for group in label.groups if group.anchor == "not-measured" for row in group.rows] == [
+        "retraining", "base",
+    ]  # fmt: skip
+    again = netweight.label(here / "model", minutes=20, **rows_of(here))  # continues from what the first call kept
+    assert again.row("refusals_left") == left
+
+
+def test_what_does_not_fit_is_named_and_fails(here):
+    label = netweight.label(here / "model", minutes=0.01, **rows_of(here))
+    row = label.row("refusals")
+    assert row.state == "not measured"
+    assert row.value.startswith("did not fit in 0.01 minutes")
+    assert label.row("verdict").value.startswith("Do not publish: there is no verdict, because what it refuses could")
+
+
+def test_an_audit_that_fails_is_named_with_its_reason(here):
+    write(here / "few.jsonl", [{"prompt": "keep: a"}] * 20)
+    label = netweight.label(here / "model", minutes=20, refused=here / "few.jsonl", ordinary=here / "ordinary.jsonl")
+    assert label.row("refusals").state == "not measured"
+    assert label.row("refusals").value.startswith("failed: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"refused": "refused.jsonl", "ordinary": "ordinary.jsonl"}, "Give --minutes"),
+        ({"minutes": 1}, "Give --refused and --ordinary or --harmful"),
+        ({"minutes": 1, "refused": "refused.jsonl"}, "Give --ordinary, too"),
+        ({"minutes": 1, "prompts": "refused.jsonl"}, "--prompts is for a pipeline"),
+        ({"minutes": 1, "refused": "none.jsonl", "ordinary": "ordinary.jsonl"}, "none.jsonl"),
+    ],
+)
+def test_rows_that_no_audit_can_use_are_refused_before_any_work(here, given, words):
+    given = {name: str(here / value) if isinstance(value, str) else value for name, value in given.items()}
+    with pytest.raises(UsageError, match=words):
+        netweight.label(here / "model", **given)
+
+
+def federation(folder, sections):
+    folder.mkdir()
+    (folder / "federation.json").write_text(json.dumps({"method": "hyperfl", "clients": 3, "rounds": 2}))
+    report = Report("Federation")
+    for section in sections:
+        report.add(section)
+    report.write(folder)
+
+
+def test_a_federation_shows_what_its_report_says(tmp_path):
+    inverted = Section(
+        "What the server could have seen",
+        [
+            Finding("gradient recovered, 5 steps (this run)", 0.4, unit="cosine", better="lower", target=0.3,
+                    baseline=0.2),
+            Finding("PSNR, 5 steps (this run)", 11.5, n=2, unit="dB", better="lower", target=16.0, baseline=13.0),
+            Finding("PSNR, 1 step of batch 1", 31.25, n=2, unit="dB", better="lower", baseline=13.0),
+        ],
+    )  # fmt: skip
+    privacy = Section(
+        "Differential privacy", [Finding("ε of one client, replaced", 8.0, better="lower", detail={"delta": 1e-5})]
+    )
+    named = Section(
+        "Accuracy", [Finding("rounds", 2)],
+        tables=[Table("Clients left out or suspicious", ("client", "what", "rounds", "first round"),
+                      [("2", "left out: not finite", 1, "1")])],
+    )  # fmt: skip
+    federation(tmp_path / "run", [named, privacy, inverted])
+    label = netweight.label(tmp_path / "run")
+    assert label.row("reconstruction").number == 11.5
+    assert label.row("reconstruction_guess").number == 13
+    assert label.row("reconstruction_worst").number == 31.25
+    assert label.row("gradient").state == "warning"
+    assert label.row("privacy").value == "8 at δ 1e-05"
+    assert label.row("named").value == "1: 2"
+    assert label.row("verdict").value == decide([named, privacy, inverted]).publish
+
+
+def test_a_federation_without_a_report_was_not_measured(tmp_path):
+    (tmp_path / "federation.json").write_text(json.dumps({"method": "fedavg"}))
+    label = netweight.label(tmp_path)
+    assert {row.key for row in label.rows if row.state == "not measured"} == {"reconstruction", "privacy", "named"}
+
+
+def test_the_history_of_a_flower_server_is_a_federation(tmp_path):
+    rounds = [{"round": 1, "after": {"0": 0.5, "1": 0.75}, "refused": {"2": "its update is not finite"}}]
+    (tmp_path / "history.json").write_text(json.dumps({"method": "fedavg", "config": {}, "rounds": rounds}))
+    label = netweight.label(tmp_path)
+    assert label.row("clients").number == 2
+    assert label.row("named").value == "1: 2"
+    assert label.row("reconstruction").state == "not measured"
