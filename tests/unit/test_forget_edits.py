@@ -185,7 +185,7 @@ def test_what_cannot_be_meant_is_refused_before_any_work():
         forget(model, PLANTED, ORDINARY, anchors=["a photo"])
     with pytest.raises(UsageError, match="The prompt 'my odd holiday' has no picture"):
         forget(model, PLANTED, ORDINARY, pictures=PICTURES[:1], edit=UNLEARN)
-    with pytest.raises(UsageError, match="A picture has the prompt 'other', which is none to forget"):
+    with pytest.raises(UsageError, match="A picture has the prompt 'other', which is not among the prompts to forget"):
         forget(model, PLANTED, ORDINARY, pictures=[*PICTURES, ("other", IMAGES[0])], edit=UNLEARN)
     with pytest.raises(NameNotFound):
         forget(model, PLANTED, ORDINARY, edit=DISTIL.replace(layers="**.attn3"))

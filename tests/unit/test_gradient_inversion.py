@@ -158,7 +158,7 @@ def test_labels_of_a_batch_are_found_on_a_network_that_is_not_trained():
 def test_labels_that_cannot_be_read_are_refused():
     with pytest.raises(UsageError, match="3 classes have the sign of a label"):
         label_of_one(torch.tensor([-1.0, -1.0, -1.0, 3.0]))
-    with pytest.raises(UsageError, match="does not tell the label"):
+    with pytest.raises(UsageError, match="does not determine the label"):
         label_of_one(torch.ones(2, 3))
     with pytest.raises(UsageError, match="cannot be counted"):
         label_counts(torch.zeros(3), 0)

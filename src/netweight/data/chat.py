@@ -123,7 +123,7 @@ class ChatTemplate:
         start = before[: opened.start()] if opened else before
         content = answer[0]["content"]
         if not opened or not whole.startswith(start):
-            raise UnusableText("the chat template renders the prompt otherwise when an answer follows")
+            raise UnusableText("the chat template renders the prompt differently when an answer follows")
         rest = whole[len(start) :]
         if "</think" in content and "</think" not in rest:  # the template leaves out the thought of an answer
             shown = content.rpartition("</think>")[2].strip()

@@ -212,7 +212,7 @@ def _no_weights(folder: Path, config: dict[str, Any]) -> NetweightError:
     damaged = [name for name in names if Path(name).suffix in _PICKLED and (folder / name).is_file()]
     if damaged:
         return CorruptBlob(
-            f"{folder / damaged[0]} has the name of a PyTorch checkpoint and is none.", cure="Fetch the file again."
+            f"{folder / damaged[0]} has the name of a PyTorch checkpoint and is not one.", cure="Fetch the file again."
         )
     if not names:
         return UsageError(f"The folder {folder} is empty.", cure="Check the path.")

@@ -293,7 +293,7 @@ def verdict(comparison: Comparison, subject: str) -> Words:
     """Return in plain words what the searches on one subject found."""
     planted, controls = (times_of(comparison.of(subject, trained=trained)) for trained in (True, False))
     if planted is None:
-        return "told", "Nothing is known: no search for a planted image ran to its end."
+        return "told", "No conclusion is possible: no search for a planted image ran to its end."
     at_once = sum(value == 0 and seen for value, seen in zip(planted.values, planted.observed, strict=True))
     share = planted.events / planted.n
     found = [Finding(_PLANTED, share)]
@@ -308,7 +308,7 @@ def verdict(comparison: Comparison, subject: str) -> Words:
 def _words(held: bool, memory: bool | None, *, planted: str, controls: str) -> Words:
     words = f"Planted images{'' if held else ' come back'}: {planted}."
     if memory is None:
-        words += " Without never-trained images nobody knows what the search generates by itself."
+        words += " Without never-trained images it is unknown what the search generates by itself."
     else:
         words += f" Never-trained images: {controls}."
     if memory is False:

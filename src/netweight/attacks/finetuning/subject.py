@@ -109,7 +109,7 @@ class Goal:
     extra_checks: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse what is not valid."""
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise UsageError(f"The threshold must be finite, not {self.threshold}.", cure="None asks for curves only.")
         if not 0 <= self.utility_kept <= 1:

@@ -247,7 +247,7 @@ def calibrate(
         raise UsageError(
             f"No attack teaches the undefended model anything: its score is {first.score:.3f} before and at best "
             f"{best:.3f} afterwards.",
-            cure="Name a threshold, take stronger attacks, or check that the rows hold what it is not to do.",
+            cure="Name a threshold, take stronger attacks, or check that the rows contain the guarded behavior.",
         )
     model = make_subject(undefended.factory, undefended.arguments)
     domain = model.domain(settings[0].data)

@@ -93,7 +93,7 @@ def _check(weight: Tensor, bias: Tensor) -> None:
             cure="Give (out, features) and (out,).",
         )
     if not bias.any() or not bias.isfinite().all() or not weight.isfinite().all():
-        raise UsageError("The gradient of the layer is zero or not finite, so it tells nothing of its input.")
+        raise UsageError("The gradient of the layer is zero or not finite, so it reveals nothing about its input.")
 
 
 def _unexplained(weight: Tensor, inputs: Tensor) -> float:
@@ -158,7 +158,7 @@ class HypernetworkChange:
 
     def __init__(self, before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> None:
         if not lr > 0:
-            raise UsageError(f"A learning rate of {lr} cannot be meant.", cure="Give the client's rate, such as 0.02.")
+            raise UsageError(f"A learning rate of {lr} is not valid.", cure="Give the client's rate, such as 0.02.")
         self.before, self.after = hypernetwork_tensors(before), hypernetwork_tensors(after)
         self.gradient: dict[str, Tensor] = {}  # float64, as differences of float32 lose digits
         for name, old in self.before.items():
@@ -355,7 +355,7 @@ def _alignment(weight_gradient: Tensor) -> Tensor:
     """For each row, against which side of the common line it points: negative for the label's row alone."""
     if weight_gradient.ndim != 2 or len(weight_gradient) < 3:
         raise UsageError(
-            f"A weight gradient of shape {tuple(weight_gradient.shape)} does not tell the label.",
+            f"A weight gradient of shape {tuple(weight_gradient.shape)} does not determine the label.",
             cure="Give a matrix of at least three classes, or the gradient of the bias.",
         )
     longest = weight_gradient[weight_gradient.norm(dim=1).argmax()]  # |p - 1| of the label is the sum of all other p

@@ -166,7 +166,7 @@ class MatchingConfig:
     schedule: Schedule = "steps"  # "steps" lowers the rate tenfold after 3/8, 5/8 and 7/8 of the steps
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse what is not valid."""
         if self.distance not in ("cosine", "squared"):
             raise UsageError(f"IG knows no distance {self.distance!r}.", cure='Use "cosine" or "squared".')
         if self.steps < 1 or self.restarts < 1 or self.lr <= 0 or self.total_variation < 0:
@@ -292,7 +292,7 @@ class ROGConfig:
     restarts: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse what is not valid."""
         if min(self.steps, self.factor, self.restarts) < 1 or self.lr <= 0:
             raise UsageError(f"ROG cannot run with {self}.", cure="All numbers are positive.")
 
@@ -385,7 +385,7 @@ class DLGConfig:
     restarts: int = 1  # starting points, on which DLG depends; the one with the least objective is kept
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse what is not valid."""
         if self.steps < 1 or self.restarts < 1:
             raise UsageError(f"DLG cannot run with {self}.", cure="Steps and restarts are at least 1.")
 

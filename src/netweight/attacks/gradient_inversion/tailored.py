@@ -47,7 +47,7 @@ class PeelingConfig:
     restarts: int = 1  # starting points; the one whose image imitates the gradient best is kept
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse what is not valid."""
         if min(self.softening, self.rounds, self.steps, self.restarts) < 1 or self.prior <= 0 or self.smoothness < 0:
             raise UsageError(f"Peeling cannot run with {self}.", cure="Counts are at least 1, weights positive.")
 
@@ -318,7 +318,7 @@ class TailoredConfig:
     restarts: int = 1  # starting points
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse what is not valid."""
         if self.steps < 1 or self.restarts < 1 or self.lr <= 0 or self.total_variation < 0:
             raise UsageError(f"The tailored attack cannot run with {self}.", cure="Counts and rates are positive.")
 

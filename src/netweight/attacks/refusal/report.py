@@ -64,9 +64,9 @@ def _left(before: Refusal, worst: ScoredEdit | None, settings: RefusalSettings, 
     """The share of refusals that the best edit left; without a value where that could not be measured."""
     name, value = "share of the refusals left by the best edit", None
     if not before.share:
-        detail = {"reason": "the model refused none of the prompts that are measured on"}
+        detail = {"reason": "the model did not refuse any of the held-out prompts"}
     elif worst is None or worst.measured is None:
-        detail = {"reason": "no edit left ordinary answers as they were, so none counts"}
+        detail = {"reason": "every edit changed the answers to ordinary prompts, so none is usable"}
     else:
         detail = {"edit": f"{worst.edit.kind}: {worst.edit.label}"}
         value = worst.measured.share / before.share

@@ -218,7 +218,8 @@ def load_folder(
     only_tested = sorted(set(found[-1]) - set(classes))
     if only_tested:
         raise UsageError(
-            f"{given[-1]} has classes that {given[0]} has not: {only_tested[:5]}.", cure="Add them, or remove them."
+            f"{given[-1]} has classes that {given[0]} does not have: {only_tested[:5]}.",
+            cure="Add them, or remove them.",
         )
     files = [[file for own in part.values() for file in own] for part in found]
     labels = [torch.tensor([classes.index(name) for name, own in part.items() for _ in own]) for part in found]

@@ -47,7 +47,9 @@ def read_idx(path: Path) -> Tensor:
     start = 4 + 4 * content[3]
     shape = np.frombuffer(content[4:start], dtype=">u4").astype(np.int64)
     if len(shape) != content[3] or int(shape.prod()) != len(content) - start:
-        raise CorruptBlob(f"{path} has not the {shape.tolist()} values that its header states.", cure="Fetch it again.")
+        raise CorruptBlob(
+            f"{path} does not have the {shape.tolist()} values that its header states.", cure="Fetch it again."
+        )
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape.tolist())
 
 

@@ -162,7 +162,7 @@ def count_bits(name: str, shape: tuple[int, ...], blocks: Iterable[NDArray[np.ui
     """
     if name not in _LAYOUTS:
         raise Unsupported(
-            f"The bits of a tensor of dtype {name} cannot be told apart.",
+            f"The bits of a tensor of dtype {name} cannot be separated.",
             cure="View it as an integer or floating-point type first.",
         )
     layout = _LAYOUTS[name]

@@ -141,7 +141,7 @@ def _odd_directions(state: Tensors, updates: Sequence[Update]) -> dict[int, str]
     usual = apart[~torch.eye(len(updates), dtype=torch.bool)].median() if len(updates) > 1 else torch.tensor(0.0)
     for row, update in enumerate(updates):
         if lengths[row] < 0.1 * lengths.median():
-            odd[update.client] = "hardly moves: it sends back what it received"
+            odd[update.client] = "sends back nearly what it received"
         for other in range(row):
             if alike[row, other] > 0.99 and apart[row, other] < 0.01 * usual:
                 for one, two in ((row, other), (other, row)):

@@ -90,7 +90,10 @@ def _check(
         raise UsageError(f"{len(prompts)} prompts came with {len(anchors)} anchors.", cure="Give one for each prompt.")
     given = {prompt for prompt, _ in pictures or ()}
     if foreign := sorted(given - set(prompts)):
-        raise UsageError(f"A picture has the prompt {foreign[0]!r}, which is none to forget.", cure="Add the prompt.")
+        raise UsageError(
+            f"A picture has the prompt {foreign[0]!r}, which is not among the prompts to forget.",
+            cure="Add the prompt.",
+        )
     if pictures is not None and (bare := [prompt for prompt in prompts if prompt not in given]):
         raise UsageError(f"The prompt {bare[0]!r} has no picture.", cure="Give one or more for each prompt.")
 

@@ -223,7 +223,7 @@ def detection(
     ]
     return Section(
         "Detection", _detection_findings(subject), tables=[_scores_table(subject)],
-        question="Do first predictions tell memorized prompts from ordinary ones?",
+        question="Do first predictions distinguish memorized prompts from ordinary ones?",
         conclusion=f"{counts[0]} memorized prompts lie above the threshold, and {counts[1]} ordinary ones.",
         intro="Predicted minus initial noise is compared between seeds. The threshold was calibrated on ordinary "
         "prompts; those it is tested on are others.",

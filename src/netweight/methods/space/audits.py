@@ -143,7 +143,9 @@ def neighbor_findings(samples: Tensor, training: Tensor) -> list[Finding]:
     middle = float(own.median())
     near = nearest_distances(ours, theirs)
     if not middle > 0:
-        raise UsageError("Most training models have a twin: distances tell nothing.", cure="Take the copies out.")
+        raise UsageError(
+            "Most training models have a twin: distances carry no information.", cure="Take the copies out."
+        )
     precision = _within(ours, theirs)
     recall = _within(theirs, ours)
     return [
@@ -184,6 +186,6 @@ def _checked(samples: Tensor, training: Tensor, names: Sequence[str] | None) -> 
 
 
 fitted_space = _audit("Fit", "How much of the adapters' variance does the space hold?", _fit_findings)
-drawn_points = _audit("Neighbors", "Do drawn points lie where models lie, and is none a copy?", _point_findings)
-moved_points = _audit("Directions", "How well do directions tell held-out models apart?", direction_findings)
+drawn_points = _audit("Neighbors", "Do drawn points lie where models lie, without copying one?", _point_findings)
+moved_points = _audit("Directions", "How well do directions separate held-out models?", direction_findings)
 written_adapters = _audit("Files", "Are the adapters that were written the points that were meant?", _written_findings)

@@ -218,7 +218,7 @@ def _encoder(task: _Task, others: Sequence[Tensor]) -> Tensor:
     if float(torch.linalg.eigvalsh(correlations)[0]) < 1e-10:
         names = ", ".join(repr(each.name) for each in task.others)
         raise UsageError(
-            f"The label {task.column!r} is a combination of {names}: they cannot be told apart.",
+            f"The label {task.column!r} is a combination of {names}: they cannot be separated.",
             cure="Name fewer confounders.",
         )
     found: Tensor = (torch.linalg.solve(correlations, sides * scale[:, None]) * scale[:, None])[0]

@@ -160,7 +160,7 @@ def edit_curve(
 
     target = target or direction.name
     if target not in names:
-        raise NameNotFound(f"{target!r} is none of the attributes {list(names)}.", cure="Say `target`.")
+        raise NameNotFound(f"{target!r} is not one of the attributes {list(names)}.", cure="Say `target`.")
     places = [0.0, *strengths]
     sign = 1.0 if places[-1] > 0 else -1.0
     if len(places) < 2 or any(sign * b <= sign * a for a, b in itertools.pairwise(places)):

@@ -363,7 +363,7 @@ def _kept(each: _Written, where: Path, naming: Naming | None, model: ModelNames 
             raise model.not_found(each.name)
         known = f"the table of {naming.title}" if naming else "any table"
         raise Unsupported(
-            f"{where}: the name {each.name!r} is not in {known}, so where its dots were cannot be told.",
+            f"{where}: the name {each.name!r} is not in {known}, so the positions of its dots are ambiguous.",
             cure="Name the architecture (--model NAME, or the model's folder), or save the adapter with dotted names.",
         )
     if each.component:
@@ -388,7 +388,7 @@ def _encoder(each: _Written, naming: Naming | None, where: Path, model: ModelNam
         if model is not None:
             raise model.not_found(each.name)
         raise Unsupported(
-            f"{where}: the name {each.name!r} is of no known text encoder, so where its dots were cannot be told.",
+            f"{where}: the name {each.name!r} is of no known text encoder, so the positions of its dots are ambiguous.",
             cure="Name the model's folder (--model PATH), or save the adapter with dotted names.",
         )
     [piece] = match.pieces(1, 1, component) or []

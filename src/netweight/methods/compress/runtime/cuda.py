@@ -360,7 +360,7 @@ def _is_capturing(tensor: torch.Tensor) -> bool:
 def _refuse_capture(payload: torch.Tensor) -> None:
     if _is_capturing(payload):
         raise UsageError(
-            "A compressed weight must be looked at before a CUDA graph can decode it.",
+            "A compressed weight must be checked before a CUDA graph can decode it.",
             cure="Run the model once before capturing the graph.",
         )
 

@@ -265,7 +265,7 @@ _HERE = "netweight.methods.space.view"
 _SMALL = 96  # pixels: images below are enlarged without smoothing, so that their pixels can be seen
 _KINDS = {
     "direction": ("Directions", "Found from labels: each changes one attribute, as far as the models allow."),
-    "component": ("Principal components", "Where models differ most; nobody named what they change."),
+    "component": ("Principal components", "Where models differ most; what they change has no name."),
 }
 
 
