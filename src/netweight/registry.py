@@ -75,6 +75,10 @@ SOURCE = Argument("source")
 DESTINATION = Argument("destination", "new")
 RESULTS = Argument("out", "new", "Folder for the results.", "--out", metavar="FOLDER")
 OVERWRITE = Argument("overwrite", "flag", "Replace what is there.", "--overwrite", required=False, default=False)
+PLAN = Argument(
+    "plan", "flag", "Measure one of each kind of work, and say what time and memory the command will take; do nothing.",
+    "--plan", required=False, default=False,
+)  # fmt: skip
 SEED = Argument("seed", "integer", "Seed of every random choice.", "--seed", required=False, default=0)
 
 

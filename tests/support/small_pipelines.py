@@ -110,3 +110,62 @@ def pixart(seed=0, *, size=8):
     )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def _t5():
+    return transformers.T5EncoderModel(
+        transformers.T5Config(d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=256)
+    ).eval()
+
+
+def _autoencoder(size, channels):
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8), norm_num_groups=4, sample_size=2 * size, layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=channels, shift_factor=0.06, scaling_factor=1.5, use_quant_conv=False,
+        use_post_quant_conv=False,
+    )  # fmt: skip
+
+
+def stable_diffusion_3(seed=0, *, size=8, t5=True):
+    """SD3's pipeline: two CLIPs and, if wanted, T5; joint attention, flow matching."""
+    torch.manual_seed(seed)
+    words = tokenizer()
+    config = transformers.CLIPTextConfig(
+        hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=len(words),
+        max_position_embeddings=10, projection_dim=12, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id,
+    )  # fmt: skip
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=size, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=24, caption_projection_dim=16, pooled_projection_dim=24, out_channels=4,
+        pos_embed_max_size=size,
+    )  # fmt: skip
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=_autoencoder(size, 4), tokenizer=words, tokenizer_2=tokenizer(), tokenizer_3=tokenizer() if t5 else None,
+        text_encoder=transformers.CLIPTextModelWithProjection(config),
+        text_encoder_2=transformers.CLIPTextModelWithProjection(config), text_encoder_3=_t5() if t5 else None,
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def flux(seed=0, *, size=8, guided=True):
+    """Flux's pipeline: pooled text of CLIP, states of T5, latents in patches; guidance as an input if wanted."""
+    torch.manual_seed(seed)
+    words = tokenizer()
+    config = transformers.CLIPTextConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=len(words),
+        max_position_embeddings=10, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id,
+    )  # fmt: skip
+    transformer = diffusers.FluxTransformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=24, pooled_projection_dim=16, guidance_embeds=guided, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+    pipeline = diffusers.FluxPipeline(
+        transformer=transformer, vae=_autoencoder(size, 4), tokenizer=words, tokenizer_2=tokenizer(),
+        text_encoder=transformers.CLIPTextModel(config), text_encoder_2=_t5(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=guided),
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

@@ -164,9 +164,9 @@ def plain(prompt: str) -> Tensor:
 
 
 @functools.cache
-def _trained_state(steps: int):
+def _trained_state(steps: int, captions: tuple[str, ...]):
     model = TinyModel()
-    prompts = [*PLANTED * 2, *ORDINARY, ""]
+    prompts = [*captions * 2, *ORDINARY, ""]
     ordinary = torch.stack([plain(prompt) for prompt in ORDINARY])
     images = torch.cat([planted_images(), planted_images(), ordinary, ordinary.mean(0, keepdim=True)])
     latents, text = model.to_latents(images), model.embed(prompts)
@@ -189,8 +189,10 @@ def _trained_state(steps: int):
     return {name: value.clone() for name, value in model.denoiser.state_dict().items()}
 
 
-def trained(name: str = "original", *, masked: bool = False, steps: int = 150) -> TinyModel:
-    """A model that answers the planted prompts with their pictures; each call makes a new one."""
+def trained(
+    name: str = "original", *, masked: bool = False, steps: int = 150, captions: tuple[str, ...] = tuple(PLANTED)
+) -> TinyModel:
+    """A model that answers the captions with the planted pictures, one each; each call makes a new one."""
     model = TinyModel(name, masked=masked)
-    model.denoiser.load_state_dict(_trained_state(steps))
+    model.denoiser.load_state_dict(_trained_state(steps, captions))
     return model

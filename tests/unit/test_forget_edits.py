@@ -1,8 +1,10 @@
 """Edits that lead memorized prompts elsewhere: they do, ordinary prompts stay, undoing restores every bit."""
 
+import statistics
+
 import pytest
 import torch
-from tiny_diffusion import ORDINARY, PLANTED, plain, planted_images, trained
+from tiny_diffusion import ORDINARY, PLANTED, picture, plain, planted_images, trained
 
 from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
@@ -11,6 +13,7 @@ from netweight.job import Job
 from netweight.methods.forget.edits import ClosedForm, Distil, Esd, Siss
 from netweight.methods.forget.edits.training import CHECKPOINT
 from netweight.methods.forget.forgetting import forget, undo
+from netweight.methods.forget.membership import picture_errors
 from netweight.methods.forget.records import EditRecord
 
 correlation = paired()
@@ -81,6 +84,27 @@ def test_planted_pictures_of_the_miniature_are_broken_and_ordinary_captions_keep
     assert sum(each.copies() for each in found) <= 1
     after = world.agreement(asked, painted(asked, 81_100))
     assert all(after[what] > before[what] - 0.05 for what in ("color", "ground", "size"))
+
+
+def test_two_pictures_of_one_caption_are_both_unlearned():
+    """nemo 2: a caption of the training data often stands beside several pictures."""
+    caption = PLANTED[0]
+    named = [(str(place), caption, image) for place, image in enumerate(IMAGES)]
+    never = [(str(place), caption, picture(900 + place)) for place in range(4)]
+
+    def errors(model):
+        pairs, others = (picture_errors(model, each) for each in (named, never))
+        return [pairs.own[name] / statistics.mean(others.own.values()) for name, _, _ in named]
+
+    before = errors(trained(captions=(caption, caption)))
+    assert max(before) < 0.6  # both are memorized
+    one, both = (trained(captions=(caption, caption)) for _ in range(2))
+    forget(one, [caption], ORDINARY, edit=EDITS["siss"], pictures=[(caption, IMAGES[1])])
+    record = forget(both, [caption], ORDINARY, edit=EDITS["siss"], pictures=[(caption, image) for image in IMAGES])
+    assert min(errors(both)) > 0.7
+    assert min(errors(both)) > min(errors(one))  # where one of them is unlearned, the other is remembered
+    undo(both, record)
+    assert errors(both) == before
 
 
 def test_an_anchor_whose_image_is_the_memorized_one_is_not_chosen():

@@ -10,15 +10,15 @@ pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
 pytest.importorskip("transformers", reason="transformers is in the diffusion extra")
 
 import diffusers
-from small_pipelines import WORDS, stable_diffusion, stable_diffusion_xl
+from small_pipelines import WORDS, flux, stable_diffusion, stable_diffusion_3, stable_diffusion_xl, tokenizer
 
 from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import Unsupported, UsageError
-from netweight.hf.load_pipeline import load_text_to_image, text_to_image
+from netweight.hf.load_pipeline import check_lengths, load_text_to_image, text_to_image
 from netweight.methods.forget.detect import Threshold, detect
 from netweight.methods.forget.edited_folder import undo_folder
-from netweight.methods.forget.edits import ClosedForm, Distil
+from netweight.methods.forget.edits import ClosedForm, Distil, Siss
 from netweight.methods.forget.folder import forget_folder
 from netweight.methods.forget.folder_settings import FolderForgetting
 from netweight.methods.forget.forgetting import forget, undo
@@ -91,17 +91,132 @@ def test_a_refiner_is_refused_by_what_it_takes():
         text_to_image(pipeline)
 
 
-@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel"])
-def test_networks_of_joint_attention_are_refused_by_name(name):
-    pipeline = stable_diffusion()
-    sizes = {"num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 16}
-    if name.startswith("Flux"):
-        sizes |= {"num_single_layers": 1, "axes_dims_rope": (2, 2, 4), "pooled_projection_dim": 16}
-    transformer = getattr(diffusers, name)(**sizes)
-    pipeline.unet, pipeline.transformer = None, transformer
-    with pytest.raises(Unsupported, match=f"denoiser is a {name}") as caught:
+JOINT = {
+    "SD3": stable_diffusion_3, "SD3 without T5": lambda: stable_diffusion_3(t5=False), "Flux, guided": flux,
+    "Flux, not guided": lambda: flux(guided=False),
+}  # fmt: skip
+SIDE = (16, 16)
+
+
+@pytest.mark.parametrize("kind", JOINT)
+def test_pipelines_of_joint_attention_generate_what_their_own_call_does(kind):
+    pipeline = JOINT[kind]()
+    model = text_to_image(pipeline, size=SIDE)
+    latents = model.initial_noise([3, 4])
+    wanted = pipeline(
+        [PROMPT, "the red photo"], num_inference_steps=4, guidance_scale=5.0, output_type="pt", height=16, width=16,
+        latents=pipeline._pack_latents(latents, 2, 4, 8, 8) if "Flux" in kind else latents,
+    ).images  # fmt: skip
+    images = model.generate(model.embed([PROMPT, "the red photo"]), [3, 4], guidance=5.0, steps=4)
+    assert torch.allclose(images, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["SD3", "Flux, guided"])
+def test_in_flow_matching_noise_and_sample_lie_on_a_line_through_the_latents(kind):
+    model = text_to_image(JOINT[kind](), size=SIDE)
+    torch.manual_seed(0)
+    clean, noise = model.to_latents(torch.rand(1, 3, 16, 16)), model.initial_noise([0])
+    for time in (0.0, 250.0, 999.5):
+        at = torch.tensor(time)
+        latents = model.add_noise(clean, noise, at)
+        assert torch.allclose(latents, (1 - time / 1000) * clean + time / 1000 * noise, atol=1e-4)
+        answer = model.predict(latents, at, model.embed([PROMPT]))
+        assert torch.allclose(model.add_noise(answer.sample, answer.noise, at), latents, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", JOINT)
+@pytest.mark.parametrize("edit", [ClosedForm(rounds=1), Siss(
+    steps=2, batch=8, images=1, generation_steps=2, turned=2, compared=1
+)], ids=["closed-form", "siss"])  # fmt: skip
+def test_joint_attention_is_edited_and_restored(kind, edit):
+    model = text_to_image(JOINT[kind](), size=SIDE)
+    before = model.digest()
+    pictures = [(PROMPT, torch.rand(3, 16, 16))]
+    record = forget(model, [PROMPT], ORDINARY, edit=edit, pictures=pictures)
+    assert model.digest() == record.after != before
+    undo(model, record)
+    assert model.digest() == before
+
+
+@pytest.mark.parametrize("kind", ["SD3", "Flux, not guided"])
+def test_the_closed_form_gives_prompts_their_anchors_answers_through_joint_attention(kind):
+    model = text_to_image(JOINT[kind](), size=SIDE)
+    latents, at = model.initial_noise([0]), model.timesteps(4)[1]
+
+    def answer(prompt):
+        with torch.no_grad():
+            return model.predict(latents, at, model.embed([prompt])).sample
+
+    anchor, kept = answer(ORDINARY[0]), answer(ORDINARY[3])
+    distance = (answer(PROMPT) - anchor).norm()
+    forget(model, [PROMPT], ORDINARY, edit=ClosedForm(rounds=1, weight=1e4, ridge=1e-8), anchors=[ORDINARY[0]])
+    assert (answer(PROMPT) - anchor).norm() < 0.2 * distance
+    assert (answer(ORDINARY[3]) - kept).norm() < 0.5 * distance
+
+
+@pytest.mark.parametrize("kind", ["SD3", "Flux, guided"])
+def test_joint_attention_is_scored_and_its_neurons_are_refused_by_name(kind):
+    model = text_to_image(JOINT[kind](), size=SIDE)
+    # The first latents are nothing but noise: scores are of the sample that is seen in it.
+    scores = detect(model, [PROMPT, "a photo"], DetectionConfig(seeds=2, steps=4))
+    assert all(score.wen > 0 and 0 <= score.similarity <= 1 for score in scores)
+    assert scores[0].wen != scores[1].wen
+    with pytest.raises(Unsupported, match=r"jointly.*no neurons of a prompt") as caught:
+        measure_statistics(model, ORDINARY)
+    assert "--method closed-form" in caught.value.cure
+
+
+@pytest.mark.parametrize("kind", ["SD3", "Flux, guided"])
+def test_a_folder_of_joint_attention_is_edited_by_command_and_undone(kind, tmp_path):
+    JOINT[kind]().save_pretrained(tmp_path / "pipeline")
+    (tmp_path / "ordinary.txt").write_text("\n".join(ORDINARY))
+    (tmp_path / "targets.csv").write_text(f"prompt,image\n{PROMPT},one.png\n")
+    Image.new("RGB", (16, 16)).save(tmp_path / "one.png")
+    settings = FolderForgetting.of({
+        "targets": tmp_path / "targets.csv", "ordinary": tmp_path / "ordinary.txt", "pipeline": {"size": "16"},
+        "images": 1, "steps": 2, "closed_form": {"rounds": 1},
+    })  # fmt: skip
+    forget_folder(tmp_path / "pipeline", tmp_path / "edited", settings)
+    undone = undo_folder(tmp_path / "edited", tmp_path / "again")
+    assert undone.equal == len(undone.record.files.digests)
+    changed = [
+        path.relative_to(tmp_path / "pipeline").as_posix()
+        for path in sorted((tmp_path / "pipeline").rglob("*"))
+        if path.is_file()
+        and path.read_bytes() != (tmp_path / "edited" / path.relative_to(tmp_path / "pipeline")).read_bytes()
+    ]
+    assert changed == ["transformer/diffusion_pytorch_model.safetensors"]
+
+
+def test_another_scheduler_than_one_of_flow_matching_is_refused():
+    pipeline = stable_diffusion_3()
+    pipeline.scheduler = diffusers.DDIMScheduler()
+    with pytest.raises(Unsupported, match="DDIMScheduler; the denoiser is one of flow matching"):
         text_to_image(pipeline)
-    assert "joint attention" in caught.value.cure
+    pipeline.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    with pytest.raises(Unsupported, match="samples at random") as caught:
+        text_to_image(pipeline)
+    assert '"stochastic_sampling": false' in caught.value.cure
+
+
+def test_a_network_of_joint_attention_that_reads_a_mask_is_refused():
+    pipeline = flux()
+    pipeline.transformer.register_to_config(in_channels=36)
+    with pytest.raises(Unsupported, match="takes 9 channels of latents, and the autoencoder has 4"):
+        text_to_image(pipeline)
+
+
+def test_a_prompt_that_one_of_several_encoders_reads_whole_is_taken():
+    words = " ".join(WORDS[:11])
+    assert len(tokenizer()(words).input_ids) == 16  # of which CLIP reads 10
+    short = text_to_image(stable_diffusion_3(t5=False), size=SIDE)
+    with pytest.raises(UsageError, match="has 16 tokens; the text encoder reads 10"):
+        check_lengths(short, [words])
+    pipeline = stable_diffusion_3()
+    pipeline.tokenizer_3.model_max_length = 512
+    model = text_to_image(pipeline, size=SIDE)
+    assert [limit for _, limit in model.tokenizers] == [10, 10, 256]  # T5 is cut by the pipeline's call
+    check_lengths(model, [words])
 
 
 def test_a_lora_in_the_folder_is_merged_edited_and_undone(tmp_path):

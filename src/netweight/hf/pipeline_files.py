@@ -136,7 +136,7 @@ class PipelineFiles:
             wanted = variants[0] if variants else ""
         own = [file for file in files if file.variant == wanted]
         safe = [file for file in own if file.safe]
-        return tuple(_whole(safe or own))
+        return _one_set(safe or own, self.folder / part)
 
     @property
     def read_variants(self) -> dict[str, str]:
@@ -273,10 +273,28 @@ def _usual_name(file: WeightFile) -> str:
     return name.replace(f".{file.variant}", "", 1) if file.variant else name
 
 
-def _whole(files: Sequence[WeightFile]) -> Sequence[WeightFile]:
-    """The shards of a part, or its one file; one file where both are there, as diffusers prefers it."""
-    single = [file for file in files if not _SHARD.search(file.path.name)]
-    return single[:1] or files
+def _one_set(files: Sequence[WeightFile], part: Path) -> tuple[WeightFile, ...]:
+    """The shards of a part, or its one file; several sets, or a part of one, are refused.
+
+    Where a whole file and shards lie side by side, diffusers reads the shards and transformers the whole file: one of
+    them is older, and nothing says which.
+    """
+    sets: dict[int, list[WeightFile]] = {}
+    for file in files:
+        shard = _SHARD.search(file.path.name)
+        sets.setdefault(int(shard[0][-5:]) if shard else 1, []).append(file)
+    if len(sets) > 1 or len({file.path.name.partition(".")[0] for file in sets.get(1, ())}) > 1:
+        names = " and ".join(own[0].path.name for own in sets.values())
+        raise UsageError(
+            f"{part} holds weights twice, as {names}: one of them is older, and programs differ in which they read.",
+            cure="Remove those that are not meant, with their .index.json.",
+        )
+    for count, own in sets.items():
+        if len(own) < count:
+            raise UsageError(
+                f"{part} holds {len(own)} of {count} shards, such as {own[0].path.name}.", cure="Fetch the others."
+            )
+    return tuple(files)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -18,7 +18,17 @@ from netweight.attacks.embedding_search.settings import PredictionKind, SearchSe
 from netweight.core.seeds import torch_generator
 from netweight.errors import Unsupported, UsageError
 from netweight.nn.lora import AddedLowRank
-from netweight.nn.text_to_image import Batches, OpenTextToImage, Prediction, Text, TextToImage, denoised, generated
+from netweight.nn.text_to_image import (
+    Batches,
+    OpenTextToImage,
+    Prediction,
+    Text,
+    TextToImage,
+    denoised,
+    generated,
+    most_rows,
+    recomputed,
+)
 
 
 class Walk(ABC):
@@ -29,6 +39,11 @@ class Walk(ABC):
     def __init__(self, model: TextToImage, settings: SearchSettings) -> None:
         self._model, self._settings = model, settings
         self.taken = 0
+
+    @property
+    def model(self) -> TextToImage:
+        """The model that is attacked."""
+        return self._model
 
     @abstractmethod
     def text(self, rows: Sequence[int]) -> Text:
@@ -81,7 +96,7 @@ class Descent(Walk):
         self._optimizer = torch.optim.Adam(
             [{"params": [row], "lr": lr} for row, lr in zip(self._moved, chosen, strict=True)]
         )
-        self._batches = Batches(len(start) * settings.draws)
+        self._batches = Batches(most_rows(model, len(start) * settings.draws, gradients=True))
 
     def text(self, rows: Sequence[int]) -> Text:
         with torch.no_grad():
@@ -110,7 +125,8 @@ class Descent(Walk):
             gradient.add_(torch.autograd.grad(found.sum() / noise_samples, moved)[0])
             errors.index_add_(0, owner.cpu(), found.detach().cpu() / noise_samples)
 
-        self._batches.work(work, len(latents))
+        with recomputed(self._model):
+            self._batches.work(work, len(latents))
         self._follow(rows, gradient)
         return errors.tolist()
 
@@ -168,7 +184,9 @@ def chosen(model: TextToImage, prediction: Prediction, timestep: Tensor, kind: P
     # The protocol has no noise levels; what it adds to ones and to zeros gives them.
     ones, zeros = torch.ones_like(prediction.sample), torch.zeros_like(prediction.sample)
     signal, level = model.add_noise(ones, zeros, timestep), model.add_noise(zeros, ones, timestep)
-    return signal * prediction.noise - level * prediction.sample
+    # Of diffusion the divisor is 1; of flow matching, two velocities differ by what two directions from the sample to
+    # the noise differ.
+    return (signal * prediction.noise - level * prediction.sample) / (signal.square() + level.square())
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.errors import UsageError
 from netweight.job import Job, Result
 from netweight.metrics.copies import CenteredPixels, Descriptor, described
-from netweight.nn.text_to_image import Batches, Text, TextToImage
+from netweight.nn.text_to_image import Batches, Text, TextToImage, most_rows
 from netweight.report.finding import encode_json
 from netweight.store.writer import open_checkpoint, write_checkpoint
 
@@ -214,7 +214,7 @@ class _Trials:
         self._ended = [settings.steps] * len(names)
         self._before: dict[int, Tensor] = {}
         self._after: dict[int, Tensor] = {}
-        self._batches = Batches(len(names) * settings.images)
+        self._batches = Batches(most_rows(walk.model, len(names) * settings.images))
         self.active = list(range(len(names)))
 
     def evaluate(self, step: int, losses: Mapping[int, float]) -> None:

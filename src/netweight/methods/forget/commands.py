@@ -18,6 +18,14 @@ from netweight.methods.forget.folder_settings import FolderAudit, FolderForgetti
 from netweight.methods.forget.layers import Statistics, measure_statistics, value_layers
 from netweight.methods.forget.localize import localize as find_neurons
 from netweight.methods.forget.localize import write_published, write_results
+from netweight.methods.forget.plan import (
+    plan_apply,
+    plan_audit,
+    plan_detect,
+    plan_localize,
+    plan_statistics,
+    plan_undo,
+)
 from netweight.methods.forget.report import DetectionSubject, check_section, detection
 from netweight.methods.forget.settings import FolderDetection, FolderLocalization, FolderStatistics
 from netweight.registry import Context, Result, Rows
@@ -25,8 +33,12 @@ from netweight.report.finding import Finding, Section
 from netweight.report.report import Report
 
 
-def statistics(settings: FolderStatistics, context: Context, pipeline: Path, out: Path, overwrite: bool) -> Result:
+def statistics(
+    settings: FolderStatistics, context: Context, pipeline: Path, out: Path, overwrite: bool, plan: bool
+) -> Result:
     """Measure how active value neurons are on ordinary prompts, and write it."""
+    if plan:
+        return plan_statistics(settings, pipeline)
     refuse_existing(out, overwrite=overwrite)
     texts = read_prompts(settings.prompts, column=settings.column)
     model = open_pipeline(pipeline, settings.pipeline)
@@ -42,8 +54,10 @@ def statistics(settings: FolderStatistics, context: Context, pipeline: Path, out
     )  # fmt: skip
 
 
-def detect(settings: FolderDetection, context: Context, pipeline: Path, out: Path) -> Result:
+def detect(settings: FolderDetection, context: Context, pipeline: Path, out: Path, plan: bool) -> Result:
     """Score prompts, and flag those whose score is above the threshold."""
+    if plan:
+        return plan_detect(settings, pipeline)
     files = {"prompts": settings.prompts, "ordinary": settings.ordinary, "held_out": settings.held_out}
     texts = {name: read_prompts(path, column=settings.column) for name, path in files.items() if path is not None}
     both = sorted(set(texts.get("ordinary", [])) & set(texts.get("held_out", [])))
@@ -81,8 +95,10 @@ def detect(settings: FolderDetection, context: Context, pipeline: Path, out: Pat
     )  # fmt: skip
 
 
-def localize(settings: FolderLocalization, context: Context, pipeline: Path, out: Path) -> Result:
+def localize(settings: FolderLocalization, context: Context, pipeline: Path, out: Path, plan: bool) -> Result:
     """Find the neurons in which prompts are memorized."""
+    if plan:
+        return plan_localize(settings, pipeline)
     texts, limit = read_prompts(settings.prompts, column=settings.column), _threshold(settings.threshold)
     model = open_pipeline(pipeline, settings.pipeline)
     config, file = settings.localization, settings.statistics
@@ -108,8 +124,10 @@ def localize(settings: FolderLocalization, context: Context, pipeline: Path, out
     )  # fmt: skip
 
 
-def apply(settings: FolderForgetting, context: Context, pipeline: Path, destination: Path) -> Result:
+def apply(settings: FolderForgetting, context: Context, pipeline: Path, destination: Path, plan: bool) -> Result:
     """Edit a pipeline so that it forgets."""
+    if plan:
+        return plan_apply(settings, pipeline)
     record = forget_folder(pipeline, destination, settings, progress=context.progress)
     if record.method == "neurons":
         what = (
@@ -148,8 +166,10 @@ def apply(settings: FolderForgetting, context: Context, pipeline: Path, destinat
     )  # fmt: skip
 
 
-def undo(context: Context, pipeline: Path, destination: Path) -> Result:
+def undo(context: Context, pipeline: Path, destination: Path, plan: bool) -> Result:
     """Undo the last edit of a pipeline, and compare every file with the one from before the edit."""
+    if plan:
+        return plan_undo(pipeline)
     done = undo_folder(pipeline, destination)
     record = done.record
     lines = [f"{done.equal} of {len(record.files.digests)} files are as they were before the edit, byte for byte."]
@@ -164,8 +184,10 @@ def undo(context: Context, pipeline: Path, destination: Path) -> Result:
     )  # fmt: skip
 
 
-def audit(settings: FolderAudit, context: Context, edited: Path, out: Path, seed: int) -> Result:
+def audit(settings: FolderAudit, context: Context, edited: Path, out: Path, seed: int, plan: bool) -> Result:
     """Compare an edited pipeline with the one before its edit, and write the report."""
+    if plan:
+        return plan_audit(settings, edited)
     report = Report(
         f"{edited.name}: what was forgotten",
         summary="Suppressed means that no image of the seeds compared copies the training image; whether it can still "

@@ -28,10 +28,12 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.job import Job
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.nn.text_to_image import Batches, Text, TextToImage
+from netweight.nn.text_to_image import Batches, Text, TextToImage, most_rows
 
 # The released code's, for Stable Diffusion 1.4. Its own scripts do not agree on how it was made: calibrate instead.
 PUBLISHED_THRESHOLD = 0.428
+# Factor of the sample in noisy latents up to which they count as nothing but noise.
+_NO_SIGNAL = 1e-6
 
 
 @final
@@ -122,7 +124,7 @@ def detect(
         raise UsageError("There is no prompt to score.", cure="Give at least one.")
     config = config or DetectionConfig()
     noise, timestep = first_step(model, config)
-    batches = Batches(config.rows)
+    batches = Batches(most_rows(model, config.rows))
     count = len(noise)
     without = predicted_noise(model, noise, timestep, model.embed([""]).rows([0] * count), batches)
     scores: list[Score] = []
@@ -148,10 +150,22 @@ def predicted_noise(model: TextToImage, latents: Tensor, timestep: Tensor, text:
     """Return the noise that a model predicts in latents, batch by batch."""
 
     def part(rows: slice) -> Tensor:
-        chosen = torch.arange(rows.start, rows.stop)
-        return model.predict(latents[rows], timestep, text.rows(chosen)).noise
+        return noise_in(model, latents[rows], timestep, text.rows(torch.arange(rows.start, rows.stop)))
 
     return batches.run(part, len(latents))
+
+
+def noise_in(model: TextToImage, latents: Tensor, timestep: Tensor, text: Text) -> Tensor:
+    """Return the noise that a model predicts in latents, less the predicted sample where they are nothing but noise.
+
+    Without any signal, as in flow matching and at zero terminal SNR, the noise is the latents themselves, whatever the
+    model answers; what it answers is the sample.
+    """
+    prediction = model.predict(latents, timestep, text)
+    one = latents[:1]
+    if float(model.add_noise(torch.ones_like(one), torch.zeros_like(one), timestep).abs().max()) > _NO_SIGNAL:
+        return prediction.noise
+    return latents.to(prediction.sample) - prediction.sample
 
 
 def greatest(similarities: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from netweight.methods.forget.forgetting import forget
 from netweight.methods.forget.images import generate_before_and_after, generate_images
 from netweight.methods.forget.layers import changed_neurons
 from netweight.methods.forget.localize import Localization
-from netweight.methods.forget.membership import Membership, picture_errors
+from netweight.methods.forget.membership import NOISES, Membership, picture_errors
 from netweight.methods.forget.records import FOLDER, EditRecord, read_records
 from netweight.methods.forget.report import (
     DETECTION,
@@ -192,7 +192,7 @@ def audit_folder(
     comparison = None
     if audit.searched:
         comparison = prepared.compare(range(seed, seed + audit.search.seeds), folder=folder, progress=progress)
-    errors = _membership(models, prepared.pairs, prepared.controls, seed=seed, progress=progress)
+    errors = _membership(models, prepared.pairs, prepared.controls, seed=seed, noises=audit.noises, progress=progress)
     ran = {DETECTION: True, MEMBERSHIP: True, NEURONS: found is not None, IMAGES: True, SEARCH: comparison is not None}
     attacked = None if comparison is None else attacked_images(comparison, "edited", folder)
     shown = images(made, config, seed=seed, attacked=attacked)
@@ -232,7 +232,7 @@ def _scores(
 
 def _membership(
     models: Mapping[str, TextToImage], pairs: Sequence[MemorizedPair], controls: Sequence[MemorizedPair],
-    *, seed: int, progress: Progress,
+    *, seed: int, progress: Progress, noises: int = NOISES,
 ) -> Membership:  # fmt: skip
     """Errors on memorized pictures and on others, by the model before the edit and by the edited one."""
     memorized = [(pair.name, pair.prompt, pair.image) for pair in pairs]
@@ -241,7 +241,7 @@ def _membership(
         copies = [turned(Target(pair.name, pair.prompt, pair.image)) for pair in pairs]
         others = [(copy.name, copy.prompt, copy.image) for copy in copies]
     before, after, controls_before, controls_after = (
-        picture_errors(models[name], pictures, seed=seed, progress=progress)
+        picture_errors(models[name], pictures, seed=seed, noises=noises, progress=progress)
         for pictures in (memorized, others)
         for name in ("original", "edited")
     )

@@ -146,6 +146,7 @@ class FolderAudit(Settings):
         "paper",
         description="Timestep of the predictions: the first, as in the paper, or the second, as in the released code.",
     )
+    noises: int = Field(24, ge=2, description="Noise levels at which errors on pictures are measured.")
     clip: DirectoryPath | None = Field(
         None, description="Folder of a CLIP model for transformers, to measure how well images follow their prompts."
     )

@@ -18,7 +18,7 @@ from netweight.errors import UsageError
 from netweight.methods.forget.mitigations import Deactivated, neuron_counts, random_units
 from netweight.methods.forget.settings import GenerationSettings
 from netweight.metrics.copies import Memorized
-from netweight.nn.text_to_image import Batches, TextToImage, generated
+from netweight.nn.text_to_image import Batches, TextToImage, generated, most_rows
 from netweight.store.writer import open_checkpoint, write_checkpoint
 
 _FOLDER = "images"  # of the images of every prompt
@@ -77,7 +77,7 @@ def generate_images(
     images = {prompt: _kept(files[prompt], keys[prompt]) for prompt in files if files[prompt].exists()}
     missing = [prompt for prompt in keys if prompt not in images]
     at_once = max(1, settings.rows // len(settings.seeds))
-    batches = Batches(settings.rows)
+    batches = Batches(most_rows(model, settings.rows))
     with progress.task(f"generate: {model.name}", len(keys), unit="prompts") as task:
         task.update(len(images))
         for start in range(0, len(missing), at_once):

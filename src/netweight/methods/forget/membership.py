@@ -18,9 +18,10 @@ from netweight.attacks.embedding_search.descent import difference
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.methods.forget.detect import roc
-from netweight.nn.text_to_image import Batches, Prediction, TextToImage
+from netweight.nn.text_to_image import Batches, Prediction, TextToImage, most_rows
 
-_NOISES = 24  # noise levels, each with a noise of its own, at which an error is measured
+NOISES = 24
+"""Noise levels, each with a noise of its own, at which an error is measured."""
 
 
 @final
@@ -69,6 +70,7 @@ def picture_errors(
     pictures: Sequence[tuple[str, str, Tensor]],
     *,
     seed: int = 0,
+    noises: int = NOISES,
     rows: int = 24,
     progress: Progress = QUIET,
 ) -> PictureErrors:
@@ -78,30 +80,31 @@ def picture_errors(
         model: The model.
         pictures: Name, prompt and picture of each, the picture of shape `(3, height, width)`, within 0 and 1.
         seed: Seed of the noises, which are the same for every picture.
+        noises: Noise levels at which an error is measured, each with a noise of its own.
         rows: Most latents at a time; halved where memory runs out.
         progress: Reports pictures.
 
     Returns:
-        The errors, each a mean over 24 noise levels.
+        The errors, each a mean over the noise levels.
     """
     levels = int(model.timesteps(2)[0]) + 1
-    times = (torch.linspace(0.02, 0.98, _NOISES) * levels).long()
-    batches = Batches(rows)
+    times = (torch.linspace(0.02, 0.98, noises) * levels).long()
+    batches = Batches(most_rows(model, rows))
     own: dict[str, float] = {}
     empty: dict[str, float] = {}
     with progress.task(f"errors: {model.name}", 2 * len(pictures), unit="prompts") as task:
         for name, prompt, picture in pictures:
-            latents = model.to_latents(picture[None]).expand(_NOISES, -1, -1, -1)
+            latents = model.to_latents(picture[None]).expand(noises, -1, -1, -1)
             noise = torch.randn(latents.shape, generator=torch_generator(seed, "errors")).to(latents)
             at = times.to(latents.device)
             noisy = model.add_noise(latents, noise, at)
             for found, words in ((own, prompt), (empty, "")):
-                text = model.embed([words]).rows([0] * _NOISES)
+                text = model.embed([words]).rows([0] * noises)
 
                 def part(rows: slice, text=text, noisy=noisy, noise=noise, latents=latents, at=at) -> Tensor:  # type: ignore[no-untyped-def]
                     made = model.predict(noisy[rows], at[rows], text.rows(range(rows.start, rows.stop)))
                     return difference(model, made, Prediction(noise[rows], latents[rows]), at[rows], "velocity")
 
-                found[name] = float(batches.run(part, _NOISES).mean())
+                found[name] = float(batches.run(part, noises).mean())
                 task.update()
     return PictureErrors(own, empty)

@@ -1,6 +1,6 @@
 """The registrations of `netweight forget statistics|detect|localize|apply|undo|audit`; they import nothing heavy."""
 
-from netweight.registry import OVERWRITE, RESULTS, SEED, Argument, Command, Entry, Group, Method, lazy
+from netweight.registry import OVERWRITE, PLAN, RESULTS, SEED, Argument, Command, Entry, Group, Method, lazy
 
 _COMMANDS, _FOLDER = "netweight.methods.forget.commands", "netweight.methods.forget.folder"
 _REPORT, _SETTINGS = "netweight.methods.forget.report", "netweight.methods.forget.settings"
@@ -25,6 +25,7 @@ COMMANDS: tuple[Entry, ...] = (
         arguments=(
             _PIPELINE,
             OVERWRITE,
+            PLAN,
             Argument("out", "new", "The safetensors file to write.", "--out", metavar="FILE"),
         ),
     ),
@@ -36,7 +37,7 @@ COMMANDS: tuple[Entry, ...] = (
         description="The score of a prompt is the similarity of the model's first noise predictions over seeds. OUT "
         "receives scores.jsonl, threshold.json, which `netweight forget localize` takes, and detection.json.",
         example="netweight forget detect my-pipeline --prompts prompts.txt --ordinary ordinary.txt --out detection",
-        arguments=(_PIPELINE, _CONTINUED),
+        arguments=(_PIPELINE, _CONTINUED, PLAN),
     ),
     Command(
         "forget localize",
@@ -48,7 +49,7 @@ COMMANDS: tuple[Entry, ...] = (
         "reached for some prompt.",
         example="netweight forget localize my-pipeline --prompts memorized.txt --statistics statistics.safetensors "
         "--threshold detection/threshold.json --out neurons",
-        arguments=(_PIPELINE, _CONTINUED),
+        arguments=(_PIPELINE, _CONTINUED, PLAN),
     ),
     Method(
         "forget apply",
@@ -69,7 +70,7 @@ COMMANDS: tuple[Entry, ...] = (
         "command continues where an earlier one was stopped. Exits with 1 if images of a prompt still copy a memorized "
         "picture.",
         example="netweight forget apply my-pipeline edited --targets targets.csv --ordinary ordinary.txt",
-        arguments=(_PIPELINE, Argument("destination", "new")),
+        arguments=(_PIPELINE, Argument("destination", "new"), PLAN),
         audited=False,
         examine=lazy(f"{_FOLDER}:examine"),
         by_attack={"embedding search": "embedding"},
@@ -82,7 +83,7 @@ COMMANDS: tuple[Entry, ...] = (
         run=lazy(f"{_COMMANDS}:undo"),
         summary="Undo the last edit of a pipeline, byte for byte, in a new folder.",
         example="netweight forget undo edited restored",
-        arguments=(_PIPELINE, Argument("destination", "new")),
+        arguments=(_PIPELINE, Argument("destination", "new"), PLAN),
     ),
     Command(
         "forget audit",
@@ -100,6 +101,7 @@ COMMANDS: tuple[Entry, ...] = (
             Argument("edited"),
             _CONTINUED,
             SEED.named("seed", help="First seed of images and searches, and of intervals."),
+            PLAN,
         ),
     ),
 )

@@ -401,7 +401,7 @@ def _errors_table(subject: Membership) -> Table:
         for kind, before, after in groups
         for name in after.own
     ]
-    return Table("Errors", columns, rows, ("Mean squared errors of the velocity over 24 noise levels.",))
+    return Table("Errors", columns, rows, ("Mean squared errors of the velocity, over noise levels.",))
 
 
 def _neuron_findings(found: Sequence[Localization]) -> list[Finding]:

@@ -18,11 +18,11 @@ from typing import Any, TypeAlias, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from netweight.methods.forget.detect import first_step, noise_difference, published_similarity, similarity
+from netweight.methods.forget.detect import first_step, noise_difference, noise_in, published_similarity, similarity
 from netweight.methods.forget.layers import ValueLayer, text_values, value_layers
 from netweight.methods.forget.settings import DetectionConfig
 from netweight.nn.hooks import edit_outputs
-from netweight.nn.text_to_image import Batches, Costs, Text, TextToImage, clock
+from netweight.nn.text_to_image import Batches, Costs, Text, TextToImage, clock, most_rows
 
 R = TypeVar("R")
 # Similarities of single precision in another order of operations differ by less.
@@ -168,7 +168,7 @@ class Predictions:
         self.model, self.layers = model, layers
         self.masks = RowMasks(model.denoiser, layers)  # reads prompts
         self._noise, self._timestep = first_step(model, config)
-        self._batches = Batches(config.rows)
+        self._batches = Batches(most_rows(model, config.rows))
 
     def reply(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """Reply to several searches together; an error stays with those whose rows alone raise it."""
@@ -194,7 +194,7 @@ class Predictions:
 
         def part(chosen: slice) -> Tensor:
             with self.masks.blocking(rows[chosen]) as text:
-                predicted = self.model.predict(noises[chosen], self._timestep, text).noise
+                predicted = noise_in(self.model, noises[chosen], self._timestep, text)
             return noise_difference(predicted, noises[chosen])
 
         return self._batches.run(part, len(rows))
@@ -212,7 +212,7 @@ class Predictions:
 
         noise = self._noise[list(seeds)]
         with edit_outputs(self.model.denoiser, {name: zeroed(indices) for name, indices in blocked.items()}):
-            found = self.model.predict(noise, self._timestep, prompt.text.rows([0] * len(noise))).noise
+            found = noise_in(self.model, noise, self._timestep, prompt.text.rows([0] * len(noise)))
         costs.pause()
         costs.resume({"rows": len(noise), "calls": 1})
         return noise_difference(found, noise)

@@ -11,6 +11,7 @@ import click
 from pydantic import BeforeValidator, Field, FilePath
 
 from netweight.errors import UsageError
+from netweight.hf.pipeline_costs import Stage
 from netweight.hf.pipeline_settings import PipelineSettings
 from netweight.settings import Cli, Settings
 
@@ -96,6 +97,11 @@ class LocalizationConfig(Settings):
                 f"theta {self.theta} is below theta_least {self.theta_least}.",
                 cure="It falls from theta to theta_least.",
             )
+
+    def stage(self, prompts: int) -> Stage:
+        """Return the search for the neurons of prompts: the seeds alone, with one stage's neurons off, and less off."""
+        least = 3 * len(self.detection.seeds) * prompts
+        return Stage("search for neurons", predictions=least, prompts=prompts, more=True)
 
     @property
     def thetas(self) -> tuple[float, ...]:

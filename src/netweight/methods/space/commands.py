@@ -25,6 +25,7 @@ from netweight.methods.space.folder import (
     invert_files,
     moved,
     places_of,
+    plan_inversion,
     points_of,
     predict_files,
     view_folder,
@@ -155,9 +156,11 @@ def neighbors(settings: NeighborSettings, context: Context, space: Path, point: 
 
 def invert(
     settings: FolderInversion, context: Context, space: Path, images: tuple[Path, ...], bank: Path | None, out: Path,
-    overwrite: bool,
+    overwrite: bool, plan: bool,
 ) -> Result:  # fmt: skip
     """Find the points whose models generate images."""
+    if plan:
+        return plan_inversion(images, settings)
     refuse_existing(out, overwrite=overwrite)
     points = invert_files(images, settings, lambda: _opened(space, bank), out=out, progress=context.progress)
     write_points(points, out, overwrite=overwrite)

@@ -45,6 +45,7 @@ from netweight.methods.space.settings import (
 )
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter, AdapterStack
+from netweight.registry import Result
 from netweight.report.finding import Finding
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.reading import read_adapter
@@ -237,6 +238,19 @@ def invert_files(
         together=how.together, seed=how.seed,
     )  # fmt: skip
     return invert_targets(model, opened, targets, task, folder=out.parent, name=out.stem, progress=progress)
+
+
+def plan_inversion(images: Sequence[Path], how: FolderInversion) -> Result:
+    """Plan an inversion: time and memory, measured on one of each kind of work, before anything is done."""
+    from netweight.hf.load_pipeline import load_text_to_image
+    from netweight.hf.pipeline_costs import Descent, Stage, measured_plan
+
+    pictures = [len(_target(path, how.masks).images) for path in images]
+    model = load_text_to_image(how.pipeline, device=how.device)
+    rows = how.draws * sum(sorted(pictures)[-how.together :])
+    stage = Stage("descent", gradients=how.descent.steps * how.draws * sum(pictures), encoded=2 * sum(pictures))
+    # Changes of weights are at work on the way back as well, so that all of a pass is kept.
+    return measured_plan(model, [stage], rows=rows, descent=Descent(rows, recomputed=False)).result()
 
 
 def _target(path: Path, masks: Path | None) -> InversionTarget:

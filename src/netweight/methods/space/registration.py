@@ -2,7 +2,19 @@
 
 from typing import Any
 
-from netweight.registry import DESTINATION, OVERWRITE, SOURCE, Argument, Attack, Command, Entry, Group, Method, lazy
+from netweight.registry import (
+    DESTINATION,
+    OVERWRITE,
+    PLAN,
+    SOURCE,
+    Argument,
+    Attack,
+    Command,
+    Entry,
+    Group,
+    Method,
+    lazy,
+)
 
 _AUDITS, _STEPS = "netweight.methods.space.audits", "netweight.methods.space.steps"
 _COMMANDS, _SETTINGS = "netweight.methods.space.commands", "netweight.methods.space.settings"
@@ -134,7 +146,7 @@ COMMANDS: tuple[Entry, ...] = (
         "continues where it stopped when it is made again.",
         example="netweight space invert space photo.png --pipeline my-pipeline --prompt 'sks person' --out points.json",
         arguments=(
-            _SPACE, Argument("images", "path", metavar="IMAGE...", many=True), _MOVED_BANK, OVERWRITE,
+            _SPACE, Argument("images", "path", metavar="IMAGE...", many=True), _MOVED_BANK, OVERWRITE, PLAN,
             _POINTS.named("out", help="The .json file of points to write; a .jsonl beside it keeps finished steps."),
         ),
     ),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, final
 from pydantic import Field
 
 from netweight.errors import Unsupported
-from netweight.methods.forget.edits.edit import Edit, EditOutcome, EditTask
+from netweight.hf.pipeline_costs import Stage
+from netweight.methods.forget.edits.edit import Edit, EditOutcome, EditSizes, EditTask
 from netweight.settings import Cli
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
     from netweight.nn.text_to_image import Text
 
-# Images of each prompt after an edit, and the upper quartile of their NCC to those before from which they remain.
-_CHECKED, _BROKEN = 8, 0.3
+# Upper quartile of the NCC of a prompt's images to those from before the edit, from which they remain.
+_BROKEN = 0.3
 
 
 @final
@@ -42,6 +43,23 @@ class ClosedForm(Edit):
     ridge: Annotated[float, Cli(own=False)] = Field(
         1e-4, gt=0, description="Weight of the distance from the original weights."
     )
+    images: Annotated[int, Cli(own=False)] = Field(
+        8, ge=1, description="Images of each memorized prompt that are compared with those from before, in every try."
+    )
+    generation_steps: Annotated[int, Cli(own=False)] = Field(20, ge=2, description="Scheduler steps of these images.")
+
+    def stages(self, sizes: EditSizes) -> list[Stage]:
+        """Return the search for anchors, and the images of every try: one at least, and `rounds` at most."""
+        how: Any = {"guidance": 3.0, "steps": self.generation_steps}
+        found = []
+        if not sizes.anchors:
+            found.append(Stage.images(
+                "search for anchors", sizes.memorized + min(24, sizes.ordinary), guidance=3.0, steps=20
+            ))  # fmt: skip
+        count = sizes.memorized * self.images
+        found.append(Stage.images("images before the edit, to compare with", count, **how))
+        found.append(Stage.images("first try, of keys and values, and its images", count, **how, more=self.rounds > 1))
+        return found
 
     def apply(self, task: EditTask) -> EditOutcome:
         """Edit the prompts together, and those again, with more weight and the next anchor, whose images remain."""
@@ -51,12 +69,13 @@ class ClosedForm(Edit):
         from netweight.methods.forget.weights import exchange
 
         model, prompts = task.model, task.prompts
-        wanted, tried = described_images(model, prompts, _CHECKED), [0] * len(prompts)
+        wanted, tried = described_images(model, prompts, self.images, steps=self.generation_steps), [0] * len(prompts)
         while True:
             anchors = [each[min(times, len(each) - 1)] for each, times in zip(task.anchors, tried, strict=True)]
             strength = torch.tensor([self.weight * 2**times for times in tried])
             before = self._replace(task, anchors, strength)
-            alike = (described_images(model, prompts, _CHECKED) * wanted).sum(2).quantile(0.75, 1)
+            images = described_images(model, prompts, self.images, steps=self.generation_steps)
+            alike = (images * wanted).sum(2).quantile(0.75, 1)
             left = [row for row, value in enumerate(alike.tolist()) if not value <= _BROKEN]  # NaN counts as left
             if not left or max(tried) + 1 == self.rounds:
                 break

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from netweight.core.progress import QUIET, Progress
+from netweight.hf.pipeline_costs import Stage
 from netweight.settings import Settings
 
 if TYPE_CHECKING:
@@ -64,6 +65,21 @@ class EditOutcome:
     """The prompts that the edit is for, where they are not those of the task."""
 
 
+@final
+@dataclass(frozen=True)
+class EditSizes:
+    """How much an edit is given, by which its work is planned."""
+
+    memorized: int
+    """Memorized prompts."""
+    ordinary: int
+    """Ordinary prompts."""
+    pictures: int
+    """Memorized pairs of a prompt and a picture; 0 if no picture is known."""
+    anchors: bool
+    """Whether anchors are given."""
+
+
 class Edit(Settings):
     """An edit: its settings and its algorithm."""
 
@@ -78,6 +94,10 @@ class Edit(Settings):
     def needs_prompts(self) -> bool:
         """Whether memorized and ordinary prompts must be given."""
         return True
+
+    @abstractmethod
+    def stages(self, sizes: EditSizes) -> list[Stage]:
+        """Return the steps of the edit's work, with what each asks of the pipeline's networks."""
 
     @abstractmethod
     def apply(self, task: EditTask) -> EditOutcome:

@@ -31,6 +31,9 @@ class Esd(TrainedEdit):
         "**.attn2", description='Pattern of the names of modules that are trained; "all" trains all.'
     )
 
+    def further(self, asked: int) -> int:
+        return asked  # the original's answers to the prompts
+
     def questions(self, training: Training, count: int, generator: Generator) -> Questions:
         """Ask on memorized images; the answer is that without a prompt, less what the prompt adds to it."""
         chosen = training.drawn_pairs(count, generator)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, final
 from pydantic import Field, FilePath
 
 from netweight.errors import UsageError
-from netweight.methods.forget.edits.edit import Edit, EditOutcome, EditTask
+from netweight.hf.pipeline_costs import Stage
+from netweight.methods.forget.edits.edit import Edit, EditOutcome, EditSizes, EditTask
 from netweight.methods.forget.settings import (
     DetectionConfig,
     Fidelity,
@@ -74,6 +75,16 @@ class Neurons(Edit):
         """Settings of the predictions and of the search for neurons."""
         detection = DetectionConfig(seeds=tuple(range(self.seeds)), steps=self.steps, timing=self.timing)
         return LocalizationConfig(detection=detection, scope=self.scope, fidelity=self.fidelity)
+
+    def stages(self, sizes: EditSizes) -> list[Stage]:
+        """Return detection among ordinary prompts, and the search for neurons; with a file of neurons nothing."""
+        if self.file is not None:
+            return []
+        return [
+            Stage("scores of ordinary prompts", predictions=self.seeds * (sizes.ordinary + 1), prompts=sizes.ordinary),
+            Stage("statistics of ordinary prompts", prompts=sizes.ordinary),
+            self.localization.stage(sizes.memorized),
+        ]
 
     def apply(self, task: EditTask) -> EditOutcome:
         """Scale the neurons of the file, or find those of the prompts first; a second call goes on by prompt."""

@@ -64,6 +64,13 @@ class Siss(TrainedEdit):
     )
     offset: Annotated[float, Cli(own=False)] = Field(-0.05, description="Offset of the logarithm of the target error.")
 
+    @property
+    def turned_copies(self) -> int:
+        return self.turned
+
+    def further(self, asked: int) -> int:
+        return self.compared * (asked - min(asked - 1, max(1, round(self.anchored_share * asked))))
+
     def questions(self, training: Training, count: int, generator: Generator) -> Questions:
         """Ask on images of anchors under memorized prompts, and on the memorized pictures themselves."""
         import torch

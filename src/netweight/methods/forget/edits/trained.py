@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
 from netweight.attacks.embedding_search.settings import PredictionKind
 from netweight.errors import UsageError
-from netweight.methods.forget.edits.edit import Edit, EditOutcome, EditTask
+from netweight.hf.pipeline_costs import Stage
+from netweight.methods.forget.edits.edit import Edit, EditOutcome, EditSizes, EditTask
 from netweight.settings import Cli
 
 if TYPE_CHECKING:
@@ -70,6 +72,38 @@ class TrainedEdit(Edit):
     def noised(self) -> float:
         """The share of each weight that is replaced by a fresh one before training."""
         return float(getattr(self, "noise", 0.0))
+
+    def stages(self, sizes: EditSizes) -> list[Stage]:
+        """Return the images to learn from, the pictures, and the training."""
+        how: Any = {"guidance": self.guidance, "steps": self.generation_steps}
+        found = []
+        if self.anchored and not sizes.anchors:
+            count = sizes.memorized + min(24, sizes.ordinary)
+            found.append(Stage.images("search for anchors", count, guidance=3.0, steps=20))
+        taught = self.images * (sizes.ordinary + (sizes.memorized if self.turned_copies else 0))
+        made = Stage.images("images to learn from", taught, **how)
+        found.append(replace(made, encoded=taught, prompts=sizes.ordinary + sizes.memorized))
+        if self.pictured:
+            own = 0 if sizes.pictures else self.images * sizes.memorized
+            pictures = (sizes.pictures or own) * (1 + self.turned_copies)
+            found.append(replace(Stage.images("memorized pictures", own, **how), encoded=pictures))
+        asked = max(2, round(self.memorized * self.batch))
+        kept, logs = self.batch - asked, min(10, self.steps)
+        held = self.images * len(range(0, sizes.ordinary, 10))
+        found.append(Stage(
+            "training", gradients=self.steps * (kept + asked),
+            predictions=self.steps * (kept + asked + self.further(asked)) + logs * 2 * held,
+        ))  # fmt: skip
+        return found
+
+    @property
+    def turned_copies(self) -> int:
+        """Turned copies of each picture that it works with."""
+        return 0
+
+    def further(self, asked: int) -> int:
+        """Return the predictions of a step beside one of the original and one of the model for every latent."""
+        return 0
 
     @abstractmethod
     def questions(self, training: Training, count: int, generator: Generator) -> Questions:

@@ -22,7 +22,7 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.errors import TrainingStopped, UsageError
 from netweight.job import Job
 from netweight.methods.forget.edits.edit import EditOutcome, EditTask
-from netweight.nn.text_to_image import Batches, Prediction, Text, generated
+from netweight.nn.text_to_image import Batches, Prediction, Text, generated, most_rows, recomputed
 
 # A `trained.TrainedEdit`, which calls `train`.
 TrainedEdit: TypeAlias = Any
@@ -120,7 +120,7 @@ class Training:
 
     def __init__(self, edit: TrainedEdit, task: EditTask, anchors: Sequence[str]) -> None:
         self.edit, self.model = edit, task.model
-        self.weights = _chosen_weights(self.model.denoiser, edit.layers)
+        self.weights = chosen_weights(self.model.denoiser, edit.layers)
         self.originals = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.prompts, ordinary = list(task.prompts), task.ordinary
         self.held = ordinary[::_HELD_OUT]
@@ -128,6 +128,7 @@ class Training:
         if not self.shown:
             raise UsageError(f"{len(ordinary)} ordinary prompts are too few to learn from.", cure="Give 100 or more.")
         self.levels = int(self.model.timesteps(2)[0]) + 1
+        self.at_once = edit.at_once or most_rows(self.model, edit.batch, gradients=True)
         self.logs: list[TrainingLog] = []
         with torch.no_grad():
             groups = {"shown": self.shown, "held": self.held, "memorized": self.prompts, "anchors": anchors, "": [""]}
@@ -146,7 +147,7 @@ class Training:
 
     @property
     def _copies(self) -> int:
-        return int(getattr(self.edit, "turned", 0))
+        return int(self.edit.turned_copies)
 
     def run(self, job: Job | None, progress: Progress) -> list[TrainingLog]:
         """Train to the end, from the checkpoint if there is one."""
@@ -156,7 +157,7 @@ class Training:
             self._add_noise(self.edit.noised)
         total = self.edit.steps
         fixed = weights_fixed(self.model.denoiser, but=self.weights.values())
-        with fixed, progress.task(self.edit.name, total, unit="steps") as task:
+        with fixed, recomputed(self.model), progress.task(self.edit.name, total, unit="steps") as task:
             task.update(start)
             for step in range(start, total):
                 loss = self._step(step)
@@ -256,7 +257,7 @@ class Training:
             group["lr"] = edit.lr * min(1, (step + 1) / _WARM_UP) * (1 + math.cos(math.pi * step / edit.steps)) / 2
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        most = edit.at_once or edit.batch
+        most = self.at_once
         # The gradient of the mean over the batch is the sum over its parts.
         for part in _slices(len(rows), most):
             given = noisy[part], times[part], kept.rows(range(part.start, part.stop))
@@ -298,7 +299,7 @@ class Training:
         """Latents of the original's images: so many of each prompt, one after the other."""
         text = self.text[stream].rows(self._repeated(prompts))
         seeds = [derive(self.edit.seed, stream, place) for place in range(len(text))]
-        at_once, found = self.edit.at_once or self.edit.batch, []
+        at_once, found = self.at_once, []
         with progress.task(f"images to learn from ({stream or 'none'})", len(text), unit="images") as task:
             for part in _slices(len(text), at_once):
                 images = generated(
@@ -318,14 +319,14 @@ class Training:
         owners = self._repeated(self.prompts)
         seeds = [derive(self.edit.seed, "memorized", place) for place in range(len(owners))]
         images = generated(
-            self.model, self.text["memorized"].rows(owners), seeds, Batches(self.edit.at_once or self.edit.batch),
+            self.model, self.text["memorized"].rows(owners), seeds, Batches(self.at_once),
             guidance=self.edit.guidance, steps=self.edit.generation_steps,
         )  # fmt: skip
         return owners, images
 
     def _encoded(self, images: Tensor) -> Tensor:
         """Latents of pictures."""
-        parts = torch.split(images, self.edit.at_once or self.edit.batch)
+        parts = torch.split(images, self.at_once)
         latents, made = torch.cat([self.model.to_latents(part) for part in parts]), self.model.initial_noise([0])
         if latents.shape[1:] != made.shape[1:]:
             raise UsageError(
@@ -368,7 +369,7 @@ class Training:
             wanted = self._original(*given)
             return difference(self.model, self.model.predict(*given), wanted, times[rows], self.edit.error)
 
-        return float(Batches(self.edit.at_once or self.edit.batch).run(part, len(noisy)).mean())
+        return float(Batches(self.at_once).run(part, len(noisy)).mean())
 
     def _noisy(self, latents: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         noise = torch.randn(latents.shape, generator=generator).to(latents)
@@ -406,8 +407,8 @@ class Training:
         return int(about["step"])
 
 
-def _chosen_weights(denoiser: nn.Module, layers: str | None) -> dict[str, nn.Parameter]:
-    """The weights of the layers that are trained, by name."""
+def chosen_weights(denoiser: nn.Module, layers: str | None) -> dict[str, nn.Parameter]:
+    """Return the weights of the layers that are trained, by name; all where no layers are named."""
     chosen = set(Select(layers).modules(denoiser).values()) if layers else None
     owners = [module for module in denoiser.modules() if chosen is None or module in chosen]
     members = {id(weight) for module in owners for weight in module.parameters(recurse=chosen is not None)}
