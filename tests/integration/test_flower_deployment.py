@@ -11,7 +11,7 @@ import torch
 from flower_processes import EXAMPLE, Deployment, example_task, lying_example, wait
 
 from netweight.methods.federate import train
-from netweight.methods.federate.engine import CHECKPOINT, Run
+from netweight.methods.federate.engine import CHECKPOINT, Replies, Rounds, Run
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client
 from netweight.plugins.flower import HISTORY, export_private
@@ -27,7 +27,8 @@ CONFIG = {
     "timeout": 200.0,
     "patience": 1.0,
 }
-TOLERANCE = 1e-5
+# Sums of clients that train side by side and alone differ by 3e-8; a bound that is left out, by 2e-5.
+TOLERANCE = 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +53,32 @@ def expected() -> Run:
     return train(example_task(config), method_of(config), settings_of(config), workers=1)
 
 
-def without_the_third(run) -> dict[str, torch.Tensor]:
-    """The state after one round more, in which clients 0 and 1 alone take part."""
-    there = [Client(client, run.private[client], run.method.message(run.state, client)) for client in (0, 1)]
-    # Nodes train one client each, whose sums round otherwise than those of clients that are trained side by side.
-    trained = [
-        one for each in there for one in run.method.train(run.task, LocalModel(run.task), [each], round=2, seed=520)
-    ]
-    return run.method.aggregate(run.state, [one.update for one in trained])
+class WithoutTheThird:
+    """Carry a round's messages to clients 0 and 1 of an engine's run; client 2 cannot be reached."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def reach(self):
+        return (0, 1), {2: "gone"}
+
+    def exchange(self, trial) -> Replies:
+        there = [Client(client, self.run.private[client], sent) for client, sent in trial.sent.items()]
+        model = LocalModel(self.run.task)
+        trained = self.run.method.train(self.run.task, model, there, round=trial.round, seed=self.run.seed)
+        return Replies([one.update for one in trained])
+
+    def settle(self, done) -> None:
+        pass
+
+
+def after_a_round_without_the_third(run) -> dict[str, torch.Tensor]:
+    """Return the state after one round more, in which the engine bounds and joins the updates of clients 0 and 1."""
+    settings = settings_of({**CONFIG, "rounds": 2})
+    rounds = Rounds(run.method, settings, run.task.clients, run.state)
+    rounds.rounds = list(run.rounds)
+    rounds.run_round(WithoutTheThird(run))
+    return rounds.state
 
 
 def largest_difference(folder, state) -> float:
@@ -125,4 +144,4 @@ def test_a_dropped_node_is_named_and_the_federation_goes_on(deployment, expected
     assert rounds[:1] == before
     assert list(rounds[1]["refused"]) == ["2"]
     assert sorted(rounds[1]["after"]) == ["0", "1"]
-    assert largest_difference(folder, without_the_third(expected)) < TOLERANCE
+    assert largest_difference(folder, after_a_round_without_the_third(expected)) < TOLERANCE
