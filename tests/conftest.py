@@ -57,6 +57,12 @@ def libraries_are_no_garbage():
     gc.freeze()
 
 
+@pytest.fixture
+def two_step_anchors(monkeypatch):
+    """Choose anchors, and judge a closed-form edit, by images of two steps: for models whose images say nothing."""
+    monkeypatch.setattr("netweight.methods.forget.anchors._DRAWN", {"guidance": 1.0, "steps": 2})
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder of local data sets that NETWEIGHT_DATA names; tests that need it are skipped without it."""

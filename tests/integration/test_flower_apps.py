@@ -37,7 +37,7 @@ from flower_under_test import (
 
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
-from netweight.methods.federate import Task, train
+from netweight.methods.federate import Federation, Task, train
 from netweight.methods.federate.accounting import guarantee, privacy_of
 from netweight.methods.federate.engine import CHECKPOINT
 from netweight.methods.federate.protections import Hardened, UpdateNoise
@@ -344,17 +344,17 @@ def test_a_killed_server_costs_one_round(tmp_path):
 
 
 class Silent:
-    """A method some of whose clients' answers never come."""
+    """A method some of whose clients' answers never come, from a round on."""
 
-    def __init__(self, method, silent):
-        self._method, self._silent = method, silent
+    def __init__(self, method, silent, since=1):
+        self._method, self._silent, self._since = method, silent, since
 
     def __getattr__(self, name):
         return getattr(self._method, name)
 
     def train(self, task, model, clients, **options):
         found = self._method.train(task, model, clients, **options)
-        return [one for one in found if one.update.client not in self._silent]
+        return [one for one in found if one.update.client not in self._silent or options["round"] < self._since]
 
 
 def test_of_twenty_nodes_with_two_slow_and_a_killed_server_nothing_is_lost(tmp_path, monkeypatch):
@@ -385,6 +385,23 @@ def test_of_twenty_nodes_with_two_slow_and_a_killed_server_nothing_is_lost(tmp_p
     assert same(state, expected.state, TOLERANCE)
     assert [done.after for done in rounds] == [done.after for done in expected.rounds]
     assert [done.refused for done in rounds] == [dict.fromkeys(slow, "sent nothing")] * 3
+
+
+def test_a_resumed_federation_without_one_node_bounds_updates_as_the_engine_does(tmp_path):
+    """With two updates the default bound shortens the longer one to the mean of both lengths."""
+    method, bounded = METHODS["hyperfl"], {"aggregator": "clipped-mean", "nodes": NODES}
+    serve(new_grid(method, tmp_path / "nodes"), method, tmp_path, rounds=1, **bounded)
+    grid = new_grid(method, tmp_path / "nodes")
+    grid.online.discard(12)
+    state, rounds = serve(grid, method, tmp_path, rounds=2, **bounded)
+    assert list(rounds[1].refused) == [2]
+    task, silent = whole_task(), Silent(method, {2}, since=2)
+    expected, plain = (
+        train(task, silent, Federation(rounds=2, min_clients=2, aggregator=name), workers=1).state
+        for name in ("clipped-mean", "mean")
+    )
+    assert same(state, expected, TOLERANCE)
+    assert not same(state, plain, TOLERANCE)
 
 
 def test_a_method_without_private_tensors_is_resumed_without_a_folder(tmp_path):

@@ -132,6 +132,7 @@ def test_a_node_that_claims_all_examples_and_another_constant_is_named_and_bound
         assert all(store.get(name).abs().max() < 2 for name in store.names() if name.startswith("state|"))
 
 
+@pytest.mark.study  # test_flower_apps.py resumes the same apps without a node in one process
 def test_a_dropped_node_is_named_and_the_federation_goes_on(deployment, expected):
     """The same federation is asked for one round more, after one node has gone: it is resumed, not begun anew."""
     folder = deployment.folder / "federation"

@@ -109,7 +109,7 @@ def test_settings_of_other_defenses_are_set_too_and_only_theirs(case, tmp_path):
 
 
 def test_the_same_command_goes_on_where_it_was_killed(case, tmp_path):
-    more = ("--epochs", "8", "--checkpoint-every", "4")
+    more = ("--epochs", "3", "--checkpoint-every", "4")
     assert call(case, tmp_path / "whole", *more).exit_code == 0
     killed = warm.start("-m", "netweight", *arguments(case, tmp_path / "parts", *more))
     checkpoint = tmp_path / ".parts.netweight-part" / "immunize.net.safetensors"

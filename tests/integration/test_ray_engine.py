@@ -113,6 +113,7 @@ def test_a_killed_study_continues(cluster, tmp_path, traces):
     assert [result.remembered for result in results].count(True) == done
 
 
+@pytest.mark.study  # test_space_fit_processes.py fits over shards in processes of this machine
 def test_a_basis_is_fitted_over_shards(cluster, tmp_path):
     values = numpy.random.default_rng(0).standard_normal((40, 9)).astype(numpy.float32) ** 3
     numpy.save(tmp_path / "rows.npy", values)

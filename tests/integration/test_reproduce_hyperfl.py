@@ -41,6 +41,7 @@ def runs(folder):
     return (folder / "hyperfl-attacks-small" / "runs.jsonl").read_text().splitlines()
 
 
+@pytest.mark.study  # make study makes the whole table
 def test_table_3_refutes_that_the_hypernetwork_hides_images(attacks):
     result = run_table("hyperfl-table3", out=attacks)
     values = measured(result)
@@ -57,6 +58,7 @@ def test_table_3_refutes_that_the_hypernetwork_hides_images(attacks):
     assert any("LPIPS is not measured" in note for note in result.measured.notes)
 
 
+@pytest.mark.study
 def test_figures_5_to_7_draw_the_runs_of_the_tables(attacks):
     run_table("hyperfl-table3", out=attacks)
     before = runs(attacks)
@@ -79,6 +81,7 @@ def test_figures_5_to_7_draw_the_runs_of_the_tables(attacks):
         assert all(base64.b64decode(png).startswith(PNG) for png in pngs)
 
 
+@pytest.mark.study
 def test_table_2_trains_on_a_frozen_backbone_and_keeps_its_runs(tmp_path, data_folder):
     pytest.importorskip("PIL", reason="Pillow is in the federated extra")
     pytest.importorskip("flwr", reason="flwr is in the federated extra")

@@ -105,6 +105,7 @@ def test_perplexity_of_a_named_model_is_that_of_a_plain_loop(tmp_path, data_fold
     assert "model.safetensors" in provenance["inputs"]
 
 
+@pytest.mark.study  # make study makes these tables
 def test_the_stand_in_is_trained_once_and_named_as_such(tmp_path, own_texts):
     out = tmp_path / "out"
     table3 = run_table("neuzip-table3-decoder", out=out)

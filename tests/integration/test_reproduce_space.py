@@ -44,6 +44,7 @@ def rows(result):
     return {row.name: dict(zip(names, row.values, strict=True)) for row in result.measured.rows}
 
 
+@pytest.mark.study  # make study makes the whole table
 def test_edits_stand_beside_the_published_ones_and_prompts_that_cannot_be_are_said(out):
     result = tried("w2w-table1", out)
     found = rows(result)

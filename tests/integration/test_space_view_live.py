@@ -28,6 +28,7 @@ from netweight.toys.faces_pipeline import FACES_BANK, FACES_SETTINGS, faces_pipe
 pytestmark = [needs_chromium, pytest.mark.skipif(not FACES_BANK.exists(), reason="no bank of drawn faces is here")]
 
 HEADS, GROUPS, WIDTH, TIME = 2, 4, 16, 12
+SETTINGS = FACES_SETTINGS.replace(adapters=4, samples=1, components=1, steps=3)
 
 
 def rows(map_):
@@ -153,7 +154,7 @@ ACTIONS = """
 
 @pytest.fixture(scope="module")
 def view():
-    return faces_view(settings=FACES_SETTINGS.replace(adapters=4, samples=1, components=1))
+    return faces_view(settings=SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +182,7 @@ def test_a_moved_slider_shows_what_the_pipeline_paints_at_that_point(page, view,
         (tmp_path / "point.json").write_text(point)
         points = read_points(tmp_path / "point.json")
         images = generate_images(
-            model, space, points.scores, FACES_SETTINGS.prompts, FACES_SETTINGS.seeds, guidance=1.0,
-            steps=FACES_SETTINGS.steps,
+            model, space, points.scores, SETTINGS.prompts, SETTINGS.seeds, guidance=1.0, steps=SETTINGS.steps,
         )[0]  # fmt: skip
         images = images.permute(0, 2, 3, 1) * 255
         for number, face in enumerate(faces):

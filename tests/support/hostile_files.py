@@ -61,8 +61,14 @@ def of(blob, shape):
     return Original("U64", shape, codec.info(blob).digest)
 
 
-def one(blob, numbers):
-    return compressed({"a": blob}, {"a": of(blob, (numbers,))})
+def one(blob, numbers, *, behind=b""):
+    return compressed({"a": blob + behind}, {"a": of(blob, (numbers,))})
+
+
+def many_of(blob, numbers, count):
+    """So many tensors with the same blob."""
+    original = of(blob, (numbers,))
+    return compressed({f"t{at}": blob for at in range(count)}, {f"t{at}": original for at in range(count)})
 
 
 def random_of(seed, size):
@@ -92,14 +98,10 @@ def small():
 FILES = {
     # sizes that few bytes declare
     "2 TB in 1.5 MB": lambda: one(zeros(1 << 38), 1 << 38),
-    "2 TB, and 4 MB of noise behind": lambda: compressed(
-        {"a": zeros(1 << 38) + random_of(1, 4_000_000)}, {"a": of(zeros(1 << 38), (1 << 38,))}
-    ),
+    "2 TB, and 4 MB of noise behind": lambda: one(zeros(1 << 38), 1 << 38, behind=random_of(1, 4_000_000)),
     "2 TB of damaged chunks": lambda: one(zeros(1 << 38, spoil=spoiled), 1 << 38),
     "16 GB in 31 KB": lambda: one(zeros(1 << 31), 1 << 31),
-    "256 MB a tensor, of many": lambda: compressed(
-        {f"t{at}": zeros(1 << 25) for at in range(64)}, {f"t{at}": of(zeros(1 << 25), (1 << 25,)) for at in range(64)}
-    ),
+    "256 MB a tensor, of many": lambda: many_of(zeros(1 << 25), 1 << 25, 64),
     "damaged in every chunk": lambda: one(zeros(1 << 25, chunk_log2=14, spoil=spoiled), 1 << 25),
     "2,000 damaged tensors": lambda: many_bad(2000),
     # numbers of tensors, names and metadata
@@ -137,8 +139,8 @@ FILES = {
     "a header of 60 MB of spaces": lambda: raw(b"{" + b" " * 60_000_000 + b"}x"),
     "a header of brackets": lambda: raw(b"[" * 1_000_000),
     # our description
-    "a description that inflates to 1 GB": lambda: described(
-        small(), header=base64.b64encode(zlib.compress(bytes(1 << 30), 9)).decode()
+    "a description that inflates to 256 MB": lambda: described(
+        small(), header=base64.b64encode(zlib.compress(bytes(1 << 28), 9)).decode()
     ),
     "digests of 10 MB": lambda: described(small(), digests="A" * 10_000_000),
     "a newer version": lambda: described(small(), version=99),
