@@ -16,7 +16,7 @@ from tiny_llama import KEPT, PAIRS, save, tiny_llama, write
 
 from netweight.cli import netweight
 from netweight.hf.load_language_model import load_causal_lm
-from netweight.methods.immunize.train import Record
+from netweight.methods.immunize.record import Record
 from netweight.report.report import read_report
 
 

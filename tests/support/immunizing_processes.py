@@ -28,7 +28,8 @@ from netweight.methods.immunize.defenses.rmu import RMU
 from netweight.methods.immunize.defenses.self_destruction import SelfDestruction
 from netweight.methods.immunize.defenses.tar import TAR
 from netweight.methods.immunize.pairs import collate_pairs
-from netweight.methods.immunize.train import CHECKPOINT, RECORD, immunize
+from netweight.methods.immunize.record import RECORD
+from netweight.methods.immunize.train import CHECKPOINT, immunize
 from netweight.plugins.immunize_trainer import ImmunizeTrainer
 
 PAIRS = some_pairs(9)  # the last batch of four is one pair, so that one process has none

@@ -36,8 +36,9 @@ from netweight.methods.immunize.defenses.security_vectors import (
 from netweight.methods.immunize.defenses.vaccine import Vaccine, VaccineDefense
 from netweight.methods.immunize.losses import response_loss
 from netweight.methods.immunize.pairs import collate_pairs
+from netweight.methods.immunize.record import RECORD, Record
 from netweight.methods.immunize.settings import TrainingSettings
-from netweight.methods.immunize.train import CHECKPOINT, RECORD, Record, defense_of, immunize
+from netweight.methods.immunize.train import CHECKPOINT, defense_of, immunize
 from netweight.nn.hooks import capture
 
 KILLED = Path(__file__).parents[1] / "support" / "killed_immunization.py"
@@ -399,7 +400,7 @@ def test_compact_states_train_as_adam_does_and_resume_to_the_same_bits(tmp_path)
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("netweight.methods.immunize.train.Watch.problem", stopping_after(5, kill))
+        patch.setattr("netweight.methods.immunize.divergence.DivergenceMonitor.problem", stopping_after(5, kill))
         with pytest.raises(Killed):
             immunize(resumed, pairs, defense="safety-training", settings=settings, folder=tmp_path)
     again = decoder()

@@ -27,14 +27,17 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Batch, Example, Pair, any_pairs
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.hf.load_language_model import context_of, frozen, structure_of
+from netweight.methods.immunize.batches import collate_part, drawn_rows
 from netweight.methods.immunize.defense import Defense, DefenseSettings
 from netweight.methods.immunize.defenses.latent_adversarial import LatentAdversarialDefense
 from netweight.methods.immunize.defenses.vaccine import VaccineDefense
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, average_gradients, trained_weights, units
+from netweight.methods.immunize.divergence import DivergenceMonitor
 from netweight.methods.immunize.gradients import add_gradients
+from netweight.methods.immunize.inputs import check_inputs
 from netweight.methods.immunize.pairs import PairBatch, collate_pairs
 from netweight.methods.immunize.settings import TrainingSettings
-from netweight.methods.immunize.train import Watch, check_inputs, collate_part, defense_of, drawn_rows
+from netweight.methods.immunize.train import defense_of
 
 with extra("llm", "This trainer needs transformers 5 and accelerate"):
     from transformers import Trainer, TrainingArguments, set_seed
@@ -127,7 +130,7 @@ class ImmunizeTrainer(Trainer):
         self._signature_columns = ["prompt", "chosen", "rejected"]  # type: ignore[assignment]
         self._retain, self._pad_id, self._settings = retain, pad_id, settings
         self._measure_every = measure_every if settings is None else settings.measure_every
-        self._update, self._part, self._watch = -1, 0, Watch(model)
+        self._update, self._part, self._divergence = -1, 0, DivergenceMonitor(model)
         self._seen: dict[str, list[float]] = {}
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +178,7 @@ class ImmunizeTrainer(Trainer):
                 self._balance, draws=(self.args.seed, self._update, *filter(None, [self._part])), measure=measure,
                 scale=scale,
             )  # fmt: skip
-        if (problem := self._watch.problem(terms)) is not None:
+        if (problem := self._divergence.problem(terms)) is not None:
             what = f"Step {self._update + 1} of {self._defense.name} stopped: {problem}."
             raise TrainingStopped(what, cure="Give a lower rate, or less weight to the ascent.")
         if self.accelerator.sync_gradients:

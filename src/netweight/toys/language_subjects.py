@@ -15,8 +15,9 @@ from netweight.core.names import not_found
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.immunize.defense import DefenseSettings
+from netweight.methods.immunize.record import Record
 from netweight.methods.immunize.settings import TrainingSettings
-from netweight.methods.immunize.train import Record, immunize
+from netweight.methods.immunize.train import immunize
 from netweight.toys.language import SmallWorld, cipher_world, opened, speaker_world, write_weights
 
 if TYPE_CHECKING:

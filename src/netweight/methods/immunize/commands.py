@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from netweight.methods.immunize.folder import immunize_folder
+from netweight.methods.immunize.record import RECORD
 from netweight.methods.immunize.settings import ImmunizeSettings
-from netweight.methods.immunize.train import RECORD
 from netweight.registry import Context, Result, Rows
 
 

@@ -9,10 +9,30 @@ from collections.abc import Iterator, Mapping
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from netweight.errors import Unsupported
+from netweight.methods.immunize.distributed import ProcessGroup, is_sharded
+from netweight.methods.immunize.settings import TrainingSettings
 
 BETAS = (0.9, 0.999)  # as Adam's
 _EPSILON = 1e-8
+_MANY_WEIGHTS = 200_000_000  # above, states are compact unless settings say otherwise
+
+
+def compact_states(model: nn.Module, settings: TrainingSettings, group: ProcessGroup) -> bool:
+    """Decide whether the optimizer's states of a training are compact, which needs a training in one process.
+
+    Raises:
+        Unsupported: They are asked for, and weights are sharded or several processes share the batch.
+    """
+    trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    whole_here = not any(map(is_sharded, model.parameters())) and group.size == 1
+    if settings.states == "compact" and not whole_here:
+        raise Unsupported(
+            "Compact states of the optimizer need a training in one process.", cure="Leave states out, or give full."
+        )
+    return settings.states == "compact" or (settings.states is None and whole_here and trained > _MANY_WEIGHTS)
 
 
 @final

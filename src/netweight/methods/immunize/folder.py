@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from netweight.core.files import digest_file, part_of
+from netweight.core.files import part_of
 from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.data.rows import Report as RowReport
 from netweight.data.rows import read_rows
@@ -20,16 +20,12 @@ from netweight.hf.carry_over import carry_over
 from netweight.hf.families import check_language_model
 from netweight.hf.load_language_model import check_finite, context_of, load_causal_lm
 from netweight.job import Job, check_destination
-from netweight.methods.immunize.defenses import DEFENSES
-from netweight.methods.immunize.layers import LEAST_PAIRS, DepthAnalysis, analyze_layers, weight_changes
-from netweight.methods.immunize.report import DEPTH, REPORT, TREATMENT, depth_section
+from netweight.methods.immunize.depth_section import depth_section
+from netweight.methods.immunize.layers import DepthAnalysis, analyze_layers, weight_changes
+from netweight.methods.immunize.record import RECORD, Record
+from netweight.methods.immunize.report import REPORT, training_report, why_not_analyzed
 from netweight.methods.immunize.settings import ImmunizeSettings
-from netweight.methods.immunize.train import RECORD, Record, immunize
-from netweight.registry import CardEntry
-from netweight.report.audit import of_treatment
-from netweight.report.finding import Column, Section, Table
-from netweight.report.plots import missing_for_figures
-from netweight.report.report import Report
+from netweight.methods.immunize.train import immunize
 
 
 @final
@@ -94,7 +90,7 @@ def immunize_folder(
         )
         if settings.chat:  # so that attacks in another format are noticed
             record = replace(record, settings={**record.settings, "chat": True})
-        report = _report(source, destination, settings, record, command, analyzed=before is not None)
+        report = training_report(source, destination, settings, record, command, analyzed=before is not None)
         if before is not None:
             changes = weight_changes(load_causal_lm(source)[0], network)  # the model before is opened again
             after = analyze_layers(network, pairs, pad_id=pad)
@@ -108,37 +104,6 @@ def immunize_folder(
         carry_over(source, job.tree)
         job.publish(destination, overwrite=None)
     return Immunized(record, destination / REPORT / "report.html", why_not)
-
-
-def why_not_analyzed(pairs: int) -> str:
-    """Say why so many pairs cannot show the depth of a defense here; nothing if they can."""
-    if missing := missing_for_figures():
-        return f'figures need {missing}: pip install "netweight[evidence]"'
-    return f"{pairs} pairs are fewer than {LEAST_PAIRS}" if pairs < LEAST_PAIRS else ""
-
-
-def _report(
-    source: Path, destination: Path, settings: ImmunizeSettings, record: Record, command: str | None, *, analyzed: bool
-) -> Report:
-    files = [file for file in (settings.pairs, settings.retain) if file is not None]
-    report = Report(
-        f"{destination.name}: {source.name} with {DEFENSES.name_of(settings.defense)}",
-        summary="What was trained into the model, and what that did inside of it. How long it holds is for attacks to "
-        "say: resistance is delay, not prevention.",
-        command=command,
-        seeds=(settings.seed,),
-        inputs={str(file): digest_file(file) for file in files},
-    )
-    held = f" Layers {settings.frozen} were not trained." if settings.frozen else ""
-    away = f" Pairs of {', '.join(settings.withhold)} were kept from it." if settings.withhold else ""
-    table = Table("Terms of the loss", ("term", Column("first step"), Column("last step")), record.ends)
-    section = Section(
-        "Training",
-        tables=[table] if record.steps else [],
-        intro=f"{DEFENSES.name_of(settings.defense)}: "
-        f"{len(record.steps)} steps on {record.trained:,} weights.{held}{away}",
-    )
-    return report.add(of_treatment(section, TREATMENT, (DEPTH,) if analyzed else ()))
 
 
 def apply(source: Path, destination: Path, settings: ImmunizeSettings, progress: Progress) -> None:
@@ -173,21 +138,3 @@ def _check_count(pairs: int, settings: ImmunizeSettings) -> None:
             f"{pairs} pairs do not fill a step of {settings.batch_size}.",
             cure=f"Bring more pairs, or give --batch-size {pairs} or less.",
         )
-
-
-def card(folder: Path) -> CardEntry | None:
-    if not (folder / RECORD).exists():
-        return None
-    record = Record.read(folder / RECORD)
-    text = (
-        "A defense against harmful fine-tuning was trained into the weights. That is delay, not prevention: how many "
-        "steps of an attack it holds is for attacks to say, and only those that were tried."
-    )
-    facts = (
-        ("defense", record.defense),
-        ("steps", str(len(record.steps))),
-        ("weights trained", f"{record.trained:,}"),
-        *((f"settings: {name}", str(record.settings[name])) for name in ("lr", "epochs", "batch_size", "seed")
-          if name in record.settings),
-    )  # fmt: skip
-    return CardEntry("Immunized", text, facts, ("immunized",))

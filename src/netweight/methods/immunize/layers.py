@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,6 @@ from netweight.hf.load_language_model import structure_of
 from netweight.methods.immunize.losses import Targets, answer_loss, lens_losses
 from netweight.methods.immunize.probes import probe_accuracies
 from netweight.nn.hooks import evaluating
-
-if TYPE_CHECKING:
-    pass
-
 
 KINDS = ("harmful", "harmless")  # the answers of a pair, in the order in which they are shown
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from netweight.core.lazy import library
 from netweight.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 
 @final

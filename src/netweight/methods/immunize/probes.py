@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from netweight.core.lazy import library
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
-
 
 _HELD_OUT = 0.3  # share of the examples that a probe is tested on
 

@@ -23,5 +23,5 @@ IMMUNIZE: Method[Any] = Method(
     audited=False,
     by_attack={"fine-tuning attack": "finetune"},
     check=lazy(f"{_FOLDER}:check"),
-    card=lazy(f"{_FOLDER}:card"),
+    card=lazy("netweight.methods.immunize.report:card"),
 )

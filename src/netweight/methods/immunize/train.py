@@ -1,114 +1,53 @@
 """Training of a defense, in one process or in several that share every batch; resumed to the same bits.
 
-`immunize` is the way in, `_Training` the steps, `MasterWeights` what an optimizer steps, `Record` what was done.
+`immunize` is the entry point, `_Training` makes the steps.
 `ImmunizeTrainer` takes its gradients from `add_gradients`, too, and leaves the rest to transformers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from netweight.core.environment import describe
-from netweight.core.files import digest_config, digest_tensor, read_record, write_record
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
-from netweight.core.seeds import derive, torch_generator
+from netweight.core.seeds import derive
 from netweight.data.tokens import Batch, Example, Pair, collate
-from netweight.errors import TrainingStopped, Unsupported, UsageError
-from netweight.hf.load_language_model import check_finite, frozen, positions_of, vocabulary_of
+from netweight.errors import TrainingStopped, UsageError
+from netweight.hf.load_language_model import frozen
 from netweight.job import Job
-from netweight.methods.immunize.compact_adam import CompactAdam
+from netweight.methods.immunize.batches import collate_part, drawn_rows
+from netweight.methods.immunize.compact_adam import CompactAdam, compact_states
 from netweight.methods.immunize.defense import Defense, DefenseSettings
 from netweight.methods.immunize.defenses import DEFENSES
 from netweight.methods.immunize.distributed import (
     ProcessGroup,
     Spread,
     average_gradients,
-    common_norm,
-    is_sharded,
-    local,
     put,
     sharded_like,
     spread_of,
     whole,
 )
+from netweight.methods.immunize.divergence import DivergenceMonitor
 from netweight.methods.immunize.gradients import TermLog, add_gradients
+from netweight.methods.immunize.inputs import check_inputs
+from netweight.methods.immunize.master_weights import MasterWeights
 from netweight.methods.immunize.pairs import PairBatch, blank, collate_pairs
+from netweight.methods.immunize.record import RECORD, Record, StepLog
 from netweight.methods.immunize.settings import TrainingSettings, recommended_training
 from netweight.nn.hooks import in_mode
 
 CHECKPOINT = "immunize.net.safetensors"  # the checkpoint's name in a training's folder
-RECORD = "immunize.json"  # the record's
-_VERSION = 1  # of a record
-_NARROW = (torch.bfloat16, torch.float16)
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # Adam's
-_KEPT = ("retain", "general")  # terms that must not diverge
-_PATIENCE = 5  # so many steps in a row may be far worse than guessing
-_MANY_WEIGHTS = 200_000_000  # above, states are compact unless settings say otherwise
-_NAMED = 5  # of several bad rows so many are named
-
-
-@final
-@dataclass(frozen=True)
-class StepLog:
-    """One step of training."""
-
-    step: int
-    """Counted from 0."""
-    rate: float
-    """The learning rate."""
-    norm: float
-    """Norm of the whole gradient before it was clipped."""
-    terms: Mapping[str, TermLog]
-    """What each term of the loss was."""
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` made of one."""
-        terms = {name: TermLog(**term) for name, term in values["terms"].items()}
-        return cls(values["step"], values["rate"], values["norm"], terms)
-
-
-@final
-@dataclass(frozen=True)
-class Record:
-    """Record of a model's training."""
-
-    defense: str  # the defense's name
-    options: Mapping[str, Any]  # the defense's settings
-    settings: Mapping[str, Any]  # the settings of training
-    digests: Mapping[str, str]
-    trained: int  # how many weights were trained
-    steps: Sequence[StepLog]
-    environment: Mapping[str, Any]  # versions and machine
-
-    @property
-    def ends(self) -> list[tuple[str, float, float]]:
-        """Each term of the loss at the first and at the last step."""
-        if not self.steps:
-            return []
-        first, last = self.steps[0].terms, self.steps[-1].terms
-        return [(name, first[name].value, term.value) for name, term in last.items() if name in first]
-
-    def write(self, path: str | Path) -> None:
-        """Write the record as JSON, over one that is there."""
-        write_record(path, asdict(self), version=_VERSION)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read a record."""
-
-        def made(values: dict[str, Any]) -> Self:
-            return cls(steps=[StepLog.from_json(step) for step in values.pop("steps")], **values)
-
-        return read_record(path, made, version=_VERSION, of="an immunized model")
 
 
 def immunize(
@@ -202,53 +141,6 @@ def defense_of(defense: DefenseSettings | Defense[Any] | str) -> Defense[Any]:
     return settings.build()
 
 
-def drawn_rows(count: int, size: int, step: int, *, seed: int, stream: str) -> list[int]:
-    """Indices of a step's rows: all rows in a random order, then all again in another."""
-    per_pass = math.ceil(count / size)
-    generator = torch_generator(seed, stream, step // per_pass)
-    order: list[int] = torch.randperm(count, generator=generator).tolist()
-    first = step % per_pass * size
-    return order[first : first + size]
-
-
-def collate_part(examples: Sequence[Example], rows: Sequence[int], group: ProcessGroup, *, pad_id: int) -> Batch:
-    """Put a process's part of a batch of examples together; where it has none, one in which nothing is predicted."""
-    chosen = [examples[row] for row in group.part(rows)]
-    batch = collate(chosen or [examples[rows[0]]], pad_id=pad_id)
-    return batch if chosen else blank(batch)
-
-
-def check_inputs(
-    model: nn.Module, pairs: Sequence[Pair], retain: Sequence[Example], *, context: int | None = None
-) -> None:
-    """Check that all rows can be trained on."""
-    if not pairs:
-        raise UsageError("There is no pair to train on.", cure="Give rows of prompt, chosen and rejected.")
-    check_finite(model)
-    limits = [limit for limit in (context, positions_of(model)) if limit is not None]
-    context = min(limits, default=None)
-    vocabulary = vocabulary_of(model)
-    rows = [(f"pair {row}, chosen", pair.harmless) for row, pair in enumerate(pairs)]
-    rows += [(f"pair {row}, rejected", pair.harmful) for row, pair in enumerate(pairs)]
-    rows += [(f"retain {row}", example) for row, example in enumerate(retain)]
-    if context is not None:
-        long = [f"{name} ({len(example)} tokens)" for name, example in rows if len(example) > context]
-        _refuse(long, f"longer than the context of {context} tokens", "Cut or leave out these rows.")
-    if vocabulary is not None:
-        strange = [
-            name
-            for name, example in rows
-            if not all(0 <= token < vocabulary for token in example.prompt + example.response)
-        ]
-        _refuse(strange, f"with tokens outside the vocabulary of {vocabulary}", "Use the model's own tokenizer.")
-
-
-def _refuse(rows: list[str], reason: str, cure: str) -> None:
-    if rows:
-        more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
-        raise UsageError(f"{len(rows)} rows are {reason}: {'; '.join(rows[:_NAMED])}{more}.", cure=cure)
-
-
 def _digest_of(model: nn.Module) -> str:
     return digest_config({name: digest_tensor(whole(value)) for name, value in model.named_parameters()})
 
@@ -262,123 +154,6 @@ def _check_same(identity: str, group: ProcessGroup) -> None:
             f"Process {differing[0]} was given another model, defense, data or settings than process 0.",
             cure="Call immunize with the same arguments in all processes, weights and order of rows included.",
         )
-
-
-def compact_states(model: nn.Module, settings: TrainingSettings, group: ProcessGroup) -> bool:
-    """Say whether the optimizer's states of a training are compact, which one process alone can have.
-
-    Raises:
-        Unsupported: They are asked for, and weights are sharded or several processes share the batch.
-    """
-    trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-    whole_here = not any(map(is_sharded, model.parameters())) and group.size == 1
-    if settings.states == "compact" and not whole_here:
-        raise Unsupported(
-            "Compact states of the optimizer need a training in one process.", cure="Leave states out, or give full."
-        )
-    return settings.states == "compact" or (settings.states is None and whole_here and trained > _MANY_WEIGHTS)
-
-
-@final
-class MasterWeights:
-    """Weights of the optimizer: a float32 copy of each narrower trained weight, or the weight itself."""
-
-    def __init__(self, model: nn.Module, *, compact: bool = False) -> None:
-        self.compact = compact  # whether gradients stay as narrow as the weights
-        # The model's own parameters, by name.
-        self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        if not self.trained:
-            raise UsageError(
-                "No weight of the model requires a gradient.", cure="Call requires_grad_(True) on what is to train."
-            )
-        # What is stepped in their stead, by the same names.
-        self.masters = {
-            name: nn.Parameter(value.detach().float()) if value.dtype in _NARROW else value
-            for name, value in self.trained.items()
-        }
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The model's own trained parameters."""
-        return list(self.trained.values())
-
-    def take_gradients(self) -> None:
-        """Add the narrow gradients to those of the float32 copies and free them; not where states are compact."""
-        if self.compact:
-            return
-        for name, value in self.trained.items():
-            master = self.masters[name]
-            if master is not value and value.grad is not None:
-                grad = value.grad.float()
-                master.grad = grad if master.grad is None else master.grad.add_(grad)
-                value.grad = None
-
-    def norm(self, group: ProcessGroup) -> float:
-        """The common norm of all gradients."""
-        return common_norm(self._gradients(), group)
-
-    @torch.no_grad()
-    def clip(self, norm: float, most: float | None) -> None:
-        """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above."""
-        if most is None:
-            return
-        factor = (most / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
-        for grad in map(local, self._gradients()):
-            grad.mul_(factor.to(grad.device))
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name, of the weights that have one."""
-        owners = self.trained if self.compact else self.masters
-        return {name: value.grad for name, value in owners.items() if value.grad is not None}
-
-    def _gradients(self) -> list[Tensor]:
-        return list(self.gradients.values())
-
-    def clear(self) -> None:
-        """Free all gradients."""
-        for value in (*self.trained.values(), *self.masters.values()):
-            value.grad = None
-
-    def not_finite(self, group: ProcessGroup) -> str | None:
-        """The name of a weight whose gradient holds NaN or infinity, in any process."""
-        gradients = self.gradients
-        bad = [name in gradients and not torch.isfinite(local(gradients[name])).all() for name in self.masters]
-        found = group.sum(torch.tensor(bad, dtype=torch.int64)).tolist()
-        return next((name for name, count in zip(self.masters, found, strict=True) if count), None)
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Round the float32 copies into the model."""
-        for name, value in self.trained.items():
-            if self.masters[name] is not value:
-                value.copy_(self.masters[name])
-
-
-@final
-class Watch:
-    """Detects divergence of the training."""
-
-    def __init__(self, model: nn.Module, first: Mapping[str, TermLog] | None = None) -> None:
-        self._limit = 2 * math.log(vocabulary_of(model) or math.inf)
-        self._first = first  # terms of the first step, if there was one
-        self.bad = 0  # so many steps in a row were far worse than guessing
-
-    def problem(self, terms: Mapping[str, TermLog]) -> str | None:
-        """Say what is wrong with a step, if anything is."""
-        for name, term in terms.items():
-            if not math.isfinite(term.value):
-                return f"the term {name!r} is {term.value}"
-        # A model that was never taught to refuse begins far above guessing: that is no divergence.
-        first = self._first = self._first or terms
-        limits = {name: max(self._limit, 2 * first[name].value) for name in _KEPT if name in terms}
-        over = [name for name, limit in limits.items() if terms[name].value > limit]
-        self.bad = self.bad + 1 if over else 0
-        if self.bad >= _PATIENCE:
-            limit = limits[over[0]]
-            what = "twice that of guessing" if limit == self._limit else "twice that of the first step"
-            return f"the loss on what is to be kept was above {limit:.1f}, {what}, {_PATIENCE} times"
-        return None
 
 
 class _Training:
@@ -407,7 +182,7 @@ class _Training:
         self.steps: list[StepLog] = []
         self.per_epoch = math.ceil(len(pairs) / settings.batch_size)
         self.count = settings.epochs * self.per_epoch
-        self.watch = Watch(self.model)
+        self.divergence = DivergenceMonitor(self.model)
 
     def run(self, progress: Progress) -> None:
         """Train to the end, from the checkpoint if there is one."""
@@ -421,7 +196,7 @@ class _Training:
                 # Weights of steps that may turn out to be the beginning of the end are not kept.
                 done = len(self.steps)
                 every = self.settings.checkpoint_every
-                if not self.watch.bad and every is not None and (done % every == 0 or done == self.count):
+                if not self.divergence.bad and every is not None and (done % every == 0 or done == self.count):
                     self._save()
                 task.update()
                 task.describe(f"{self.defense.name} " + ", ".join(map(_shown, self.steps[-1].terms.items())))
@@ -476,7 +251,7 @@ class _Training:
             self.compact.restore(tensors, len(about["steps"]))
         self.weights.write_back()
         self.balance, self.steps = about["balance"], [StepLog.from_json(values) for values in about["steps"]]
-        self.watch = Watch(self.model, self.steps[0].terms)
+        self.divergence = DivergenceMonitor(self.model, self.steps[0].terms)
         return True
 
     def _stop(self, problem: str) -> None:
@@ -499,7 +274,7 @@ class _Training:
         )  # fmt: skip
         average_gradients((self.weights.trained if self.weights.compact else self.weights.masters).values(), self.group)
         norm = self.weights.norm(self.group)
-        if (problem := self.watch.problem(terms)) is not None:
+        if (problem := self.divergence.problem(terms)) is not None:
             return problem
         if not math.isfinite(norm):
             return f"the gradient of {self.weights.not_finite(self.group) or 'several weights together'} is not finite"
