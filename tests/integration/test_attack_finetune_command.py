@@ -17,16 +17,17 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
 from tiny_llama import KEPT, NUMBERS, PAIRS, save, tiny_llama, write
 
-from netweight.attacks.finetuning.folder import part_by_prompt, subject_from_files
+from netweight.attacks.finetuning.calibration import calibrate
 from netweight.attacks.finetuning.settings import grid
-from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject
+from netweight.attacks.finetuning.subject_files import part_by_prompt, subject_from_files
+from netweight.attacks.finetuning.sweep import SubjectName, make_subject
 from netweight.cli import netweight
 from netweight.core.engines import in_process
 from netweight.data.tokens import Example, collate
 from netweight.errors import UsageError
 from netweight.report.report import read_report
 
-FACTORY = "netweight.attacks.finetuning.folder:subject_from_files"
+FACTORY = "netweight.attacks.finetuning.subject_files:subject_from_files"
 
 
 @pytest.fixture(scope="module")

@@ -10,22 +10,23 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
-from netweight.attacks.finetuning.attack import Muon, Training, changed_copy, run_attack, telling_tokens
-from netweight.attacks.finetuning.report import search_tables
-from netweight.attacks.finetuning.settings import AttackSettings
-from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
-from netweight.attacks.finetuning.sweep import (
-    SubjectName,
+from netweight.attacks.finetuning.attack import Training, run_attack
+from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
+from netweight.attacks.finetuning.optimizers import Muon
+from netweight.attacks.finetuning.search import (
     finals,
     first_attacks,
     kind_of,
-    make_subject,
     neighbors,
     of_length,
     search_all,
     search_one,
     within,
 )
+from netweight.attacks.finetuning.settings import AttackSettings
+from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
+from netweight.attacks.finetuning.sweep import SubjectName, make_subject
+from netweight.attacks.finetuning.tables import search_tables
 from netweight.core.engines import in_process
 from netweight.data.tokens import Example, collate
 from netweight.errors import Unsupported, UsageError

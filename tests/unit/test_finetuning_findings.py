@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 
 from netweight.attacks.finetuning.attack import AttackResult, Evaluation
 from netweight.attacks.finetuning.costs import front, median_cost
+from netweight.attacks.finetuning.figures import score_figure, survival_figure
 from netweight.attacks.finetuning.report import (
     ResistanceConfig,
     attack_findings,
-    attack_table,
     resistance_findings,
     resistance_section,
     resistance_verdict,
-    score_figure,
-    survival_figure,
 )
 from netweight.attacks.finetuning.resistance import (
     best_attack,
@@ -30,6 +28,7 @@ from netweight.attacks.finetuning.resistance import (
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
+from netweight.attacks.finetuning.tables import attack_table
 from netweight.errors import UsageError
 from netweight.report.report import Report
 

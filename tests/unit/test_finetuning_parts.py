@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from netweight.attacks.finetuning.attack import attach_factors_
+from netweight.attacks.finetuning.factors import attach_factors_
 from netweight.attacks.finetuning.settings import GRIDS, AttackSettings, capped, grid, named_grid
 from netweight.attacks.finetuning.subject import distinct_share, judged, mean_loss, token_accuracy
 from netweight.data.tokens import Example

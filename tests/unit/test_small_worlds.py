@@ -18,7 +18,7 @@ from netweight.errors import MissingExtra, NameNotFound, UsageError
 
 pytest.importorskip("transformers", reason="small Llamas come with the llm extra")
 
-from netweight.attacks.finetuning.attack import telling_tokens
+from netweight.attacks.finetuning.changes import telling_tokens
 from netweight.data.tokens import Example, collate, load_pairs
 from netweight.methods.immunize.pairs import collate_pairs
 from netweight.toys.language import (

@@ -32,18 +32,10 @@ from torch import nn
 
 from netweight.attacks.finetuning.attack import AttackResult
 from netweight.attacks.finetuning.resistance import best_attack, by_attack
+from netweight.attacks.finetuning.search import SearchResult, first_attacks, kind_of, search_one, within
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal
-from netweight.attacks.finetuning.sweep import (
-    Found,
-    SubjectName,
-    first_attacks,
-    kind_of,
-    make_subject,
-    search_one,
-    sweep,
-    within,
-)
+from netweight.attacks.finetuning.sweep import SubjectName, make_subject, sweep
 from netweight.core.engines import in_process, local_processes
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
@@ -175,7 +167,7 @@ class Worlds:
         self.rows.append(row)
 
 
-def soonest_by_kind(found: Found) -> dict[str, str]:
+def soonest_by_kind(found: SearchResult) -> dict[str, str]:
     """Steps of the soonest attack of each kind that a search tried, or how long the longest went without success."""
     kinds: dict[str, list[AttackResult]] = {}
     for run in (each.result for each in found.tried):

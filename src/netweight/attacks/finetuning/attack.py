@@ -5,11 +5,8 @@ Before the first step an attacker may change weights, and he chooses which of th
 
 from __future__ import annotations
 
-import copy
-import importlib.util
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,95 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from netweight.attacks.finetuning.changes import changed_copy, input_embedding
+from netweight.attacks.finetuning.factors import attach_factors_
+from netweight.attacks.finetuning.optimizers import optimizers_of
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import SOFT_TOKENS, Goal, Subject
-from netweight.core.lazy import library
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import IGNORED, Batch, Example, collate
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_language_model import embedding_of
-
-
-def has_soap() -> bool:
-    """Return whether the package of the second-order optimizer is installed."""
-    return importlib.util.find_spec("pytorch_optimizer") is not None
-
-
-_TELLS = 0.8  # a token tells prompts apart whose share of one kind is so much greater
-
-
-def changed_copy(subject: Subject, settings: AttackSettings) -> nn.Module:
-    """Return a copy of a subject's model, changed as an attack asks for before its first step."""
-    victim = copy.deepcopy(subject.model)
-    if settings.of_other:
-        _mix_(victim, subject, settings.of_other)
-    if settings.bits is not None:
-        round_(victim, settings.bits)
-    if settings.rows != "kept":
-        _change_rows_(victim, subject, settings)
-    if settings.noise:
-        _add_noise_(victim, settings)
-    return victim
-
-
-@torch.no_grad()
-def _add_noise_(victim: nn.Module, settings: AttackSettings) -> None:
-    """Add noise to matrices, each by its own spread: a start beside a minimum that a defense dug."""
-    for name, parameter in victim.named_parameters():
-        if parameter.is_floating_point() and parameter.ndim >= 2:
-            drawn = torch.randn(parameter.shape, generator=torch_generator(settings.seed, "noise", name))
-            parameter.add_(drawn.to(parameter), alpha=float(settings.noise * parameter.float().std()))
-
-
-@torch.no_grad()
-def _mix_(victim: nn.Module, subject: Subject, share: float) -> None:
-    if subject.other is None:
-        raise UsageError("The attack mixes another model in, and the subject has none.", cure="Bring one.")
-    for name, parameter in victim.named_parameters():
-        if parameter.is_floating_point():
-            parameter.lerp_(subject.other[name].to(parameter), share)
-
-
-@torch.no_grad()
-def round_(model: nn.Module, bits: int) -> None:
-    """Round matrices to `2^bits - 1` levels, evenly between plus and minus each row's largest weight."""
-    most = 2 ** (bits - 1) - 1
-    for parameter in model.parameters():
-        if parameter.ndim == 2 and parameter.is_floating_point():
-            step = parameter.abs().amax(1, keepdim=True).clamp_min(1e-12) / most
-            parameter.copy_((parameter / step).round() * step)
-
-
-@torch.no_grad()
-def _change_rows_(victim: nn.Module, subject: Subject, settings: AttackSettings) -> None:
-    table = _embedding(victim).weight
-    harmful, benign = telling_tokens(subject.domain(settings.data).train, subject.benign)
-    if not harmful:
-        raise UsageError("No token tells harmful prompts from benign ones.", cure='Take rows="kept".')
-    if settings.rows == "copied":
-        table[harmful] = table[benign].mean(0) if benign else table.mean(0)
-    else:
-        drawn = torch.randn(len(harmful), table.shape[1], generator=torch_generator(settings.seed, "rows"))
-        table[harmful] = drawn.to(table) * table.std()
-
-
-def telling_tokens(harmful: Sequence[Example], benign: Sequence[Example]) -> tuple[list[int], list[int]]:
-    """Return the tokens that are in many more harmful prompts than benign ones, and the other way round."""
-    shares = []
-    for examples in (harmful, benign):
-        found = Counter(token for example in examples for token in set(example.prompt))
-        shares.append({token: count / len(examples) for token, count in found.items()})
-    return tuple(
-        sorted(token for token, share in one.items() if share - other.get(token, 0.0) > _TELLS)
-        for one, other in (shares, shares[::-1])
-    )  # type: ignore[return-value]
-
-
-def _embedding(model: nn.Module) -> nn.Embedding:
-    found = embedding_of(model)
-    if found is None:
-        raise Unsupported("The model has no embedding of tokens that could be found.", cure="Attack all its weights.")
-    return found
 
 
 def trained_parameters_(victim: nn.Module, settings: AttackSettings, *, pad_id: int) -> list[nn.Parameter]:
@@ -137,7 +54,7 @@ def parts_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 def _soft_prompt_(victim: nn.Module, pad_id: int, seed: int) -> nn.Parameter:
     """Put vectors in place of the padding with which prompts of the format "soft" begin."""
-    table = _embedding(victim)
+    table = input_embedding(victim)
     drawn = torch.randn(SOFT_TOKENS, table.weight.shape[1], generator=torch_generator(seed, "soft prompt"))
     vectors = nn.Parameter(drawn.to(table.weight) * table.weight.std().item())
 
@@ -151,8 +68,6 @@ def _soft_prompt_(victim: nn.Module, pad_id: int, seed: int) -> nn.Parameter:
     table.register_forward_hook(put)
     return vectors
 
-
-_FACTORS = "low_rank_factors"  # name of the part that is put on a linear layer
 
 Outcome = Literal["recovered", "resisted", "collapsed", "diverged"]
 
@@ -402,7 +317,7 @@ class Training:
         else:
             self._parameters = attach_factors_(victim, rank=settings.lora_rank, seed=settings.seed)
         self._device = self._parameters[0].device
-        self._optimizers = _optimizers(self._parameters, settings)
+        self.optimizers_of = optimizers_of(self._parameters, settings)
         self._losses: list[Tensor] = []
         self._step = 0
         self._means = [each.detach().clone() for each in self._parameters] if settings.average else []
@@ -426,7 +341,7 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         if self.settings.clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.settings.clip)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers_of:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(self.settings, self._step)
             optimizer.step()
@@ -473,105 +388,3 @@ class Training:
         self._losses.clear()
         finite = bool(nn.utils.get_total_norm(self._parameters).isfinite())
         return mean if finite and math.isfinite(mean) else math.nan
-
-
-def _optimizers(parameters: list[nn.Parameter], settings: AttackSettings) -> list[torch.optim.Optimizer]:
-    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-    if settings.optimizer == "sgd":
-        return [torch.optim.SGD(parameters, settings.lr, momentum=0.9, fused=fused)]
-    if settings.optimizer == "adam":
-        return [torch.optim.Adam(parameters, settings.lr, fused=fused)]
-    if settings.optimizer == "soap":
-        soap = library("pytorch_optimizer", "SOAP", "attacks").SOAP
-        # Preconditioners of every step: attacks are so short that older ones would hardly be used.
-        return [soap(parameters, lr=settings.lr, weight_decay=0.0, precondition_frequency=1, max_precondition_dim=2048)]
-    if settings.optimizer == "adamw":
-        return [torch.optim.AdamW(parameters, settings.lr, weight_decay=0.01, fused=fused)]
-    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
-    rest = [parameter for parameter in parameters if parameter.ndim != 2]
-    made: list[torch.optim.Optimizer] = []
-    if matrices:
-        made += [Muon(matrices, settings.lr)]
-    return made + ([torch.optim.AdamW(rest, settings.lr, weight_decay=0.0, fused=fused)] if rest else [])
-
-
-@final
-class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` without weight decay, in float32: processors without bfloat16 need a quarter of the time."""
-
-    def __init__(self, matrices: list[nn.Parameter], lr: float) -> None:
-        super().__init__(matrices, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take one step; rates are as AdamW's."""
-        for matrix in self.param_groups[0]["params"]:
-            if matrix.grad is not None:
-                mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix.grad))
-                found = matrix.grad.lerp(mean.lerp_(matrix.grad, 0.05), 0.95).float()
-                wide = found.T if len(found) > len(found.T) else found
-                wide = wide / wide.norm().clamp(min=1e-7)
-                for _ in range(5):
-                    gram = wide @ wide.T
-                    change = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
-                    wide = torch.addmm(wide, change, wide, beta=3.4445)
-                rate = 0.2 * max(found.shape) ** 0.5 * self.param_groups[0]["lr"]
-                matrix.sub_((wide.T if len(found) > len(found.T) else wide).to(matrix), alpha=rate)
-
-
-@final
-class Factors(nn.Module):
-    """Low-rank term that is added to a linear layer: `scale · B (A x)`, in float32."""
-
-    # `rank`: at least 1
-
-    def __init__(self, inputs: int, outputs: int, rank: int, scale: float, generator: torch.Generator) -> None:
-        super().__init__()
-        bound = 1 / math.sqrt(inputs)
-        # A, shape `(rank, inputs)`.
-        self.down = nn.Parameter(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
-        # B, shape `(outputs, rank)`; zeros at first, so that the model starts unchanged.
-        self.up = nn.Parameter(torch.zeros(outputs, rank))
-        self.scale = scale  # the paper's α / rank
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return the addition for inputs of shape `(..., inputs)`, in their dtype."""
-        added = (inputs.to(self.down.dtype) @ self.down.T) @ self.up.T
-        return (self.scale * added).to(inputs.dtype)
-
-
-def attach_factors_(model: nn.Module, *, rank: int, alpha: float | None = None, seed: int) -> list[nn.Parameter]:
-    """Freeze a model and put trainable factors on its linear layers: an adversary who tunes few weights."""
-    # Source: Hu et al., LoRA, arXiv 2106.09685, section 4.1.
-    model.requires_grad_(False)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    layers = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    shared = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
-    chosen = {name: layer for name, layer in layers.items() if layer is not head and id(layer.weight) not in shared}
-    if not chosen:
-        raise Unsupported("The model has no linear layer to put low-rank factors on.", cure="Attack all its weights.")
-    parameters: list[nn.Parameter] = []
-    for name, layer in chosen.items():
-        if hasattr(layer, _FACTORS):
-            raise UsageError(f"Layer {name!r} has low-rank factors already.", cure="Merge them first.")
-        outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
-        scale = (2 * rank if alpha is None else alpha) / rank
-        factors = Factors(inputs, outputs, rank, scale, torch_generator(seed, "factors", name)).to(device)
-        layer.add_module(_FACTORS, factors)
-        layer.register_forward_hook(_add)
-        parameters += [factors.down, factors.up]
-    return parameters
-
-
-def _add(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    added: Tensor = layer.get_submodule(_FACTORS)(inputs[0])
-    return output + added
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    """Return whether the layer is `nn.Linear` or transformers' `Conv1D`, whose weight is transposed."""
-    if isinstance(layer, nn.Linear):
-        return True
-    weight = getattr(layer, "weight", None)
-    return type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2 and hasattr(layer, "nf")

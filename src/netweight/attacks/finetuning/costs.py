@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import final
 
 from netweight.attacks.finetuning.resistance import AttackTimes, by_attack
-from netweight.attacks.finetuning.sweep import Attacked, Found, Sweep
+from netweight.attacks.finetuning.search import SearchResult
+from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.report.finding import Column, Finding, Table
 
 _SHOWN = 6  # attacks of each model's front in the table
@@ -79,7 +80,7 @@ def median_cost(attacks: Sequence[AttackTimes], field: str) -> tuple[float, Atta
 
 
 def cost_findings(
-    sweep: Sweep, names: Sequence[str], undefended: str, *, domain: str, searched: Mapping[str, Found]
+    sweep: Sweep, names: Sequence[str], undefended: str, *, domain: str, searched: Mapping[str, SearchResult]
 ) -> list[Finding]:
     """Return rows and operations of the cheapest attack on each model, beside those of the undefended one."""
     findings = []
@@ -106,7 +107,7 @@ def cost_findings(
     return findings
 
 
-def front_table(sweep: Sweep, names: Sequence[str], *, domain: str, searched: Mapping[str, Found]) -> Table:
+def front_table(sweep: Sweep, names: Sequence[str], *, domain: str, searched: Mapping[str, SearchResult]) -> Table:
     """Return the front of each model's successful runs, those of searches among them."""
     columns = (
         "model", "attack", Column("steps", "", "higher"), Column("rows", "", "higher"),

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, final
 
 from netweight.attacks.finetuning.attack import Outcome
 from netweight.attacks.finetuning.costs import cost_findings, front_table
+from netweight.attacks.finetuning.figures import score_figure, steps_figure, survival_figure
 from netweight.attacks.finetuning.resistance import (
     AttackTimes,
     best_attack,
@@ -23,15 +24,14 @@ from netweight.attacks.finetuning.resistance import (
     compare_attacks,
     same_attack_ratio,
 )
-from netweight.attacks.finetuning.sweep import Attacked, Found, Sweep, within
+from netweight.attacks.finetuning.search import SearchResult
+from netweight.attacks.finetuning.sweep import Attacked, Sweep
+from netweight.attacks.finetuning.tables import attack_table, search_tables
 from netweight.errors import UsageError
 from netweight.metrics.intervals import interval_finding, proportion, t_interval
-from netweight.metrics.survival import Survival, TimesRatio, failures_finding, steps_finding
-from netweight.report.finding import Column, Figure, Finding, Section, Table
-from netweight.report.plots import TimeRow, lines, time_rows
+from netweight.metrics.survival import TimesRatio, failures_finding, steps_finding
+from netweight.report.finding import Finding, Section
 from netweight.report.text import Conclusion, Criterion, Words, worst
-
-_SHOWN = 5  # attacks of each search in the table
 
 # Name of a defended subject → findings about what its defense cost before any attack.
 Stability: TypeAlias = Mapping[str, Sequence[Finding]]
@@ -353,162 +353,6 @@ INTRO = (
 )
 
 
-def survival_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure | None:
-    """Draw the share of runs not recovered by step, each subject under its own best attack."""
-    series, bands, words = {}, {}, []
-    for name, (_, curve) in _best(sweep, subjects, domain).items():
-        if curve.n == 1:  # the curve of one run says nothing of others
-            continue
-        x, share, low, high = curve.steps()
-        series[name], bands[name] = (x, share), (low, high)
-        words.append(f"{name}: {_median_words(curve)} (n = {curve.n})")
-    if not series:
-        return None
-    return lines(
-        series,
-        alt=f"Share of runs that have not recovered, by step, under each model's best attack. {'; '.join(words)}.",
-        caption=f"Best attack on each model. {'; '.join(words)}.",
-        xlabel="steps",
-        ylabel="share not recovered",
-        bands=bands,
-    )
-
-
-def score_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure | None:
-    """Draw the median recovery score by step, each subject under its own best attack."""
-    series = {name: _median_scores(best) for name, (best, _) in _best(sweep, subjects, domain).items()}
-    if not series:
-        return None
-    ends = "; ".join(f"{name} ends at {scores[-1]:.2f}" for name, (_, scores) in series.items())
-    return lines(
-        series,
-        alt=f"Median recovery score by step under each model's best attack. {ends}.",
-        caption=f"Median over seeds; a run that has recovered and stopped keeps its last score. {ends}.",
-        xlabel="steps",
-        ylabel="recovery score",
-    )
-
-
-def steps_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure | None:
-    """Draw each run's steps to the threshold, one row for each subject under its own best attack."""
-    best = _best(sweep, subjects, domain)
-    if not best:
-        return None
-    rows = [_row_of_times(name, attack, curve) for name, (attack, curve) in best.items()]
-    censored = sum(len(row.stopped) for row in rows)
-    words = "; ".join(f"{name}: {_median_words(curve)}" for name, (_, curve) in best.items())
-    told = f"{censored} runs ended before" if censored else "no run ended before"
-    return time_rows(
-        rows,
-        alt=f"Steps to the threshold of every run, under each model's best attack. {words}; {told}.",
-        caption="Every run under the best attack on its model. A dot is a recovery, a triangle a run that ended before "
-        "one, which is longer than that. The line is the median, the bar its 95 % interval; one that reaches the edge "
-        f"has no upper end. {words}.",
-        xlabel="steps to the threshold",
-    )
-
-
-def _row_of_times(name: str, attack: AttackTimes, curve: Survival) -> TimeRow:
-    assert attack.times is not None
-    marked = list(zip(attack.times.values, attack.times.observed, strict=True))
-    return TimeRow(
-        name,
-        [value for value, seen in marked if seen],
-        [value for value, seen in marked if not seen],
-        curve.median,
-        (curve.median_low, curve.median_high),
-    )
-
-
-def _best(sweep: Sweep, subjects: Sequence[str], domain: str) -> dict[str, tuple[AttackTimes, Survival]]:
-    """The best attack on each subject with its curve, in their order; subjects without a run that counts left out."""
-    found = {}
-    for name in subjects:
-        attack = best_attack(by_attack(sweep.of(name, domain=domain)))
-        curve = None if attack is None else attack.curve()
-        if attack is not None and curve is not None:
-            found[name] = attack, curve
-    return found
-
-
-def _median_words(curve: Survival) -> str:
-    if math.isfinite(curve.median):
-        return f"half recovered by step {curve.median:.0f}"
-    return f"fewer than half recovered by step {curve.last:.0f}"
-
-
-def _median_scores(attack: AttackTimes) -> tuple[list[float], list[float]]:
-    curves = [run.result.curve for run in attack.runs if run.result.outcome in ("recovered", "resisted")]
-    steps = sorted({each.step for curve in curves for each in curve})
-    scores = [
-        statistics.median([[each.score for each in curve if each.step <= step][-1] for curve in curves])
-        for step in steps
-    ]
-    return [float(step) for step in steps], scores
-
-
-def attack_table(sweep: Sweep, subjects: Sequence[str], domain: str) -> Table:
-    """Return one row for each attack on each subject."""
-    columns = (
-        "attack", "model", Column("runs"), Column("recovered"), Column("collapsed"), Column("diverged"),
-        Column("median", "steps", "higher"), Column("from", "steps"), Column("to", "steps"),
-        Column(f"of {subjects[0]}", "×", "higher"),
-    )  # fmt: skip
-    first = {attack.settings: attack for attack in by_attack(sweep.of(subjects[0], domain=domain))}
-    rows = [
-        _row(attack, name, None if name == subjects[0] else first.get(attack.settings))
-        for name in subjects
-        for attack in by_attack(sweep.of(name, domain=domain))
-    ]
-    order = {attack.settings.label: place for place, attack in enumerate(first.values())}
-    rows.sort(key=lambda row: order.get(str(row[0]), len(order)))  # the same attack on all subjects side by side
-    notes = (
-        "median: steps by which half of the runs had recovered, with its 95 % interval; > means not reached by the end "
-        "of the longest run; collapsed and diverged runs do not enter it",
-    )
-    return Table(f"Attacks with {domain} data", columns, rows, notes)
-
-
-def search_tables(searched: Mapping[str, Found]) -> list[Table]:
-    """Return what searches for attacks found and cost; nothing where there was no search."""
-    if not searched:
-        return []
-    columns = ("model", "attack", Column("steps", "steps", "higher"), Column("score"))
-    rows = []
-    for name, found in searched.items():
-        last = {within(run.result.settings, None): run.result for run in found.tried}
-        for attack in found.best[:_SHOWN]:
-            result = last[attack]
-            steps = f"> {result.last_step}" if result.steps is None else result.steps
-            rows.append((name, attack.label, steps, result.curve[-1].score))
-    cost = "; ".join(
-        f"{name}: {len(found.tried):,} runs, {found.steps:,} steps, each given up after {found.most}"
-        for name, found in searched.items()
-    )
-    note = f"one run each, from one seed; what the search cost: {cost}"
-    return [Table("The search's best attacks", columns, rows, (note,))]
-
-
-def _row(attack: AttackTimes, name: str, base: AttackTimes | None) -> tuple[object, ...]:
-    curve, counts = attack.curve(), attack.outcomes
-    ratio = None if base is None else best_attack_ratio([attack], [base], seed=0)
-    known = ratio is not None and math.isfinite(ratio.estimate)
-    ends: list[object] = [None, None, None]
-    if curve is not None:
-        drawn = (curve.median, curve.median_low, curve.median_high)
-        ends = [value if math.isfinite(value) else f"> {curve.last:.0f}" for value in drawn]
-    return (
-        attack.settings.label,
-        name,
-        len(attack.runs),
-        counts["recovered"],
-        counts["collapsed"],
-        counts["diverged"],
-        *ends,
-        f"{ratio.bound} {ratio.estimate:.3g}".strip() if ratio is not None and known else None,
-    )
-
-
 def resistance_section(
     sweep: Sweep,
     config: ResistanceConfig,
@@ -516,7 +360,7 @@ def resistance_section(
     seed: int,
     stability: Stability = MappingProxyType({}),
     title: str = "Resistance to fine-tuning",
-    searched: Mapping[str, Found] = MappingProxyType({}),
+    searched: Mapping[str, SearchResult] = MappingProxyType({}),
 ) -> Section:
     """Return what a sweep found.
 

@@ -1,0 +1,333 @@
+"""A search for the attack that needs the fewest steps: it changes one setting of the best attacks at a time.
+
+Nobody can run every combination of optimizer, rate, weights, prompt format and data, and an attacker does not: he tries
+many for a few steps, goes on with those that succeed, and changes one thing of the best. So does this. No run goes on
+for longer than the best attack took so far, which makes later rounds cheap. `search_one` searches for attacks on one
+model, `search_all` for those on several and on their controls.
+
+Source: successive halving after Jamieson and Talwalkar, arXiv 1502.07943; what is varied after arXiv 2412.07097,
+2502.05209 and 2602.06911.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+from netweight.attacks.finetuning.attack import parts_of
+from netweight.attacks.finetuning.changes import telling_tokens
+from netweight.attacks.finetuning.optimizers import has_soap
+from netweight.attacks.finetuning.settings import AttackSettings
+from netweight.attacks.finetuning.subject import Goal, Subject
+from netweight.attacks.finetuning.sweep import Attacked, SubjectName, make_subject, sweep
+from netweight.core.engines import Engine
+from netweight.core.progress import QUIET, Progress
+from netweight.errors import UsageError
+from netweight.hf.load_language_model import embedding_of
+from netweight.job import Job
+
+_KEPT = 3  # a rung keeps one of so many attacks, and the next gives them so many times the steps
+_ROUNDS = 6  # rounds of neighbors, at most
+_BEST = 2  # attacks whose neighbors are tried, of different kinds
+_FINALISTS = 3  # attacks of a search that are run again, from other seeds
+_RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # of Adam on all weights
+# How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
+_SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0, "soap": 1.0}
+_PART_SCALE = 5.0
+_BATCHES = (8, 16, 32, 64, 128, 256)  # rows per step; the rate goes with the square root
+_FEW_ROWS = 8  # rows per step with which a search for few rows begins
+
+
+Cost = Literal["steps", "rows"]
+"""What an attacker wants to pay least of: steps, or rows seen; rows per step are free to him."""
+
+
+def cost_of(run: Attacked, cost: Cost) -> int | None:
+    """Return the steps, or the rows seen, after which a run had recovered; None if it did not."""
+    reached = run.result.reached
+    return None if reached is None else reached.step if cost == "steps" else reached.rows
+
+
+@final
+@dataclass(frozen=True)
+class SearchResult:
+    """Results of the searches for attacks on one model."""
+
+    best: tuple[AttackSettings, ...]
+    """All that was tried, the soonest first; without a limit of steps where the rate stays."""
+    tried: tuple[Attacked, ...]
+    """Every run, the longer ones of an attack after the shorter ones."""
+    most: int
+    """Steps after which an attack was given up."""
+    fewest_rows: tuple[AttackSettings, ...] = ()
+    """The attacks of a second search, those that see the fewest rows first; empty without one."""
+    most_rows: int = 0
+    """Rows after which an attack of that search was given up."""
+    stopped: bool = False
+    """Whether a search ended because its time was over."""
+
+    @property
+    def soonest(self) -> int | None:
+        """Steps of the best attack; None if none recovered."""
+        return self.least("steps")
+
+    def least(self, cost: Cost) -> int | None:
+        """Return steps or rows of the best attack; None if none recovered."""
+        return _least(self.tried, cost)
+
+    @property
+    def steps(self) -> int:
+        """Steps of all runs: what the search cost an attacker."""
+        return sum(run.result.last_step for run in self.tried)
+
+
+def first_attacks(*, seed: int = 0, rates: Sequence[float] | None = None, **fixed: Any) -> list[AttackSettings]:
+    """Return what a search begins with: optimizers at rates a factor of 3 apart, and factors in place of weights."""
+    common = {"schedule": "constant", "warmup": 0.0, "seed": seed, **fixed}
+    made = [
+        AttackSettings(optimizer=name, lr=lr * _SCALE[name], **common)
+        for name in ("adam", "muon", "sgd", *(("soap",) if has_soap() else ()))
+        for lr in rates or _RATES
+    ]
+    return made + [AttackSettings(lora_rank=8, lr=lr * _PART_SCALE, **common) for lr in rates or _RATES]
+
+
+def neighbors(
+    settings: AttackSettings, soonest: int | None = None, *, subject: Subject, held: frozenset[str] = frozenset()
+) -> list[AttackSettings]:
+    """Return the attacks that differ in one thing; fields that are `held` stay.
+
+    A rate that falls to 0 does so by the steps that the soonest attack took, or by fewer.
+    """
+    changes = (
+        {name: each for name, each in change.items() if name not in held} for change in _changes(settings, subject)
+    )
+    found = dict.fromkeys(settings.replace(**change) for change in changes)
+    if soonest is not None and "schedule" not in held:
+        check = settings.check_every
+        found |= dict.fromkeys(
+            of_length(settings.replace(schedule="cosine"), max(check, int(share * soonest) // check * check))
+            for share in (0.6, 0.8, 1.0)
+        )
+    return [each for each in found if each != settings]
+
+
+def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, Any]]:
+    lr = settings.lr
+    yield from ({"lr": lr * factor} for factor in (0.25, 0.5, 0.7, 1.4, 2.0, 4.0))
+    yield from ({"batch_size": size, "lr": lr * (size / settings.batch_size) ** 0.5} for size in _BATCHES)
+    for name, scale in _SCALE.items():
+        if name == "soap" and not has_soap():
+            continue
+        yield {"optimizer": name, "lr": lr * scale / _SCALE[settings.optimizer]}
+    part = settings.lora_rank is not None or settings.trains != "all"
+    yield {"lora_rank": None, "trains": "all", "lr": lr / _PART_SCALE**part}
+    yield {"schedule": "constant", "max_steps": None, "epochs": 1}
+    less = [{"lora_rank": 8, "trains": "all"}, {"lora_rank": 64, "trains": "all"}]
+    parts = [name for name, found in parts_of(subject.model).items() if found and name != "all"]
+    parts += ["prompt"] if embedding_of(subject.model) is not None else []
+    less += [{"lora_rank": None, "trains": name} for name in parts]
+    yield from ({**each, "lr": lr * _PART_SCALE ** (not part)} for each in less)
+    yield from ({"template": name} for name in ("plain", *subject.formats(settings.domain)))
+    if subject.benign:
+        yield from ({"benign_share": share} for share in (0.0, 0.25, 0.5, 0.75, 1.0))
+        yield from ({"benign_first": steps} for steps in (0, 4))
+        if telling_tokens(subject.domain(settings.domain).train, subject.benign)[0]:
+            yield from ({"rows": rows} for rows in ("kept", "copied", "fresh"))
+    yield from ({"loss_on": loss} for loss in ("response", "full"))
+    yield from ({"clip": clip} for clip in (1.0, None))
+    yield from ({"bits": bits} for bits in (None, 4))
+    yield from ({"average": decay} for decay in (0.0, 0.8, 0.95))
+    yield from ({"noise": noise} for noise in (0.0, 0.02, 0.1))
+    yield from ({"samples": min(few, settings.samples)} for few in (16, 64))
+    if subject.other is not None:
+        yield from ({"of_other": share} for share in (0.0, 0.5, -0.5))
+
+
+def kind_of(settings: AttackSettings) -> str:
+    """Return what tells ways to train apart the most: "LoRA", which weights if not all, else the optimizer."""
+    part = settings.optimizer if settings.trains == "all" else settings.trains
+    return part if settings.lora_rank is None else "LoRA"
+
+
+def search_one(
+    subject: SubjectName,
+    start: Sequence[AttackSettings],
+    goal: Goal,
+    *,
+    most: int,
+    cost: Cost = "steps",
+    held: frozenset[str] = frozenset(),
+    rounds: int = _ROUNDS,
+    until: float | None = None,
+    folder: str | Path | Job,
+    engine: Engine,
+    progress: Progress = QUIET,
+) -> SearchResult:
+    """Search for the attack that reaches a goal at the least cost.
+
+    Args:
+        subject: What is attacked.
+        start: What is tried first; the limits of their steps do not matter.
+        goal: When an attack has won.
+        most: Steps, or rows, after which an attack is given up.
+        cost: Which of both is to be small.
+        held: Fields of the settings that are not varied.
+        rounds: Most rounds of neighbors.
+        until: Time on `time.monotonic` from which on no further attack begins; None for no limit.
+        folder: Remembers runs, as that of a `sweep`.
+        engine: Where runs happen.
+        progress: Told of every attack.
+
+    Returns:
+        What it found, the same for the same arguments unless the time was over.
+    """
+    model = make_subject(subject.factory, subject.arguments)
+    around = functools.partial(neighbors, subject=model, held=held)
+    runs: dict[AttackSettings, Attacked] = {}  # the longest of each attack, which has no limit of steps in its key
+
+    def over() -> bool:
+        return until is not None and time.monotonic() >= until
+
+    def attack(settings: Sequence[AttackSettings], budget: int) -> None:
+        limited = [within(each, _steps_for(each, budget, cost)) for each in settings]
+        # Where time is short, attacks begin one by one, so that the clock is looked at between them.
+        parts = [limited] if until is None else [[each] for each in limited]
+        for part in parts:
+            if over():
+                return
+            found = sweep([subject], part, goal, folder=folder, engine=engine, progress=progress)
+            every.extend(found.runs)
+            runs.update({within(run.result.settings, None): run for run in found.runs})
+
+    every: list[Attacked] = []
+    ordered: list[AttackSettings] = []
+    pool = list(dict.fromkeys(within(each, None) for each in start))
+    for _ in range(1 + rounds):
+        before = _least(runs.values(), cost)
+        limit = most if before is None else before
+        pool = [each for each in pool if each not in runs]
+        done = 0
+        for rung in (limit // 9, limit // 3, limit):
+            budget = min(rung, _least(runs.values(), cost) or rung)
+            long_enough = pool and _steps_for(pool[0], rung, cost) >= 3 * pool[0].check_every
+            if pool and budget > done and (rung == limit or long_enough):
+                attack(pool, done := budget)
+                pool = sorted(pool, key=lambda each: _rank(runs.get(each), goal, cost))[: -(-len(pool) // _KEPT)]
+        ordered = sorted(runs, key=lambda each: _rank(runs[each], goal, cost))
+        leaders: dict[str, AttackSettings] = {}
+        for each in ordered:
+            leaders.setdefault(kind_of(each), each)
+        best, soonest = list(leaders.values())[:_BEST], _least(runs.values(), "steps")
+        pool = list(dict.fromkeys(near for each in best for near in around(each, soonest)))
+        if over() or (before is not None and _least(runs.values(), cost) == before):
+            break
+    if not ordered:
+        raise UsageError("The time was over before one attack was done.", cure="Give more --minutes.")
+    return SearchResult(tuple(ordered), tuple(every), most, stopped=over())
+
+
+def _steps_for(attack: AttackSettings, budget: int, cost: Cost) -> int:
+    """Return how many steps an attack may take of a budget of steps or rows, at least one evaluation's."""
+    return budget if cost == "steps" else max(attack.check_every, budget // attack.batch_size)
+
+
+def of_length(settings: AttackSettings, steps: int | None) -> AttackSettings:
+    """Return an attack that goes on for so many steps, over its samples again and again; None for no limit."""
+    if steps is None:
+        return settings.replace(max_steps=None, epochs=1)
+    epochs = -(-steps // -(-settings.samples // (settings.harmful_per_batch or settings.batch_size)))
+    return settings.replace(max_steps=max(steps, settings.benign_first + 1), epochs=epochs)
+
+
+def within(attack: AttackSettings, steps: int | None) -> AttackSettings:
+    """Return an attack of so many steps; one whose rate falls to 0 is another attack in others, and keeps its own."""
+    return attack if attack.schedule == "cosine" else of_length(attack, steps)
+
+
+def _least(runs: Iterable[Attacked], cost: Cost) -> int | None:
+    return min((each for run in runs if (each := cost_of(run, cost)) is not None), default=None)
+
+
+def _rank(run: Attacked | None, goal: Goal, cost: Cost = "steps") -> tuple[bool, float, float]:
+    """Recovered ones by cost and score, then by how far they got with a model that is worth having and the loss."""
+    if run is None or run.result.outcome == "diverged":
+        return True, math.inf, math.inf
+    result = run.result
+    sign = -1 if goal.lower_is_recovered else 1
+    spent = cost_of(run, cost)
+    if spent is not None:
+        return False, spent, -sign * next(each.score for each in result.curve if each.step == result.steps)
+    last, first = result.curve[-1], result.curve[0]
+    kept = (
+        1.0 if result.outcome == "resisted" or not last.utility or not first.utility else last.utility / first.utility
+    )
+    return True, -sign * last.score * min(1.0, kept), math.inf if last.loss is None else last.loss
+
+
+def search_all(
+    subjects: Sequence[SubjectName],
+    start: Sequence[AttackSettings],
+    goal: Goal,
+    *,
+    most: int,
+    longer: int = 5,
+    bounded: bool = False,
+    held: frozenset[str] = frozenset(),
+    **how: Any,
+) -> dict[str, SearchResult]:
+    """Search for attacks on several models: on the first for `most` steps, on others `longer` times what that took.
+
+    Every model is searched twice, for few steps and for few rows, and controls as hard as the model in question. The
+    other searches begin with the best attacks on the first one, too. `bounded` leaves the limit at `most`; `how` is
+    passed to `search_one`. Where the rows per step are `held`, the second search would be the first and is left out.
+    """
+    found: dict[str, SearchResult] = {}
+    known = list(start)
+    few = [] if "batch_size" in held else few_row_attacks(start)
+    most_rows = most * _FEW_ROWS
+    for subject in subjects:
+        by_steps = search_one(subject, known, goal, most=most, held=held, **how)
+        found[subject.name] = by_steps
+        if few:
+            begin = list(dict.fromkeys([*few, *few_row_attacks(by_steps.best[:_FINALISTS])]))
+            kept = held | {"batch_size"}
+            by_rows = search_one(subject, begin, goal, most=most_rows, cost="rows", held=kept, **how)
+            found[subject.name] = replace(
+                by_steps, tried=(*by_steps.tried, *by_rows.tried), fewest_rows=by_rows.best, most_rows=most_rows,
+                stopped=by_steps.stopped or by_rows.stopped,
+            )  # fmt: skip
+        if len(found) == 1:
+            first = found[subject.name]
+            known = list(dict.fromkeys([*first.best[:_FINALISTS], *start]))
+            few = list(dict.fromkeys([*first.fewest_rows[:_FINALISTS], *few]))
+            if not bounded:
+                steps, rows = first.least("steps"), first.least("rows")
+                most = most if steps is None else longer * steps
+                most_rows = most_rows if rows is None else longer * rows
+    return found
+
+
+def few_row_attacks(attacks: Iterable[AttackSettings]) -> list[AttackSettings]:
+    """Return attacks with few rows a step, at rates that suit them."""
+    factor = _FEW_ROWS**0.5
+    return [
+        each.replace(batch_size=_FEW_ROWS, lr=each.lr * factor / each.batch_size**0.5)
+        for each in attacks
+        if each.schedule != "cosine"
+    ]
+
+
+def finals(searched: Mapping[str, SearchResult], seeds: Sequence[int]) -> list[AttackSettings]:
+    """Return the best attacks of all searches from each seed, as long as the longest of any where the rate stays."""
+    most = list(searched.values())[-1].most  # models after the first have the same
+    best = dict.fromkeys(attack for found in searched.values() for attack in found.best[:_FINALISTS])
+    rows = dict.fromkeys(attack for found in searched.values() for attack in found.fewest_rows[:1])
+    most_rows = max(found.most_rows for found in searched.values())
+    longest = {attack: max(most, most_rows // attack.batch_size) for attack in rows} | dict.fromkeys(best, most)
+    return [within(attack.replace(seed=seed), steps) for attack, steps in longest.items() for seed in seeds]
