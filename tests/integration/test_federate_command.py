@@ -14,7 +14,7 @@ from netweight import cli
 from netweight.attacks.gradient_inversion import tailored
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: its digits are the default data")
-SMALL = ["--clients", "5", "--rounds", "2", "--images", "1", "--epochs", "1"]
+SMALL = ["--clients", "5", "--rounds", "2", "--images", "1", "--epochs", "1", "--set", "search_steps=4"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +49,7 @@ def test_a_run_leaves_a_report_and_can_go_on(folder: Path) -> None:
 
 
 def test_an_audit_attacks_what_was_trained(folder: Path) -> None:
-    answer = run("audit", str(folder), "--images", "1", "--threat", "1x1", "--json")
+    answer = run("audit", str(folder), "--images", "1", "--threat", "1x1", "--search-steps", "4", "--json")
     assert answer.exit_code in (0, cli.FINDING_FAILED), answer.output
     names = [finding["name"] for finding in json.loads(answer.stdout)["findings"]]
     assert "gradient recovered, 1 step of batch 1" in names

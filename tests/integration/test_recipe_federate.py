@@ -16,7 +16,10 @@ from netweight.metrics.images import write_png
 from netweight.report.report import read_report
 
 SHIPPED = Path(__file__).parents[2] / "src" / "netweight" / "recipes" / "federate.yaml"
-SMALL = '{method: hyperfl, clients: 3, rounds: 2, epochs: 1, images: 1, workers: 1, model: "tiny_networks:halves"}'
+SMALL = (
+    "{method: hyperfl, clients: 3, rounds: 2, epochs: 1, images: 1, search_steps: 4, workers: 1, "
+    'model: "tiny_networks:halves"}'
+)
 
 
 @pytest.fixture
