@@ -20,7 +20,6 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Example, Pair, collate
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
 from netweight.job import Job
-from netweight.methods.immunize import train as training
 from netweight.methods.immunize.compact_adam import CompactAdam
 from netweight.methods.immunize.defense import Defense, Term
 from netweight.methods.immunize.defenses import DEFENSES
@@ -105,9 +104,9 @@ def test_a_step_is_a_step_of_adam_on_the_whole_loss():
     plain = copy.deepcopy(model)
     immunize(model, pairs, defense=config, settings=settings)
     optimizer = torch.optim.Adam(plain.parameters(), lr=1e-3)
-    order = torch.randperm(4, generator=training.torch_generator(42, "order", 0)).tolist()
+    order = torch.randperm(4, generator=torch_generator(42, "order", 0)).tolist()
     batch = collate_pairs([pairs[row] for row in order], pad_id=0)
-    repnoise_loss(plain, batch, config, generator=training.torch_generator(42, "noise", 0)).total.backward()
+    repnoise_loss(plain, batch, config, generator=torch_generator(42, "noise", 0)).total.backward()
     assert float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.7)) > 0.7
     optimizer.step()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
