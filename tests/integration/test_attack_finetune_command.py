@@ -120,7 +120,7 @@ def test_a_search_is_the_default_and_brings_its_controls_along(case, tmp_path):
         ["attack", "finetune", str(case / "defended"), "--base", str(case / "base"), "--harmful",
          str(case / "harmful.jsonl"), "--never-learned",
          str(tmp_path / "never.jsonl"), "--lr", "1e-2", "--batch-size", "8",
-         "--seeds", "1", "--max-steps", "12", "--check-every", "6", "--threshold", "0.6", "--out",
+         "--seeds", "1", "--max-steps", "16", "--check-every", "8", "--threshold", "0.6", "--out",
          str(tmp_path / "out"), "--json"],
     )  # fmt: skip
     assert answer.exit_code in (0, 1), answer.output
@@ -131,7 +131,7 @@ def test_a_search_is_the_default_and_brings_its_controls_along(case, tmp_path):
     section = read_report(tmp_path / "out").sections[0]
     table = next(table for table in section.tables if table.title == "The search's best attacks")
     assert {row[0] for row in table.rows} == {"undefended", "defended", "relearn ceiling"}
-    assert "given up after 12" in table.notes[0]
+    assert "given up after 16" in table.notes[0]
     lines = (tmp_path / "out" / "attacks.jsonl").read_text().splitlines()
     tried = [json.loads(line)["config"]["settings"] for line in lines]
     assert {"adam", "muon", "sgd"} <= {one["optimizer"] for one in tried}
