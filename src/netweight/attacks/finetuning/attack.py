@@ -317,7 +317,7 @@ class Training:
         else:
             self._parameters = attach_factors_(victim, rank=settings.lora_rank, seed=settings.seed)
         self._device = self._parameters[0].device
-        self.optimizers_of = optimizers_of(self._parameters, settings)
+        self._optimizers = optimizers_of(self._parameters, settings)
         self._losses: list[Tensor] = []
         self._step = 0
         self._means = [each.detach().clone() for each in self._parameters] if settings.average else []
@@ -341,7 +341,7 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         if self.settings.clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.settings.clip)
-        for optimizer in self.optimizers_of:
+        for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(self.settings, self._step)
             optimizer.step()
