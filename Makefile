@@ -8,7 +8,7 @@
 # make docs       Build the documentation as a site in site/. A warning is an error.
 # make study      Run the slow studies: faults of a federation's processes, fuzzing, and the papers' tables. They resume.
 # make bench      Measure the codec and its peers on this machine, and write docs/performance.md.
-# make bench-gpu  Run the tests that need a GPU, then measure speed and memory at the size of Llama-3 8B.
+# make bench-gpu  Measure everything that needs a GPU, in ten minutes: MODEL=FOLDER OUTPUT=FILE DRY_RUN=1 are options.
 # make clean      Remove what was built, except downloaded packages.
 
 PYTHON ?= python3
@@ -99,10 +99,11 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/netweight benchmark codec
 	$(BIN)/python -m netweight_experiments.benchmarks compress.performance_page
 
-# On a GPU machine with torch for CUDA and the extras bench, llm, evidence and cuda; what is there already is used.
+# On a GPU machine with torch for CUDA and the extras bench, llm, evidence and cuda; what is there already is used. The
+# same command goes on where it was stopped. With DRY_RUN=1 everything runs at tiny sizes, on a CPU too.
 bench-gpu:
-	-timeout 120 $(PYTHON) -m pytest -q tests/unit/test_*_on_a_gpu.py tests/unit/test_fixed_on_gpu.py
-	PYTHONPATH="experiments$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m netweight benchmark gpu --minutes 7
+	PYTHONPATH="experiments$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m netweight_experiments.benchmarks compress.gpu \
+		$(if $(MODEL),--model $(MODEL)) $(if $(OUTPUT),--output $(OUTPUT)) $(if $(DRY_RUN),--dry-run)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -23,6 +23,7 @@ from netweight.report.finding import Finding, Table
 from netweight_experiments.benchmarks.compress.fixed_products import captured
 from netweight_experiments.tables.neuzip.paper_scale_models import (
     PAPER,
+    Extent,
     Found,
     Run,
     by_shape,
@@ -56,21 +57,23 @@ class _Task:
     """Whether it is replayed from a CUDA graph."""
 
 
-def infer(run: Run) -> dict[str, Any]:
-    """Measure one way beside the dense model, in the same rounds."""
-    extent, device = run.extent, chosen_device(run.device)
+def infer(run: Run, extent: Extent | None = None, wanted: Callable[[str], bool] = lambda task: True) -> dict[str, Any]:
+    """Measure one way beside the dense model, in the same rounds; those of its tasks that are wanted."""
+    extent, device = extent or run.extent, chosen_device(run.device)
     dense: Any = dense_model(run.shape, run.device, run.trial)
     layers = linear_layers(dense)
     try:
         if run.way in (LOSSLESS, FIXED):  # kernels take memory where they are loaded, once
-            _apply(run.way, nn.Sequential(nn.Linear(1024, 1024, dtype=torch.bfloat16, device=device)), ["0"], device)
+            apply_way(run.way, nn.Sequential(nn.Linear(1024, 1024, dtype=torch.bfloat16, device=device)), ["0"], device)
         converted = sum(dense.get_submodule(name).weight.nbytes for name in layers)
         model: Any = dense if run.way == VANILLA else copy.deepcopy(dense)
         used = _used(device)
-        _apply(run.way, model, layers, device)
+        apply_way(run.way, model, layers, device)
         found: dict[str, Any] = {"held": held_bytes(model), "saved": (used - _used(device)) / converted}
         seconds: dict[str, Any] = {}
-        for name, task in _tasks(dense, layers, extent, device).items():
+        for name, task in tasks_of(dense, layers, extent, device).items():
+            if not wanted(name):
+                continue
             both = {"way": task.bind(model), "vanilla": task.bind(dense)}
             if name == "window":
                 found["same"] = bool(torch.equal(both["way"](), both["vanilla"]()))
@@ -90,7 +93,8 @@ def infer(run: Run) -> dict[str, Any]:
         return {"missing": str(error).splitlines()[0].removesuffix(".")}
 
 
-def _apply(way: str, model: nn.Module, layers: Sequence[str], device: torch.device) -> None:
+def apply_way(way: str, model: nn.Module, layers: Sequence[str], device: torch.device) -> None:
+    """Put some layers of a dense model into the form that a way keeps them in, in place."""
     if way == VANILLA:
         return
     if way == RELOADED:
@@ -122,8 +126,8 @@ def _reload(model: nn.Module, layers: Sequence[str], device: torch.device) -> No
         model.set_submodule(name, Reloaded(dense))
 
 
-def _tasks(dense: Any, layers: Sequence[str], extent: Any, device: torch.device) -> dict[str, _Task]:
-    """What is timed, by name."""
+def tasks_of(dense: Any, layers: Sequence[str], extent: Any, device: torch.device) -> dict[str, _Task]:
+    """Return what is timed, by name: a window, one step and the products at every batch, and generation."""
     from transformers import StaticCache
 
     vocabulary = dense.config.vocab_size

@@ -17,7 +17,7 @@ from netweight.codec import Precision
 from netweight.codec.header import dtype_name
 from netweight.codec.lossy import LOSSLESS_BITS
 from netweight.core.names import Select
-from netweight.errors import AlreadyCompressed, Unsupported, UsageError
+from netweight.errors import AlreadyCompressed, OutOfMemory, Unsupported, UsageError
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.fsdp import dense_shard, local_part
 from netweight.methods.compress.runtime.incompatible import refuse_rounded_steps
@@ -108,8 +108,10 @@ def compress_(
             rounded whose dtype cannot be. All are listed.
         NameNotFound: A pattern matches no module.
         UsageError: There is no such level or preference, a setting of rounding is out of its range, rounded weights
-            were to have the fixed-length form, or an optimizer steps one of the dense weights. In this case as in all
-            others nothing was changed.
+            were to have the fixed-length form, or an optimizer steps one of the dense weights. In this case as in those
+            above nothing was changed.
+        OutOfMemory: The memory of the device ended. The weights before the named one are compressed, the
+            others are dense; all have their values.
 
     Source: NeuZip (arXiv 2410.20650), section 3.1; there for bf16 and linear layers, here for all dtypes.
     """
@@ -133,13 +135,20 @@ def compress_(
     while weights:
         places = weights.pop(0)  # let go of it, so that its dense memory is freed at once
         dense, chunks, its_names = places[0].parameter, _row_chunks(places), [at.name for at in places]
-        stored = CompressedStorage.of(
-            dense.data,
-            level=level,
-            chunk_log2=chunks,
-            precision=precision,
-            fixed=its_names[0] in linear and takes_fixed(prefer, dense.device),
-        )
+        try:
+            stored = CompressedStorage.of(
+                dense.data,
+                level=level,
+                chunk_log2=chunks,
+                precision=precision,
+                fixed=its_names[0] in linear and takes_fixed(prefer, dense.device),
+            )
+        except (torch.OutOfMemoryError, OutOfMemory) as error:
+            raise OutOfMemory(
+                f"The memory of {dense.device} ended while {its_names[0]} was compressed ({error}). {len(names)} "
+                "weights are compressed and the others are dense, all with their values.",
+                cure="Compress the model on the CPU and move it afterwards; or free memory and compress the rest.",
+            ) from error
         if stored.payload.nbytes >= dense.nbytes:
             left.update(dict.fromkeys(its_names, "would not get smaller"))
             continue
