@@ -248,7 +248,7 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
     from netweight.core.files import usable_cores
     from netweight.core.progress import Progress
     from netweight.methods.federate import LocalTraining
-    from netweight_experiments.benchmarks.federate.rounds import random_federation, speed_findings, time_rounds
+    from netweight_experiments.federated_rounds import random_federation, speed_findings, time_rounds
 
     clients, images, training = (2, 50, LocalTraining(epochs=1)) if quick else (clients, images, LocalTraining())
     times = time_rounds(

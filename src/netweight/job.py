@@ -42,7 +42,7 @@ from netweight.core.files import (
     write_record,
 )
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
-from netweight.store.writer import open_checkpoint, write_checkpoint
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor

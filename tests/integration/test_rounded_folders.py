@@ -181,15 +181,15 @@ def test_an_interrupted_run_goes_on_only_with_the_same_rounding(tmp_path):
         """What a run that was killed in the second shard leaves."""
         from netweight.methods.compress import folder
 
-        original = folder.compress_shard
+        original = folder.write_compressed
 
-        def stopping(path, *arguments, **options):
-            if path == broken:
+        def stopping(shard, target, **options):
+            if target.name.startswith(broken.stem):
                 raise KeyboardInterrupt
-            return original(path, *arguments, **options)
+            return original(shard, target, **options)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(folder, "compress_shard", stopping)
+            patch.setattr(folder, "write_compressed", stopping)
             with pytest.raises(KeyboardInterrupt):
                 netweight.compress_folder(source, tmp_path / name, mantissa_bits=3)
 

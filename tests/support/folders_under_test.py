@@ -114,14 +114,18 @@ def content(folder):
     }
 
 
-def flip_a_bit(folder, target):
-    """Copy a compressed folder and change one bit late in the payload of its largest tensor; return that one's name."""
+def flip_a_bit(folder, target, within=""):
+    """Copy a compressed folder and change a bit late in its largest tensor with this in its name; return the name."""
     shutil.copytree(folder, target)
-    file = max(target.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    files = [file for file in target.glob("*.safetensors") if within.encode() in file.read_bytes()]
+    file = max(files, key=lambda file: file.stat().st_size)
     content = bytearray(file.read_bytes())
     data = 8 + int.from_bytes(content[:8], "little")
     tensors = {name: about for name, about in json.loads(content[8:data]).items() if name != "__metadata__"}
-    name = max(tensors, key=lambda name: tensors[name]["data_offsets"][1] - tensors[name]["data_offsets"][0])
+    name = max(
+        (name for name in tensors if within in name),
+        key=lambda name: tensors[name]["data_offsets"][1] - tensors[name]["data_offsets"][0],
+    )
     start, stop = tensors[name]["data_offsets"]
     content[data + start + (stop - start) * 9 // 10] ^= 1
     file.write_bytes(content)

@@ -12,7 +12,7 @@ from netweight.methods.federate.engine import Checkpoint as FederationCheckpoint
 from netweight.methods.immunize.settings import TrainingSettings
 from netweight.methods.immunize.train import CHECKPOINT, immunize
 from netweight.store import StoreWriter, open_store
-from netweight.store.writer import open_checkpoint, write_checkpoint
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 
 def by_hand(path, about, tensors):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from netweight.methods.federate import Federation, HyperFL, LocalTraining, fedavg, train
-from netweight_experiments.benchmarks.federate.rounds import (
+from netweight_experiments.federated_rounds import (
     Contender,
     dense_fedavg,
     dense_hyperfl,

@@ -15,7 +15,7 @@ import torch
 from netweight.core.engines import in_process
 from netweight.errors import CorruptBlob, OutputExists, OutputFailed, UsageError
 from netweight.job import Job, check_destination
-from netweight.store.writer import write_checkpoint
+from netweight.store.checkpoint import write_checkpoint
 
 KEY = {"settings": {"lr": 0.1, "layers": [1, 2], "frozen": None}, "data": "xxh3-128:0"}
 

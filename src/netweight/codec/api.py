@@ -412,15 +412,17 @@ def decode_numbers(
 _A_BLOB = in_our_words("a blob")
 
 
-def fill(out: torch.Tensor, blob: Blob, first: int = 0, last: int | None = None, *, threads: int = 1) -> torch.Tensor:
+def fill(
+    out: torch.Tensor, blob: Blob, first: int = 0, last: int | None = None, *, threads: int = 1, check: bool = False
+) -> torch.Tensor:
     """Decode numbers `first` to `last` (exclusive), all by default, into a contiguous CPU tensor of just these."""
     source = blob if type(blob) is memoryview and blob.c_contiguous else bytes_of(blob)
     with _A_BLOB:
         if _is_lossy(source):
             end = _about(source)[2] if last is None else last
-            memory_at(out.data_ptr(), out.nbytes)[:] = _numbers(source, first, end, threads)
+            memory_at(out.data_ptr(), out.nbytes)[:] = _numbers(source, first, end, threads, check)
         else:
-            best.decode_to_address(source, out.data_ptr(), out.nbytes, threads, False, "auto", None, first, last)
+            best.decode_to_address(source, out.data_ptr(), out.nbytes, threads, check, "auto", None, first, last)
     return out
 
 

@@ -19,7 +19,6 @@ import enum
 import errno
 import hashlib
 import json
-import mmap
 import os
 import secrets
 import shutil
@@ -372,31 +371,19 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def maps_a_file(address: int) -> bool:
-    """Return whether memory at an address is that of a mapped file, as far as the system says; only Linux does."""
+def mapped_files() -> list[tuple[int, int]]:
+    """Return the addresses, from and to, at which this process has mapped files; none where the system is not Linux."""
     try:
         lines = Path("/proc/self/maps").read_text("utf-8", errors="replace").splitlines()
     except OSError:
-        return False
+        return []
+    places = []
     for line in lines:
         span, _, _, _, inode, *_ = line.split(maxsplit=5)
         start, _, end = span.partition("-")
-        if int(start, 16) <= address < int(end, 16):
-            return inode != "0"
-    return False
-
-
-def forget_pages(address: int, nbytes: int) -> None:
-    """Let the system take back the pages that lie wholly within a part of a mapped file; a later read maps them anew.
-
-    Args:
-        address: Where the part begins. It must be memory of a mapped file to which nobody wrote, see `maps_a_file`.
-        nbytes: Its length.
-    """
-    first, last = -(-address // mmap.PAGESIZE), (address + nbytes) // mmap.PAGESIZE
-    if first < last:
-        start, length = first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+        if inode != "0":
+            places.append((int(start, 16), int(end, 16)))
+    return places
 
 
 def in_order(work: Callable[[T], R], tasks: Iterable[T], threads: int) -> Iterator[R]:

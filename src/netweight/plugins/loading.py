@@ -1,18 +1,14 @@
 """Parts that the plug-ins for transformers and diffusers share: settings, and loading of stored bytes as weights.
 
-`NetweightConfig` holds the settings, `Weights` makes parameters of stored or dense tensors and lets go of the
-checkpoint afterwards, and `save_folder` writes a compressed folder. Called
-by `transformers.py` and `diffusers.py` only; users take `NetweightConfig` from there.
+`NetweightConfig` holds the settings, and `Weights` makes parameters of stored or dense tensors and lets go of the
+checkpoint afterwards. Called by `transformers.py` and `diffusers.py` only; users take `NetweightConfig` from there.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -25,12 +21,10 @@ from netweight import codec
 from netweight.autoload import HINT, METHOD
 from netweight.codec import Precision
 from netweight.codec.header import dtype_name, refuse_inflated, torch_dtype
-from netweight.core.files import forget_pages, in_order, maps_a_file, publish
+from netweight.core.files import in_order, mapped_files
 from netweight.core.lazy import extra
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.methods.compress.folder import compress_folder
-from netweight.methods.compress.quantized import foreign_method
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.model import (
     Prefer,
@@ -40,14 +34,12 @@ from netweight.methods.compress.runtime.model import (
     place,
     takes_fixed,
 )
-from netweight.methods.compress.runtime.storage import CompressedStorage, pack
+from netweight.methods.compress.runtime.storage import CompressedStorage, damaged, in_file, pack
 from netweight.methods.compress.runtime.tensor import CompressedTensor
+from netweight.store.choices import Level
 from netweight.store.reader import BATCH, StoredFile
-from netweight.store.safetensors import build_header
-from netweight.store.writer import Level
 
 with extra("llm", "This plug-in needs transformers 5"):
-    from huggingface_hub import HfApi, split_torch_state_dict_into_shards
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
@@ -157,7 +149,7 @@ class Weights:
         self._chunks: dict[str, int | None] = {}
         self._fixed: frozenset[str] = frozenset()  # names of weights that may have the fixed-length form
         self._scratch: torch.Tensor | None = None
-        self._mapped: dict[int, bool] = {}  # whether memory of the checkpoint, by its address, is that of a file
+        self._mapped: list[tuple[int, int]] = []  # addresses at which files are mapped, from and to
         # Files and names of tensors that are stored as differences, by digest, dtype and shape.
         self._differences: dict[tuple[str, str, tuple[int, ...]], tuple[StoredFile, str]] = {}
 
@@ -228,7 +220,7 @@ class Weights:
     def _as_stored(
         self, name: str, stored: torch.Tensor, blob: memoryview, info: codec.BlobInfo, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """A parameter of the stored bytes as they are, checked chunk by chunk; None where others are needed."""
+        """A parameter of the stored bytes as they are, where they lie if mapped; None where others are needed."""
         own, rows, level = torch_dtype(info.dtype), self._chunks[name], info.level
         changes = dtype not in (None, own) and own.is_floating_point
         finer = rows is not None and level != "max" and math.prod(info.shape) > 1 << rows and info.chunk_log2 > rows
@@ -236,20 +228,21 @@ class Weights:
             return None
         if self._takes_fixed(name, stored.device) or len(blob) >= info.nbytes:
             return None
-        with _naming(name):
-            _check_chunks(blob, threads=torch.get_num_threads())
-        payload = pack(blob)
-        self._forget_pages(stored)
         chosen: Any = level
+        if info.version > 1 and self._is_mapped(stored):
+            payload = in_file(stored, name)
+        else:
+            with _naming(name):
+                _check_chunks(blob, threads=torch.get_num_threads())
+            payload = pack(blob)
         return _parameter(CompressedStorage(payload, tuple(info.shape), own, chosen, info.chunk_log2))
 
-    def _forget_pages(self, stored: torch.Tensor) -> None:
-        """Let go of the pages of a mapped file that were read for a tensor; they are read again if they are needed."""
-        storage = stored.untyped_storage().data_ptr()
-        if storage not in self._mapped:
-            self._mapped[storage] = maps_a_file(storage)
-        if self._mapped[storage]:
-            forget_pages(stored.data_ptr(), stored.nbytes)
+    def _is_mapped(self, stored: torch.Tensor) -> bool:
+        """Whether stored bytes lie in a mapped file."""
+        address = stored.data_ptr()
+        if not any(start <= address < end for start, end in self._mapped):
+            self._mapped = mapped_files()  # another file of the checkpoint may have been mapped since
+        return any(start <= address < end for start, end in self._mapped)
 
     def decode(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Make a dense tensor of stored bytes, for a conversion of the model's own; see `take`."""
@@ -277,7 +270,7 @@ class Weights:
         return name in self._fixed and takes_fixed(self.config.prefer, place)
 
     def release(self, model: nn.Module) -> None:
-        """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place."""
+        """Let go of memory once all is loaded; put compressed weights in place, and dense ones out of the file."""
         self._scratch = None
         self._mapped.clear()
         self._differences.clear()
@@ -317,9 +310,7 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except CorruptBlob as error:
-        raise CorruptBlob(
-            f"The stored tensor {name!r} is damaged: {error.reason}", cure="Fetch or compress the folder again."
-        ) from error
+        raise damaged(f"The stored tensor {name!r}", error) from error
 
 
 def _check_chunks(blob: memoryview, *, threads: int) -> None:
@@ -369,127 +360,3 @@ def computing(dtype: torch.dtype) -> torch.dtype:
             f"No layer computes in {dtype}, so that no model can be loaded as it.", cure="Pass dtype=torch.bfloat16."
         )
     return dtype
-
-
-# ---- saving ----------------------------------------------------------------------------------------------------------
-
-
-def save_folder(
-    model: nn.Module,
-    target: str | os.PathLike[str],
-    tensors: Mapping[str, torch.Tensor],
-    write_rest: Callable[[Path], object],
-    *,
-    name: str = "model.safetensors",
-    variant: str | None = None,
-    max_shard_size: int | str = "50GB",
-    push: Mapping[str, Any] | None = None,
-) -> None:
-    """Write what `compress_folder` makes of the folder that the dense model would save, one tensor after another."""
-    # `write_rest` writes the files beside the weights; `push` holds options for the hub, if the folder goes there, too.
-    target = Path(target)
-    if target.is_file():
-        raise UsageError(f"{target} is a file.", cure="Name a folder.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
-        plain, compressed = Path(beside) / "plain", Path(beside) / "net"
-        plain.mkdir()
-        write_rest(plain)
-        _write_heads(plain, tensors, name, variant, max_shard_size)
-        weights: Iterable[torch.Tensor] = model.parameters()
-        levels = (weight.stored.level for weight in weights if isinstance(weight, CompressedTensor))
-        level: Level = next(levels, "default")
-        compress_folder(plain, compressed, level=level, blobs=lambda tensor: _blob(tensors[tensor], level))
-        _move_into(compressed, target, f"{name.removesuffix('.safetensors')}*.safetensors*")
-    if push is not None:
-        _push(target, **push)
-
-
-def refuse_quantized(model: nn.Module, config: Any) -> None:
-    """Refuse to save a model of which another library holds weights quantized, which only that library can save."""
-    settings = getattr(config, "quantization_config", None)
-    if settings is None or isinstance(settings, NetweightConfig):
-        return
-    method = foreign_method({"quantization_config": settings if isinstance(settings, Mapping) else settings.to_dict()})
-    if method is not None:
-        raise Unsupported(
-            f"This {type(model).__name__} is quantized by {method}, and some of its other weights are compressed: a "
-            "compressed folder cannot hold both.",
-            cure="Call netweight.decompress_(model) before save_pretrained.",
-        )
-
-
-def untied(tensors: Mapping[str, torch.Tensor], tied: Container[str] = ()) -> dict[str, torch.Tensor]:
-    """Each tensor once, if it can be under a name that is not among the `tied`."""
-    names: dict[Any, str] = {}
-    for name in sorted(tensors, key=lambda name: name in tied):
-        names.setdefault(identity(tensors[name]), name)
-    kept = set(names.values())
-    return {name: tensor for name, tensor in tensors.items() if name in kept}
-
-
-def identity(tensor: torch.Tensor) -> Any:
-    """The same for tied weights, and only for them."""
-    if isinstance(tensor, CompressedTensor):
-        return id(tensor) if tensor.views else id(tensor.stored)
-    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else id(tensor)
-
-
-def _write_heads(
-    folder: Path, tensors: Mapping[str, torch.Tensor], name: str, variant: str | None, max_shard_size: int | str
-) -> None:
-    """Write weights files as safetensors would, with nothing but holes for data, and their index."""
-    sizes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-    stem = name.removesuffix(".safetensors") + (f".{variant}" if variant else "")
-    split = split_torch_state_dict_into_shards(
-        sizes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=max_shard_size
-    )
-    for file, names in split.filename_to_tensors.items():
-        ordered = sorted((sizes[one].element_size() * -1, one) for one in names)
-        entries = [
-            (one, dtype_name(sizes[one].dtype), tuple(sizes[one].shape), sizes[one].nbytes) for _, one in ordered
-        ]
-        head = build_header(entries, {"format": "pt"})
-        with open(folder / file, "wb") as output:
-            output.write(len(head).to_bytes(8, "little") + head)
-            output.truncate(8 + len(head) + sum(nbytes for *_, nbytes in entries))
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        file = f"{name}.index.{variant}.json" if variant else f"{name}.index.json"
-        (folder / file).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _blob(tensor: torch.Tensor, level: Level) -> bytes | memoryview:
-    if isinstance(tensor, CompressedTensor):
-        if not tensor.views:
-            return tensor.stored.blob
-        tensor = tensor.dense()
-    return codec.encode(tensor.detach().cpu(), level=level, threads=torch.get_num_threads())
-
-
-def _push(
-    folder: Path,
-    repo_id: str | None = None,
-    private: bool | None = None,
-    token: Any = None,
-    commit_message: str = "Upload model",
-    create_pr: bool = False,
-    **_: Any,
-) -> None:
-    api = HfApi(token=token)
-    made = api.create_repo(repo_id or folder.name, exist_ok=True, private=private).repo_id
-    api.upload_folder(repo_id=made, folder_path=folder, commit_message=commit_message, create_pr=create_pr)
-
-
-def _move_into(folder: Path, target: Path, replaced: str) -> None:
-    """Put a compressed folder's files into a folder that may hold others, the configuration last."""
-    if not target.exists():
-        publish(folder, target)
-        return
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == "config.json")
-    for old in target.glob(replaced):
-        old.unlink()
-    for file in files:
-        place_of = target / file.relative_to(folder)
-        place_of.parent.mkdir(parents=True, exist_ok=True)
-        publish(file, place_of)

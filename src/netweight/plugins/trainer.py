@@ -19,7 +19,7 @@ from netweight.core.lazy import extra
 from netweight.errors import LayerwiseConflict, UsageError
 from netweight.methods.compress.runtime.checkpoint import load_checkpoint, save_checkpoint
 from netweight.methods.compress.runtime.layerwise import LayerwiseOptimizer
-from netweight.plugins.loading import identity, save_folder, untied
+from netweight.plugins.saving import identity, save_folder, untied
 from netweight.store import TensorInfo, open_store
 
 with extra("llm", "This trainer needs transformers 5 and accelerate"):

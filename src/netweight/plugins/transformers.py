@@ -26,16 +26,8 @@ from netweight.codec.header import torch_dtype
 from netweight.core.lazy import extra
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.runtime.model import decompress_
-from netweight.plugins.loading import (
-    NetweightConfig,
-    Weights,
-    computing,
-    refuse_disk,
-    refuse_quantized,
-    save_folder,
-    settings_for,
-    untied,
-)
+from netweight.plugins.loading import NetweightConfig, Weights, computing, refuse_disk, settings_for
+from netweight.plugins.saving import refuse_quantized, save_folder, untied
 from netweight.store.reader import StoredFile, weight_map
 from netweight.store.safetensors import SUFFIX
 

@@ -294,6 +294,15 @@ def build_header(
     return raw.ljust(room if room is not None else -(-len(raw) // 8) * 8)
 
 
+def file_head(raw: bytes) -> bytes:
+    """Return the bytes of a safetensors file before its data.
+
+    Args:
+        raw: The header's JSON.
+    """
+    return len(raw).to_bytes(8, "little") + raw
+
+
 def _natural(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62  # not isinstance: True is not a length
 

@@ -15,8 +15,6 @@ there is nothing to learn; `--device cpu` runs the script to the end all the sam
 """
 
 import statistics
-import time
-from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -24,6 +22,7 @@ import torch.nn.functional as F
 
 from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
+from netweight_experiments.cuda_graphs import captured, seconds
 
 SEED = 0
 
@@ -41,37 +40,6 @@ def cases(rows, columns, batch, nbytes, device):
         "fixed": (lambda: [fixed_products.linear(x, payload, rows, columns) for payload in payloads], size),
         "decoded": (lambda: [F.linear(x, fixed_products.decode(payload, rows, columns)) for payload in payloads], size),
     }
-
-
-def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A function that does what `run` does: on a GPU from a graph, without Python and launches between its kernels."""
-    run()
-    if device.type != "cuda":
-        return run
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    replay: Callable[[], object] = graph.replay
-    return replay
-
-
-def seconds(run, device):
-    """The time of one run."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    before.record()
-    run()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after) / 1e3
 
 
 def measure(rows, columns, batch, nbytes, rounds, device):

@@ -30,6 +30,7 @@ from netweight.errors import CorruptBlob, MissingExtra, OutOfMemory, Unsupported
 from netweight.methods.compress.folder_format import MANIFEST
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight_experiments.benchmarks.compress import fixed_products, gpu_kernels, model_parts
+from netweight_experiments.cuda_graphs import captured
 from netweight_experiments.memory import TensorLedger
 from netweight_experiments.tables.neuzip.paper_scale_inference import FIXED as FIXED_ROW
 from netweight_experiments.tables.neuzip.paper_scale_inference import LOSSLESS, apply_way, infer, tasks_of
@@ -175,7 +176,7 @@ def _step_seconds(visit: Visit, models: Mapping[str, Any], batch: int, rounds: i
     for name, each in models.items():
         call = task.bind(each)
         try:
-            calls[name] = fixed_products.captured(call, visit.place)
+            calls[name] = captured(call, visit.place)
         except RuntimeError:  # a quantizer whose kernels cannot be captured runs from Python
             calls[name] = call
     return in_turns(calls, visit.place, rounds=rounds)

@@ -16,7 +16,7 @@ from torch import nn
 
 import netweight
 from netweight.codec import cuda
-from netweight_experiments.benchmarks.compress.fixed_products import captured, seconds
+from netweight_experiments.cuda_graphs import captured, seconds
 
 SIZES = ((1024, 4096), (4096, 4096), (14336, 4096), (16384, 16384))
 CHUNKS = (14, 15, 18)

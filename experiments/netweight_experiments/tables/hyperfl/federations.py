@@ -25,7 +25,7 @@ from netweight.methods.federate.folder import REFERENCE_SPLIT, FederationPlan, e
 from netweight.methods.federate.partition import federated_images
 from netweight.metrics.intervals import t_interval
 from netweight.report.finding import Finding
-from netweight_experiments.benchmarks.federate.rounds import Contender, random_federation, speed_findings, time_rounds
+from netweight_experiments.federated_rounds import Contender, random_federation, speed_findings, time_rounds
 from netweight_experiments.tables.grid import N, chosen, finished, grid, run_each
 from netweight_experiments.tables.registry import Column, Measured, Scale, table
 

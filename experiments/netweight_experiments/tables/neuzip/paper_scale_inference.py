@@ -20,7 +20,7 @@ import netweight
 from netweight.core.seeds import torch_generator
 from netweight.errors import MissingExtra, Unsupported
 from netweight.report.finding import Finding, Table
-from netweight_experiments.benchmarks.compress.fixed_products import captured
+from netweight_experiments.cuda_graphs import captured
 from netweight_experiments.tables.neuzip.paper_scale_models import (
     PAPER,
     Extent,

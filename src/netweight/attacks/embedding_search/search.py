@@ -28,7 +28,7 @@ from netweight.job import Job, Result
 from netweight.metrics.copies import CenteredPixels, Descriptor, described
 from netweight.nn.text_to_image import Batches, Text, TextToImage, most_rows
 from netweight.report.finding import encode_json
-from netweight.store.writer import open_checkpoint, write_checkpoint
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 # Images and targets, shape `(n, 3, height, width)` each, within 0 and 1 → similarity of each pair, shape `(n,)`.
 Similarity: TypeAlias = Callable[[Tensor, Tensor], Tensor]

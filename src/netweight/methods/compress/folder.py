@@ -6,8 +6,8 @@ import dataclasses
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -30,16 +30,13 @@ from netweight.methods.compress.folder_format import (
     rewrite_index,
 )
 from netweight.methods.compress.settings import CompressSettings
+from netweight.store.choices import LEAST
+from netweight.store.compression import write_compressed
+from netweight.store.file_totals import FileTotals
 from netweight.store.reader import Base, StoredFile, weight_map
-from netweight.store.writer import (
-    LEAST,
-    Seen,
-    ShardResult,
-    check_digest,
-    compress_shard,
-    plain_size,
-    restore_shard,
-)
+from netweight.store.restoration import check_digest, plain_size, restore_file
+from netweight.store.sources import FileSource, TensorSource
+from netweight.store.writer import Seen
 
 _FINISHED = "files"  # the job's record of finished files
 _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
@@ -144,7 +141,7 @@ def compress_folder(
     settings: CompressSettings | None = None,
     *,
     overwrite: bool = False,
-    blobs: Callable[[str], bytes | memoryview] | None = None,
+    sources: Mapping[str, TensorSource] | None = None,
     progress: Progress = QUIET,
     **options: Any,
 ) -> Summary:
@@ -156,8 +153,8 @@ def compress_folder(
         target: Where the compressed file or folder goes. It appears whole or not at all.
         settings: How to compress; None for the defaults.
         overwrite: Whether an existing target may be replaced.
-        blobs: Gives each tensor's codec bytes by its name, where the source's weights files hold nothing but their
-            headers; so models in memory are saved. None if they hold the tensors.
+        sources: Weights files that the folder lacks, by their paths within it, such as those of a model in memory that
+            is saved; None if all are there.
         progress: Where progress is shown.
         **options: Fields of `CompressSettings`, in place of those in `settings`: `level`, `threads`, `variant`,
             `exclude`, `base`, `mantissa_bits`, `block_size`, `fidelity`.
@@ -180,22 +177,23 @@ def compress_folder(
     _check_base(settings.base, source, target)
     if source.is_file():
         with progress.task(f"compress {source.name}", source.stat().st_size) as task:
-            result = compress_shard(
-                source,
-                target,
-                level=settings.level,
-                threads=settings.threads or usable_cores(),
-                overwrite=overwrite,
-                precision=_precision(settings),
-                blobs=blobs,
-                base=None if settings.base is None else Base(settings.base),
-                advance=task.update,
-            )
+            with FileSource(source) as file:
+                result = write_compressed(
+                    file,
+                    target,
+                    level=settings.level,
+                    threads=settings.threads or usable_cores(),
+                    overwrite=overwrite,
+                    precision=_precision(settings),
+                    base=None if settings.base is None else Base(settings.base),
+                    advance=task.update,
+                )
         return dataclasses.replace(_summary(source, target, [result], started), base=settings.base)
-    plan = make_plan(source, settings)
+    sources = sources or {}
+    plan = make_plan(source, settings, sources)
     total = sum(item.size for item in plan.items)
     with _job(target, overwrite) as work, progress.task(f"compress {source.name}", total) as task:
-        compression = _Compression(source, plan, settings, blobs, work, task)
+        compression = _Compression(source, plan, settings, sources, work, task)
         resumed = compression.run()
         entries = tuple(compression.done[item.path] for item in plan.items)
         precision = _precision(settings)
@@ -247,7 +245,7 @@ def decompress_folder(
     _check_base(base, source, target)
     if source.is_file():
         with progress.task(f"decompress {source.name}", plain_size(source)) as task:
-            result = restore_shard(source, target, threads=workers, overwrite=overwrite, base=base, advance=task.update)
+            result = restore_file(source, target, threads=workers, overwrite=overwrite, base=base, advance=task.update)
         return _summary(source, target, [result], started)
     manifest = Manifest.read(source)
     manifest.check_present(source)
@@ -304,12 +302,12 @@ def _precision(settings: CompressSettings) -> Precision | None:
 def _summary(
     source: Path,
     target: Path,
-    files: Sequence[FileEntry | ShardResult],
+    files: Sequence[FileEntry | FileTotals],
     started: float,
     resumed: int = 0,
     left_out: tuple[str, ...] = (),
 ) -> Summary:
-    weights = [file for file in files if isinstance(file, ShardResult) or file.kind == "compressed"]
+    weights = [file for file in files if isinstance(file, FileTotals) or file.kind == "compressed"]
     unlike: Counter[str] = Counter()
     for file in weights:
         unlike.update(file.unlike_base)
@@ -359,7 +357,7 @@ class _Compression:
     source: Path
     plan: FolderPlan
     settings: CompressSettings
-    blobs: Callable[[str], bytes | memoryview] | None
+    sources: Mapping[str, TensorSource]
     work: Job
     task: Task
     done: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
@@ -392,18 +390,19 @@ class _Compression:
 
     def _weights(self, item: PlannedFile) -> FileEntry:
         """Compress a weights file."""
-        result = compress_shard(
-            self.source / item.path,
-            self.work.file(item.stored),
-            level=self.settings.level,
-            threads=self.settings.threads or usable_cores(),
-            overwrite=True,
-            precision=_precision(self.settings),
-            blobs=self.blobs,
-            base=self._base(item),
-            seen=self.seen.setdefault(Path(item.stored).parent, {}),
-            advance=self.task.update,
-        )
+        given = self.sources.get(item.path)
+        with FileSource(self.source / item.path) if given is None else nullcontext(given) as source:
+            result = write_compressed(
+                source,
+                self.work.file(item.stored),
+                level=self.settings.level,
+                threads=self.settings.threads or usable_cores(),
+                overwrite=True,
+                precision=_precision(self.settings),
+                base=self._base(item),
+                seen=self.seen.setdefault(Path(item.stored).parent, {}),
+                advance=self.task.update,
+            )
         return FileEntry(path=item.path, kind="compressed", stored=item.stored, **vars(result))
 
     def _base(self, item: PlannedFile) -> Base | None:
@@ -459,7 +458,7 @@ class _Compression:
 def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, base: Path | None, task: Task) -> None:
     """Restore one file and compare it with what was recorded."""
     if entry.kind == "compressed":
-        found = restore_shard(stored, target, threads=threads, overwrite=True, base=base, advance=task.update).digest
+        found = restore_file(stored, target, threads=threads, overwrite=True, base=base, advance=task.update).digest
     else:
         if entry.kind == "rewritten":
             _write(target, entry.original_content(), mode_of(stored))

@@ -38,10 +38,11 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, final
 
 from pydantic import ConfigDict, Field, NonNegativeFloat
@@ -65,6 +66,7 @@ from netweight.store.safetensors import (
     most_inflated,
     read_header,
 )
+from netweight.store.sources import TensorSource
 
 MANIFEST = "netweight.json"
 MODEL_CONFIG = "config.json"
@@ -371,15 +373,18 @@ class FolderPlan:
     bytes_only: Mapping[str, str]  # folders of quantized weights, see `Manifest.bytes_only`
 
 
-def make_plan(source: Path, settings: CompressSettings) -> FolderPlan:
-    """Look at every file of a model folder and decide what becomes of it."""
+def make_plan(
+    source: Path, settings: CompressSettings, sources: Mapping[str, TensorSource] = MappingProxyType({})
+) -> FolderPlan:
+    """Decide what becomes of every file of a model folder, and of weights files that it lacks, which `sources` give."""
     # All problems are reported at once; the gravest gives the error its type.
     files, folders = _walk(source)
+    files = sorted({*files, *sources})
     taken = [path for path in files if not any(fnmatch(path, pattern) for pattern in settings.exclude)]
     if settings.variant is not None:
         taken = _of_variant(taken, settings.variant, source)
     headers: dict[str, dict[str, Header]] = {}  # of each folder's weights files
-    problems = [problem for path in taken if (problem := _problem(source, path, headers)) is not None]
+    problems = [problem for path in taken if (problem := _problem(source, path, headers, sources)) is not None]
     if not problems and not any(path.endswith(".safetensors") for path in taken):
         problems.append(UsageError(f"{source} holds no safetensors weights.", cure="Check the path."))
     if problems:
@@ -393,7 +398,7 @@ def make_plan(source: Path, settings: CompressSettings) -> FolderPlan:
             f"{source if at == '.' else source / at} {reason}: rounding would change the scales of all its weights.",
             cure="Leave mantissa_bits (--mantissa-bits) out: the bytes are then compressed without loss.",
         )
-    items, kept = tuple(_items(source, taken, bytes_only)), set(taken)
+    items, kept = tuple(_items(source, taken, bytes_only, sources)), set(taken)
     stored = [*folders, *(item.stored for item in items), *([NOTE] if bytes_only else [])]
     if clash := clashing(stored):
         raise UsageError(f"Several files of {source} would be stored as {clash}.", cure="Exclude one of them.")
@@ -436,10 +441,15 @@ def _of_variant(paths: list[str], variant: str, source: Path) -> list[str]:
     return [path for path in paths if path not in dropped]
 
 
-def _problem(source: Path, path: str, headers: dict[str, dict[str, Header]]) -> NetweightError | None:
+def _problem(
+    source: Path, path: str, headers: dict[str, dict[str, Header]], sources: Mapping[str, TensorSource]
+) -> NetweightError | None:
     """Say why a file cannot be taken; None if it can. The header of a weights file is added to those of its folder."""
     file = source / path
     try:
+        if path in sources:
+            headers.setdefault(Path(path).parent.as_posix(), {})[file.name] = sources[path].header
+            return None
         check_place(source, file)
         if not is_text(path):
             raise UsageError(f"{file!r} has a name that is not UTF-8.", cure="Rename or exclude it.")
@@ -451,7 +461,7 @@ def _problem(source: Path, path: str, headers: dict[str, dict[str, Header]]) -> 
                 raise UsageError(f"{file} is compressed already.", cure="Decompress it first.")
             headers.setdefault(Path(path).parent.as_posix(), {})[file.name] = header
         elif is_index(file.name):
-            check_index(file)
+            check_index(file, {source / path for path in sources})
         elif _is_pickled_weights(file):
             raise UnsafeInput(
                 f"{file} is a pickle, which can run code when opened.",
@@ -465,10 +475,10 @@ def _problem(source: Path, path: str, headers: dict[str, dict[str, Header]]) -> 
     return None
 
 
-def check_index(file: Path) -> None:
-    """Refuse a folder that lacks a file which this index of shards names."""
+def check_index(file: Path, given: Container[Path] = ()) -> None:
+    """Refuse a folder that lacks a file which this index of shards names, unless it is given otherwise."""
     for name in dict.fromkeys(weight_map(file).values()):
-        if not (file.parent / name).is_file():
+        if file.parent / name not in given and not (file.parent / name).is_file():
             raise CorruptBlob(f"{file} names the file {name}, which is missing.", cure="Fetch it again.")
 
 
@@ -489,7 +499,9 @@ def _joined(problems: Sequence[NetweightError]) -> NetweightError:
     return type(first)(f"{len(problems)} problems:{others}")
 
 
-def _items(source: Path, paths: list[str], bytes_only: Mapping[str, str]) -> Iterator[PlannedFile]:
+def _items(
+    source: Path, paths: list[str], bytes_only: Mapping[str, str], sources: Mapping[str, TensorSource]
+) -> Iterator[PlannedFile]:
     with_weights = {Path(path).parent for path in paths if path.endswith(".safetensors")}
     for path in paths:
         file, parent = source / path, Path(path).parent
@@ -502,5 +514,9 @@ def _items(source: Path, paths: list[str], bytes_only: Mapping[str, str]) -> Ite
             stored = (parent / stored_name(file.name, keeps_name=keeps_name)).as_posix()
         elif file.name in (MODEL_CONFIG, ADAPTER_CONFIG) and parent in with_weights and opens:
             role = "config"
+        if path in sources:
+            header = sources[path].header
+            yield PlannedFile(path, role, stored, header.data_start + header.data_size, 0)
+            continue
         status = file.stat()
         yield PlannedFile(path, role, stored, status.st_size, status.st_mtime_ns)

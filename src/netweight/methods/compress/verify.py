@@ -27,7 +27,7 @@ from netweight.methods.compress.settings import CompressSettings
 from netweight.report.finding import Finding, Section
 from netweight.report.text import by_targets
 from netweight.store.reader import StoredFile
-from netweight.store.writer import plain_head, plain_size
+from netweight.store.restoration import plain_head, plain_size
 
 TREATMENT = "compress"
 _BLOCK = 1 << 20  # numbers compared at a time

@@ -19,7 +19,7 @@ from netweight.methods.forget.mitigations import Deactivated, neuron_counts, ran
 from netweight.methods.forget.settings import GenerationSettings
 from netweight.metrics.copies import Memorized
 from netweight.nn.text_to_image import Batches, TextToImage, generated, most_rows
-from netweight.store.writer import open_checkpoint, write_checkpoint
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 _FOLDER = "images"  # of the images of every prompt
 

@@ -31,8 +31,8 @@ from netweight.store.lora_formats.other_kinds import Conversion
 from netweight.store.lora_formats.parts import AdapterPlan, Part, VectorPart, dense_change, load_part, take_rows
 from netweight.store.lora_formats.reading import plan_adapter
 from netweight.store.reader import Store, open_store
+from netweight.store.restoration import plain_head
 from netweight.store.safetensors import KEY, read_header
-from netweight.store.writer import plain_head
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -57,7 +57,7 @@ from netweight.nn.subspace_iteration import (
     result,
 )
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.writer import write_checkpoint
+from netweight.store.checkpoint import write_checkpoint
 
 _STATE = "state.safetensors"
 # How the adapters of a shard are written as rows.

@@ -20,7 +20,7 @@ from netweight.core.seeds import torch_generator
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.nn.lora import AdapterStack
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.writer import open_checkpoint, write_checkpoint
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 _READ, _READ_BYTES = 256, 1 << 25  # adapters that are read at a time at most, and bytes of them where they are large
 _ROWS = 2048  # of the products that are held at a time, n × rank of them

@@ -96,6 +96,7 @@ def dense_shard(value: Any) -> Any:
 @torch.no_grad()
 def before_gather(stored: CompressedStorage, rows: int, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
     """Return what this process sends: its shard's payload in a buffer of the common size."""
+    stored.own()
     wire = stored.wire = stored.wire or _Wire()  # a shard that was loaded has none
     group = mesh.get_group()
     sent = _as_sent(stored, wire)

@@ -25,7 +25,16 @@ from netweight.errors import Unsupported
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import prefetch
 from netweight.methods.compress.runtime.prefetch import BorrowedBuffer
-from netweight.methods.compress.runtime.storage import Form, blob_of, decode_here, decode_payload, recent, threads_for
+from netweight.methods.compress.runtime.storage import (
+    Form,
+    blob_of,
+    decode_here,
+    decode_payload,
+    fill,
+    note_checked,
+    recent,
+    threads_for,
+)
 
 # ---- what stands in for torch's functions ----------------------------------------------------------------------------
 
@@ -400,7 +409,7 @@ def _gathered_rows(
     if count == 1:
         first = _checked(int(ids), shape) * width
         threads = threads_for(local.numel() // shape[0])  # a row may be one expert of many
-        row = codec.fill(torch.empty(result, dtype=dtype), blob, first, first + width, threads=threads)
+        row = fill(torch.empty(result, dtype=dtype), local, first, first + width, threads=threads)
         return row if payload.is_cpu else row.to(payload.device)
     wanted = ids.cpu()
     rows, places = torch.unique(wanted, return_inverse=True)
@@ -413,7 +422,7 @@ def _gathered_rows(
     for start, stop in runs:
         inside = (rows >= start) & (rows < stop)
         part = torch.empty((stop - start, *shape[1:]), dtype=dtype)
-        table[inside] = codec.fill(part, blob, start * width, stop * width)[rows[inside] - start]
+        table[inside] = fill(part, local, start * width, stop * width)[rows[inside] - start]
     return table[places.reshape(-1)].view(result).to(payload.device)
 
 
@@ -459,23 +468,25 @@ def _product_by_tiles(
     if order is None:
         return None
     flat, result, row = x.reshape(inputs, columns).contiguous(), torch.empty(inputs, rows, dtype=torch.bfloat16), 0
-    for tile in (payload,) if fixed else _tiles(blob_of(payload), shape):
+    for tile in (payload,) if fixed else _tiles(payload, shape):
         end = rows if fixed else row + len(tile)
         part = None if bias is None else bias[row:end]
         multiply(tile, end - row, flat, part, order, result[:, row:end], threads, fixed=fixed)
         row = end
+    if not fixed:
+        note_checked(payload)
     return result.view(*x.shape[:-1], rows)
 
 
-def _tiles(blob: memoryview, shape: Any) -> Iterator[torch.Tensor]:
+def _tiles(payload: torch.Tensor, shape: Any) -> Iterator[torch.Tensor]:
     """Rows of a bf16 weight in one piece of memory, decoded whole chunks at a time."""
     rows, columns = shape
-    chunk = 1 << _chunk_log2(blob)
+    chunk = 1 << _chunk_log2(blob_of(payload))
     step, numbers = -(-_TILE // (2 * chunk)) * chunk, rows * columns
     memory, held = codec.pooled(step + columns, torch.bfloat16), 0
     for first in range(0, numbers, step):
         last = min(first + step, numbers)
-        codec.fill(memory[held : held + last - first], blob, first, last, threads=torch.get_num_threads())
+        fill(memory[held : held + last - first], payload, first, last, threads=torch.get_num_threads())
         held += last - first
         used = held // columns * columns
         yield memory[:used].view(-1, columns)

@@ -23,7 +23,7 @@ from netweight.methods.compress.runtime.fsdp import dense_shard, local_part
 from netweight.methods.compress.runtime.incompatible import refuse_rounded_steps
 from netweight.methods.compress.runtime.storage import CompressedStorage
 from netweight.methods.compress.runtime.tensor import CompressedTensor
-from netweight.store.writer import Level
+from netweight.store.choices import Level
 
 Prefer = Literal["memory", "speed"]
 Patterns = Select | str | Iterable[str] | None

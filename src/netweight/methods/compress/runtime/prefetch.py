@@ -34,7 +34,7 @@ from netweight.codec import DecodeQueue, Decoding
 from netweight.errors import OutOfMemory
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.cuda import Decoder, Event
-from netweight.methods.compress.runtime.storage import blob_of, decode_payload
+from netweight.methods.compress.runtime.storage import blob_of, decode_payload, is_unchecked
 
 open_blocks: list[Prefetcher] = []  # the innermost last
 _AFTER = "_netweight_after_"  # and a direction: the attribute of a payload that says what came after it
@@ -126,7 +126,7 @@ class Prefetcher:
             payload, direction = self._pending[-1].payload, self._pending[-1].direction
         while len(self._pending) < _AHEAD:
             following = self._order.after(payload, direction)
-            if following is None:
+            if following is None or is_unchecked(following[0]):
                 return
             payload, direction = following
             self._pending.append(_InQueue(payload, direction, payload._version, self._queue.add(blob_of(payload))))

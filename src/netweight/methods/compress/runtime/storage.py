@@ -1,6 +1,8 @@
 """The compressed bytes of one weight: encoded, decoded, moved between devices and written anew.
 
-A *payload* is a U8 tensor on the weight's device: eight bytes of length, the codec's blob, and room for it to grow.
+A *payload* is a U8 tensor on the weight's device: eight bytes of length, the codec's blob, and room for it to grow. One
+that lies in a mapped file, where it was loaded from, is the blob alone: it is compared with its checks while it is
+decoded, until all of it was once, and what is written goes elsewhere.
 `CompressedStorage` is a payload with what is known of its weight; `tensor.py` makes the parameter that stands for it.
 """
 
@@ -22,10 +24,11 @@ from netweight import codec
 from netweight.codec import Precision, cuda
 from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
-from netweight.errors import LossyWrite, Unsupported, UsageError
+from netweight.codec.header import torch_dtype
+from netweight.errors import CorruptBlob, LossyWrite, Unsupported, UsageError
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.cuda import LENGTH
-from netweight.store.writer import Level
+from netweight.store.choices import Level
 
 _MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 _SMALL, _MOST_SMALL = 1 << 14, 256  # bytes of a small weight; of these so many stay decoded, 4 MB at most
@@ -122,6 +125,11 @@ class CompressedStorage:
                 oldest.decoded = None
         return weight
 
+    def own(self) -> None:
+        """Copy a payload that lies in a mapped file to memory of its own, after comparing it with its checks."""
+        if lies_in_file(self.payload):
+            self.payload = owned(self.payload)
+
     def write(self, weight: torch.Tensor) -> None:
         """Encode a dense weight of the same shape and dtype in place of what was here, in the same form."""
         self.write_later(weight)()
@@ -200,6 +208,8 @@ class CompressedStorage:
         if used > self.payload.numel():
             self._refuse_to_move()
             self.payload = _memory_on(self.payload.device, _capacity(used), lasting=lasting)
+        elif lies_in_file(self.payload):
+            self.payload = _memory_on(self.payload.device, _capacity(used), lasting=lasting)
         device.about_to_write(self.payload)
         return self.payload
 
@@ -233,7 +243,9 @@ class CompressedStorage:
         if self.fixed:
             return False
         known = device.lossy(self.payload)
-        return codec.is_lossy(self.payload[LENGTH : LENGTH + 3].cpu()) if known is None else known
+        if known is not None:
+            return known
+        return codec.is_lossy(blob_of(self.payload) if self.payload.is_cpu else self.payload[LENGTH : LENGTH + 3].cpu())
 
     @property
     def blob(self) -> memoryview:
@@ -332,9 +344,80 @@ def decode_payload(payload: torch.Tensor, shape: Any, dtype: torch.dtype, fixed:
 def decode_here(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The same of a payload on the CPU."""
     if payload.numel() < _MANY:  # the pool is for large weights, whose fresh pages would cost more than decoding
-        return codec.fill(torch.empty(shape, dtype=dtype), blob_of(payload))
-    dense = codec.pooled(math.prod(shape), dtype).view(shape)
-    return codec.fill(dense, blob_of(payload), threads=torch.get_num_threads())
+        dense = fill(torch.empty(shape, dtype=dtype), payload)
+    else:
+        dense = fill(codec.pooled(math.prod(shape), dtype).view(shape), payload, threads=torch.get_num_threads())
+    note_checked(payload)
+    return dense
+
+
+def fill(
+    out: torch.Tensor, payload: torch.Tensor, first: int = 0, last: int | None = None, *, threads: int = 1
+) -> torch.Tensor:
+    """Decode numbers of a payload on the CPU into a tensor of just these; a file's are compared with their checks."""
+    if not is_unchecked(payload):
+        return codec.fill(out, blob_of(payload), first, last, threads=threads)
+    try:
+        return codec.fill(out, blob_of(payload), first, last, threads=threads, check=True)
+    except CorruptBlob as error:
+        name = getattr(payload, _NAME, None)
+        what = "A weight that lies in a file" if name is None else f"The stored tensor {name!r}"
+        raise damaged(what, error) from error
+
+
+def damaged(what: str, error: CorruptBlob) -> CorruptBlob:
+    """The error of stored bytes that are damaged, with what they are."""
+    return CorruptBlob(f"{what} is damaged: {error.reason}", cure="Fetch or compress the folder again.")
+
+
+# ---- payloads that lie in a mapped file ------------------------------------------------------------------------------
+
+_CHECKED = "_netweight_checked"  # attribute of such a payload: whether all of it was compared with its checks
+_NAME = "_netweight_name"  # attribute of such a payload: the name of its tensor in the file
+
+
+def in_file(blob: torch.Tensor, name: str) -> torch.Tensor:
+    """Make a payload of a lossless blob that lies in a mapped file, without reading it."""
+    setattr(blob, _NAME, name)
+    return blob
+
+
+def lies_in_file(payload: torch.Tensor) -> bool:
+    """Whether a payload is a blob alone, which lies in a mapped file or is a copy of such a one."""
+    if not payload.is_cpu or payload.numel() < 3 * LENGTH or type(payload) is not torch.Tensor:
+        return False
+    return _length(_memory(payload.data_ptr(), payload.numel())) > payload.numel()
+
+
+def is_unchecked(payload: torch.Tensor) -> bool:
+    """Whether a payload on the CPU is still to be compared with its checks while it is decoded."""
+    return not getattr(payload, _CHECKED, False) and lies_in_file(payload)
+
+
+def note_checked(payload: torch.Tensor) -> None:
+    """Note that all of a payload was decoded, and so compared with its checks if it was to be."""
+    if is_unchecked(payload):
+        setattr(payload, _CHECKED, True)
+
+
+def check_whole(payload: torch.Tensor) -> None:
+    """Compare a payload with its checks if it still is to be, in memory of a chunk for each thread."""
+    if not is_unchecked(payload):
+        return
+    info = codec.info(blob_of(payload))
+    width, step = torch_dtype(info.dtype).itemsize, torch.get_num_threads() << info.chunk_log2
+    numbers = math.prod(info.shape)
+    scratch = torch.empty(min(step, numbers) * width, dtype=torch.uint8)
+    for first in range(0, numbers, step):
+        last = min(first + step, numbers)
+        fill(scratch[: (last - first) * width], payload, first, last, threads=torch.get_num_threads())
+    note_checked(payload)
+
+
+def owned(payload: torch.Tensor) -> torch.Tensor:
+    """A copy of such a payload in memory of its own, compared with its checks."""
+    check_whole(payload)
+    return pack(blob_of(payload))
 
 
 def _nothing() -> None:
@@ -365,12 +448,20 @@ def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
 def blob_of(payload: torch.Tensor) -> memoryview:
     """The blob in a payload on the CPU, without a copy; the payload must outlive it."""
     memory = _memory(payload.data_ptr(), payload.numel())
-    return memory[LENGTH : LENGTH + int.from_bytes(memory[:LENGTH], "little")]
+    length = _length(memory)
+    return memory if length > len(memory) else memory[LENGTH : LENGTH + length]
+
+
+def _length(memory: memoryview) -> int:
+    """The length before a blob; beyond any memory's if there is none, since a header's seventh byte is never 0."""
+    return int.from_bytes(memory[:LENGTH], "little")
 
 
 def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
     """Copy a payload, to another device or the same one; what comes to the CPU has its digest."""
     leaves = device.handles(payload) and to.type == "cpu"
+    if lies_in_file(payload):
+        payload = owned(payload)
     with torch.inference_mode(False):  # torch counts no writes of a copy made in inference mode
         copy = payload.to(to, non_blocking=non_blocking and to.type != "cpu", copy=True)
     if type(payload) is not torch.Tensor:

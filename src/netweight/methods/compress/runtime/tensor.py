@@ -21,7 +21,7 @@ from netweight.errors import DenseOnly
 from netweight.methods.compress.runtime import fsdp, functional
 from netweight.methods.compress.runtime.functional import decode, gather_rows
 from netweight.methods.compress.runtime.storage import CompressedStorage, layout_of, moved
-from netweight.store.writer import Level
+from netweight.store.choices import Level
 
 aten = torch.ops.aten
 _View = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # operator, arguments, named ones, which
@@ -414,6 +414,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _share_memory(tensor: CompressedTensor) -> CompressedTensor:
     tensor.stored.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
+    tensor.stored.own()
     tensor.payload.share_memory_()  # type: ignore[no-untyped-call]
     tensor.stored.decoded = None  # what others write is not counted here
     return tensor

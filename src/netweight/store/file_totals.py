@@ -1,0 +1,84 @@
+"""Totals of one weights file that was compressed or restored: tensors, bytes, digest, and what rounding changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import xxhash
+
+from netweight.codec import BlobInfo
+from netweight.core.files import ALGORITHM
+
+
+@final
+@dataclass(frozen=True)
+class FileTotals:
+    """Totals of one file; all fields are those of a `FileEntry`, too."""
+
+    tensors: int
+    """Number of tensors."""
+    nbytes: int
+    """Size of the plain file in bytes."""
+    digest: str
+    """Digest of the plain file; if tensors were rounded, of the file that is restored."""
+    stored_nbytes: int
+    """Size of the compressed file in bytes."""
+    payload: int
+    """Bytes of the compressed tensors alone."""
+    rounded: int = 0
+    """Number of tensors that are rounded."""
+    bound: float = 0.0
+    """How much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded."""
+    worst_change: float = 0.0
+    """How much rounding did change a weight at most, relative to it."""
+    differences: int = 0
+    """Number of tensors that are stored as differences from a base."""
+    unlike_base: Mapping[str, int] = field(default_factory=dict)
+    """Tensors that are not stored as differences though a base was given, counted by the reason."""
+
+
+class Tally:
+    """Sums over the tensors of one plain file while they are read.
+
+    Args:
+        head: The plain file's bytes before its data.
+    """
+
+    def __init__(self, head: bytes) -> None:
+        self._whole = xxhash.xxh3_128(head)
+        self._tensors = self._payload = self._rounded = 0
+        self._bound = self._worst = 0.0
+
+    def update(self, content: Any) -> None:
+        """Add bytes of the plain file's data, in order, to its digest.
+
+        Args:
+            content: A contiguous buffer.
+        """
+        self._whole.update(content)
+
+    def add(self, payload: int, rounding: BlobInfo | None) -> None:
+        """Count a tensor.
+
+        Args:
+            payload: Bytes that it takes compressed.
+            rounding: The codec's description of it if it is rounded, else None.
+        """
+        self._tensors += 1
+        self._payload += payload
+        if rounding is not None:
+            self._rounded += 1
+            self._bound = max(self._bound, rounding.bound)
+            self._worst = max(self._worst, rounding.worst_change)
+
+    def result(self, *, plain: int, stored: int) -> FileTotals:
+        """Return the totals.
+
+        Args:
+            plain: Size of the plain file in bytes.
+            stored: Size of the compressed file in bytes.
+        """
+        digest = f"{ALGORITHM}:{self._whole.hexdigest()}"
+        return FileTotals(self._tensors, plain, digest, stored, self._payload, self._rounded, self._bound, self._worst)
