@@ -269,8 +269,8 @@ def test_variants_are_chosen_by_name(tmp_path):
         ({"weight_map": {"a": "/etc/passwd"}}, UnsafeInput, "outside"),
         ({"weight_map": {"a": "gone.safetensors"}}, CorruptBlob, "missing"),
         ({"weight_map": {"other": "model.safetensors"}}, CorruptBlob, "does not hold"),
-        ({"weight_map": ["a"]}, CorruptBlob, "no index"),
-        ({}, CorruptBlob, "no index"),
+        ({"weight_map": ["a"]}, CorruptBlob, "not an index"),
+        ({}, CorruptBlob, "not an index"),
     ],
 )
 def test_indexes_that_mislead(tmp_path, index, error, says):
