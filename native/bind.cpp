@@ -92,7 +92,7 @@ nb::tuple header_tuple(const BlobHeader& h) {
 Encoding encoding_of(const Dtype& dtype, int level, int chunk_log2, int version, const u8* base) {
   if (chunk_log2 == 0) chunk_log2 = default_chunk_log2(dtype);
   if (chunk_log2 < kMinChunkLog2 || chunk_log2 > kMaxChunkLog2) throw nb::value_error("chunk_log2 must be 10 to 22");
-  if (level < 0 || level > static_cast<int>(Level::max)) throw nb::value_error("level must be 0, 1 or 2");
+  if (level < 0 || level > static_cast<int>(Level::max)) throw nb::value_error("level must be 0 to 3");
   if (version != kVersion && (version != 1 || base)) throw nb::value_error("version must be 2, or 1 without a base");
   return {static_cast<Level>(level), chunk_log2, version, base};
 }

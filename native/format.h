@@ -34,10 +34,10 @@ inline constexpr u8 kHasBase = 0x80, kHasNewModes = 0x40;  // flags beside the l
 inline constexpr int kMaxDims = 64;
 inline constexpr int kMinChunkLog2 = 10, kMaxChunkLog2 = 22;
 
-enum class Level : u8 { fast = 0, standard = 1, max = 2 };
+enum class Level : u8 { fast = 0, standard = 1, high = 2, max = 3 };
 
 // How one plane of one chunk is stored; steep and what follows is of version 2.
-enum class Mode : u8 { raw = 0, constant = 1, packed = 2, rans = 3, wide_rans = 4, steep = 5, sparse = 6, palette = 7, halves = 8 };
+enum class Mode : u8 { raw = 0, constant = 1, packed = 2, rans = 3, wide_rans = 4, steep = 5, sparse = 6, palette = 7, halves = 8, joint = 9 };
 
 // What a chunk of version 2 may begin with instead of its first plane.
 // work() with the unsigned type of so many bytes.

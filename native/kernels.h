@@ -148,6 +148,32 @@ using Spread = void (*)(const u8* nibbles, const u8* rest, size_t count, int uni
 // Two-byte elements from their numbers in a palette of 256, of which the first `size` are used.
 using Recall = void (*)(const u8* numbers, size_t count, const u16* palette, size_t size, u8* out);
 
+// A plane in the mode joint: of each element the number of a symbol, which raw bits complete; of a value, which needs none; or of
+// a coarse symbol, which lacks more bits.
+struct Joint {
+  Split split;
+  int more_bits = 0;                           // that a coarse symbol lacks beside its raw bits, right above the lowest of them
+  int symbols = 0, values = 0, coarse = 0;     // numbered in this order
+  u16 placed[256];                             // by number: what stands in the element
+  const u8* number_of = nullptr;               // encoder: by element
+  u32 occurrences[8] = {};                     // encoder: by value
+  const u8 *raw = nullptr, *more = nullptr;    // decoder: fields, one behind the other
+  size_t fields = 0, more_fields = 0;          // so many
+  size_t next = 0, next_more = 0;              // decoder: the next ones
+  const u8* readable_end = nullptr;            // decoder
+
+  NETWEIGHT_INLINE int before_coarse() const { return symbols + values; }
+  NETWEIGHT_INLINE int listed() const { return symbols + values + coarse; }
+  NETWEIGHT_INLINE int more_shift() const { return split.raw_bits - split.signed_raw; }
+};
+
+// Numbers, and a byte for each field of raw bits; behind all of them 64 bytes may be written.
+using Part = void (*)(Joint&, const u8* in, size_t count, u8* numbers, u8* raw, u8* more);
+// Elements from numbers and the next raw bits; false for numbers that are not listed and when raw bits run out.
+using Unite = bool (*)(Joint&, const u8* numbers, size_t count, u8* out);
+// Blocks of 64 fields of one to eight bits, from bytes.
+using Pack = void (*)(int bits, const u8* fields, size_t blocks, u8* out);
+
 // How the weights of a lossy blob are rounded; see rounding.h.
 enum class FloatType { brain, half, single };
 
@@ -186,13 +212,24 @@ struct Kernels {
   Add add;
   Interleave interleave;
   ClassSizes class_sizes;
+  Part part;
+  Unite unite;
+  Pack pack;
 };
 
-// The check of a chunk's bytes, taken in as they come, while they are in the nearest cache.
-class ChunkCheck {
+// What goes on with decoded bytes as they come, while they are in the nearest cache.
+struct Follower {
+  virtual void up_to(const u8* end) = 0;
+
+ protected:
+  ~Follower() = default;
+};
+
+// The check of a chunk's bytes.
+class ChunkCheck final : public Follower {
  public:
   ChunkCheck(const Kernels& kernels, const u8* from);
-  void up_to(const u8* end) {
+  void up_to(const u8* end) override {
     const size_t blocks = static_cast<size_t>(end - at_) / 256;
     kernels_.aes_rounds(states_, at_, blocks);
     at_ += 256 * blocks;

@@ -7,6 +7,7 @@
 #include "difference.h"
 #include "digest.h"
 #include "interleave.h"
+#include "joint.h"
 #include "merge.h"
 #include "rounding.h"
 
@@ -275,7 +276,7 @@ void interleave_vectors(const u8* base, size_t count, const u8* thresholds, cons
 
 const Kernels* avx2_kernels() {
   static const Kernels set = {"avx2", decode_rows, encode_rows, decode_wide, join4, join8, split4, split8,
-                              __builtin_cpu_supports("aes") ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_numbers, recall_any, subtract, add, interleave_vectors, class_sizes};
+                              __builtin_cpu_supports("aes") ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_numbers, recall_any, subtract, add, interleave_vectors, class_sizes, part_all, unite_elements, pack_some};
   static const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
   return usable ? &set : nullptr;
 }

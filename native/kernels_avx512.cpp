@@ -9,6 +9,7 @@
 #include "difference.h"
 #include "digest.h"
 #include "interleave.h"
+#include "joint.h"
 #include "rounding.h"
 #include "spread.h"
 
@@ -55,8 +56,10 @@ FieldPlacement element_placement(const Split& s) {
 inline __m512i choose(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xCA); }
 inline __m512i merge_or(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xEA); }
 
-// Rows of 64 * S elements. kRest: more than eight raw bits. kSteep: frequencies of more than seven.
-template <int S, int kUnit, bool kRest, bool kSteep = false>
+enum class Raw { none, some, more };  // more: than eight bits
+
+// Rows of 64 * S elements. kSteep: frequencies of more than seven bits.
+template <int S, int kUnit, Raw kRaw, bool kSteep = false>
 __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, u8* out) {
   const DecodeTable& t = *b.table;
   const __m512i slots0 = _mm512_load_si512(t.slot_to_index), slots1 = _mm512_load_si512(t.slot_to_index + 64),
@@ -100,7 +103,7 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
 
     if constexpr (kUnit == 2) {
       __m512i lo = _mm512_permutexvar_epi8(index, sym_low), hi = _mm512_permutexvar_epi8(index, sym_high);
-      if constexpr (kRest) {
+      if constexpr (kRaw == Raw::more) {
         __m512i r = _mm512_permutexvar_epi8(place.spread, _mm512_maskz_loadu_epi8(place.present, rest));
         hi = merge_or(place.high_mask, _mm512_multishift_epi64_epi8(place.high_shift, r), hi);
         hi = merge_or(place.low_mask, _mm512_multishift_epi64_epi8(place.low_shift, r), hi);
@@ -116,6 +119,9 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
       __builtin_prefetch(to + 2112, 1);
       _mm512_storeu_si512(to, _mm512_unpacklo_epi8(lo, hi));
       _mm512_storeu_si512(to + 64, _mm512_unpackhi_epi8(lo, hi));
+    } else if constexpr (kRaw == Raw::none) {
+      __builtin_prefetch(to + 2048, 1);
+      _mm512_storeu_si512(to, _mm512_permutexvar_epi8(index, sym_low));
     } else {
       __m512i r = _mm512_permutexvar_epi8(place.spread, _mm512_maskz_loadu_epi8(place.present, raw));
       __m512i v = merge_or(place.low_mask, _mm512_multishift_epi64_epi8(place.low_shift, r), _mm512_permutexvar_epi8(index, sym_low));
@@ -152,9 +158,9 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
 template <int S>
 size_t decode_streams(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, u8* out) {
   if (b.steep && b.split.unit == 2) return row;
-  if (b.steep) return decode<S, 1, false, true>(b, lanes, row, row_end, out);
-  if (b.split.unit == 1) return decode<S, 1, false>(b, lanes, row, row_end, out);
-  return b.split.raw_bits > 8 ? decode<S, 2, true>(b, lanes, row, row_end, out) : decode<S, 2, false>(b, lanes, row, row_end, out);
+  if (b.steep) return decode<S, 1, Raw::some, true>(b, lanes, row, row_end, out);
+  if (b.split.unit == 1) return b.split.raw_bits ? decode<S, 1, Raw::some>(b, lanes, row, row_end, out) : decode<S, 1, Raw::none>(b, lanes, row, row_end, out);
+  return b.split.raw_bits > 8 ? decode<S, 2, Raw::more>(b, lanes, row, row_end, out) : decode<S, 2, Raw::some>(b, lanes, row, row_end, out);
 }
 
 size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, void* out) {
@@ -461,6 +467,159 @@ void interleave_wide(const u8* base, size_t count, const u8* thresholds, const u
   if (i < count) interleave(base + 2 * i, count - i, thresholds, steps, out + 2 * i);
 }
 
+// Quarters of a register, of eight bytes each, as interleaving two registers by their halves needs them; and back.
+inline __m512i for_interleaving() { return _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); }
+inline __m512i from_packing() { return _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7); }
+
+void part(Joint& j, const u8* in, size_t count, u8* numbers, u8* raw, u8* more) {
+  const Split& split = j.split;
+  u32 greatest = 0;
+  for (int i = 0; i < j.listed(); i++)
+    if (i < j.symbols || i >= j.before_coarse()) greatest = std::max(greatest, split.symbol(j.placed[i]) | (i < j.symbols ? 0 : (1u << j.more_bits) - 1));
+  const u32 base = greatest > 254 ? greatest - 254 : 0;
+  alignas(64) u8 near[256];  // by symbol from `base` on; no number is 255
+  std::memset(near, 255, sizeof near);
+  for (int i = 0; i < j.listed(); i++) {
+    if (i >= j.symbols && i < j.before_coarse()) continue;
+    const u32 s = split.symbol(j.placed[i]), symbols = i < j.symbols ? 1 : 1u << j.more_bits;
+    for (u32 k = s; k < s + symbols; k++)
+      if (k >= base) near[k - base] = static_cast<u8>(i);
+  }
+  const __m512i near0 = _mm512_load_si512(near), near1 = _mm512_load_si512(near + 64), near2 = _mm512_load_si512(near + 128), near3 = _mm512_load_si512(near + 192);
+  const auto words = [](u32 w) { return _mm512_set1_epi16(static_cast<short>(w)); };
+  const u32 sign = split.signed_raw ? 1u << (split.raw_bits - 1) : 0;
+  const __m512i symbol_shift = words(static_cast<u32>(split.raw_bits) - split.signed_raw), symbol_mask = words((1u << split.symbol_bits()) - 1);
+  const __m512i sign_shift = words(static_cast<u32>(16 - split.raw_bits)), sign_bit = words(sign), raw_mask = words(sign ? sign - 1 : (1u << split.raw_bits) - 1);
+  const __m512i more_shift = words(static_cast<u32>(j.more_shift())), more_mask = words((1u << j.more_bits) - 1);
+  const __m512i from = words(base), most = words(255), in_order = from_packing(), nowhere = _mm512_set1_epi8(-1);
+  const __m512i first_coarse = _mm512_set1_epi8(static_cast<char>(j.before_coarse()));
+  size_t i = 0;
+  for (; i + 64 <= count; i += 64) {
+    const __m512i v0 = _mm512_loadu_si512(in + 2 * i), v1 = _mm512_loadu_si512(in + 2 * i + 64);
+    const auto bytes = [&](__m512i a, __m512i b) __attribute__((always_inline)) { return _mm512_permutexvar_epi64(in_order, _mm512_packus_epi16(a, b)); };
+    const auto place = [&](__m512i v) __attribute__((always_inline)) {
+      return _mm512_min_epu16(_mm512_sub_epi16(_mm512_and_si512(_mm512_srlv_epi16(v, symbol_shift), symbol_mask), from), most);
+    };
+    const auto raw_of = [&](__m512i v) __attribute__((always_inline)) { return choose(raw_mask, v, _mm512_and_si512(_mm512_srlv_epi16(v, sign_shift), sign_bit)); };
+    const auto more_of = [&](__m512i v) __attribute__((always_inline)) { return _mm512_and_si512(_mm512_srlv_epi16(v, more_shift), more_mask); };
+    const __m512i at = bytes(place(v0), place(v1));
+    __m512i number = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(near0, at, near1), _mm512_movepi8_mask(at), _mm512_permutex2var_epi8(near2, at, near3));
+    u64 whole = 0;
+    for (int k = 0; k < j.values; k++) {
+      const __m512i value = words(j.placed[j.symbols + k]);
+      const u64 here = _mm512_cmpeq_epi16_mask(v0, value) | u64{_mm512_cmpeq_epi16_mask(v1, value)} << 32;
+      number = _mm512_mask_mov_epi8(number, here, _mm512_set1_epi8(static_cast<char>(j.symbols + k)));
+      j.occurrences[k] += static_cast<u32>(__builtin_popcountll(here));
+      whole |= here;
+    }
+    _mm512_storeu_si512(numbers + i, number);
+    if (u64 far = _mm512_cmpeq_epi8_mask(number, nowhere); __builtin_expect(far != 0, 0)) {
+      for (; far; far &= far - 1) {
+        const size_t lane = i + static_cast<size_t>(__builtin_ctzll(far));
+        numbers[lane] = j.number_of[in[2 * lane] | in[2 * lane + 1] << 8];
+      }
+      number = _mm512_loadu_si512(numbers + i);
+    }
+    const u64 coarse = _mm512_cmpge_epu8_mask(number, first_coarse);
+    _mm512_storeu_si512(raw + j.fields, _mm512_maskz_compress_epi8(~whole, bytes(raw_of(v0), raw_of(v1))));
+    j.fields += static_cast<size_t>(__builtin_popcountll(~whole));
+    _mm512_storeu_si512(more + j.more_fields, _mm512_maskz_compress_epi8(coarse, bytes(more_of(v0), more_of(v1))));
+    j.more_fields += static_cast<size_t>(__builtin_popcountll(coarse));
+  }
+  part_elements(j, in, i, count, numbers, raw, more);
+}
+
+// Fields of bytes from any bit on: 64 of them, shifted so that their lowest bit is bit `offset`.
+struct FieldsFrom {
+  __m512i spread;
+  __m512i shift[8];  // by the first bit's place in its byte
+  const u8* fields;
+  size_t bits, bit;  // of a field, and where the next one starts
+  FieldsFrom(int width, int offset, const u8* fields, size_t next) : fields(fields), bits(static_cast<size_t>(width)), bit(next * bits) {
+    for (int b = 0; b < 8; b++) {
+      const FieldPlacement place = placement(width, b - offset, 0, 0, 0);
+      spread = place.spread;
+      shift[b] = place.low_shift;
+    }
+  }
+  const u8* at() const { return fields + bit / 8; }
+  NETWEIGHT_INLINE __m512i next() const { return _mm512_multishift_epi64_epi8(shift[bit % 8], _mm512_permutexvar_epi8(spread, _mm512_loadu_si512(at()))); }
+};
+
+// kTables: so many registers hold the bytes of what numbers stand for. Returns how many elements were made; sets `bad`.
+template <int kTables, bool kCoarse>
+size_t unite_rows(Joint& j, const u8* numbers, size_t count, u8* out, bool& bad) {
+  alignas(64) u8 low[256] = {}, high[256] = {};
+  const int bits = j.split.raw_bits;
+  for (int i = 0; i < j.listed(); i++) low[i] = static_cast<u8>(j.placed[i]), high[i] = static_cast<u8>(j.placed[i] >> 8);
+  __m512i lows[4], highs[4];
+  for (int t = 0; t < 4; t++) lows[t] = _mm512_load_si512(low + 64 * t), highs[t] = _mm512_load_si512(high + 64 * t);
+  const auto look_up = [](const __m512i* tables, __m512i index) __attribute__((always_inline)) {
+    if constexpr (kTables == 1) return _mm512_permutexvar_epi8(index, tables[0]);
+    const __m512i lower = _mm512_permutex2var_epi8(tables[0], index, tables[1]);
+    if constexpr (kTables == 2) return lower;
+    return _mm512_mask_mov_epi8(lower, _mm512_movepi8_mask(index), _mm512_permutex2var_epi8(tables[2], index, tables[3]));
+  };
+  FieldsFrom raw_fields(bits, 0, j.raw, j.next), more_fields(j.more_bits, j.more_shift(), j.more, j.next_more);
+  const auto byte = [](int v) { return _mm512_set1_epi8(static_cast<char>(v)); };
+  const __m512i low_mask = byte(ones(j.split.signed_raw ? bits - 1 : bits)), sign_mask = byte(j.split.signed_raw ? 0x80 : 0),
+                more_mask = byte(ones(j.more_bits) << j.more_shift());
+  __m512i greatest = _mm512_setzero_si512();
+  const __m512i symbols = byte(j.symbols), first_coarse = byte(j.before_coarse()), order = for_interleaving();
+  const __m128i to_sign = _mm_cvtsi32_si128(8 - bits);
+  size_t next = j.next, next_more = j.next_more, i = 0;
+  for (; i + 64 <= count; i += 64) {
+    if (j.readable_end - raw_fields.at() < 64 || (kCoarse && j.readable_end - more_fields.at() < 64)) break;
+    const __m512i number = _mm512_loadu_si512(numbers + i);
+    const u64 coarse = kCoarse ? _mm512_cmpge_epu8_mask(number, first_coarse) : 0, completed = _mm512_cmplt_epu8_mask(number, symbols) | coarse;
+    const size_t some = static_cast<size_t>(__builtin_popcountll(completed)), few = static_cast<size_t>(__builtin_popcountll(coarse));
+    if (next + some > j.fields || next_more + few > j.more_fields) break;
+    greatest = _mm512_max_epu8(greatest, number);
+    const __m512i raw = _mm512_permutexvar_epi64(order, _mm512_maskz_expand_epi8(completed, raw_fields.next()));
+    const __m512i index = _mm512_permutexvar_epi64(order, number);
+    __m512i lo = merge_or(low_mask, raw, look_up(lows, index));
+    const __m512i hi = merge_or(sign_mask, _mm512_sll_epi16(raw, to_sign), look_up(highs, index));
+    if constexpr (kCoarse) lo = merge_or(more_mask, _mm512_permutexvar_epi64(order, _mm512_maskz_expand_epi8(coarse, more_fields.next())), lo);
+    __builtin_prefetch(raw_fields.at() + 4096, 0);
+    next += some;
+    next_more += few;
+    raw_fields.bit += some * raw_fields.bits;
+    more_fields.bit += few * more_fields.bits;
+    __builtin_prefetch(out + 2 * i + 2048, 1);
+    __builtin_prefetch(out + 2 * i + 2112, 1);
+    _mm512_storeu_si512(out + 2 * i, _mm512_unpacklo_epi8(lo, hi));
+    _mm512_storeu_si512(out + 2 * i + 64, _mm512_unpackhi_epi8(lo, hi));
+  }
+  j.next = next;
+  j.next_more = next_more;
+  bad = j.listed() < 256 && _mm512_cmpge_epu8_mask(greatest, byte(j.listed())) != 0;
+  return i;
+}
+
+void pack_blocks(int bits, const u8* fields, size_t blocks, u8* out) {
+  if (bits == 8) {
+    std::memcpy(out, fields, 64 * blocks);
+    return;
+  }
+  // From the last block to the first: a store ends where its block ends and writes before it what others overwrite.
+  const FieldPacking pack(bits);
+  const size_t size = field_block_bytes(bits);
+  size_t left = blocks;
+  for (; left * size >= 64; left--) _mm512_storeu_si512(out + left * size - 64, pack(_mm512_loadu_si512(fields + 64 * (left - 1))));
+  pack_some(bits, fields, left, out);
+}
+
+bool unite(Joint& j, const u8* numbers, size_t count, u8* out) {
+  bool bad = false;
+  const auto with = [&]<bool kCoarse>() {
+    return j.listed() <= 64    ? unite_rows<1, kCoarse>(j, numbers, count, out, bad)
+           : j.listed() <= 128 ? unite_rows<2, kCoarse>(j, numbers, count, out, bad)
+                               : unite_rows<4, kCoarse>(j, numbers, count, out, bad);
+  };
+  const size_t done = j.listed() == 0 ? 0 : j.coarse && j.more_bits ? with.template operator()<true>() : with.template operator()<false>();
+  return !bad && unite_elements(j, numbers + done, count - done, out + 2 * done);
+}
+
 bool has_vaes() {  // which clang's __builtin_cpu_supports does not know
   unsigned a, b, c = 0, d;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && c >> 9 & 1;
@@ -473,7 +632,7 @@ const Kernels* avx512_kernels() {
                              __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2") && has_vaes();
   if (!usable) return nullptr;
   static const Kernels set = {"avx512", decode_rows, encode_rows, decode_wide, join4, join8,
-                              split4, split8, aes_rounds, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add, interleave_wide, class_sizes};
+                              split4, split8, aes_rounds, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add, interleave_wide, class_sizes, part, unite, pack_blocks};
   return &set;
 }
 

@@ -13,6 +13,7 @@
 #include "difference.h"
 #include "digest.h"
 #include "interleave.h"
+#include "joint.h"
 #include "rounding.h"
 
 namespace netweight {
@@ -149,7 +150,7 @@ bool has_aes() { return true; }
 
 const Kernels* neon_kernels() {
   static const Kernels set = {"neon", decode_rows, encode_rows, portable_kernels().decode_wide, join4, join8, split4, split8,
-                              has_aes() ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add, interleave, class_sizes};
+                              has_aes() ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_any, recall_any, subtract, add, interleave, class_sizes, part_all, unite_elements, pack_some};
   return &set;
 }
 

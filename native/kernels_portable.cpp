@@ -3,6 +3,7 @@
 #include "digest.h"
 #include "fields.h"
 #include "interleave.h"
+#include "joint.h"
 #include "merge.h"
 #include "rounding.h"
 #include "spread.h"
@@ -452,7 +453,7 @@ bool encode_last_rows(RansEncoder& e, const void* in) {
 
 const Kernels& portable_kernels() {
   static const Kernels set = {"portable", decode_rows, encode_rows, decode_wide, join4, join8,
-                              split4, split8, aes_rounds, decode_words_here, round_weights_here, spread, recall, subtract, add, interleave, class_sizes};
+                              split4, split8, aes_rounds, decode_words_here, round_weights_here, spread, recall, subtract, add, interleave, class_sizes, part_all, unite_elements, pack_some};
   return set;
 }
 

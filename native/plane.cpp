@@ -57,9 +57,13 @@ size_t count_symbols(const u8* in, size_t count, const Split& split, size_t stri
   return total;
 }
 
+}  // namespace
+
 size_t histogram(const u8* in, size_t count, const Split& split, size_t stride, std::vector<u32>& counts) {
   return split.unit == 1 ? count_symbols<u8>(in, count, split, stride, counts) : count_symbols<u16>(in, count, split, stride, counts);
 }
+
+namespace {
 
 // One more raw bit: neighboring symbols become one.
 std::vector<u32> folded(const std::vector<u32>& counts) {
@@ -95,8 +99,9 @@ struct SplitRange {
 SplitRange split_range(const PlaneShape& shape, Level level) {
   if (shape.kind == PlaneKind::floating) {
     int whole = 1 + shape.mantissa_bits;  // all of sign and mantissa raw: symbol = exponent
-    int finest = level == Level::fast ? 0 : level == Level::standard ? (shape.unit == 1 || shape.exponent_bits == 5 ? 2 : 1) : 3;
-    return {true, std::max(1, whole - finest), whole};
+    const bool narrow = shape.unit == 1 || shape.exponent_bits == 5;
+    int finest = level == Level::fast ? 0 : level == Level::standard ? 1 + narrow : level == Level::high ? 2 + narrow : 3;
+    return {!shape.one_sign, std::max(1, whole - finest) - shape.one_sign, whole - shape.one_sign};
   }
   if (shape.unit == 1) return {false, 0, 5};
   return {false, level == Level::max ? 6 : 8, 12};
@@ -104,7 +109,7 @@ SplitRange split_range(const PlaneShape& shape, Level level) {
 
 size_t sampling_stride(Level level, size_t count) {
   if (count < (1u << 16)) return 1;
-  return level == Level::fast ? 16 : level == Level::standard ? 8 : 1;
+  return level == Level::fast ? 16 : level == Level::standard ? 8 : level == Level::high ? 2 : 1;
 }
 
 u64 scaled(u64 cost, size_t count, size_t total) {
@@ -112,10 +117,8 @@ u64 scaled(u64 cost, size_t count, size_t total) {
 }
 
 // For skewed bytes: tables without raw bits, steep ones among them.
-void choose_whole(const u8* in, size_t count, Level level, size_t stride, Choice& best) {
+void choose_whole(const std::vector<u32>& counts, size_t total, size_t count, Level level, Choice& best) {
   const Split whole{1, 0, false};
-  std::vector<u32> counts;
-  const size_t total = histogram(in, count, whole, stride, counts);
   for (bool steep : {false, true}) {
     Table table;
     table.steep = steep;
@@ -126,7 +129,7 @@ void choose_whole(const u8* in, size_t count, Level level, size_t stride, Choice
   u64 wide = build_wide_table(counts.data(), 8, symbols, frequencies);
   if (wide == ~u64{0}) return;
   wide = scaled(wide, count, total);
-  if (wide + wide / 32 < best.cost) best = {Mode::wide_rans, wide, whole, {}, symbols, frequencies};  // it decodes more slowly
+  if ((level == Level::max ? wide : wide + wide / 32) < best.cost) best = {Mode::wide_rans, wide, whole, {}, symbols, frequencies};  // it decodes more slowly
 }
 
 Choice choose_split(const PlaneShape& shape, const u8* in, size_t count, Level level, size_t stride, bool skewed) {
@@ -151,7 +154,10 @@ Choice choose_split(const PlaneShape& shape, const u8* in, size_t count, Level l
     wide += raw_cost;
     if (wide < best.cost) best = {Mode::wide_rans, wide, split, {}, symbols, frequencies};
   }
-  if (skewed && shape.unit == 1) choose_whole(in, count, level, stride, best);
+  if (skewed && shape.unit == 1) {
+    total = histogram(in, count, {1, 0, false}, stride, counts);
+    choose_whole(counts, total, count, level, best);
+  }
   return best;
 }
 
@@ -220,7 +226,7 @@ u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t cou
   return p;
 }
 
-void decode_rans(Reader& in, const u8* readable_end, int unit, size_t count, bool steep, const Kernels& kernels, u8* out, ChunkCheck* check) {
+void decode_rans(Reader& in, const u8* readable_end, int unit, size_t count, bool steep, const Kernels& kernels, u8* out, Follower* check) {
   RansBlock b{};
   b.split = read_split(in, unit);
   b.streams = in.byte("a plane's header");
@@ -385,6 +391,25 @@ u8* encode_dense(const PlaneShape& shape, const u8* in, size_t count, Level leve
 
 }  // namespace
 
+u8* encode_numbers(const u8* in, const std::vector<u32>& counts, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out) {
+  if (is_constant(in, count, 1)) {
+    *out++ = static_cast<u8>(Mode::constant);
+    *out++ = *in;
+    return out;
+  }
+  Choice choice;
+  if (level == Level::max) {
+    choose_whole(counts, count, count, level, choice);
+  } else {
+    choice.mode = Mode::rans;
+    choice.split = {1, 0, false};
+    build_table(counts.data(), 8, false, choice.table);
+  }
+  u8* end = choice.mode == Mode::rans ? encode_rans(choice.split, choice.table, in, count, stream_count(count, false, ~u64{0}), kernels, scratch, out)
+                                      : encode_wide(choice.split, choice.wide_symbols, choice.wide_frequencies, in, count, scratch, out);
+  return end && static_cast<size_t>(end - out) <= count ? end : encode_raw(in, count, out);
+}
+
 Split read_split(Reader& in, int unit) {
   u8 bits = in.byte("a plane's header");
   Split split{unit, bits & 0x7f, (bits & 0x80) != 0};
@@ -432,18 +457,46 @@ void Room::forget_idle() {
   rooms().idle.clear();
 }
 
-u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, int nesting) {
+namespace {
+
+// Do all elements have the same top bit? Mostly a few tell.
+bool has_one_sign(const u8* in, size_t count, int unit) {
+  const auto top = [&](size_t i) { return in[(i + 1) * static_cast<size_t>(unit) - 1] & 0x80; };
+  for (size_t i = 0; i < kSamples; i++)
+    if (top(sample_place(i, count)) != top(0)) return false;
+  u8 any = 0;
+  for (size_t i = 0; i < count; i++) any |= static_cast<u8>(top(i) ^ top(0));
+  return any == 0;
+}
+
+}  // namespace
+
+u8* encode_plane(const PlaneShape& given, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, int nesting) {
+  PlaneShape shape = given;
   if (is_constant(in, count, shape.unit)) {
     *out++ = static_cast<u8>(Mode::constant);
     std::memcpy(out, in, static_cast<size_t>(shape.unit));
     return out + shape.unit;
   }
   if (nesting <= 0 || count < 32) return encode_dense(shape, in, count, level, shape.inner, kernels, scratch, out);
+  shape.one_sign = shape.kind == PlaneKind::floating && has_one_sign(in, count, shape.unit);
   const bool dense_tail = shape.kind == PlaneKind::tail && !shape.inner && count >= kSmallest;
   Probe found{};
   if (!dense_tail) found = probe(in, count, shape.unit);
   const bool skewed = shape.inner || shape.kind != PlaneKind::floating || found.often() || found.few(shape.unit);
+  const bool joint = shape.kind == PlaneKind::floating && shape.unit == 2 && !shape.one_sign && (level == Level::high || level == Level::max);
+  const bool small = count < (1u << 16);
+  if (joint && level == Level::high && !skewed && !small)
+    if (u8* end = encode_joint(shape, in, count, 2, level, kernels, scratch, out)) return end;
   u8* end = encode_dense(shape, in, count, level, skewed, kernels, scratch, out);
+  for (int finer = 2; joint && (small || level == Level::max) && finer <= (level == Level::max ? 3 : 2); finer++) {
+    const Room trial(plane_bound(count, 2));
+    const u8* trial_end = encode_joint(shape, in, count, finer, level, kernels, scratch, trial.get());
+    if (trial_end && trial_end - trial.get() < end - out) {
+      std::memcpy(out, trial.get(), static_cast<size_t>(trial_end - trial.get()));
+      end = out + (trial_end - trial.get());
+    }
+  }
   if (!skewed || (dense_tail && *out == static_cast<u8>(Mode::raw))) return end;  // the usual tail is noise
   if (dense_tail) found = probe(in, count, shape.unit);
   if (shape.unit == 1 && (!found.often() || shape.split_off)) return end;
@@ -456,10 +509,10 @@ u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level leve
   return out + size;
 }
 
-void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out, int nesting, ChunkCheck* check) {
+void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out, int nesting, Follower* check) {
   const size_t bytes = count * static_cast<size_t>(unit);
   const Mode mode = static_cast<Mode>(in.byte("a plane"));
-  if (mode >= Mode::steep && mode <= Mode::halves) {
+  if (mode >= Mode::steep && mode <= Mode::joint) {
     if (nesting == kVersion1) throw CorruptError("a plane has an unknown mode");
     if (nesting == 0 && mode != Mode::steep) throw CorruptError("planes lie too deep in planes");
     if (unit == 1 && mode >= Mode::palette) throw CorruptError("a plane of one-byte elements has a mode of two-byte ones");
@@ -480,6 +533,7 @@ void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, co
       return;
     case Mode::palette: decode_palette(in, readable_end, count, kernels, out, nesting); return;
     case Mode::halves: decode_halves(in, readable_end, count, kernels, out, nesting); return;
+    case Mode::joint: decode_joint(in, readable_end, count, kernels, out, nesting, check); return;
   }
   throw CorruptError("a plane has an unknown mode");
 }

@@ -22,6 +22,7 @@ struct PlaneShape {
   int exponent_bits;  // floating only
   int mantissa_bits;  // floating only: those inside the unit
   bool inner = false;      // version 2: part of a plane of skewed data
+  bool one_sign = false;   // version 2: floats whose top bits are all equal, as of second moments
   bool split_off = false;  // version 2: what a sparse plane left, of which no further value is split off
 };
 
@@ -70,7 +71,7 @@ u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level leve
 
 // Reads one plane. readable_end bounds what may be read beyond `in` (it may lie past in.end, never before it). `check` may take
 // in what is there for good.
-void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out, int nesting, ChunkCheck* check = nullptr);
+void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out, int nesting, Follower* check = nullptr);
 
 // If the next plane is stored raw, skips it and returns where its bytes are; otherwise nullptr and nothing is read.
 const u8* raw_plane(Reader& in, int unit, size_t count);
@@ -102,6 +103,14 @@ void decode_sparse(Reader& in, const u8* readable_end, int unit, size_t count, c
                    const std::function<void(size_t count, u8* rest)>& read_rest);
 void decode_palette(Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, u8* out, int nesting);
 void decode_halves(Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, u8* out, int nesting);
+// Floats of which some are equal, as zeros often are: numbers of symbols and values, and raw bits; nullptr when that does not
+// pay. Symbols of likely exponents have so many bits of the mantissa.
+u8* encode_joint(const PlaneShape& shape, const u8* in, size_t count, int finer, Level level, const Kernels& kernels, Scratch& scratch, u8* out);
+void decode_joint(Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, u8* out, int nesting, Follower* check);
+// One-byte elements, which occur so often each, as whole symbols.
+u8* encode_numbers(const u8* in, const std::vector<u32>& counts, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out);
+// Occurrences of the symbols of a split in all elements, or of one of `stride` groups of eight; returns how many were counted.
+size_t histogram(const u8* in, size_t count, const Split& split, size_t stride, std::vector<u32>& counts);
 Split read_split(Reader& in, int unit);
 u64 build_wide_table(const u32* counts, int symbol_bits, std::vector<u16>& symbols, std::vector<u16>& frequencies);
 u8* encode_wide(const Split& split, const std::vector<u16>& symbols, const std::vector<u16>& frequencies, const u8* in, size_t count,

@@ -93,7 +93,7 @@ def refused(rng):
     for name, at, value, error, part in (
         ("version", 3, 3, "Unsupported", "format version 3"),
         ("element-type", 4, 200, "Unsupported", "element type number 200"),
-        ("level", 5, 3, "Unsupported", "level number 3"),
+        ("level", 5, 4, "Unsupported", "level number 4"),
         ("chunk-size-9", 6, 9, "CorruptBlob", "impossible chunk size"),
         ("chunk-size-23", 6, 23, "CorruptBlob", "impossible chunk size"),
         ("dimensions", 7, 65, "CorruptBlob", "number of dimensions"),
@@ -287,6 +287,15 @@ def accepted_2(rng):
     ).tobytes()
     for level in LEVELS:
         yield f"2-BOOL-long-runs-{level}", codec.encode_raw(data, "BOOL", (len(data),), level=level), data, None
+    values = rng.standard_normal(1 << 14) * 0.02
+    for value, share in ((0.0, 0.06), (-0.0, 0.03), (1.0, 0.02)):
+        values[rng.random(1 << 14) < share] = value
+    moments = (values**2 * 1e-3).astype("<f4")
+    for dtype, data in (("BF16", bf16(values.astype("<f4"))), ("F32", values.astype("<f4")), ("F32", moments)):
+        name = "one-sign" if data is moments else "repeated"
+        for level in LEVELS:
+            blob = codec.encode_raw(data.tobytes(), dtype, (1 << 14,), level=level)
+            yield f"2-{dtype}-{name}-{level}", blob, data.tobytes(), None
 
 
 def assemble_2(dtype, shape, chunks, data, *, flags=0x40, base=b"", chunk_log2=18):
@@ -306,14 +315,14 @@ def refused_2(rng):
     yield "2-check", replaced(blob, at + 400, [blob[at + 400] ^ 1]), "CorruptBlob", "do not have the digest"
     yield "2-digest", with_check(replaced(blob, 8, bytes(16))), "CorruptBlob", "digest does not fit its checks"
     yield "2-cut-index", blob[:34], "CorruptBlob", "ends inside the index of chunks"
-    yield "2-level", with_check(replaced(blob, 5, [3])), "Unsupported", "level number 3"
+    yield "2-level", with_check(replaced(blob, 5, [4])), "Unsupported", "level number 4"
     yield "2-flag", with_check(replaced(blob, 5, [0x21])), "Unsupported", "level number 33"
 
     def of_chunk(chunk, dtype="U8", count=64):
         return assemble_2(dtype, (count,), [bytes(chunk)], bytes(count * BY_NAME[dtype].number_bytes))
 
     nibbles = b"\0" + bytes(16)
-    yield "2-mode", of_chunk(b"\x09"), "CorruptBlob", "unknown mode"
+    yield "2-mode", of_chunk(b"\x0a"), "CorruptBlob", "unknown mode"
     yield "2-palette-bytes", of_chunk(b"\7\0\0\0\1\0"), "CorruptBlob", "one-byte elements"
     yield "2-halves-bytes", of_chunk(b"\x08\1\0\1\0"), "CorruptBlob", "one-byte elements"
     yield "2-palette-number", of_chunk(b"\7\1\0\0\1\0\1\2", "U16"), "CorruptBlob", "lacks a value"
@@ -341,6 +350,22 @@ def refused_2(rng):
             runs += b"\0" + bytes(p >> shift & 255 for p in pairs)
         yield f"2-runs-{name}", of_chunk(runs), "CorruptBlob", part
     yield "2-runs-of-words", of_chunk(b"\x14\0\1\1\0\0", "U16"), "CorruptBlob", "unknown mode"
+    listed = b"\x01\x00\x00\x80\x01\x00"  # a symbol, a value, a coarse symbol
+    for name, chunk, part in (
+        ("raw-bits", b"\x09\x87\2\1\1\1", "impossible raw bits"),
+        ("no-raw-bits", b"\x09\0\2\1\1\1", "impossible raw bits"),
+        ("no-more-bits", b"\x09\x86\0\1\1\1", "impossible raw bits"),
+        ("lists", b"\x09\x86\2\x80\x40\x40", "too many symbols"),
+        ("symbol", b"\x09\x86\2\1\0\0\0\x04", "symbol that cannot be"),
+        ("coarse-symbol", b"\x09\x86\2\0\0\1\0\x01", "symbol that cannot be"),
+        ("fields", b"\x09\x86\2\1\1\1" + listed + b"\x41\0\0\0\0\0", "more raw bits than elements"),
+        ("cut", b"\x09\x86\2\1\1\1" + listed + b"\x40\0\0\0\0\0", "ends inside raw bits"),
+        ("number", b"\x09\x86\2\1\1\1" + listed + bytes(6) + b"\1\3", "lacks a value or raw bits"),
+        ("too-few", b"\x09\x86\2\1\1\1" + listed + b"\1" + bytes(5) + bytes(48) + b"\1\0", "lacks a value"),
+        ("left-over", b"\x09\x86\2\1\1\1" + listed + b"\1" + bytes(5) + bytes(48) + b"\1\1", "left over"),
+    ):
+        yield f"2-joint-{name}", of_chunk(chunk, "U16"), "CorruptBlob", part
+    yield "2-joint-bytes", of_chunk(b"\x09" + bytes(20)), "CorruptBlob", "one-byte elements"
     steep = b"\5\0\1\1\0\0\2"
     yield "2-steep-sum", of_chunk(steep + b"\xff\2" + bytes(6)), "CorruptBlob", "does not add up to 256"
     yield "2-steep-zero", of_chunk(steep + b"\0\xff" + bytes(6)), "CorruptBlob", "does not add up to 256"

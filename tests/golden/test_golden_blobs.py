@@ -87,6 +87,6 @@ def test_everything_that_the_format_has_is_among_them(monkeypatch):
     monkeypatch.setattr(numpy_planes, "read_plane", watched)
     for name in (name for name, entry in MANIFEST["accept"].items() if "source" not in entry):
         codec.decode_raw(blob_of("accept", name), path="python", base=base_of(MANIFEST["accept"][name]))
-    assert seen == {("mode", mode) for mode in range(9)} | {("streams", streams) for streams in (1, 2, 4)}
+    assert seen == {("mode", mode) for mode in range(10)} | {("streams", streams) for streams in (1, 2, 4)}
     combinations = {(entry["dtype"], entry["level"]) for entry in MANIFEST["accept"].values()}
     assert combinations >= {(element.name, level) for element in ELEMENT_TYPES for level in codec.LEVELS}

@@ -60,7 +60,7 @@ def files(draw):
     return head({name: entries[name] for name in order}, padding=padding) + b"".join(data)
 
 
-@given(files(), st.sampled_from(["fast", "default", "max"]), st.integers(1, 3))
+@given(files(), st.sampled_from(["fast", "default", "high", "max"]), st.integers(1, 3))
 def test_any_file_comes_back_byte_for_byte(data, level, threads):
     with tempfile.TemporaryDirectory() as place:
         source, net, back = (Path(place) / name for name in ("a.safetensors", "b.safetensors", "c.safetensors"))

@@ -11,7 +11,7 @@ from netweight.codec.header import BY_CODE, BY_NAME, varint
 from netweight.codec.numpy_rans import write_rans, write_wide
 from netweight.codec.numpy_tables import Split, histogram, table, wide_table
 
-LEVELS = ("fast", "default", "max")
+LEVELS = ("fast", "default", "high", "max")
 
 
 # ---- putting blobs together ------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_refusals_name_the_reason_and_the_cure():
     tensor = normal(10)
     blob = codec.encode(tensor)
     refused = (
-        (lambda: codec.encode(tensor, level="best"), UsageError, "no level 'best'", "fast, default, max"),
+        (lambda: codec.encode(tensor, level="best"), UsageError, "no level 'best'", "fast, default, high, max"),
         (lambda: codec.encode(tensor, chunk_log2=9), UsageError, "chunk_log2 is 9", "10 to 22"),
         (lambda: codec.encode(tensor, threads=0), UsageError, "threads is 0", "1 or more"),
         (lambda: codec.encode(tensor, path="sse"), UsageError, "no codec path 'sse'", "python"),

@@ -29,7 +29,7 @@ def same(tensor, **options):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("level", ["fast", "default", "max"])
+@pytest.mark.parametrize("level", ["fast", "default", "high", "max"])
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_type_and_kind_of_data(name, level):
     for seed, kind in enumerate(KINDS):

@@ -167,7 +167,7 @@ def test_without_kernels_bytes_go_to_the_cpu_and_weights_come_back(make, x, no_k
 def test_without_kernels_every_kind_of_weight_comes_back(no_kernels):
     for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.complex64):
         weight = (torch.randn(6, 100, 300) * 20).to(dtype).cuda()
-        for level in ("fast", "default", "max"):
+        for level in ("fast", "default", "high", "max"):
             tensor = CompressedTensor.of(weight, level=level, chunk_log2=12)
             assert tensor.stored.payload.is_cuda
             assert same(tensor.dense().cpu(), weight.cpu())

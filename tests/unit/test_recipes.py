@@ -196,7 +196,7 @@ output: recipe.yaml
         "treatments.1.repeat.time: there is no such key. Nearest: times",
         "treatments.2.repeat.times: must be an integer",
         "treatments.3: write a treatment as",
-        "treatments.4.compress.level: must be 'fast', 'default' or 'max', not 'maximal'",
+        "treatments.4.compress.level: must be 'fast', 'default', 'high' or 'max', not 'maximal'",
         "subject: nowhere does not exist",
         "output: recipe.yaml is a file",
     ):

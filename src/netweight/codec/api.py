@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from netweight.codec.header import Blob
 
-LEVELS = ("fast", "default", "max")
+LEVELS = ("fast", "default", "high", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BlobInfo:
         dtype: safetensors' name of the element type, such as "BF16".
         shape: The tensor's shape.
         nbytes: Bytes of the tensor when decoded.
-        level: The level it was encoded with: "fast", "default" or "max".
+        level: The level it was encoded with: "fast", "default", "high" or "max".
         digest: Digest of the tensor: "xxh3-chunks:" and 32 hexadecimal digits, which `digest_of` makes of its bytes;
             of lossy blobs and of version 1 "xxh3-128:" and XXH3-128 of the bytes.
         version: Version of the format.
@@ -156,7 +156,7 @@ def encode(
     Args:
         tensor: A torch tensor of any dtype and shape (moved to the CPU if elsewhere) or numpy array; copied only if it
             is not contiguous.
-        level: "fast", "default" or "max": denser in this order, slower in this order.
+        level: "fast", "default", "high" or "max": denser in this order, slower in this order.
         threads: Threads to encode with, at least 1. The bytes do not depend on it.
         chunk_log2: Binary logarithm of the numbers per chunk, 10 to 22; None for 18 (17 for types of four bytes and
             more).
@@ -211,7 +211,7 @@ def encode_lossy(
         fidelity: "corrected": weights are divided by the stored normalizer, and halves round to even. "reference": the
             arithmetic of the paper's code, for bfloat16 only: quotients are rounded to bfloat16 first, halves round up,
             and the largest numbers may become infinite.
-        level: "fast", "default" or "max".
+        level: "fast", "default", "high" or "max".
         threads: Threads to encode with, at least 1. The bytes do not depend on it.
         chunk_log2: See `encode`.
         path: See `encode`.

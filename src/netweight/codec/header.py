@@ -311,7 +311,7 @@ class Header:
     element: ElementType
     shape: tuple[int, ...]
     level: int
-    """0 fast, 1 default, 2 max; decoders need not know."""
+    """0 fast, 1 default, 2 high, 3 max; decoders need not know."""
     chunk_log2: int
     digest: bytes
     """Version 1: xxh3-128 of the tensor's bytes; 2: of the checks; most significant byte first."""
@@ -382,7 +382,7 @@ def _read_start(reader: Reader, size: int) -> tuple[bytes, ElementType, tuple[in
     if element is None:
         raise Unsupported(f"element type number {code} is not known to this release")
     flags = HAS_BASE | HAS_NEW_MODES if version > 1 else 0
-    if level & ~flags > 2:
+    if level & ~flags > 3:
         raise Unsupported(f"level number {level & ~flags} is not known to this release")
     if not 10 <= chunk_log2 <= 22:
         raise corrupt("the header states an impossible chunk size")

@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from netweight.codec.header import BY_NAME, Bytes, ElementType, Reader, corrupt, little
-from netweight.codec.numpy_rans import pack, read_rans, read_wide, unpack, write_rans, write_wide
+from netweight.codec.numpy_rans import pack, read_rans, read_split, read_wide, unpack, write_rans, write_wide
 from netweight.codec.numpy_tables import (
     CONSTANT,
     COST,
     HALVES,
+    HIGH,
+    JOINT,
+    MAX,
     PACKED,
     PALETTE,
     RANS,
@@ -26,8 +29,12 @@ from netweight.codec.numpy_tables import (
     Counts,
     Integers,
     Plane,
+    Split,
     choose,
+    choose_whole,
+    histogram,
     sampling,
+    table,
 )
 
 SMALLEST = 512  # bytes; below this no table pays
@@ -268,8 +275,16 @@ def write_plane(plane: Plane, data: Bytes, level: int, nesting: int) -> bytes:
         return _dense(plane, elements, level, plane.inner)
     probe = Probe.of(elements)
     floats = plane.fractions is not None
+    signs = elements >> (8 * plane.width - 1)
+    plane = replace(plane, one_sign=floats and bool((signs == signs[0]).all()))
     skewed = plane.inner or not floats or probe.often or probe.few(plane.width)
-    dense = _dense(plane, elements, level, skewed)
+    small, finer = len(elements) < 1 << 16, (2,) if level == HIGH else (2, 3) if level == MAX else ()
+    joints: list[bytes] = []
+    if floats and plane.width == 2 and not plane.one_sign and (level == MAX or small or not skewed):
+        joints = [joint for bits in finer if (joint := _joint(plane, elements, bits, level)) is not None]
+    if joints and level == HIGH and not small:
+        return joints[0]
+    dense = min((_dense(plane, elements, level, skewed), *joints), key=len)
     if plane.tail and not plane.inner and len(elements) >= SMALLEST and dense[0] == RAW:
         return dense  # the usual tail is noise
     trial = _skewed(plane, probe, elements, level, nesting) if skewed else None
@@ -311,7 +326,7 @@ def read_plane(reader: Reader, width: int, count: int, nesting: int) -> Integers
     """One plane: `count` unsigned elements of `width` bytes, 1 or 2."""
     mode = reader.number(1, "a plane")
     kind = np.dtype("u1" if width == 1 else "<u2")
-    if mode > HALVES or (mode > WIDE_RANS and nesting == VERSION_1):
+    if mode > JOINT or (mode > WIDE_RANS and nesting == VERSION_1):
         raise corrupt("a plane has an unknown mode")
     if mode > STEEP and nesting == 0:
         raise corrupt("planes lie too deep in planes")
@@ -337,6 +352,8 @@ def read_plane(reader: Reader, width: int, count: int, nesting: int) -> Integers
         if index.max() >= len(values):
             raise corrupt("a palette lacks a value")
         return values[index]
+    if mode == JOINT:
+        return _read_joint(reader, count, nesting)
     high = read_plane(reader, 1, count, nesting - 1).astype(kind)
     return high << 8 | read_plane(reader, 1, count, nesting - 1)
 
@@ -428,6 +445,142 @@ def _read_sparse(
     if differs.any():
         numbers[differs] = read_rest(int(differs.sum()))
     return numbers
+
+
+# ---- joint: numbers of symbols, which raw bits complete, and of whole values, such as zeros --------------------------
+
+_MOST_NUMBERS, _MOST_VALUES = 255, 8
+_LEAST_OF_JOINT = 1 << 13  # elements; below this the lists do not pay
+_LISTS = 1024  # bytes of lists and header at most
+_FINE_SHARE = 64  # exponents with one of so many elements are told apart by bits of the mantissa, too
+
+
+def _joint(plane: Plane, elements: Integers, finer: int, level: int) -> bytes | None:
+    """A plane of floats of which some are equal; None when that does not pay.
+
+    Symbols of likely exponents have `finer` bits of the mantissa.
+    """
+    assert plane.fractions is not None
+    whole, count = 1 + plane.fractions, len(elements)
+    if count < _LEAST_OF_JOINT or whole > 8 or whole <= finer:
+        return None
+    split = Split(2, whole - finer, True)
+    values, occurrences, sampled = _repeated_values(elements, split)
+    if level == MAX and not len(values) and count >= 1 << 16:
+        return None
+
+    symbols = split.symbols(elements)
+    counts = np.bincount(symbols, minlength=1 << split.symbol_bits)
+    left = counts.copy()  # about so many without the values
+    for symbol, often in zip(split.symbols(values).tolist(), occurrences.tolist(), strict=True):
+        left[symbol] -= min(int(left[symbol]), often * count // sampled)
+    by_exponent = left.reshape(-1, 1 << finer).sum(axis=1)
+    fine = np.repeat(by_exponent * _FINE_SHARE >= count, 1 << finer)
+    listed = np.flatnonzero((counts > 0) & fine)
+    coarse = np.flatnonzero((counts > 0).reshape(-1, 1 << finer).any(axis=1) & ~fine[:: 1 << finer])
+    before_coarse = len(listed) + len(values)
+    if before_coarse + len(coarse) > _MOST_NUMBERS:
+        return None
+    number_of = np.zeros(1 << split.symbol_bits, np.uint8)
+    number_of[listed] = np.arange(len(listed))
+    places = (coarse[:, None] << finer) + np.arange(1 << finer)
+    number_of[places] = np.arange(before_coarse, before_coarse + len(coarse))[:, None]
+    numbers = number_of[symbols]
+    for number, value in enumerate(values.tolist(), len(listed)):
+        numbers[elements == value] = number
+    is_coarse = numbers >= before_coarse
+    raw = split.raw(elements[(numbers < len(listed)) | is_coarse].astype(np.int64))
+    more = elements[is_coarse] >> split.symbol_shift & ((1 << finer) - 1)
+    if 8 * (-(-len(raw) // 64) * split.raw_bits + -(-len(more) // 64) * finer) + _LISTS > count:
+        return None
+    joint = b"".join(
+        (
+            bytes((JOINT, split.byte, finer, len(listed), len(values), len(coarse))),
+            *(part.astype("<u2").tobytes() for part in (listed, values, coarse)),
+            little(len(raw), 3),
+            little(len(more), 3),
+            pack(_in_blocks(raw), split.raw_bits).tobytes(),
+            pack(_in_blocks(more), finer).tobytes(),
+            _numbers(numbers, level),
+        )
+    )
+    return joint if 100 * len(joint) <= 199 * count else None  # half a percent at least
+
+
+def _in_blocks(fields: Integers) -> Bytes:
+    blocks = np.zeros((-(-len(fields) // 64), 64), np.uint8)
+    blocks.reshape(-1)[: len(fields)] = fields
+    return blocks
+
+
+def _repeated_values(elements: Integers, split: Split) -> tuple[Counts, Counts, int]:
+    """Values that make up a 256th of a sample and an eighth of what it has with their symbol; at most eight.
+
+    With them come their occurrences in the sample, and its size. It is all groups of eight elements, or where there are
+    many one of 32, which moves on from run to run.
+    """
+    stride = 1 if len(elements) < 1 << 16 else 32
+    runs = len(elements) // 8 // stride
+    groups = np.arange(runs) * stride + np.arange(runs) % stride
+    sample = elements[: len(elements) // 8 * 8].reshape(-1, 8)[groups].reshape(-1)
+    counts = np.bincount(sample, minlength=1 << 16).astype(np.int64)
+    with_symbol = np.bincount(split.symbols(sample), minlength=1 << split.symbol_bits)
+    values = np.flatnonzero((counts > 0) & (256 * counts >= len(sample)))
+    values = values[8 * counts[values] >= with_symbol[split.symbols(values)]]
+    values = np.sort(values[np.argsort(-counts[values], kind="stable")][:_MOST_VALUES])
+    return values, counts[values], len(sample)
+
+
+def _numbers(numbers: Bytes, level: int) -> bytes:
+    """A plane of one-byte elements as whole symbols."""
+    count = len(numbers)
+    if (numbers == numbers[0]).all():
+        return bytes((CONSTANT, numbers[0]))
+    if level == MAX:
+        choice = choose_whole(numbers, level, 1)
+    else:
+        whole = Split(1, 0, False)
+        choice = table(histogram(numbers, whole, 1)[0], whole, exhaustive=False)
+    streams = 1 if count < 1 << 14 else 2 if count < 1 << 18 else 4
+    coded = write_wide(choice, numbers) if choice.mode == WIDE_RANS else write_rans(choice, numbers, streams)
+    return coded if coded is not None and len(coded) <= count else bytes((RAW,)) + numbers.tobytes()
+
+
+def _read_joint(reader: Reader, count: int, nesting: int) -> Integers:
+    what = "a joint plane"
+    split = read_split(reader, 2)
+    more_bits = reader.number(1, what)
+    coarse_split = replace(split, raw_bits=split.raw_bits + more_bits)
+    if split.raw_bits == 0 or more_bits == 0 or coarse_split.raw_bits > 8:
+        raise corrupt("a plane's header asks for impossible raw bits")
+    symbols, values, coarse = (reader.number(1, what) for _ in range(3))
+    before_coarse, listed = symbols + values, symbols + values + coarse
+    if listed > _MOST_NUMBERS:
+        raise corrupt(f"{what} lists too many symbols and values")
+    words = reader.take(2 * listed, what).view("<u2").astype(np.int64)
+    for part, own in ((words[:symbols], split), (words[before_coarse:], coarse_split)):
+        if (part >> own.symbol_bits).any():
+            raise corrupt(f"{what} lists a symbol that cannot be")
+        part <<= own.symbol_shift
+    fields, more_fields = reader.number(3, what), reader.number(3, what)
+    if fields > count or more_fields > count:
+        raise corrupt(f"{what} has more raw bits than elements")
+    raw, more = (
+        unpack(reader.take(-(-some // 64) * 8 * bits, "raw bits").reshape(-1, 8 * bits), bits).reshape(-1)[:some]
+        for some, bits in ((fields, split.raw_bits), (more_fields, more_bits))
+    )
+    numbers = read_plane(reader, 1, count, nesting - 1)
+    is_coarse = numbers >= before_coarse
+    completed = (numbers < symbols) | is_coarse
+    needed = int(completed.sum()), int(is_coarse.sum())
+    if (numbers >= listed).any() or needed[0] > fields or needed[1] > more_fields:
+        raise corrupt(f"{what} lacks a value or raw bits")
+    if needed != (fields, more_fields):
+        raise corrupt(f"{what} has raw bits left over")
+    elements = words.astype(np.uint16)[numbers]
+    elements[completed] |= split.place_raw(raw).astype(np.uint16)
+    elements[is_coarse] |= more.astype(np.uint16) << split.symbol_shift
+    return elements
 
 
 # ---- packed ----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ def unpack(blocks: Bytes, width: int) -> Words:
 # ---- what both modes share -------------------------------------------------------------------------------------------
 
 
-def _read_split(reader: Reader, width: int) -> Split:
+def read_split(reader: Reader, width: int) -> Split:
+    """The split of an element into symbol and raw bits."""
     byte = reader.number(1, "a plane's header")
     split = Split(width, byte & 127, byte >= 128)
     if split.raw_bits >= 8 * width or (split.signed and split.raw_bits == 0):
@@ -152,7 +153,7 @@ def write_rans(choice: Choice, elements: Integers, streams: int) -> bytes | None
 
 def read_rans(reader: Reader, width: int, count: int, steep: bool) -> Words:
     """`count` elements of a plane in the rans or steep mode."""
-    split = _read_split(reader, width)
+    split = read_split(reader, width)
     streams = reader.number(1, "a plane's header")
     if streams not in (1, 2, 4):
         raise corrupt("a plane's header asks for an impossible number of streams")
@@ -275,7 +276,7 @@ def write_wide(choice: Choice, elements: Integers) -> bytes | None:
 
 def read_wide(reader: Reader, width: int, count: int) -> Words:
     """`count` elements of a plane in the wide_rans mode."""
-    split = _read_split(reader, width)
+    split = read_split(reader, width)
     what = "a wide table"
     symbols = _read_symbols(reader, what, 2, 1024, split.symbol_bits)
     frequencies: list[int] = []

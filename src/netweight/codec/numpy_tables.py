@@ -20,8 +20,8 @@ from netweight.codec.header import ElementType
 Integers = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
 
-RAW, CONSTANT, PACKED, RANS, WIDE_RANS, STEEP, SPARSE, PALETTE, HALVES = range(9)  # modes of a plane
-FAST, DEFAULT, MAX = range(3)  # levels
+RAW, CONSTANT, PACKED, RANS, WIDE_RANS, STEEP, SPARSE, PALETTE, HALVES, JOINT = range(10)  # modes of a plane
+FAST, DEFAULT, HIGH, MAX = range(4)  # levels
 COST = 1 << 16  # unit of costs: this many make a bit
 PATCH_COST = 33 * COST // 2
 WIDE_SLOTS = 4096
@@ -94,6 +94,8 @@ class Plane:
     """Lower bytes of wider numbers: usually noise."""
     inner: bool = False
     """Part of a plane of skewed data."""
+    one_sign: bool = False
+    """Floats whose top bits are all equal, as those of second moments are."""
     split_off: bool = False
     """What a sparse plane left, of which no further value is split off."""
 
@@ -112,15 +114,16 @@ class Plane:
         else:
             most = 1 + self.fractions  # sign and mantissa raw: the symbol is the exponent
             narrow = self.width == 1 or self.exponent_bits == 5
-            finest = {FAST: 0, DEFAULT: 2 if narrow else 1, MAX: 3}[level]
-            least = max(1, most - finest)
+            finest = {FAST: 0, DEFAULT: 1 + narrow, HIGH: 2 + narrow, MAX: 3}[level]
+            least = max(1, most - finest) - self.one_sign
+            most -= self.one_sign
         for raw_bits in range(least, most + 1):
-            yield Split(self.width, raw_bits, self.fractions is not None)
+            yield Split(self.width, raw_bits, self.fractions is not None and not self.one_sign)
 
 
 def sampling(level: int) -> int:
     """Of so many groups of eight elements, in planes of 2^16 and more, one is looked at first."""
-    return {FAST: 16, DEFAULT: 8, MAX: 1}[level]
+    return {FAST: 16, DEFAULT: 8, HIGH: 2, MAX: 1}[level]
 
 
 # ---- frequency tables ------------------------------------------------------------------------------------------------
@@ -170,17 +173,23 @@ def choose(plane: Plane, elements: Integers, level: int, sample: int, skewed: bo
             best = replace(wide, cost=wide.cost + raw_cost)
     if best is None or not skewed or plane.width == 2:
         return best
-    whole = Split(1, 0, False)  # bytes as they are, in steep tables, too
+    return choose_whole(elements, level, sample, best)
+
+
+def choose_whole(elements: Integers, level: int, sample: int, best: Choice | None = None) -> Choice:
+    """The cheapest table for bytes as they are, steep ones among them; or `best`, if nothing is cheaper."""
+    whole = Split(1, 0, False)
     counts, total = histogram(elements, whole, sample)
     for steep in (False, True):
         choice = table(counts, whole, exhaustive=level == MAX, steep=steep)
         cost = choice.cost * len(elements) // total
-        if cost < best.cost:
+        if best is None or cost < best.cost:
             best = replace(choice, cost=cost)
+    assert best is not None
     wide = wide_table(counts, whole)
     if wide is not None:
         cost = wide.cost * len(elements) // total
-        if cost + cost // 32 < best.cost:  # it decodes more slowly
+        if (cost if level == MAX else cost + cost // 32) < best.cost:  # it decodes more slowly
             best = replace(wide, cost=cost)
     return best
 

@@ -204,7 +204,7 @@ class Weights:
         chunks: int | None = info.chunk_log2
         if device.wants_other_chunks(stored, level, chunks):
             chunks = None
-        elif rows is not None and stored.is_cpu and level != "max" and dense.numel() > 1 << rows:
+        elif rows is not None and stored.is_cpu and level not in ("high", "max") and dense.numel() > 1 << rows:
             chunks = min(rows, info.chunk_log2)  # files have larger ones, of which one token would have one decoded
         recut = chunks != info.chunk_log2
         if (fixed or recut) and not codec.is_lossy(blob):
@@ -223,7 +223,8 @@ class Weights:
         """A parameter of the stored bytes as they are, where they lie if mapped; None where others are needed."""
         own, rows, level = torch_dtype(info.dtype), self._chunks[name], info.level
         changes = dtype not in (None, own) and own.is_floating_point
-        finer = rows is not None and level != "max" and math.prod(info.shape) > 1 << rows and info.chunk_log2 > rows
+        recut = rows is not None and level not in ("high", "max") and math.prod(info.shape) > 1 << rows
+        finer = recut and info.chunk_log2 > rows
         if changes or finer or not stored.is_cpu or info.base_digest is not None or codec.is_lossy(blob):
             return None
         if self._takes_fixed(name, stored.device) or len(blob) >= info.nbytes:

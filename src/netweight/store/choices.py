@@ -8,7 +8,7 @@ from typing import Any, Literal
 from netweight import codec
 from netweight.store.safetensors import nbytes_of
 
-Level = Literal["fast", "default", "max"]
+Level = Literal["fast", "default", "high", "max"]
 LEAST = 1 << 12
 """Bytes of a tensor from which equal tensors are stored once."""
 
@@ -23,13 +23,13 @@ def finer_chunks(name: str, shape: tuple[int, ...], level: Level) -> int | None:
     Args:
         name: The tensor's name, by which embeddings are recognized.
         shape: Its shape.
-        level: The codec's level; `"max"` keeps the largest chunks.
+        level: The codec's level; `"high"` and `"max"` keep the largest chunks.
 
     Returns:
         The binary logarithm of the numbers per chunk; None for the codec's own choice.
     """
     small = len(shape) != 2 or shape[0] * shape[1] <= 1 << _ROW_CHUNKS
-    return None if small or level == "max" or not _EMBEDDING.search(name) else _ROW_CHUNKS
+    return None if small or level in ("high", "max") or not _EMBEDDING.search(name) else _ROW_CHUNKS
 
 
 SAMPLE = 1 << 15

@@ -38,7 +38,7 @@ from netweight_experiments.benchmarks.compress.codec_data import (
 from netweight_experiments.timing import Case, Samples, interleave, kept_heap
 
 INSTALL = 'pip install "netweight[bench]"'
-_PACKAGES = ("zipnn", "zstandard", "lz4", "blosc2", "scipy")
+_PACKAGES = ("zipnn", "zstandard", "lz4", "blosc2", "openzl", "lmzip", "glyd", "pcodec", "scipy")
 Who: TypeAlias = tuple[str, str | None, str | None]  # contender, path, level
 
 
@@ -165,7 +165,7 @@ def settings(*, threads: int) -> list[Setting]:
     """List the ways worth measuring: on the fastest path every level, on the others the default."""
     paths = codec.available_paths()
     compiled = [path for path in paths if path != "python"] or paths  # plain Python only where there is nothing else
-    levels = [(compiled[0], level) for level in ("default", "fast", "max")]
+    levels = [(compiled[0], level) for level in ("default", "fast", "high", "max")]
     return levels[:1] if threads > 1 else [levels[0], *((path, "default") for path in compiled[1:]), *levels[1:]]
 
 

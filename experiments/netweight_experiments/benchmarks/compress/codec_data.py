@@ -139,6 +139,7 @@ def _of_file(file: Path) -> list[DataSet]:
 
 Bytes = NDArray[np.uint8]
 BLOCK = 1 << 20  # bytes that zstd and lz4 are given at a time
+LARGE_BLOCK = 1 << 23  # that peers with tables of their own are given at a time
 PLANE_BLOCK = 1 << 18  # so that the planes stay in the cache between splitting and coding
 _SHRINKS = 0.98  # a plane is stored coded if its size falls below this share
 _WIDTHS = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -266,6 +267,67 @@ def _blosc2(codec: str, level: int) -> Callable[[Bytes, str, int], Ready]:
     return ready
 
 
+def _openzl(raw: Bytes, dtype: str, threads: int) -> Ready:
+    """OpenZL with exponents apart from signs and mantissas, where it has such a node, and order-0 entropy coding."""
+    zl = importlib.import_module("openzl.ext")
+    node = {"BF16": "BFloat16Deconstruct", "F16": "Float16Deconstruct", "F32": "Float32Deconstruct"}.get(dtype)
+    compressor = zl.Compressor()
+    compressor.set_parameter(zl.CParam.FormatVersion, zl.MAX_FORMAT_VERSION)
+    entropy = zl.graphs.Entropy()
+    graph = getattr(zl.nodes, node)()(compressor, zl.graphs.Store(), entropy) if node else entropy(compressor)
+    compressor.select_starting_graph(graph)
+
+    def encode(block: Bytes) -> bytes:
+        context = zl.CCtx()
+        context.ref_compressor(compressor)
+        context.set_parameter(zl.CParam.FormatVersion, zl.MAX_FORMAT_VERSION)
+        numbers = block.view(f"<u{_WIDTHS[dtype]}")
+        stored: bytes = context.compress([zl.Input(zl.Type.Numeric, numbers)])
+        return stored
+
+    def decode(stored: bytes) -> Any:
+        return zl.DCtx().decompress(stored)[0].content.as_nparray()
+
+    return _in_blocks(_blocks(raw, LARGE_BLOCK), encode, decode, threads)
+
+
+def _lmzip(raw: Bytes, dtype: str, threads: int) -> Ready:
+    """The coder of lmzip, given what lmzip gives it: eight megabytes at a time, of a known type."""
+    codec = importlib.import_module("lmz.codec")
+    kind = int(importlib.import_module("lmz.planner").KIND_BF16) if dtype == "BF16" else 0
+
+    def encode(block: Bytes) -> tuple[bytes, int, int, int, int]:
+        parts, number, flags, check = codec.encode_chunk(block, _WIDTHS[dtype], kind=kind)
+        return b"".join(map(bytes, parts)) if isinstance(parts, list) else parts, number, flags, check, block.nbytes
+
+    def decode(stored: tuple[bytes, int, int, int, int]) -> Any:
+        part, number, flags, check, size = stored
+        return codec.decode_chunk(part, number, _WIDTHS[dtype], flags, size, check)
+
+    return _in_blocks(_blocks(raw, LARGE_BLOCK), encode, decode, threads, lambda stored: len(stored[0]))
+
+
+def _glyd(raw: Bytes, dtype: str, threads: int) -> Ready:
+    glyd = importlib.import_module("glyd")
+
+    def encode(block: Bytes) -> bytes:
+        stored: bytes = glyd.compress(block, level="max", threads=1)
+        return stored
+
+    return _in_blocks(_blocks(raw, LARGE_BLOCK), encode, glyd.decompress, threads)
+
+
+def _pcodec(raw: Bytes, dtype: str, threads: int) -> Ready:
+    package, standalone = importlib.import_module("pcodec"), importlib.import_module("pcodec.standalone")
+    kind = {"F16": "<f2", "F32": "<f4"}.get(dtype, f"<u{_WIDTHS[dtype]}")
+
+    def encode(block: Bytes) -> bytes:
+        stored: bytes = standalone.simple_compress(block.view(kind), package.ChunkConfig())
+        return stored
+
+    return _in_blocks(_blocks(raw, LARGE_BLOCK), encode, standalone.simple_decompress, threads)
+
+
 # All peers, in the order of tables.
 PEERS = (
     Peer("memcpy", None, None, _memcpy),
@@ -276,6 +338,10 @@ PEERS = (
     Peer("lz4", "lz4", "lz4", _lz4),
     Peer("blosc2 bitshuffle + zstd", "blosc2", "blosc2", _blosc2("ZSTD", 1)),
     Peer("blosc2 bitshuffle + lz4", "blosc2", "blosc2", _blosc2("LZ4", 5)),
+    Peer("OpenZL", "openzl", "openzl", _openzl, tuple(_WIDTHS)),
+    Peer("lmzip", "lmz", "lmzip", _lmzip, tuple(_WIDTHS)),
+    Peer("glyd max", "glyd", "glyd", _glyd),
+    Peer("pcodec", "pcodec", "pcodec", _pcodec, tuple(_WIDTHS)),
 )
 
 

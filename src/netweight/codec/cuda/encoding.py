@@ -42,10 +42,10 @@ def encode(
 ) -> torch.Tensor:
     """Compress `tensor`, bit for bit, where it lies; `level` and `chunk_log2` as for `netweight.codec.encode`.
 
-    The GPU encodes the levels "fast" and "default" of tensors on it. Level "max", tensors without elements and those on
-    the CPU, and GPUs for which `unavailable_because` has a reason, are the host's encoder's: the tensor is copied there
-    and the blob back. The blob, U8 of shape (size,), is the same either way. Without `digest` its 16 bytes are zero on
-    a GPU: such a blob is for memory only, and `with_digest` is to complete it before it goes anywhere else.
+    The GPU encodes the levels "fast" and "default" of tensors on it. Higher levels, tensors without elements and those
+    on the CPU, and GPUs for which `unavailable_because` has a reason, are the host's encoder's: the tensor is copied
+    there and the blob back. The blob, U8 of shape (size,), is the same either way. Without `digest` its 16 bytes are
+    zero on a GPU: such a blob is for memory only, and `with_digest` is to complete it before it goes anywhere else.
 
     Waits for the GPU once, to learn the blob's size. Needs memory for a blob of the tensor's size, `SCRATCH_BYTES` or
     what one chunk takes (about twice its bytes), and a copy of a tensor that is not contiguous or starts at an address
@@ -166,7 +166,7 @@ class EncodePlan:
     nbytes: int
     """Of the tensor."""
     level: int
-    """By number: 0 fast, 1 default, 2 max."""
+    """By number: 0 fast, 1 default, 2 high, 3 max."""
     chunk_log2: int
 
     @classmethod
@@ -262,7 +262,7 @@ def _rounded_up(size: int) -> int:
 def _plan(tensor: torch.Tensor, level: str, chunk_log2: int | None) -> EncodePlan | None:
     """Return the plan of the GPU's encoding; None if the host's encoder must do it."""
     plan = EncodePlan.of(tensor, level, chunk_log2)
-    return plan if level != "max" and plan.numbers > 0 and _has_kernels(tensor.device) else None
+    return plan if level in ("fast", "default") and plan.numbers > 0 and _has_kernels(tensor.device) else None
 
 
 def _has_kernels(device: torch.device) -> bool:

@@ -20,7 +20,7 @@ class CompressSettings(Settings):
         "Rounding (lossy)": ("mantissa_bits", "block_size", "fidelity"),
     }
 
-    level: Literal["fast", "default", "max"] = Field(
+    level: Literal["fast", "default", "high", "max"] = Field(
         default="default",
         description="Compression level. Higher levels produce smaller files and take longer to write.",
     )
