@@ -14,7 +14,10 @@ from netweight import cli
 from netweight.attacks.gradient_inversion import tailored
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: its digits are the default data")
-SMALL = ["--clients", "5", "--rounds", "2", "--images", "1", "--epochs", "1", "--set", "search_steps=4"]
+SMALL = [
+    "--clients", "5", "--rounds", "2", "--images", "1", "--epochs", "1", "--set", "search_steps=4",
+    "--model", "tiny_networks:halves",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -31,6 +31,7 @@ def ledgers(out):
     return {path.name: len(path.read_text().splitlines()) for path in (out / "nemo-runs-small").glob("*.jsonl")}
 
 
+@pytest.mark.study  # make study makes the whole table
 def test_mitigations_are_measured_by_kind_and_searched_and_a_killed_call_goes_on(out):
     result = tried("nemo-table1", out)
     found = rows(result)
