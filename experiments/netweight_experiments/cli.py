@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +17,8 @@ import click
 
 from netweight.cli import FINDING_FAILED, Output, output_option
 from netweight.report.verdict import mark_of
-from netweight_experiments.benchmarks.script import RESULTS, about, write
+from netweight_experiments.benchmarks.script import RESULTS, about, scripts, write
+from netweight_experiments.benchmarks.script import run as run_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +130,27 @@ def _show_table(result: Reproduction, output: Output) -> None:
     output.line(f"{'Reused' if result.reused else 'Written'}: {result.folder / 'report.html'}")
 
 
-@click.group()
+class Benchmarks(click.Group):
+    """The benchmarks that are commands, and those that are scripts, by the names of their modules."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, or one that hands its arguments to a script."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None or cmd_name not in scripts():
+            return command
+        return click.Command(
+            cmd_name, callback=partial(run_script, cmd_name), add_help_option=False,
+            params=[click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)],
+            context_settings={"ignore_unknown_options": True},
+        )  # fmt: skip
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the scripts."""
+        with formatter.section("Scripts, each with options of its own (--help)"):
+            formatter.write_dl(list(scripts().items()))
+
+
+@click.group(cls=Benchmarks)
 def benchmark() -> None:
     """Measure speed and size against peers on this machine."""
 

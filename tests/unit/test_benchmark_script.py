@@ -8,7 +8,9 @@ from types import ModuleType
 from typing import Annotated
 
 import pytest
+from click.testing import CliRunner
 
+from netweight.cli import netweight
 from netweight.errors import UsageError
 from netweight_experiments.benchmarks import script
 
@@ -75,14 +77,7 @@ def test_a_file_says_where_it_comes_from(tmp_path, tries, monkeypatch):
         script.run(tries(main), ["--count", "2"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(
-        ".".join(path.relative_to(Path(script.__file__).parent).with_suffix("").parts)
-        for path in Path(script.__file__).parent.glob("*/*.py")
-        if "\ndef main(" in path.read_text()
-    ),
-)
+@pytest.mark.parametrize("name", script.scripts())
 def test_every_script_has_options_that_a_command_line_can_give(name):
     module = pytest.importorskip(f"netweight_experiments.benchmarks.{name}")
     parser = script.parser_of(module.main, name, module.__doc__)
@@ -111,3 +106,12 @@ def test_a_script_that_is_called_as_a_module_says_how_it_is_called():
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 1
     assert answer.stderr == "Write it as: python -m netweight_experiments.benchmarks compress.memory\n"
+
+
+def test_scripts_and_commands_are_one_suite():
+    shown = CliRunner().invoke(netweight, ["benchmark", "--help"]).output
+    assert all(name in shown for name in ("codec", "memory", *script.scripts()))
+    answer = CliRunner().invoke(netweight, ["benchmark", "compress.generation", "--help"])
+    assert answer.exit_code == 0, answer.output
+    assert "--tokens" in answer.output
+    assert CliRunner().invoke(netweight, ["benchmark", "compress.nothing"]).exit_code == 2

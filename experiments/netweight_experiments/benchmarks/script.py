@@ -1,7 +1,7 @@
 """What benchmarks share: their command line, and how results are written.
 
-`python -m netweight_experiments.benchmarks PART.NAME` runs `main` of a script. Parameters of `main` are options, those
-before `/` arguments; a `str` of an `Annotated` one is its help, another value its choices; a `Literal` has its own.
+`netweight benchmark PART.NAME`, or `python -m netweight_experiments.benchmarks PART.NAME`, runs `main` of a script.
+Parameters of `main` are options, those before `/` arguments; a `str` of an `Annotated` one is its help, another value its choices; a `Literal` has its own.
 What `main` returns, or yields as it grows, is written beside what every result says of itself; a script that takes
 `output` may look at what an earlier run has written there.
 """
@@ -9,6 +9,7 @@ What `main` returns, or yields as it grows, is written beside what every result 
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
 import inspect
 import json
@@ -24,6 +25,17 @@ from netweight.errors import UsageError
 
 # Where results are kept, from the root of the source tree.
 RESULTS = Path("benchmarks") / "results"
+
+
+def scripts() -> dict[str, str]:
+    """Return PART.NAME → the first line of its docstring, of every benchmark that is a script; none is imported."""
+    folder = Path(__file__).parent
+    trees = {path.relative_to(folder): ast.parse(path.read_text(encoding="utf-8")) for path in folder.glob("*/*.py")}
+    return {
+        ".".join(path.with_suffix("").parts): (ast.get_docstring(tree) or "").partition("\n")[0]
+        for path, tree in sorted(trees.items())
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+    }
 
 
 def run(name: str, words: Sequence[str]) -> dict[str, Any] | None:
