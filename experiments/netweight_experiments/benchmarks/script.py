@@ -1,9 +1,9 @@
 """What benchmarks share: their command line, and how results are written.
 
 `netweight benchmark PART.NAME`, or `python -m netweight_experiments.benchmarks PART.NAME`, runs `main` of a script.
-Parameters of `main` are options, those before `/` arguments; a `str` of an `Annotated` one is its help, another value its choices; a `Literal` has its own.
-What `main` returns, or yields as it grows, is written beside what every result says of itself; a script that takes
-`output` may look at what an earlier run has written there.
+Parameters of `main` are options, those before `/` arguments; a `str` of an `Annotated` one is its help, another value
+its choices; a `Literal` has its own. What `main` returns, or yields as it grows, is written beside what every result
+says of itself; a script that takes `output` may look at what an earlier run has written there.
 """
 
 from __future__ import annotations
