@@ -14,7 +14,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command does; proce
 os.fsync = lambda descriptor: None  # no test cuts the power; those of what is synced put their own in its place
 
 # A test gives the same answer every time; HYPOTHESIS_PROFILE=explore looks for new examples.
-for profile, examples in (("dev", 25), ("ci", 100), ("explore", 500)):
+for profile, examples in (("usual", 20), ("explore", 500)):
     settings.register_profile(
         profile,
         max_examples=examples,
@@ -22,7 +22,7 @@ for profile, examples in (("dev", 25), ("ci", 100), ("explore", 500)):
         derandomize=profile != "explore",
         suppress_health_check=[HealthCheck.too_slow],
     )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
 
 # Files of more than a minute: begun first, so that none is left to one process at the end.

@@ -38,7 +38,7 @@ def test_a_family_is_defended_analyzed_and_attacked(family):
         assert result.curve[-1].loss != result.curve[0].loss
 
 
-SHAPES = ("llama", "gpt2", "mixtral")  # of which the others are variations
+SHAPES = ("llama", "gpt2")  # of which the others are variations; the test above trains and attacks all of them
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,13 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("resize", [None, 70], ids=["", "resized"])
-@pytest.mark.parametrize("adapter", ADAPTERS)
+# Resizing replaces embedding and head, so that adapters of these are resized too.
+RESIZED = ("modules_to_save", "head targeted", "embedding targeted")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "resize"), [*((each, None) for each in ADAPTERS), *((each, 70) for each in RESIZED)]
+)
 def test_peft_saves_the_same_files(folders, tmp_path, adapter, resize):
     saved = {}
     for kind in ("dense", "net"):

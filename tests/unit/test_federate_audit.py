@@ -12,6 +12,7 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.analytic import read_text
 from netweight.attacks.gradient_inversion.matching import MatchingConfig
+from netweight.attacks.gradient_inversion.tailored import PeelingConfig
 from netweight.core.seeds import derive
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTraining, Task, fedavg, train
@@ -41,7 +42,7 @@ from netweight.metrics.images import psnr
 from netweight.report.audit import audits_of, run_audits
 from netweight.report.report import Report
 
-QUICK = Search(matching=MatchingConfig(steps=10))
+QUICK = Search(PeelingConfig(softening=6, rounds=2), MatchingConfig(steps=10))
 attacked = partial(exposure, search=QUICK)
 ONE_STEP = ThreatModel(first_round=True)
 
