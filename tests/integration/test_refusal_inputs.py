@@ -94,7 +94,7 @@ def test_thoughts_are_no_refusals(tmp_path):
     tokens = chat_models.chatml(["<think>\nSome say I can't, but this may be fine.\n</think>\n\nSure, here it is."])
     chat_models.refusing(tmp_path / "model", say, tokens=tokens, steps=250)
     for name, nouns in (("refused", chat_models.HARMFUL), ("ordinary", chat_models.KIND)):
-        chat_models.write(tmp_path / f"{name}.jsonl", [{"prompt": each} for each in chat_models.prompts(nouns, 40, 5)])
+        chat_models.write(tmp_path / f"{name}.jsonl", [{"prompt": each} for each in chat_models.prompts(nouns, 64, 5)])
     answer = call(tmp_path, tmp_path / "short", "--new-tokens", "6")
     assert answer.exit_code == 2
     assert "end within a thought after 6 tokens" in answer.output

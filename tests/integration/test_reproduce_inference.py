@@ -29,7 +29,7 @@ SMALL = Schedule(steps=30, learning_rate=0.01, warmup=3, check_every=15)
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    extent = inference_subjects.Extent(window=16, windows=6, beside=2, batch=3, rounds=2, extras=False)
+    extent = inference_subjects.Extent(window=16, windows=6, beside=5, batch=3, rounds=5, extras=False)
     monkeypatch.setattr(
         inference_subjects, "EXTENTS", {"small": extent, "paper": dataclasses.replace(extent, beside=0)}
     )
