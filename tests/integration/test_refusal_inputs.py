@@ -80,7 +80,7 @@ def test_no_edit_that_counts_fails_the_gate(curly, tmp_path):
     assert answer.exit_code == 1, answer.output
     left = json.loads(answer.stdout)["findings"][-1]
     assert left["value"] is None
-    assert "none counts" in left["detail"]["reason"]
+    assert "none is usable" in left["detail"]["reason"]
 
 
 def test_thoughts_are_no_refusals(tmp_path):
