@@ -65,8 +65,9 @@ SUSPICIOUS: dict[str, str] = {
     r"\b(tells?|told)\b": "an everyday verb for a technical one: report, show, identify",
     r"\b(looks? at|looked at)\b": "an everyday verb: inspect, examine",
     r"\btakes? back\b|\btook back\b": "an everyday verb: undo, subtract",
-    r"\b(nobody|no one|strangers?|obituary|wish|patiently|lies?|liars?)\b": "personification",
-    r"\bis (no|none)\b|\bare (no|none)\b|\bholds no\b": "negation by a noun: write it with not",
+    r"\b(nobody|no one|strangers?|obituary|wish|patiently|liars?)\b": "personification",
+    r"(?<![Tt]here )\b(is|are) (no|none)\b": "negation by a noun: write it with not",
+    r"\bholds? (no|none)\b": "an everyday verb: contain",
     r"\bwhat (it|is|was|they|he|she)\b(?! (measured|written|installed))": "a relative clause in place of a noun",
     r", too\b|\bbesides\b|\btherein\b|\bthereof\b": "inverted order",
     r"^(Whether|How|Which|Who)\b": "a riddle in place of a noun",
@@ -113,7 +114,7 @@ def _strings(tree: ast.Module, place: str) -> Iterator[tuple[str, ast.expr]]:
         elif isinstance(node, ast.FunctionDef) and any("command" in ast.unparse(d) for d in node.decorator_list):
             yield from (("help", each) for each in _docstrings(node)[:1])
         elif isinstance(node, ast.FunctionDef) and "Words" in ast.unparse(node.returns or ast.Constant("")):
-            yield from (("report", each) for each in ast.walk(node) if _is_sentence(each))  # type: ignore[misc]
+            yield from (("report", each) for each in _sentences(node))
 
 
 def _of_call(node: ast.Call, place: str) -> Iterator[tuple[str, ast.expr]]:
@@ -153,10 +154,17 @@ def _docstrings(node: ast.ClassDef | ast.FunctionDef) -> list[ast.expr]:
     ]  # fmt: skip
 
 
-def _is_sentence(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or (
-        isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
-    )
+def _sentences(node: ast.FunctionDef) -> Iterator[ast.expr]:
+    """The strings of more than a word in a function's body, without its docstring and parts of other strings."""
+    inner = {id(each) for part in ast.walk(node) if isinstance(part, ast.JoinedStr) for each in part.values}
+    inner |= {id(each) for each in _docstrings(node)[:1]}
+    for each in ast.walk(node):
+        if id(each) in inner:
+            continue
+        if isinstance(each, ast.JoinedStr) or (
+            isinstance(each, ast.Constant) and isinstance(each.value, str) and " " in each.value
+        ):
+            yield each
 
 
 def _text(node: ast.expr) -> str:

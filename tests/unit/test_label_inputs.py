@@ -1,9 +1,11 @@
 """Odd inputs: every one gets a label, or a refusal that names it."""
 
 import json
+import os
 import pickle
 import struct
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,6 +53,48 @@ def header(entries, data=b""):
 class Runs:
     def __reduce__(self):
         return (print, ("this must not run",))
+
+
+def language(folder, **values):
+    return write(folder, "config.json", {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, **values})
+
+
+def in_the_hubs_cache(folder):
+    """Files as the hub's client stores them: links in a folder whose name is a digest."""
+    blobs, snapshot = (folder / "models--owner--name" / each for each in ("blobs", f"snapshots/{'a' * 40}"))
+    snapshot.mkdir(parents=True)
+    weights(blobs, "1")
+    write(blobs, "2", {"architectures": ["LlamaForCausalLM"]})
+    (snapshot / "model.safetensors").symlink_to(blobs / "1")
+    (snapshot / "config.json").symlink_to(blobs / "2")
+    return snapshot
+
+
+def linked_to_itself(folder):
+    lora(folder / "x", "a.safetensors")
+    lora(folder / "x", "b.safetensors")
+    (folder / "x" / "up").symlink_to(folder)
+    return folder
+
+
+def saved(folder, name, value):
+    torch.save(value, folder / name)
+    return folder / name
+
+
+def dangling(folder):
+    (language(folder).parent / "model.safetensors").symlink_to(folder / "gone")
+    return folder
+
+
+def fifo(folder):
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+def torchscript(folder):
+    torch.jit.script(torch.nn.Linear(3, 3)).save(str(folder / "script.pt"))
+    return folder / "script.pt"
 
 
 # name → how it is made; each returns the path that is labelled, and what the label's kind begins with
@@ -152,6 +196,57 @@ LABELLED = {
     "optimizer beside the model": lambda d: (
         torch.save({"state": {0: torch.ones(4)}}, d / "optimizer.pt")
         or (write(d, "config.json", {"model_type": "x"}) and weights(d).parent), "model"),
+    "snapshot of the hub": lambda d: (in_the_hubs_cache(d), "language model"),
+    "LoRAs with a link to their folder": lambda d: (linked_to_itself(d), "folder of adapters"),
+    "upper-case suffix": lambda d: (weights(d, "MODEL.SAFETENSORS"), "weights"),
+    "config with a byte order mark": lambda d: (
+        write(d, "config.json", b'\xef\xbb\xbf{"architectures": ["BertModel"]}') and weights(d).parent, "model: Bert"),
+    "NaN in the config": lambda d: (
+        write(d, "config.json", '{"a": NaN, "architectures": ["BertModel"]}') and weights(d).parent, "model"),
+    "architectures as a text": lambda d: (language(d, architectures="LlamaForCausalLM") and weights(d).parent, "lang"),
+    "architectures as numbers": lambda d: (language(d, architectures=[3]) and weights(d).parent, "model"),
+    "odd values in the config": lambda d: (
+        language(d, vocab_size="many", eos_token_id="x", text_config=[1], quantization_config="gptq")
+        and weights(d).parent, "language model"),
+    "adapter beside a model": lambda d: (
+        language(d) and write(d, "adapter_config.json", {"peft_type": "LORA"}) and weights(d).parent, "adapter (LoRA)"),
+    "learned prompt of peft": lambda d: (
+        write(d, "adapter_config.json", {"peft_type": "PROMPT_TUNING"})
+        and weights(d, "adapter_model.safetensors", {"prompt_embeddings": torch.ones(8, 16)}).parent,
+        "adapter: PROMPT_TUNING"),
+    "model and its author's own layout": lambda d: (
+        language(d) and weights(d, "consolidated.safetensors")
+        and weights(d, "model-00001-of-00001.safetensors").parent, "language model"),
+    "checkpoint of a trainer": lambda d: (
+        language(d) and saved(d, "optimizer.pt", {"s": 1}) and saved(d, "training_args.bin", {"a": 1})
+        and weights(d).parent, "language model"),
+    "vocabulary named .bin": lambda d: (
+        language(d) and write(d, "tok512.bin", bytes(range(64))) and weights(d).parent, "language model"),
+    "arrays beside a model": lambda d: (
+        language(d) and (np.savez(d / "v.npz", a=np.ones(3)) or weights(d).parent), "language model"),
+    "weights that share memory": lambda d: (saved(d, "s.pt", {"a": W["model.norm.weight"]} | W), "weights"),
+    "parameters": lambda d: (saved(d, "p.pt", {"p": torch.nn.Parameter(torch.ones(3))}), "weights"),
+    "one tensor alone": lambda d: (saved(d, "t.pt", torch.ones(9)), "weights"),
+    "name of 5,000 letters": lambda d: (weights(d, tensors={"a" * 5000: torch.ones(3, 3)}), "weights"),
+    "control characters in a name": lambda d: (
+        weights(d, "a\nb.safetensors", {"c\nd\x1b[31m": torch.ones(64, 64)}), "weights"),
+    "odd parts of a pipeline": lambda d: (
+        weights(d / "unet", "diffusion_pytorch_model.safetensors")
+        and write(d, "model_index.json", {"_class_name": 5, "unet": "x", "vae": ["a"], "n": {"q": 1}}).parent,
+        "pipeline"),
+    "embedding of a textual inversion": lambda d: (weights(d, tensors={"emb_params": torch.ones(4, 768)}), "weights"),
+    "LoHa": lambda d: (
+        weights(d, tensors={f"lora_unet_x.hada_w{i}_{c}": torch.ones(4, 4) for i in (1, 2) for c in "ab"}), "adapter"),
+    "odd card": lambda d: (
+        language(d) and write(d, "README.md", "---\nlicense: [mit, x]\nbase_model: {a: 1}\n---\n")
+        and weights(d).parent, "language model"),
+    "odd tokenizer": lambda d: (
+        language(d) and write(d, "tokenizer.json", {"model": {"vocab": {"a": "x"}}, "added_tokens": "y"})
+        and write(d, "tokenizer_config.json", {"chat_template": 5, "added_tokens_decoder": [1]}) and weights(d).parent,
+        "language model"),
+    "four-bit floats": lambda d: (
+        write(d, "f4.safetensors", header({"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}, b"1234")),
+        "weights"),
 }  # fmt: skip
 
 # name → how it is made; each returns the path, and a word that the refusal must hold
@@ -195,6 +290,37 @@ REFUSED = {
         write(d, "pytorch_model.bin", b"not a pickle").parent, "pytorch_model.bin"),
     "folder of models": lambda d: (
         write(d / "one", "config.json", {"a": 1}) and weights(d / "one").parent.parent, "one"),
+    "device": lambda d: (Path("/dev/null"), "neither a file nor a folder"),
+    "named pipe": lambda d: (fifo(d), "neither a file nor a folder"),
+    "link to nothing": lambda d: (dangling(d), "model.safetensors is a link"),
+    "sparse tensor": lambda d: (saved(d, "s.pt", {"a": torch.eye(64).to_sparse(), "b": torch.ones(3)}), "a is sparse"),
+    "quantized tensor": lambda d: (
+        saved(d, "q.pt", {"a": torch.quantize_per_tensor(torch.ones(8, 8), 0.1, 0, torch.qint8)}), "a is quantized"),
+    "tensor without data": lambda d: (saved(d, "m.pt", {"a": torch.ones(3, device="meta")}), "m.pt: the tensor a"),
+    "whole module": lambda d: (saved(d, "m.pt", torch.nn.Linear(3, 3)), "torch.nn.modules.linear.Linear"),
+    "TorchScript": lambda d: (torchscript(d), "TorchScript"),
+    "cut checkpoint": lambda d: (write(d, "cut.pt", saved(d, "t.pt", W).read_bytes()[:900]), "cut.pt"),
+    "header without tensors": lambda d: (write(d, "e.safetensors", header({"__metadata__": {"a": "b"}})), "no tensors"),
+    "pointer of Git LFS": lambda d: (
+        language(d) and write(d, "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid x\n").parent,
+        "Git LFS"),
+    "page of an error as weights": lambda d: (write(d, "model.safetensors", "<!doctype html>Not found"), "model.safe"),
+    "archive of torch as safetensors": lambda d: (saved(d, "a.safetensors", W), "a.safetensors is a pickle"),
+    "pipeline without weights": lambda d: (write(d, "model_index.json", {"_class_name": "X"}).parent, "model_index"),
+    "adapter without weights": lambda d: (
+        write(d, "adapter_config.json", {"peft_type": "LORA"}).parent, "adapter_config.json"),
+    "index that leads outside": lambda d: (
+        language(d) and write(d, "model.safetensors.index.json", {"weight_map": {"a": "../evil.safetensors"}})
+        and weights(d).parent, "../evil.safetensors"),
+    "shape of 2^80 numbers": lambda d: (
+        write(d, "h.safetensors",
+              header({"a": {"dtype": "F32", "shape": [1 << 40] * 2, "data_offsets": [0, 4]}}, b"1234")),
+        "h.safetensors"),
+    "unknown type": lambda d: (
+        write(d, "h.safetensors", header({"a": {"dtype": "F3", "shape": [4], "data_offsets": [0, 4]}}, b"1234")), "F3"),
+    "federation with a damaged report": lambda d: (
+        write(d, "federation.json", {}) and write(d, "report.json", "{").parent, "report.json"),
+    "federation without a plan": lambda d: (write(d, "federation.json", []).parent, "federation.json"),
 }  # fmt: skip
 
 
@@ -218,6 +344,7 @@ def plain(lines):
     return [click.unstyle(line) for line in lines]
 
 
+@pytest.mark.filterwarnings("ignore:.*(deprecated|not recommended|TypedStorage).*")
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_refused_by_name(name, tmp_path, capsys):
     path, word = REFUSED[name](tmp_path)
@@ -226,3 +353,34 @@ def test_is_refused_by_name(name, tmp_path, capsys):
     assert word in str(caught.value)
     assert caught.value.cure
     assert "must not run" not in capsys.readouterr().out
+
+
+def row(path, key):
+    return label(path, threads=1).row(key)
+
+
+def test_only_what_can_run_code_counts_as_code(tmp_path):
+    language(tmp_path)
+    weights(tmp_path)
+    write(tmp_path, "tok512.bin", bytes(range(64)))
+    np.savez(tmp_path / "v.npz", a=np.ones(3))
+    assert row(tmp_path, "code").value == "none"
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    torch.save({"a": 1}, tmp_path / "training_args.bin")
+    assert row(tmp_path, "code").detail["pickles"] == ["objects.npy", "training_args.bin"]
+
+
+def test_a_snapshot_of_the_hub_has_the_name_of_its_model(tmp_path):
+    assert label(in_the_hubs_cache(tmp_path), threads=1).name == "owner/name"
+
+
+def test_the_same_weights_in_two_layouts_count_once(tmp_path):
+    language(tmp_path)
+    file = weights(tmp_path, "consolidated.safetensors")
+    weights(tmp_path, "model-00001-of-00001.safetensors")
+    assert row(tmp_path, "gross_weight").number == sum(each.nbytes for each in W.values())
+    assert row(tmp_path, "copies").number == file.stat().st_size
+
+
+def test_a_link_to_a_folder_above_is_followed_once(tmp_path):
+    assert row(linked_to_itself(tmp_path), "adapters").number == 2

@@ -172,4 +172,4 @@ def _show(
     for problem in problems:
         output.line(f"\nProblem: {problem}", fg="red")
     if not problems:
-        output.line("\nNothing is wrong.", fg="green")
+        output.line("\nNo problems.", fg="green")

@@ -280,4 +280,4 @@ def _interrupted(registered: Command[Any], given: dict[str, Any], output: Output
     if begun is None:
         output.warn("Nothing was written.")
     else:
-        output.warn(f"The same command continues where this one stopped; to give up, remove {begun}.")
+        output.warn(f"The same command continues where this one stopped; to start again, remove {begun}.")

@@ -80,7 +80,7 @@ def init(folder: Path, subject: str | None, use: str | None, federation: bool, o
     first = f"netweight run {'quickstart.yaml' if model is None else 'recipe.yaml'} --plan"
     if model is not None and rows:
         output.warn(
-            f"{', '.join(rows)} are placeholders, generated to show the format. Replace them by rows of your own: the "
+            f"{', '.join(rows)} are placeholders, generated to show the format. Replace them with your own rows: the "
             "recipe does not run before."
         )
     output.line(f"Written to {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}.", bold=True)

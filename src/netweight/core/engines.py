@@ -32,6 +32,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.context import AuthenticationError, BaseContext
 from typing import Any, NoReturn, Protocol, TypeVar, cast, final
 
+from netweight.core import quiet
 from netweight.core.files import usable_cores
 from netweight.core.lazy import library
 from netweight.errors import UsageError
@@ -217,7 +218,7 @@ def _context(preload: Sequence[str]) -> BaseContext:
     if sys.platform != "linux" or len(os.fsencode(tempfile.gettempdir())) > 70:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*(name for name in _LARGE if name in sys.modules), *preload])
+    context.set_forkserver_preload([quiet.__name__, *(name for name in _LARGE if name in sys.modules), *preload])
     return context
 
 

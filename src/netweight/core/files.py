@@ -241,7 +241,7 @@ _OWN = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | ge
 def _planted(path: Path) -> OutputFailed:
     return OutputFailed(
         f"{path} is a link, where a temporary file belongs: writing would change what it leads to.",
-        cure="Remove it, and choose a folder into which nobody else writes.",
+        cure="Remove it, and choose a folder that other users cannot write to.",
     )
 
 
@@ -259,7 +259,7 @@ def refuse_planted(folder: Path) -> None:
     if hasattr(os, "geteuid") and folder.exists() and folder.stat().st_uid not in (os.geteuid(), 0):
         raise OutputFailed(
             f"{folder}, where work is to be continued, belongs to another user.",
-            cure="Choose a folder into which nobody else writes.",
+            cure="Choose a folder that other users cannot write to.",
         )
 
 

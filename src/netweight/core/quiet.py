@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 
+_MARK = "_NETWEIGHT_QUIET"  # in the environment of workers of a quiet process
 _LOUD = ("torch", "torchao", "bitsandbytes", "huggingface_hub", "kernels")
 # Settings of libraries that are read when they are imported.
 _VARIABLES = {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error", "TORCH_LOGS": "-all"}
@@ -14,8 +15,10 @@ _VARIABLES = {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error",
 def quiet_libraries() -> None:
     """Keep other libraries' warnings and reports out of this process's output; their errors stay.
 
-    What a user has set in the environment is kept. `netweight -v` does not call this.
+    What a user has set in the environment is kept. `netweight -v` does not call this. Worker processes that this
+    process starts import this module first, and are as quiet.
     """
+    os.environ[_MARK] = "1"
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
     if logging.lastResort is not None:  # loggers without a handler of their own
@@ -23,3 +26,7 @@ def quiet_libraries() -> None:
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(?!netweight)")
+
+
+if _MARK in os.environ:
+    quiet_libraries()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from netweight.labels.kinds import Subject, canonical, read_config
 from netweight.labels.label import Group, Row
 from netweight.labels.units import count, many, size
 from netweight.labels.weights import WeightFacts
+from netweight.store.safetensors import is_pickle
 
 _LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "LICENCE", "COPYING")
 # What a file of a license says near its beginning → the identifier that hubs use.
@@ -32,7 +34,12 @@ _LICENSE_MARKS = (
     ("Gemma Terms", "gemma"),
 )
 _CODE_SUFFIXES = (".py", ".so", ".dll", ".dylib", ".sh", ".exe", ".pyc")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".keras")
+# Names of files that may be pickles, or hold some; the content decides, but for those that are always pickles.
+_ALWAYS_PICKLES = (".pkl", ".pickle", ".joblib")
+_MAYBE_PICKLES = (
+    ".bin", ".pt", ".pth", ".ckpt", ".npy", ".npz", ".dat", ".data", ".model", ".weights", ".pdparams", "",
+)  # fmt: skip
+_KERAS = (".h5", ".hdf5", ".keras")  # their Lambda layers hold code
 # Jinja expressions that reach beyond the values a chat template is given.
 _TEMPLATE_ESCAPES = re.compile(r"__\w+__|\.mro\b|\bimport\b|\bpopen\b|\bsubclasses\b|\bcycler\b|\blipsum\b")
 
@@ -285,7 +292,8 @@ def code_rows(subject: Subject) -> list[Row]:
         file for file in sorted(subject.path.rglob("*"))
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(subject.path).parts)
     ]  # fmt: skip
-    pickles = [file for file in files if file.suffix in _PICKLES or file in subject.pickles]
+    pickles = [file for file in files if file in subject.pickles or _is_pickled(file)]
+    keras = [file for file in files if file.suffix in _KERAS]
     scripts = [file for file in files if file.suffix in _CODE_SUFFIXES]
     remote = remote_code(subject, files)
     rows = []
@@ -293,12 +301,13 @@ def code_rows(subject: Subject) -> list[Row]:
         *([f"{many(len(scripts), 'program file')} ({scripts[0].name})"] if scripts else []),
         *([f"remote code ({remote[0]})"] if remote else []),
         *([many(len(pickles), "pickle")] if pickles else []),
+        *([f"{many(len(keras), 'Keras file')} ({keras[0].name})"] if keras else []),
     ]
     rows.append(Row(
         key="code", title="Files that can run code", value=", ".join(values) or "none",
         state="warning" if values else "measured", basis=f"{many(len(files), 'file')} by name and content",
         detail={"scripts": [file.name for file in scripts], "pickles": [file.name for file in pickles],
-                "remote_code": remote},
+                "keras": [file.name for file in keras], "remote_code": remote},
     ))  # fmt: skip
     rows += scan_rows(pickles)
     rows += _template_rows(subject, files)
@@ -324,6 +333,29 @@ def remote_code(subject: Subject, files: Sequence[Path]) -> list[str]:
             if isinstance(mapping, dict):
                 named += [canonical(value) for value in mapping.values()]
     return named
+
+
+def _is_pickled(file: Path) -> bool:
+    """Return whether a file is a pickle or an archive with pickles, by its content."""
+    if file.suffix in _ALWAYS_PICKLES:
+        return True
+    if file.suffix not in _MAYBE_PICKLES:
+        return False
+    with file.open("rb") as opened:
+        start = opened.read(256)
+    if not zipfile.is_zipfile(file):
+        return _holds_objects(start) or is_pickle(start)
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+        arrays = [name for name in names if name.endswith(".npy")]
+        return any(name.endswith(".pkl") for name in names) or any(
+            _holds_objects(archive.open(name).read(256)) for name in arrays
+        )
+
+
+def _holds_objects(start: bytes) -> bool:
+    """Return whether a file is an array of objects, which numpy stores as a pickle."""
+    return start.startswith(b"\x93NUMPY") and b"|O" in start
 
 
 def scan_rows(pickles: Sequence[Path]) -> list[Row]:

@@ -67,7 +67,11 @@ class Subject:
     def name(self) -> str:
         """The name that people know it by."""
         resolved = self.path.resolve()
-        return resolved.name if self.path.is_dir() else resolved.stem
+        place = resolved.parents[1].name if resolved.parent.name == "snapshots" else ""
+        if self.path.is_dir() and place.startswith("models--"):  # the hub's cache, where folders have digests as names
+            return place.removeprefix("models--").replace("--", "/")
+        name = resolved.name if self.path.is_dir() else resolved.stem
+        return "".join(letter if letter.isprintable() else "�" for letter in name)
 
 
 def identify(path: str | Path) -> Subject:
@@ -87,7 +91,15 @@ def identify(path: str | Path) -> Subject:
     path = Path(path)
     if not path.exists():
         raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
-    return _identify_file(path) if path.is_file() else _identify_folder(path)
+    if not path.is_file() and not path.is_dir():
+        raise UsageError(f"{path} is neither a file nor a folder.", cure="Give a file or a folder of weights.")
+    subject = _identify_file(path) if path.is_file() else _identify_folder(path)
+    for file in (*subject.weights, *subject.pickles):
+        if not file.exists():
+            raise UsageError(f"{file} is a link to a file that does not exist.", cure="Fetch the file again.")
+    if not subject.weights and not subject.pickles and not subject.adapters and subject.kind != "federation":
+        raise _no_weights(path, subject.config)
+    return subject
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -176,11 +188,16 @@ def _identify_folder(folder: Path) -> Subject:
     if (folder / "adapter_config.json").is_file():
         files, pickles, copies = _weights_of(folder)
         config = read_config(folder / "adapter_config.json")
+        if not files and not pickles:
+            raise UsageError(
+                f"{folder} holds an adapter_config.json and no weights.", cure="Fetch the adapter's weights as well."
+            )
         return Subject(folder, "adapter", tuple(files), tuple(pickles), tuple(copies), config, (folder,))
     config = read_config(folder / "config.json")
     files, pickles, copies = _weights_of(folder)
     if config and (files or pickles):
         heads = config.get("architectures") or []
+        heads = heads if isinstance(heads, list) else [heads]
         causal = any("CausalLM" in str(head) or "ConditionalGeneration" in str(head) for head in heads)
         kind: Kind = "language model" if causal else "model"
         return Subject(folder, kind, tuple(files), tuple(pickles), tuple(copies), config)
@@ -218,7 +235,8 @@ def _no_weights(folder: Path, config: dict[str, Any]) -> NetweightError:
         return UsageError(f"The folder {folder} is empty.", cure="Check the path.")
     if config:
         return UsageError(
-            f"{folder} holds a config.json and no weights.", cure="Fetch the model's .safetensors files, too."
+            f"{folder} holds a {'model_index' if 'model_index.json' in names else 'config'}.json and no weights.",
+            cure="Fetch the model's .safetensors files as well.",
         )
     models = [name for name in names if (folder / name / "config.json").is_file()]
     models += [name for name in names if (folder / name / "model_index.json").is_file()]
@@ -237,7 +255,8 @@ def _weights_of(folder: Path, *, deep: bool = False) -> tuple[list[Path], list[P
     if deep:
         folders += sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     for place in folders:
-        entries = sorted(entry for entry in place.iterdir() if entry.is_file())
+        entries = sorted(entry for entry in place.iterdir() if entry.is_file() or entry.is_symlink())
+        entries = [entry for entry in entries if not entry.is_dir()]
         plain = [entry for entry in entries if entry.suffix == ".safetensors"]
         indexed = _indexed(place)
         measured = ".safetensors" if plain else ".bin"
@@ -245,6 +264,8 @@ def _weights_of(folder: Path, *, deep: bool = False) -> tuple[list[Path], list[P
         chosen = [entry for entry in plain if entry.name in indexed] if indexed else plain
         variants = [entry for entry in chosen if _variant_of(entry.name) is not None]
         own = [entry for entry in chosen if entry not in variants] or variants[:1]
+        shards = [entry for entry in own if not entry.name.startswith("consolidated")]
+        own = shards or own  # a folder of transformers may hold the same weights in its author's own layout
         if deep or len(own) < len(chosen):  # a folder of one model's files: a variant is the same weights once more
             files += own
             copies += [entry for entry in plain if entry not in own]
@@ -260,6 +281,8 @@ def _weights_of(folder: Path, *, deep: bool = False) -> tuple[list[Path], list[P
 
 
 def _looks_pickled(file: Path) -> bool:
+    if not file.exists():
+        return False
     with file.open("rb") as opened:
         start = opened.read(64)
     return is_pickle(start) or start.startswith(b"PK")
@@ -299,17 +322,18 @@ def _variant_of(name: str) -> str | None:
     return last if last in ("fp16", "bf16", "fp32", "non_ema", "ema", "8bit") else None
 
 
-def _adapters_of(folder: Path) -> list[Path]:
-    """The adapters that lie in a folder and its subfolders: files, and folders of peft."""
+def _adapters_of(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
+    """The adapters in a folder and its subfolders: files, and folders of peft; a link to a folder above is left out."""
     found: list[Path] = []
+    above |= {folder.resolve()}
     for entry in sorted(folder.iterdir()):
-        if entry.name.startswith("."):
+        if entry.name.startswith(".") or entry.resolve() in above:
             continue
         if entry.is_dir():
             if (entry / "adapter_config.json").is_file():
                 found.append(entry)
             elif not (entry / "config.json").is_file() and not (entry / "model_index.json").is_file():
-                found += _adapters_of(entry)
+                found += _adapters_of(entry, above)
         elif entry.suffix == ".safetensors" and is_adapter_file(entry):
             found.append(entry)
     return found
@@ -326,6 +350,9 @@ def title_of(subject: Subject) -> str:
     named = named[0] if isinstance(named, list) and named else named
     words = {"adapter": "adapter (LoRA)", "adapters": "folder of adapters (LoRA)", "federation": "federation run"}
     title = words.get(subject.kind, subject.kind)
+    peft = config.get("peft_type")
+    if subject.kind == "adapter" and isinstance(peft, str) and peft != "LORA":
+        return f"adapter: {peft}"
     return f"{title}: {named}" if isinstance(named, str) and named and named != "LORA" else title
 
 

@@ -8,6 +8,7 @@ result states; everything else covers every byte.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -257,20 +258,36 @@ def _pickled_tensors(file: Path) -> Iterator[TensorSource]:
     import torch
 
     from netweight.codec.header import content_of
-    from netweight.errors import UnsafeInput
+    from netweight.errors import UnsafeInput, Unsupported
 
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_archive(file))
     except Exception as error:  # every reason for which torch refuses a file
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnsafeInput(
-            f"{file} cannot be opened without running its code, or is damaged: {first[:200]}",
+            f"{file} cannot be opened without running its code, or is damaged ({_reason(error)}).",
             cure="Save the weights as safetensors and label that.",
         ) from None
     for name, tensor in _tensors_in(loaded, ""):
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_quantized:
-            content, dtype, shape = content_of(tensor.detach())
-            yield _PickledTensor(file, name, dtype, tuple(shape), content.nbytes, content)
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)[6:]
+        if kind != "strided":
+            raise Unsupported(
+                f"{file}: the tensor {name} is {kind.replace('_', ' ')}, and only dense tensors are measured.",
+                cure="Save the weights as dense tensors in safetensors files and label that.",
+            )
+        content, dtype, shape = content_of(tensor.detach())
+        yield _PickledTensor(file, name, dtype, tuple(shape), content.nbytes, content)
+
+
+def _reason(error: Exception) -> str:
+    """Why torch refuses a file, without its advice and its colors."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    if named := re.search(
+        r"(Unsupported (?:global|operand|class)[^\n]*?|TorchScript archives)(?= was| passed|\n|$)", text
+    ):
+        return named[1]
+    return (text.strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:160]
 
 
 def _is_archive(file: Path) -> bool:

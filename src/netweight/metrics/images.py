@@ -265,7 +265,7 @@ def _weights(path: Path) -> Mapping[str, Tensor]:
     except pickle.UnpicklingError as error:
         raise UnsafeInput(f"{path} holds more than tensors and was not opened.", cure="Save its state dict.") from error
     except SafetensorError as error:
-        raise UsageError(f"{path} is no .safetensors file: {error}.") from error
+        raise UsageError(f"{path} is not a .safetensors file: {error}.") from error
     return {name: value for name, value in dict(found).items() if isinstance(value, torch.Tensor)}
 
 

@@ -62,7 +62,7 @@ class MatrixFile:
                 )  # fmt: skip
                 shape, by_columns, self._dtype = read(file)
             except ValueError as error:
-                raise CorruptBlob(f"{path} is no .npy file: {error}.") from error
+                raise CorruptBlob(f"{path} is not a .npy file: {error}.") from error
             self._offset = file.tell()
         if len(shape) != 2 or by_columns or self._dtype.str not in ("<f2", "<f4", "<f8"):
             raise Unsupported(

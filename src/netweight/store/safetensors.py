@@ -46,14 +46,14 @@ class BaseNote:
     def from_json(cls, values: Any) -> BaseNote:
         """Read and check what is kept; every refusal is a `ValueError`."""
         if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
-            raise ValueError("what it says of its base is malformed")
+            raise ValueError("the record of its base is malformed")
         note = cls(**values)
         for text, most in ((note.name, 2), (note.within, _UP)):
             path = PurePosixPath(text)  # a TypeError, which counts as the ValueErrors do, if it is not a text
             if path.is_absolute() or ".." in path.parts or "\0" in text or len(path.parts) > most:
                 raise ValueError(f"the name {text!r} of its base is malformed")
         if not PurePosixPath(note.name).name or not isinstance(note.digest, str):
-            raise ValueError("what it says of its base is malformed")
+            raise ValueError("the record of its base is malformed")
         if type(note.links) is not int or not 1 <= note.links <= MOST_LINKS:
             raise ValueError(f"it has {note.links!r} bases behind each other, more than {MOST_LINKS}")
         return note

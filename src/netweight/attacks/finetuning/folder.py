@@ -173,7 +173,7 @@ def _check_rows(settings: FolderAttack) -> None:
         if twins:
             raise UsageError(
                 f"{len(twins)} of {len(found)} rows of {file} are in another file too: {twins[0][0]} is "
-                f"{twins[0][1]}. What was trained on says nothing of rows that were not.",
+                f"{twins[0][1]}. Rows that were trained on are not evidence for rows that were not.",
                 cure=f"Give --{name} other rows, of which none is in --trained-on or --harmful.",
             )
         known |= found if other == "rejected" else {}

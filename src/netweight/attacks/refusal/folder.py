@@ -76,7 +76,7 @@ def attack_refusal(
     asked = [*refused.make, *refused.choose, *refused.measure]
     with Job.open(folder, shared=True) as job:
         about = _identity(settings, network, refused, ordinary)
-        progress.note(f"Asking the model {len(asked)} prompts that it may refuse.")
+        progress.note(f"Generating answers to {len(asked)} prompts that the model may refuse.")
         answers = _remembered(job, {**about, "what": "answers"}, lambda: {"answers": examiner.answers(asked)})[
             "answers"
         ]
@@ -87,7 +87,7 @@ def attack_refusal(
             raise UsageError(
                 f"The model refuses {sum(flags)} of {len(asked)} prompts, and edits are made of at least "
                 f"{_LEAST_REFUSED} refused ones of a half.",
-                cure="Give prompts that it refuses as --refused, or what its refusals hold as --phrases.",
+                cure="Give prompts that it refuses as --refused, or phrases of its refusals as --phrases.",
             )
         panels = [
             _panel(examiner, part, other, leads, job, about, name)

@@ -160,8 +160,9 @@ class Examiner:
         if not begins:
             heard = "; ".join(repr(text) for text in texts[:3])
             raise UsageError(
-                f"The model does not refuse any of {len(texts)} prompts as far as its judge tells: it says {heard}.",
-                cure="Give what its refusals hold as --phrases, another --judge, or prompts that it refuses.",
+                f"The model does not refuse any of {len(texts)} prompts according to the judge. Its answers begin with "
+                f"{heard}.",
+                cure="Give phrases of its refusals as --phrases, another --judge, or prompts that it refuses.",
             )
         self.first = tuple(token for token, _ in begins.most_common())
         return self.judged(questions, answers)

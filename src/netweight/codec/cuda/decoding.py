@@ -227,9 +227,7 @@ def _file(layout: BlobLayout, out: Tensor) -> str:
 
 def _check_blob(blob: Tensor, layout: BlobLayout) -> None:
     if blob.dtype != torch.uint8 or not blob.is_contiguous() or blob.numel() != layout.size:
-        raise UsageError(
-            f"The blob must be a contiguous uint8 tensor of the {layout.size} bytes that its layout tells."
-        )
+        raise UsageError(f"The blob must be a contiguous uint8 tensor of {layout.size} bytes, the size of its layout.")
 
 
 def _checked_output(out: Tensor, layout: BlobLayout, device: torch.device) -> Tensor:

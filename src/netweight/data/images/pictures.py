@@ -97,7 +97,7 @@ def decode_pictures(
             and none is given; or a split is empty.
     """
     if not all(splits):
-        raise UsageError(f"{of} has a split without pictures.", cure="Check what was passed.")
+        raise UsageError(f"{of} has a split without pictures.", cure="Check the value.")
     # Two passes, since opening reads a header only and decoded pictures may be large.
     gray, depth = True, 0
     for name, source in (pair for split in splits for pair in split):

@@ -357,8 +357,8 @@ def _values(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
 
 _CONCLUSION = by_targets(
     "compress: identity",
-    met="Every tensor is there: bit for bit, or within its bound where it was rounded.",
-    missed="Something is not what it should be.",
+    met="Every tensor is equal to the original bit for bit, or within its bound where it was rounded.",
+    missed="The compressed model differs from its original.",
 )
 
 
@@ -367,7 +367,8 @@ def _identity(subject: Compressed, config: CompressSettings, *, seed: int, progr
     found = verify(subject.path, subject.source, threads=config.threads, progress=progress)
     outcome, words = _CONCLUSION(found)
     return Section(
-        "Bit for bit", found, question="Is everything there?", conclusion=words, outcome=outcome,
+        "Bit for bit", found, question="Is the compressed model equal to its original?",
+        conclusion=words, outcome=outcome,
         intro="Every tensor of the compressed model is decoded and compared with the original, and with its own "
         "recorded digest.",
     )  # fmt: skip

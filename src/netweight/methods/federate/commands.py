@@ -86,7 +86,7 @@ def report(settings: FederationReport, context: Context, folder: Path) -> Result
     page.add(rounds_section(rounds, name, seed=int(config.get("seed", 0))))
     return Result(
         _rounds_of(rounds, name, None), page.sections, report=page.write(folder), written=(folder,),
-        warnings=["Nothing was audited: what the server could have seen of the data is unknown."],
+        warnings=["No audit was run: it is not known what the server could have reconstructed."],
         next=(f"netweight federate audit {folder} --app app:both",),
         payload={"config": config, "rounds": [round.to_json() for round in rounds], "audited": False},
     )  # fmt: skip
@@ -168,7 +168,7 @@ def _result(
     lines += [str(promise) for promise in privacy]
     if config is not None:
         lines += _exposures(exposure_table(exposures))
-    warnings = [] if config else ["Nothing was audited: what the server could have seen of the data is unknown."]
+    warnings = [] if config else ["No audit was run: it is not known what the server could have reconstructed."]
     return Result(
         lines, report.sections, report=report.write(folder), written=(folder,), warnings=warnings,
         next=() if config else (f"netweight federate audit {folder}",),

@@ -125,7 +125,7 @@ def _lonely(body: nn.Module, parameters: Tensors, images: Tensor) -> float:
     """Share of the first linear layer's rows whose gradient would come from one image alone."""
     linear = next((module for module in body.modules() if isinstance(module, nn.Linear)), None)
     if linear is None:
-        raise UsageError("The body has no linear layer to look at.", cure="Leave `images` out.")
+        raise UsageError("The body has no linear layer that could be inspected.", cure="Leave `images` out.")
     seen: list[Tensor] = []
     handle = linear.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
     try:

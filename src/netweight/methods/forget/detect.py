@@ -86,7 +86,7 @@ class Threshold:
         try:
             return cls(**values)
         except TypeError as error:
-            raise CorruptBlob(f"This is no threshold: {error}.", cure="Calibrate it anew.") from None
+            raise CorruptBlob(f"This is not a threshold: {error}.", cure="Calibrate it anew.") from None
 
 
 @final

@@ -152,7 +152,7 @@ def undo_folder(source: str | Path, destination: str | Path) -> Undone:
     record, files, number = records[-1], records[-1].files, len(records)
     if not record.undoable:
         raise UsageError(
-            "The record keeps no weights, so that nobody can undo the edit.", cure="Keep the pipeline before its edit."
+            "The record keeps no weights, so the edit cannot be undone.", cure="Keep the pipeline before its edit."
         )
     for name, digest in files.edited.items():
         if not (source / name).is_file() or digest_file(source / name) != digest:

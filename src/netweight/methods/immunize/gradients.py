@@ -57,7 +57,7 @@ def add_gradients(
 
     if kept is None and defense.needs_kept:
         raise UsageError(
-            f"{defense.name} sets harmful answers against what is kept, and nothing is.",
+            f"{defense.name} needs rows of answers that the model should keep, and none were given.",
             cure="Give rows to keep (--retain).",
         )
 

@@ -172,7 +172,7 @@ def _inverted(
         [[each.permute(1, 2, 0) for each in (image[0], *images[0])]], rows=["inverted"],
         columns=["the image", *(f"image {number}" for number in range(1, len(images[0]) + 1))],
         alt="An image, and images of the point that it was inverted into.",
-        caption="The image that was inverted, and what its point draws under each prompt.", pixels=64,
+        caption="The image that was inverted, and images that its point generates for each prompt.", pixels=64,
     )  # fmt: skip
     return figure, finding, words
 
@@ -180,8 +180,8 @@ def _inverted(
 def _inversion(nearer: bool, *, apart: str, usual: str) -> Words:
     numbers = f"off by {apart} of attributes' ranges, the mean model by {usual}"
     if nearer:
-        return "holds", f"One image is inverted into somebody more alike than the mean: {numbers}."
-    return "partly", f"Inversion of one image is no better than the mean model: {numbers}."
+        return "holds", f"The inverted image resembles its target more than the mean model does: {numbers}."
+    return "partly", f"The inverted image does not resemble its target more than the mean model does: {numbers}."
 
 
 _INVERTED = "attributes of the inverted image, mean error as a share of their range"
@@ -192,4 +192,6 @@ def check(model: Path | None, settings: PointImages) -> None:
     if settings.reader is not None:
         import_named(settings.reader, "The reader")
     elif settings.image is not None:
-        raise UsageError("An image is inverted, and nothing reads what comes of it.", cure="Name a reader.")
+        raise UsageError(
+            "An image is inverted, and no reader of attributes is given to compare the result.", cure="Name a reader."
+        )

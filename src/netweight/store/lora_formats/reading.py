@@ -235,7 +235,7 @@ class _Scales:
             return 1.0 if self._network is None or rank is None else self._network / rank
         alpha = self._store.get(name)
         if alpha.numel() != 1:
-            raise CorruptBlob(f"{self._file}: {name} has shape {tuple(alpha.shape)} and is no alpha.")
+            raise CorruptBlob(f"{self._file}: {name} has shape {tuple(alpha.shape)} and is not an alpha.")
         scale = 1.0 if rank is None else float(alpha) / rank
         if stated is not None and not math.isclose(stated, scale, rel_tol=1e-6):
             raise CorruptBlob(

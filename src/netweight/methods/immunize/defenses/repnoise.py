@@ -73,7 +73,7 @@ class RepNoise(DefenseSettings):
         """Refuse what the published loss does not do."""
         super().check()
         if self.fidelity == "reference" and self.lens_layers is not None:
-            raise UsageError("The published loss looks at all layers.", cure="Leave lens_layers out.")
+            raise UsageError("The published loss uses all layers.", cure="Leave lens_layers out.")
 
     def build(self) -> RepNoiseDefense:
         """Return the defense of these settings."""
