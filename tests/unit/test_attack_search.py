@@ -149,7 +149,7 @@ def test_rows_of_telling_tokens_are_copied_or_drawn_anew():
     assert not torch.equal(fresh[22], before[22])
     assert torch.equal(fresh[23], before[23])
     assert torch.equal(case.model.embed.weight, before)
-    with pytest.raises(UsageError, match="No token tells"):
+    with pytest.raises(UsageError, match="No token occurs in"):
         changed_copy(replace(case, benign=case.domain("harmful").train), START.replace(rows="copied"))
 
 

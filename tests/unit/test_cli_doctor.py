@@ -44,7 +44,7 @@ def test_a_machine_in_order(diagnose, monkeypatch):
     assert found["data"]["folder"] is None
     text = diagnose().stdout
     assert "codec           avx2 (available: " in text
-    assert "Nothing is wrong." in text
+    assert "No problems." in text
 
 
 def test_the_slow_fallback_is_a_problem(diagnose, monkeypatch):

@@ -131,7 +131,7 @@ def test_arguments_that_do_not_fit_are_told():
     for out in (torch.empty(2000), torch.empty(2, 1000, dtype=torch.int64), torch.empty(4000, dtype=torch.int64)[::2]):
         with pytest.raises(UsageError, match="output must be"):
             cuda.decode(blob, layout, out=out)
-    with pytest.raises(UsageError, match="that its layout tells"):
+    with pytest.raises(UsageError, match="the size of its layout"):
         cuda.decode(blob[:-1], layout)
     for blobs, layouts, outs in (([], [], None), ([blob], [], None), ([blob], [layout], [])):
         with pytest.raises(UsageError, match="one layout"):

@@ -190,7 +190,7 @@ def test_what_cannot_be_compared_says_why():
     lost = swept(BASE, runs("d", [None] * 5, outcome="collapsed"), failures=(("d", "adam", "ValueError: no"),))
     found = by_name(resistance_findings(lost, ResistanceConfig(), seed=0))
     assert found["resistance, d"].value is None
-    assert found["resistance, d"].detail["verdict"].startswith("Nothing can be said")
+    assert found["resistance, d"].detail["verdict"].startswith("No conclusion is possible")
     assert found["runs that collapsed or diverged, d"].value == 5
     assert found["attacks that could not be run"].passed is False
     late = by_name(

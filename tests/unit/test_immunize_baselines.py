@@ -311,5 +311,5 @@ def test_self_destruction_is_its_formula_and_opposes_the_gradients():
         depths.append(torch.nn.functional.cross_entropy(logits, batch.harmful.labels[:, 1:].flatten()).item())
     assert ascent["ascent"].value.item() == pytest.approx(np.log1p(np.mean(depths)))
     assert (ascent["ascent"].weight, harmless["retain"].weight) == (-1.0, 1.0)
-    with pytest.raises(UsageError, match="self-destruction sets harmful answers against what is kept, and nothing is"):
+    with pytest.raises(UsageError, match="self-destruction needs rows of answers that the model should keep"):
         immunize(model, pairs, defense="self-destruction", settings=SHORT)

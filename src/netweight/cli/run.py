@@ -107,8 +107,8 @@ def _show_plan(
         _show_known(output, mark, estimate)
     size = sum(file.stat().st_size for file in [plan.recipe.subject, *plan.recipe.subject.rglob("*")] if file.is_file())
     output.line(
-        f"Disk: at most {count * size / 1e6:,.0f} MB for models (the subject has {size / 1e6:,.0f} MB), besides what "
-        "audits and attacks keep."
+        f"Disk: at most {count * size / 1e6:,.0f} MB for models (the subject has {size / 1e6:,.0f} MB), plus the "
+        "files of audits and attacks."
     )
 
 

@@ -504,7 +504,7 @@ def check_lengths(model: PipelineModel, prompts: Sequence[str]) -> None:
             count, limit = max(counts, key=lambda each: each[1])
             raise UsageError(
                 f"The prompt {prompt!r} has {count} tokens; the text encoder reads {limit}.",
-                cure="Cut it to what is read: the rest has no part in what is memorized.",
+                cure="Cut it to what is read: the rest does not take part in memorization.",
             )
 
 

@@ -42,7 +42,7 @@ def open_checkpoint(
     with open_store(path) as store:
         names = store.names()
         if _ABOUT not in names:
-            raise CorruptBlob(f"{path} is not a checkpoint: it holds no account of itself.")
+            raise CorruptBlob(f"{path} is not a checkpoint of netweight: it contains no record.")
         about: dict[str, Any] = parse_json(bytes(store.content(_ABOUT)))
         if any(about.get(key) != value for key, value in (same or {}).items()):
             raise UsageError(f"{path} {refusal}.", cure="Choose another folder, or delete the file to begin anew.")

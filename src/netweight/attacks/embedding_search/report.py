@@ -312,7 +312,8 @@ def _words(held: bool, memory: bool | None, *, planted: str, controls: str) -> W
     else:
         words += f" Never-trained images: {controls}."
     if memory is False:
-        words += " The search brings these back about as often: it shows what it can generate, not what is stored."
+        words += " The search recovers never-trained images about as often, so the result does not show that the model "
+        words += "stores the memorized images."
     return "told" if held else "broken", words
 
 

@@ -58,7 +58,7 @@ def calibrate(
     best = max(each.score for result in useful for each in result.curve)
     if best - first.score < LEAST_GAIN:
         raise UsageError(
-            f"No attack teaches the undefended model anything: its score is {first.score:.3f} before and at best "
+            f"No attack has an effect on the undefended model: its score is {first.score:.3f} before and at best "
             f"{best:.3f} afterwards.",
             cure="Name a threshold, take stronger attacks, or check that the rows contain the guarded behavior.",
         )

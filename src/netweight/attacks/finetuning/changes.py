@@ -66,7 +66,7 @@ def _change_rows_(victim: nn.Module, subject: Subject, settings: AttackSettings)
     table = input_embedding(victim).weight
     harmful, benign = telling_tokens(subject.domain(settings.data).train, subject.benign)
     if not harmful:
-        raise UsageError("No token tells harmful prompts from benign ones.", cure='Take rows="kept".')
+        raise UsageError("No token occurs in harmful prompts only or in benign prompts only.", cure='Take rows="kept".')
     if settings.rows == "copied":
         table[harmful] = table[benign].mean(0) if benign else table.mean(0)
     else:

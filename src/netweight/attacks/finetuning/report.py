@@ -151,7 +151,7 @@ def _words(
     longer: str, lost: str, short: str, effect: str,
 ) -> Words:  # fmt: skip
     if withstood and (lost or short):
-        gone = f"; {lost} further runs collapsed or diverged, which says nothing of resistance" if lost else ""
+        gone = f"; {lost} further runs collapsed or diverged and are not evidence of resistance" if lost else ""
         bound = f". The attacks were too short to show more than {short}: raise max_steps" if short else ""
         return "told", f"No run recovered of the {runs} that count, up to {reach}{gone}{bound}."
     if withstood:

@@ -135,7 +135,7 @@ def undo(model: TextToImage, record: EditRecord) -> None:
     """Put back what an edit changed, and check that the model is as it was, bit for bit."""
     if not record.rows:
         raise UsageError(
-            "The record keeps no weights, so that nobody can undo the edit.", cure="Keep the pipeline before its edit."
+            "The record keeps no weights, so the edit cannot be undone.", cure="Keep the pipeline before its edit."
         )
     if model.digest() != record.after:
         raise UsageError(

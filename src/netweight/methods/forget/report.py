@@ -224,9 +224,9 @@ def detection(
     return Section(
         "Detection", _detection_findings(subject), tables=[_scores_table(subject)],
         question="Do first predictions distinguish memorized prompts from ordinary ones?",
-        conclusion=f"{counts[0]} memorized prompts lie above the threshold, and {counts[1]} ordinary ones.",
-        intro="Predicted minus initial noise is compared between seeds. The threshold was calibrated on ordinary "
-        "prompts; those it is tested on are others.",
+        conclusion=f"{counts[0]} memorized prompts and {counts[1]} ordinary prompts are above the threshold.",
+        intro="The difference between predicted and initial noise is compared between seeds. The threshold was "
+        "calibrated on other ordinary prompts than those it is tested on.",
     )  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def neurons(
         conclusion=f"{len({unit for each in found for unit in each.neurons})} neurons for {len(found)} prompts: "
         f"{words}.",
         intro="A prompt is resolved if blocking its neurons brings the similarity of first predictions down to the "
-        "threshold. What that does to images is another question.",
+        "threshold. This does not measure generated images.",
     )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def images(
         figures=[_images_figure(subject, config, attacked or {})], tables=[_images_table(subject, config, words)],
         intro=_INTRO, conclusion=conclusion, outcome=worst(outcome for outcome, _ in words.values()),
         warnings=subject.warnings,
-        question="Do the prompts still bring their training images back, and what became of others?",
+        question="Do the prompts still reproduce their training images, and how did images of other prompts change?",
     )  # fmt: skip
 
 
@@ -361,7 +361,7 @@ def membership(subject: Membership, config: object = None, *, seed: int = 0, pro
         conclusion=f"After the edit, errors {told} memorized pictures from others (two-sided AUC {worst_auc:.2f}).",
         intro=f"The error of the model's prediction on a noised picture is small if the picture was trained on, and "
         f"large if it was unlearned too far; both are signs. Memorized pictures are compared with {controls}. A "
-        "two-sided AUC of 0.5 tells nothing apart; 1 tells all.",
+        "two-sided AUC of 0.5 means that the errors do not separate the two groups, 1 that they separate them fully.",
     )  # fmt: skip
 
 
@@ -379,7 +379,7 @@ def check_section(check: EditCheck) -> Section:
                 detail={"pictures": check.diverted},
             ),
         ],
-        question="Do memorized prompts still bring their pictures?", conclusion=check.verdict,
+        question="Do the memorized prompts still reproduce their training images?", conclusion=check.verdict,
     )  # fmt: skip
 
 

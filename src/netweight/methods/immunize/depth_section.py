@@ -47,7 +47,7 @@ def depth_section(analysis: DepthAnalysis, *, seen: bool) -> Section:
             plane_figure(before, after, sorted({middle, depths - 1})),
         ],
         tables=[_layers(analysis), _depths(before, after)],
-        intro=f"{_INTRO}\n\nLooked at: {before.pairs} pairs "
+        intro=f"{_INTRO}\n\nMeasured on {before.pairs} pairs "
         f"{'that the defense was trained on' if seen else 'that were kept from this defense'}.",
         question="How deep does the defense go?",
         conclusion=_CONCLUSION(findings, **facts)[1],
@@ -102,7 +102,11 @@ def _probes(before: LayerAnalysis, after: LayerAnalysis) -> Finding:
 
 
 def _words(moved: bool, *, halves: str, lens: str, probes: str) -> Words:
-    where = f"The first half of the blocks moved {halves} times as far as the second. " if moved else ""
+    where = (
+        f"The weights of the first half of the blocks changed {halves} times as much as those of the second half. "
+        if moved
+        else ""
+    )
     return "told", (
         f"{where}The lens loss on harmful answers went {lens} nats per token, mean over depths; probes {probes}."
     )

@@ -256,7 +256,7 @@ def _choose(
         if not fitting[naming.key]:
             raise UsageError(
                 f"{where}: {written[0].name} is not a module of {naming.title}, nor is any other.",
-                cure="Leave --model out, and the architecture is told from the file.",
+                cure="Leave --model out to determine the architecture from the file.",
             )
         return naming, ()
     if not any(each.denoises or each.flattened for each in written):
