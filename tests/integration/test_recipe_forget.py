@@ -142,7 +142,7 @@ def apply(folder, destination, *more, code=(0,)):
 
 # Few images that judge nothing: what the edits do to images, tests of edits measure.
 FEW = ("--images", "1", "--steps", "2", "--guidance", "1")
-CLOSED = (*FEW, "--set=closed_form.rounds=1")
+CLOSED = (*FEW, *(f"--set=closed_form.{each}" for each in ("rounds=1", "images=1", "generation_steps=2")))
 QUICK = (*FEW, "--method", "distil", *(f"--set=distil.{each}" for each in ("steps=2", "batch=4", "images=1",
                                                                    "generation_steps=2")))  # fmt: skip
 

@@ -94,7 +94,8 @@ def tables(folder):
     (folder / "targets.csv").write_text(f"prompt,image\n{PROMPT},one.png\n")
     Image.new("RGB", (16, 16), "red").save(folder / "one.png")
     # Images of random weights say nothing that could be judged.
-    few = ["--images", "1", "--steps", "2", "--guidance", "1", "--set", "closed_form.rounds=1"]
+    few = ["--images", "1", "--steps", "2", "--guidance", "1"]
+    few += [f"--set=closed_form.{each}" for each in ("rounds=1", "images=1", "generation_steps=2")]
     return ["--targets", folder / "targets.csv", "--ordinary", folder / "ordinary.txt", *few]
 
 
