@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import secrets
 import sys
 from pathlib import Path
 
@@ -25,13 +26,15 @@ for profile, examples in (("usual", 20), ("explore", 500)):
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
 
-# Files of more than a minute: begun first, so that none is left to one process at the end.
+# Files that take longest: begun first, so that none is left to one process at the end.
 LONG = (
-    "test_tour.py", "test_reproduce_hyperfl.py", "test_flower_deployment.py", "test_codec.py",
-    "test_compress_interrupted.py", "test_reproduce_nemo.py", "test_attack_finetune_command.py",
-    "test_immunize_processes.py", "test_autoload.py", "test_diffusers_compressed.py", "test_federate_command.py",
-    "test_recipe_forget.py", "test_forget_edits.py", "test_federate_audit.py", "test_cuda_compiling.py",
-    "test_start_here_page.py",
+    "test_tour.py", "test_flower_deployment.py", "test_wheel.py", "test_immunize_processes.py", "test_autoload.py",
+    "test_recipe_forget.py", "test_diffusers_compressed.py", "test_codec.py", "test_start_here_page.py",
+    "test_ray_engine.py", "test_compress_interrupted.py", "test_init_command.py", "test_publish_command.py",
+    "test_space_view_live.py", "test_report_in_a_browser.py", "test_refusal_inputs.py", "test_reproduce_inference.py",
+    "test_release_recipes.py", "test_flower_apps.py", "test_differences.py", "test_face_bank.py",
+    "test_pipeline_snapshots.py", "test_forget_edits.py", "test_federate_audit.py", "test_attack_search.py",
+    "test_cuda_compiling.py",
 )  # fmt: skip
 
 
@@ -42,8 +45,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Seed what draws without a generator of its own, so that no test depends on the order or on chance."""
+    """Seed what draws without a generator of its own, secrets included: no test depends on the order or on chance."""
     random.seed(0)
+    secrets.randbits = random.Random(0).getrandbits
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
