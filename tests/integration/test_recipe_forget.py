@@ -12,6 +12,8 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
 from netweight.cli import netweight
+from netweight.errors import UsageError
+from netweight.methods.forget.folder_settings import FolderForgetting
 from netweight.metrics.images import write_png
 from netweight.report.report import read_report
 from netweight.toys.diffusion import SHAPES_FOLDER
@@ -174,6 +176,10 @@ def test_what_an_edit_cannot_use_is_named_before_any_work(done, tmp_path):
     assert "holds 1 prompts for 3 memorized ones" in anchors
     both = apply(folder, tmp_path / "other", "--method", "distil", "--neurons", folder / "ordinary.txt", code=(2,))
     assert "neurons.file was given, and the method is distil" in both["error"]["message"]
+    with pytest.raises(UsageError, match="With neurons, detection compares as many noises") as caught:
+        FolderForgetting.of({"method": "neurons", "look_seeds": 4, "targets": folder / "targets.csv",
+                             "ordinary": folder / "ordinary.txt"})  # fmt: skip
+    assert "neurons.seeds" in caught.value.cure
     bare = call("forget", "apply", SHAPES_FOLDER, tmp_path / "other", code=(2,))["error"]["message"]
     assert "closed-form needs targets and ordinary" in bare
     assert not (tmp_path / "other").exists()
@@ -182,7 +188,8 @@ def test_what_an_edit_cannot_use_is_named_before_any_work(done, tmp_path):
 def test_an_audit_of_a_closed_form_names_the_neurons_that_it_touched(done, tmp_path):
     folder, _, _ = done
     text = (RECIPES / "forget.yaml").read_text().partition("attacks:")[0]
-    (tmp_path / "recipe.yaml").write_text(text.replace("images: 8", LOOK).replace(": targets", f": {folder}/targets")
+    few = f"{LOOK}, look_seeds: 3"
+    (tmp_path / "recipe.yaml").write_text(text.replace("images: 8", few).replace(": targets", f": {folder}/targets")
                                           .replace(": ordinary", f": {folder}/ordinary") + "audits: all\n")  # fmt: skip
     (step,) = call("run", tmp_path / "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", tmp_path / "out",
                    code=(0, 1))["steps"]  # fmt: skip
@@ -191,6 +198,10 @@ def test_an_audit_of_a_closed_form_names_the_neurons_that_it_touched(done, tmp_p
     named = {each["name"]: each for each in step["findings"]["detection"]}
     after = named["memorized prompts found in the edited model"]
     assert after["value"] < after["baseline"] == named["memorized prompts found"]["value"]
+    ledgers = (tmp_path / "out").rglob("scores.jsonl")
+    looks = [json.loads(line)["config"]["config"]["seeds"] for ledger in ledgers for line in ledger.open()]
+    assert looks
+    assert all(seeds == [0, 1, 2] for seeds in looks)
 
 
 def test_what_audits_cannot_use_is_named_before_any_work(done, tmp_path):

@@ -257,7 +257,7 @@ def test_pictures_of_targets_are_read_as_a_viewer_shows_them(tmp_path):
     assert torch.allclose(shown["palette"][:, 4, 8], torch.ones(3))  # transparency is white
     colors.save(tmp_path / "moving.gif", save_all=True, append_images=[colors.rotate(90)])
     (tmp_path / "targets.csv").write_text("prompt,image\nmoving,moving.gif\n")
-    with pytest.raises(UsageError, match=r"moving.gif has 2 frames"):
+    with pytest.raises(UsageError, match=r"line 2 has 2 frames"):
         read_pairs(tmp_path / "targets.csv", (16, 16), "crop")
 
 

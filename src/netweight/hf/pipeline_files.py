@@ -176,8 +176,10 @@ class PipelineFiles:
         diffusers looks for one variant in all parts, and fails where a file of another kind lies beside weights. Where
         the usual files are read anyway it is the folder itself; otherwise a temporary one with links to the files.
         """
+        # diffusers finds no shards of `.bin` files unless it is told to read no safetensors files in any part.
+        split = any(len(self.chosen(part)) > 1 and not self.chosen(part)[0].safe for part in self.parts)
         plain = all(not variant for variant in self.read_variants.values())
-        if plain:
+        if plain and not split:
             yield self.folder
             return
         with tempfile.TemporaryDirectory(prefix="netweight-pipeline-") as name:
@@ -202,12 +204,31 @@ class PipelineFiles:
             usual = _usual_name(chosen)
             names[chosen.path.name] = usual
             _link(self.folder / chosen.path, target / usual)
-        if len(names) > 1:
+        if len(names) > 1 and not self.chosen(part.name)[0].safe:
+            for name in names.values():
+                (target / name).unlink()
+            self._convert(part.name, target)
+        elif len(names) > 1:
             stem = next(stem for stem in _STEMS if next(iter(names)).startswith(stem))
-            ending = ".safetensors" if self.chosen(part.name)[0].safe else ".bin"
             table = {name: names[path.name] for name, (path, _) in self.places(part.name).items()}
             index = {"metadata": {"total_size": 0}, "weight_map": table}
-            (target / f"{stem}{ending}.index.json").write_text(json.dumps(index), encoding="utf-8")
+            (target / f"{stem}.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+    def _convert(self, part: str, target: Path) -> None:
+        """Write the shards of a part that is stored as `.bin` files as safetensors files, the same numbers."""
+        from safetensors.torch import save_file
+
+        table: dict[str, str] = {}
+        files = self.chosen(part)
+        for number, chosen in enumerate(files, start=1):
+            stem = next(stem for stem in _STEMS if chosen.path.name.startswith(stem))
+            name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+            path = self.folder / chosen.path
+            tensors = {key: read_tensor(path, place) for key, place in tensor_places(path).items()}
+            save_file(tensors, target / name, {"format": "pt"})
+            table |= dict.fromkeys(tensors, name)
+        index = {"metadata": {"total_size": 0}, "weight_map": table}
+        (target / f"{stem}.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
     @cached_property
     def _index(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ training in `--without`, which never saw them), all six verbatim pictures at onc
 over three blocks of seeds that nothing else uses:
 
 broken     planted pictures whose images have a median NCC to them of at most 0.3
-copies     images of planted prompts that copy their picture (NCC 0.7), of 48
+copies     images of planted prompts that copy their own picture (NCC 0.7), and any memorized picture, of 48
 lost       points of color, ground and size (of emoji: of the group that they belong to) that images of 96 ordinary
            captions lose, half of them never trained on and none given to the edit
 changed    share of captions in neither set whose image, from the same seed, has an NCC below 0.5 to the one before:
@@ -336,9 +336,10 @@ def tables(results):
 def table(results):
     """Two tables in Markdown: each edit, its cost and its strongest attack; every attack. Trainings are what varies."""
     lines = [
-        "| edit | trainings | processor s | broken, of 6 | copies, of 48 | worst loss, points | changed: held out; "
-        "neighbours | strongest attack | back, of 6 | steps until half are | NCC above never trained; retrained |",
-        "|---" * 11 + "|",
+        "| edit | trainings | processor s | broken, of 6 | own copies, of 48 | copies of any, of 48 | worst loss, "
+        "points | changed: held out; neighbours | strongest attack | back, of 6 | steps until half are "
+        "| NCC above never trained; retrained |",
+        "|---" * 12 + "|",
     ]
     of = {method: [each for each in results if each["method"] == method] for method in METHODS}
     of = {method: own for method, own in of.items() if own}
@@ -350,7 +351,7 @@ def table(results):
         cells = [
             method, str(len(of_one)) + f" ({len(own)} edits)" * (len(own) > len(of_one)),
             average(lambda each: each["seconds"]) if method != "retrained" else "–", mean(lambda row: row["broken"]),
-            mean(lambda row: row["own"]), mean(lambda row: max(row["lost"].values())),
+            mean(lambda row: row["own"]), mean(lambda row: row["any"]), mean(lambda row: max(row["lost"].values())),
             "; ".join(mean(lambda row, name=name: row["changed"][name]) for name in CHANGED),
         ]  # fmt: skip
         worst = [strongest(each) for each in own if each["back"]]

@@ -312,13 +312,13 @@ def examine(
             models["edited"],
             prompts,
             ordinary,
-            settings.neurons.localization.detection,
+            settings.localization.detection,
             beside,
             progress,
         ), None
     if audit == NEURONS:
         prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
-        config = settings.neurons.localization
+        config = settings.localization
         task = EditTask(models["original"], prompts, ordinary, job=beside, progress=progress)
         found = localized(destination) or neurons_of_prompts(task, config)
         return found, _changed(models["original"], models["edited"], found)

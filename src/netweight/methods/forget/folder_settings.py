@@ -12,7 +12,7 @@ from netweight.errors import UsageError
 from netweight.hf.pipeline_settings import PipelineSettings
 from netweight.methods.forget.edits import EDITS, ClosedForm, Distil, Edit, Esd, Neurons, Siss
 from netweight.methods.forget.edits.trained import TrainedEdit
-from netweight.methods.forget.settings import GenerationSettings, Timing
+from netweight.methods.forget.settings import DetectionConfig, GenerationSettings, LocalizationConfig, Timing
 from netweight.settings import Cli, Settings
 
 EditMethod = Literal["closed-form", "siss", "neurons", "distil", "esd"]
@@ -80,6 +80,11 @@ class FolderForgetting(Settings):
     images: int = Field(8, ge=1, description="Images that this check and the audits generate for each prompt.")
     guidance: float = Field(7.0, description="Guidance scale of these images.")
     steps: int = Field(50, ge=1, description="Scheduler steps of these images.")
+    look_seeds: int = Field(
+        10,
+        ge=2,
+        description="Initial noises per prompt that detection compares in audits. With neurons, neurons.seeds counts.",
+    )
     pipeline: PipelineSettings = Field(default=PipelineSettings(), description="How the pipeline is opened.")
 
     def check(self) -> None:
@@ -89,6 +94,11 @@ class FolderForgetting(Settings):
             if name != chosen.name and field in self.given and getattr(self, field).given:
                 keys = ", ".join(f"{field}.{key}" for key in getattr(self, field).given)
                 raise UsageError(f"{keys} was given, and the method is {chosen.name}.", cure=f"Give method {name!r}.")
+        if chosen.name == "neurons" and "look_seeds" in self.given:
+            raise UsageError(
+                "With neurons, detection compares as many noises in audits as in the search for neurons.",
+                cure="Give neurons.seeds in place of look_seeds.",
+            )
         if self.anchors is not None and not chosen.anchored:
             raise UsageError(
                 f"The method {chosen.name} takes no anchors.", cure="Leave them out, or choose another method."
@@ -107,6 +117,13 @@ class FolderForgetting(Settings):
             return self.neurons
         found: Edit = getattr(self, _FIELDS[self.method])
         return found
+
+    @property
+    def localization(self) -> LocalizationConfig:
+        """How audits score prompts and search for neurons."""
+        if self.edit.name == "neurons":
+            return self.neurons.localization
+        return LocalizationConfig(detection=DetectionConfig(seeds=tuple(range(self.look_seeds))))
 
     def edit_of(self, prediction: PredictionKind) -> Edit:
         """The edit; one that is trained minimizes what the denoiser predicts, where nothing else was said."""

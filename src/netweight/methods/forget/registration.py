@@ -72,6 +72,7 @@ COMMANDS: tuple[Entry, ...] = (
         example="netweight forget apply my-pipeline edited --targets targets.csv --ordinary ordinary.txt",
         arguments=(_PIPELINE, Argument("destination", "new"), PLAN),
         audited=False,
+        skip=("look_seeds",),
         examine=lazy(f"{_FOLDER}:examine"),
         by_attack={"embedding search": "embedding"},
         check=lazy(f"{_FOLDER}:check"),

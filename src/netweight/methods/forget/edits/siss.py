@@ -37,7 +37,9 @@ class Siss(TrainedEdit):
     pictured: ClassVar[bool] = True
     card: ClassVar[str] = "the weights were trained away from their images"
 
-    steps: Annotated[int, Cli(own=False)] = Field(300, ge=1, description="Training steps.")
+    images: Annotated[int, Cli(own=False)] = Field(
+        2, ge=1, description="Images of each ordinary prompt that the original makes to learn from."
+    )
     memorized: Annotated[float, Cli(own=False)] = Field(
         0.5, gt=0, lt=1, description="Share of a batch with memorized prompts or memorized pictures."
     )
@@ -62,7 +64,7 @@ class Siss(TrainedEdit):
     compared: Annotated[int, Cli(own=False)] = Field(
         3, ge=1, description="Rotated copies with which an error is compared in each step."
     )
-    offset: Annotated[float, Cli(own=False)] = Field(-0.05, description="Offset of the logarithm of the target error.")
+    offset: Annotated[float, Cli(own=False)] = Field(-0.02, description="Offset of the logarithm of the target error.")
 
     @property
     def turned_copies(self) -> int:

@@ -6,9 +6,11 @@ The original answers ordinary prompts on its own images of them; what is learned
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import torch
@@ -23,12 +25,15 @@ from netweight.errors import TrainingStopped, UsageError
 from netweight.job import Job
 from netweight.methods.forget.edits.edit import EditOutcome, EditTask
 from netweight.nn.text_to_image import Batches, Prediction, Text, generated, most_rows, recomputed
+from netweight.store.writer import open_checkpoint, write_checkpoint
 
 # A `trained.TrainedEdit`, which calls `train`.
 TrainedEdit: TypeAlias = Any
 CHECKPOINT = "distil.net.safetensors"  # in the job's folder
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-_KEEP_EVERY = 50  # steps from one checkpoint to the next
+_IMAGES = "images to learn from"  # a folder beside it
+_KEEP_EVERY = 50  # steps from one checkpoint to the next,
+_KEEP_SECONDS = 600  # or so many seconds, whichever is sooner
 _HELD_OUT = 10  # one in so many ordinary prompts is not trained on
 _WARM_UP = 40  # steps
 # Orders of the channels and flips of turned copies: none leaves a picture as it is.
@@ -91,7 +96,7 @@ def train(edit: TrainedEdit, task: EditTask) -> EditOutcome:
     dtypes = {name: weight.dtype for name, weight in task.model.denoiser.named_parameters()}
     opened = nullcontext() if task.job is None else Job.open(task.job, key=key, of="a training", state=CHECKPOINT)
     with opened as job, _in_float32(task.model.denoiser):
-        work = Training(edit, task, anchors)
+        work = Training(edit, task, anchors, None if job is None else job.folder / _IMAGES)
         logs = work.run(job, task.progress)
     before = {name: weight.to("cpu", dtypes[name]) for name, weight in work.originals.items()}
     about: dict[str, Any] = {"measured": [asdict(log) for log in logs]}
@@ -118,8 +123,9 @@ def _in_float32(denoiser: nn.Module) -> Iterator[None]:
 class Training:
     """A training under way, and what edits ask of it."""
 
-    def __init__(self, edit: TrainedEdit, task: EditTask, anchors: Sequence[str]) -> None:
-        self.edit, self.model = edit, task.model
+    def __init__(self, edit: TrainedEdit, task: EditTask, anchors: Sequence[str], folder: Path | None) -> None:
+        # `folder`: where images to learn from are kept until the end, so that a second call finds them
+        self.edit, self.model, self.folder = edit, task.model, folder
         self.weights = chosen_weights(self.model.denoiser, edit.layers)
         self.originals = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.prompts, ordinary = list(task.prompts), task.ordinary
@@ -155,7 +161,7 @@ class Training:
         start = 0 if state is None else self._restore(*state)
         if state is None and self.edit.noised:
             self._add_noise(self.edit.noised)
-        total = self.edit.steps
+        total, kept = self.edit.steps, time.monotonic()
         fixed = weights_fixed(self.model.denoiser, but=self.weights.values())
         with fixed, recomputed(self.model), progress.task(self.edit.name, total, unit="steps") as task:
             task.update(start)
@@ -165,8 +171,10 @@ class Training:
                 if (step + 1) % max(1, total // 10) == 0 or step + 1 == total:
                     self.logs.append(TrainingLog(step + 1, loss, self._held_out()))
                     task.describe(f"{self.edit.name}: held-out difference {self.logs[-1].held_out:.3g}")
-                if job is not None and (step + 1) % _KEEP_EVERY == 0 and step + 1 < total:
+                due = (step + 1) % _KEEP_EVERY == 0 or time.monotonic() - kept > _KEEP_SECONDS
+                if job is not None and due and step + 1 < total:
                     self._save(job, step + 1)
+                    kept = time.monotonic()
         return self.logs
 
     # ---- what edits ask of a training ----
@@ -302,11 +310,19 @@ class Training:
         at_once, found = self.at_once, []
         with progress.task(f"images to learn from ({stream or 'none'})", len(text), unit="images") as task:
             for part in _slices(len(text), at_once):
-                images = generated(
-                    self.model, text.rows(range(part.start, part.stop)), seeds[part], Batches(at_once),
-                    guidance=self.edit.guidance, steps=self.edit.generation_steps,
-                )  # fmt: skip
-                found.append(self.model.to_latents(images))
+                file = None if self.folder is None else self.folder / f"{stream}-{part.start}-{part.stop}.safetensors"
+                if file is None or not file.exists():
+                    images = generated(
+                        self.model, text.rows(range(part.start, part.stop)), seeds[part], Batches(at_once),
+                        guidance=self.edit.guidance, steps=self.edit.generation_steps,
+                    )  # fmt: skip
+                    latents = self.model.to_latents(images)
+                    if file is not None:
+                        write_checkpoint(file, {}, [("latents", latents)])
+                else:
+                    with open_checkpoint(file) as (_, store, _names):
+                        latents = store.get("latents", check=True).to(self.model.initial_noise([0]).device)
+                found.append(latents)
                 task.update(part.stop - part.start)
         return torch.cat(found)
 
