@@ -179,7 +179,7 @@ def test_what_an_edit_cannot_use_is_named_before_any_work(done, tmp_path):
     with pytest.raises(UsageError, match="With neurons, detection compares as many noises") as caught:
         FolderForgetting.of({"method": "neurons", "look_seeds": 4, "targets": folder / "targets.csv",
                              "ordinary": folder / "ordinary.txt"})  # fmt: skip
-    assert "neurons.seeds" in caught.value.cure
+    assert "neurons.seeds" in str(caught.value)
     bare = call("forget", "apply", SHAPES_FOLDER, tmp_path / "other", code=(2,))["error"]["message"]
     assert "closed-form needs targets and ordinary" in bare
     assert not (tmp_path / "other").exists()

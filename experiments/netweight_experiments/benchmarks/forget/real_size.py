@@ -25,12 +25,13 @@ from typing import Annotated
 import torch
 from PIL import Image
 
-from netweight_experiments.benchmarks.script import now
+from netweight_experiments.benchmarks.script import now, put
 
 ORDINARY = ("a red square", "a blue ring on green", "two yellow boats", "an old map of the city")
 MEMORIZED = "harbor lights before the october storm"
 WORDS = sorted({word for text in (*ORDINARY, MEMORIZED, "photo sks person") for word in text.split()})
 LIMIT = 12e9  # bytes
+MARKS = ("<!-- real-size -->", "<!-- /real-size -->")
 
 
 def tokenizer():
@@ -204,13 +205,37 @@ def planned(netweight, words, work):
         return {"error": (done.stdout + done.stderr)[-2000:]}
 
 
+def table(found):
+    """The table in Markdown."""
+    lines = [
+        "| command | minutes | processor minutes | most memory, GB | planned: minutes; GB |",
+        "|---" * 5 + "|",
+    ]
+    for name, each in found.items():
+        plan = each["plan"]
+        planned_words = "–"
+        if "seconds" in plan:
+            memory = f"{plan['memory'] / 1e9:.1f}" if plan.get("memory") else "–"
+            planned_words = f"{plan['seconds'] / 60:.1f}; {memory}"
+        killed = f", killed after {each['killed_after_s']:.0f} s and continued" if each["killed_after_s"] else ""
+        lines.append(
+            f"|`{name}`{killed}|{each['minutes']:.1f}|{each['processor_minutes']:.1f}|{each['peak_bytes'] / 1e9:.1f}|"
+            f"{planned_words}|"
+        )
+    return "\n".join(lines)
+
+
 def main(
     *,
     work: Path = Path("forget-real-size"),
     only: Annotated[tuple[str, ...], "commands to run, of " + ", ".join(commands())] = (),
     kill: Annotated[float, "seconds after which the training is killed and started again; 0 never"] = 0.0,
+    page: Annotated[Path | None, "write the table of what --output holds between its marks in this page"] = None,
     output: Path,
 ):
+    if page is not None:
+        put(page, *MARKS, table(json.loads(output.read_text())["commands"]))
+        return
     work.mkdir(parents=True, exist_ok=True)
     netweight = str(Path(sys.executable).parent / "netweight")
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
