@@ -99,8 +99,8 @@ class LocalizationConfig(Settings):
             )
 
     def stage(self, prompts: int) -> Stage:
-        """Return the search for the neurons of prompts: the seeds alone, with one stage's neurons off, and less off."""
-        least = 3 * len(self.detection.seeds) * prompts
+        """Return the search for the neurons of prompts: every seed once, and more where a prompt is memorized."""
+        least = len(self.detection.seeds) * prompts
         return Stage("search for neurons", predictions=least, prompts=prompts, more=True)
 
     @property

@@ -25,7 +25,7 @@ from netweight.errors import TrainingStopped, UsageError
 from netweight.job import Job
 from netweight.methods.forget.edits.edit import EditOutcome, EditTask
 from netweight.nn.text_to_image import Batches, Prediction, Text, generated, most_rows, recomputed
-from netweight.store.writer import open_checkpoint, write_checkpoint
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 # A `trained.TrainedEdit`, which calls `train`.
 TrainedEdit: TypeAlias = Any
