@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -119,6 +120,56 @@ def test_the_command_its_json_and_its_page_state_the_epsilon(method: str, caveat
         assert 3 < promise["epsilon"] <= 4.0
         assert promise["answers"] == 2 * promise["holders"]
     assert "Differential privacy" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of two classes as people have them: three sizes, one in 16 bits."""
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    folder, generator = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for label, name in enumerate(("left", "right")):
+        (folder / name).mkdir()
+        for number in range(15):
+            height, width = ((40, 30), (30, 40), (28, 28))[number % 3]
+            drawn = generator.integers(0, 60, (height, width))
+            drawn[:, label * width // 2 : (label + 1) * width // 2] += 190
+            made = image.fromarray((drawn * 257).astype(np.uint16) if number == 7 else drawn.astype(np.uint8))
+            made.save(folder / name / f"{number}.png")
+    return folder
+
+
+def test_pictures_of_several_sizes_are_brought_to_one_and_what_was_decided_is_shown(
+    pictures: Path, tmp_path: Path
+) -> None:
+    arguments = ["run", "--data", str(pictures), "--method", "fedavg", "--no-audit"]
+    arguments += ["--clients", "2", "--rounds", "2", "--epochs", "1"]
+    refused = run(*arguments, "--out", str(tmp_path / "out"))
+    assert refused.exit_code == 2
+    assert "--size HEIGHTxWIDTH" in refused.output
+    said = run(*arguments, "--size", "28", "--fit", "crop", "--out", str(tmp_path / "out"))
+    assert said.exit_code == 0, said.output
+    printed = " ".join(said.output.split())
+    assert "Gray of more than 8 bits, read as 16 bits" in printed
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "20 pictures" in page
+    assert "20 pictures" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "digits", "--size", "28"], "digits is a data set with a size of its own"),
+        (["--size", "28x"], "28x"),
+        (["--fit", "pad"], "no effect without a size"),
+        (["--size", "40x28"], "--size 28 or --size 32"),
+    ],
+)
+def test_a_size_that_has_no_effect_or_no_network_is_refused(
+    arguments: list[str], words: str, pictures: Path, tmp_path: Path
+) -> None:
+    refused = run("run", "--data", str(pictures), *arguments, "--clients", "2", "--out", str(tmp_path / "out"))
+    assert refused.exit_code == 2
+    assert words in " ".join(refused.output.split())
 
 
 def test_noise_on_updates_says_its_epsilon_over_the_whole_run(tmp_path: Path) -> None:

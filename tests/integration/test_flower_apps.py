@@ -40,7 +40,7 @@ from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
 from netweight.methods.federate import Federation, Task, train
 from netweight.methods.federate.accounting import guarantee, privacy_of
-from netweight.methods.federate.engine import CHECKPOINT
+from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.methods.federate.protections import Hardened, UpdateNoise
 from netweight.methods.federate.settings import Budget
 from netweight.plugins.flower import (

@@ -11,9 +11,11 @@ import torch
 from flower_processes import EXAMPLE, Deployment, example_task, lying_example, wait
 
 from netweight.methods.federate import train
-from netweight.methods.federate.engine import CHECKPOINT, Replies, Rounds, Run
+from netweight.methods.federate.checkpoint import CHECKPOINT
+from netweight.methods.federate.engine import Run
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client
+from netweight.methods.federate.rounds import Rounds
 from netweight.plugins.flower import HISTORY, export_private
 from netweight.plugins.flower.server import method_of, settings_of
 from netweight.store import open_store
@@ -62,11 +64,11 @@ class WithoutTheThird:
     def reach(self):
         return (0, 1), {2: "gone"}
 
-    def exchange(self, trial) -> Replies:
+    def collect(self, trial):
         there = [Client(client, self.run.private[client], sent) for client, sent in trial.sent.items()]
         model = LocalModel(self.run.task)
         trained = self.run.method.train(self.run.task, model, there, round=trial.round, seed=self.run.seed)
-        return Replies([one.update for one in trained])
+        return [one.update for one in trained]
 
     def settle(self, done) -> None:
         pass

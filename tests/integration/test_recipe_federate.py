@@ -11,7 +11,7 @@ pytest.importorskip("sklearn", reason="scikit-learn is in the evidence extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
 from netweight.cli import netweight
-from netweight.methods.federate.engine import CHECKPOINT
+from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.metrics.images import write_png
 from netweight.report.report import read_report
 

@@ -11,7 +11,7 @@ from flower_processes import EXAMPLE, Deployment, Simulation, example_task, faul
 
 from netweight.core.files import take_lock
 from netweight.methods.federate import train
-from netweight.methods.federate.engine import CHECKPOINT
+from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.plugins.flower import HISTORY
 from netweight.plugins.flower.secure_sum import CLIP
 from netweight.plugins.flower.server import method_of, settings_of

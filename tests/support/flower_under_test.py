@@ -8,8 +8,9 @@ import torch
 from flower_federation import CLIENTS, client_data, halves
 
 from netweight.methods.federate import Federation, Task
-from netweight.methods.federate.engine import CHECKPOINT, Round
-from netweight.methods.federate.method import Trained, Weights
+from netweight.methods.federate.checkpoint import CHECKPOINT
+from netweight.methods.federate.history import Round
+from netweight.methods.federate.method import LocalResult, Weights
 from netweight.methods.federate.updates import Update
 from netweight.plugins.flower import HISTORY, Elsewhere, client_app, server_app
 from netweight.store import open_store
@@ -190,16 +191,16 @@ class ToEachItsOwn:
 
     def train(self, task, model, clients, *, round, seed):
         return [
-            Trained(
+            LocalResult(
                 Update(
                     client.number,
                     task.client(client.number).n,
                     {"number": client.received["number"] + 10 * client.number},
                     round,
+                    {"loss": 0.0},
                 ),
                 {},
                 self.weights(task, client.received, client.private),
-                0.0,
             )
             for client in clients
         ]

@@ -8,7 +8,7 @@ import torch
 from netweight.core.files import read_record, whole_folder, write_record
 from netweight.errors import CorruptBlob, OutputExists, UsageError
 from netweight.job import Job
-from netweight.methods.federate.engine import Checkpoint as FederationCheckpoint
+from netweight.methods.federate.checkpoint import Checkpoint as FederationCheckpoint
 from netweight.methods.immunize.settings import TrainingSettings
 from netweight.methods.immunize.train import CHECKPOINT, immunize
 from netweight.store import StoreWriter, open_store

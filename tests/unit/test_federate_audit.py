@@ -18,26 +18,17 @@ from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTraining, Task, fedavg, train
 from netweight.methods.federate.algorithms.direct import fedavg_private_head, local_only
 from netweight.methods.federate.engine import Run
+from netweight.methods.federate.exposure import AuditConfig, _pixel_range, audit, exposure
+from netweight.methods.federate.exposure_report import exposure_figure, exposure_findings, exposure_table
 from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client
+from netweight.methods.federate.observation import observe, read_update
 from netweight.methods.federate.protections import Hardened, UpdateNoise
 from netweight.methods.federate.reconstruction import ATTACKS, Evidence, Search, nearest_pair
 from netweight.methods.federate.refusal import RefusalLimits
-from netweight.methods.federate.report import (
-    AuditConfig,
-    ThreatModel,
-    _pixel_range,
-    add_sections,
-    audit,
-    exposure,
-    exposure_figure,
-    exposure_findings,
-    exposure_table,
-    observe,
-    own_threat,
-    read_update,
-)
+from netweight.methods.federate.report import add_sections
+from netweight.methods.federate.threats import ThreatModel, own_threat
 from netweight.metrics.images import psnr
 from netweight.report.audit import audits_of, run_audits
 from netweight.report.report import Report

@@ -35,11 +35,12 @@ from netweight.methods.federate.algorithms.direct import (
     join,
     local_only,
 )
-from netweight.methods.federate.engine import Round, Run, at_plateau
+from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import METHODS as METHODS_BY_NAME
 from netweight.methods.federate.folder import FederationPlan, named_method
+from netweight.methods.federate.history import Round, at_plateau
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, Trained
+from netweight.methods.federate.method import Client, LocalResult
 from netweight.methods.federate.settings import Phase
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
@@ -66,11 +67,11 @@ class Faulty:
     def __getattr__(self, name: str) -> object:
         return getattr(self._method, name)
 
-    def train(self, task: object, model: object, clients: Sequence[Client], **settings: object) -> list[Trained]:
+    def train(self, task: object, model: object, clients: Sequence[Client], **settings: object) -> list[LocalResult]:
         found = self._method.train(task, model, clients, **settings)  # type: ignore[attr-defined]
         return [self._spoiled(one) for one in found if self._spoil.get(one.update.client) != "silent"]
 
-    def _spoiled(self, one: Trained) -> Trained:
+    def _spoiled(self, one: LocalResult) -> LocalResult:
         change = self._spoil.get(one.update.client)
         return one if change is None else dataclasses.replace(one, update=change(one.update))  # type: ignore[operator]
 

@@ -16,7 +16,7 @@ from netweight.methods.federate import HyperFL, LocalTraining, Task
 from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.local import shuffled_batches
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, Trained
+from netweight.methods.federate.method import Client, LocalResult
 from netweight.methods.federate.updates import LowRank
 
 
@@ -67,7 +67,7 @@ def train_densely(
     return shared, embedding.detach(), network(embedding).detach(), head.weight.detach()
 
 
-def run(task: Task, method: HyperFL, clients: list[Client]) -> list[Trained]:
+def run(task: Task, method: HyperFL, clients: list[Client]) -> list[LocalResult]:
     return method.train(task, LocalModel(task), clients, round=3, seed=7)
 
 

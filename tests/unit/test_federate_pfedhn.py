@@ -20,7 +20,8 @@ from netweight.methods.federate.algorithms.pfedhn import (
 )
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import METHODS, named_method
-from netweight.methods.federate.report import ThreatModel, observe, read_update
+from netweight.methods.federate.observation import observe, read_update
+from netweight.methods.federate.threats import ThreatModel
 from netweight.methods.federate.updates import Update, check_allow_list
 from netweight.nn import Hypernetwork, ParameterLayout
 

@@ -21,7 +21,7 @@ from netweight.methods.federate.algorithms.direct import (
 from netweight.methods.federate.clipped_gradients import PrivateStep, by_vmap
 from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, Trained, Weights
+from netweight.methods.federate.method import Client, LocalResult, Weights
 from netweight.methods.federate.settings import Phase, Privacy
 
 TRAINING = LocalTraining(epochs=2, lr=0.1, batch_size=6)
@@ -39,7 +39,7 @@ def make_task(body: nn.Module | None = None, n: int = 20, clients: int = 2) -> T
     return Task(body, head, [ClientData(part(n), part(50)) for _ in range(clients)])
 
 
-def train_one(task: Task, method: DirectMethod, *, seed: int = 0) -> Trained:
+def train_one(task: Task, method: DirectMethod, *, seed: int = 0) -> LocalResult:
     state = method.start(task, seed=seed)
     client = Client(0, method.private_start(task, 0, seed=seed), method.message(state, 0))
     return method.train(task, LocalModel(task), [client], round=1, seed=seed)[0]
@@ -55,7 +55,7 @@ def test_without_noise_and_clipping_it_is_fedavg() -> None:
     plain = train_one(task, fedavg(TRAINING))
     torch.testing.assert_close(private.weights.body, plain.weights.body)
     torch.testing.assert_close(private.weights.head, plain.weights.head)
-    assert private.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert private.update.metrics["loss"] == pytest.approx(plain.update.metrics["loss"], rel=1e-5)
 
 
 def test_a_step_moves_by_at_most_clip_over_batch_for_each_example() -> None:

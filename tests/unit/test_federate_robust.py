@@ -20,8 +20,8 @@ from netweight.methods.federate.updates import LowRank, Update
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 LIES = Lie.__args__  # type: ignore[attr-defined]
-UNSEEN = ("knowing", "alie", "minmax", "late-sybils")  # lies that keep within what a screen can see
-ROBUST = ("screened-mean", "clipped-mean", "trimmed-mean", "median", "krum", "multi-krum")
+UNSEEN = ("knowing", "alie", "minmax", "late-sybils", "hidden-backdoor")  # lies that keep within what a screen can see
+ROBUST = ("bounded-mean", "screened-mean", "clipped-mean", "trimmed-mean", "median", "krum", "multi-krum")
 
 
 def accuracy(run: object, liars: tuple[int, ...]) -> float:
@@ -114,13 +114,14 @@ def test_weights_and_norms_are_bounded_by_the_rounds_medians() -> None:
     products = sorted(update.n * length(update) for update in kept[:3] + kept[4:])
     assert kept[3].n * length(kept[3]) == pytest.approx(3 * products[2], rel=1e-4)  # weight times length is what acts
     assert kept[:3] == updates[:3]
-    quiet, _ = screen(sent, state, updates, Federation(), round=1)
-    noisy, _ = screen(sent, state, updates, Federation(server_noise=0.5), round=1)
+    clipped = Federation(aggregator="clipped-mean")
+    quiet, _ = screen(sent, state, updates, clipped, round=1)
+    noisy, _ = screen(sent, state, updates, clipped.replace(server_noise=0.5), round=1)
     assert {one.n for one in quiet} == {1}  # claims that nobody vouches for do not count
     assert max(map(length, quiet)) == pytest.approx(sorted(map(length, updates))[2], rel=1e-4)
     assert len(noisy) == 1
     vouched = {client: 10 + client for client in range(5)}
-    known, suspects = screen(sent, state, updates, Federation(), round=1, registered=vouched)
+    known, suspects = screen(sent, state, updates, clipped, round=1, registered=vouched)
     assert [one.n for one in known] == [10, 11, 12, 13, 14]
     assert "13 are registered" in suspects[3]
     influence = sorted(one.n * length(one) for one in known)
@@ -153,7 +154,9 @@ def test_rules_that_compare_clients_need_one_message_for_all() -> None:
     assert train(small_task(), method, Federation(rounds=1, aggregator="clipped-mean"), workers=1).rounds
 
 
-@pytest.mark.parametrize("lie", ["knowing", "alie", "minmax", "inner-product", "late-sybils", "colluding"])
+@pytest.mark.parametrize(
+    "lie", ["knowing", "alie", "minmax", "inner-product", "late-sybils", "hidden-backdoor", "colluding"]
+)
 def test_what_liars_send_depends_on_no_worker(lie: Lie) -> None:
     runs = [
         train(small_task(clients=5, n=20), Lying(fedavg(TRAINING), lie, (1, 3)), Federation(rounds=5), workers=workers)
@@ -178,3 +181,48 @@ def test_influence_is_bounded_whatever_a_liar_claims_and_sends(claim: float) -> 
             2
         ]  # type: ignore[operator]
         assert moved <= 2 * usual / 5 * 1.01
+
+
+def test_the_default_leaves_out_a_fifth_of_each_value_at_either_end_weighted_by_examples() -> None:
+    state, updates = honest_updates(10)
+    sent, vouched = dict.fromkeys(range(10), state), {client: 10 + client for client in range(10)}
+    clipped, _ = screen(sent, state, updates, Federation(aggregator="clipped-mean"), round=1, registered=vouched)
+    (joint,), _ = screen(sent, state, updates, Federation(), round=1, registered=vouched)
+    assert [part.client for part in joint.summed] == list(range(10))
+    for name, base in state.items():
+        products = np.sort(np.stack([one.n * (one.tensors[name] - base).numpy() for one in clipped]), axis=0)  # type: ignore[operator]
+        wanted = products[2:8].mean(0) * 10 / sum(one.n for one in clipped)
+        np.testing.assert_allclose((joint.tensors[name] - base).numpy(), wanted, atol=1e-5)  # type: ignore[operator]
+
+
+def test_the_default_averages_low_rank_changes_and_trims_what_a_few_send_in_another_form() -> None:
+    """Hypernetworks stay what they are; a liar cannot leave the trimming by sending a matrix as a low-rank change."""
+    state, low = honest_updates(5, low_rank=True)
+    sent = dict.fromkeys(range(5), state)
+    (joint,), _ = screen(sent, state, low, Federation(), round=1)
+    clipped, _ = screen(sent, state, low, Federation(aggregator="clipped-mean"), round=1)
+    torch.testing.assert_close(joint.tensors["a"], aggregate(state, clipped)["a"])
+    flat = {"a": torch.zeros(6, 4)}
+    left, right = torch.zeros(6, 1), torch.zeros(4, 1)
+    left[0], right[0] = -(24**0.5), 1.0  # as long as the others' change, and all of it in one value
+    few = [Update(client, 10, {"a": torch.ones(6, 4)}) for client in range(4)]
+    few.append(Update(4, 10, {"a": LowRank(1.0, left, right)}))
+    (trimmed,), _ = screen(dict.fromkeys(range(5), flat), flat, few, Federation(), round=1)
+    assert float(trimmed.tensors["a"][0, 0]) == pytest.approx(1.0)  # type: ignore[index]
+
+
+def test_one_value_that_stands_alone_does_not_act_on_the_default() -> None:
+    state = {"a": torch.zeros(200)}
+    alone = torch.zeros(200)
+    alone[7] = 200**0.5  # as long as the others
+    updates = [Update(client, 10, {"a": torch.ones(200)}) for client in range(4)] + [Update(4, 10, {"a": alone})]
+    sent = dict.fromkeys(range(5), state)
+    (joint,), _ = screen(sent, state, updates, Federation(), round=1)
+    assert float(joint.tensors["a"][7]) == pytest.approx(1.0)  # type: ignore[index]
+    counters = {"a": torch.zeros(3), "batches": torch.tensor(0)}
+    counted = [
+        Update(c, 10, {"a": torch.ones(3), "batches": torch.tensor(n)}) for c, n in enumerate((5, 5, 6, 6, 2**40))
+    ]
+    for rule in ("bounded-mean", "median"):
+        (one,), _ = screen(dict.fromkeys(range(5), counters), counters, counted, Federation(aggregator=rule), round=1)
+        assert int(one.tensors["batches"]) == 6  # type: ignore[arg-type]

@@ -114,7 +114,7 @@ def test_attempts_of_a_stopped_federation_count_when_it_goes_on(tmp_path) -> Non
         train(task, method, rare, workers=1, folder=tmp_path)
     assert "attempts" in str(stopped.value)
     from netweight.job import Job
-    from netweight.methods.federate.engine import CHECKPOINT
+    from netweight.methods.federate.checkpoint import CHECKPOINT
 
     with Job.open(tmp_path, state=CHECKPOINT, reading=True) as job:
         about, _ = job.load()  # type: ignore[misc]

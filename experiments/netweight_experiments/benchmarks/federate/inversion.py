@@ -58,8 +58,11 @@ def attack(image, label, number, config):
     }
 
 
-def by_breaching(checkout, image, label, number, steps):
-    """Attack one image by breaching, without its packages around the attack; PSNR."""
+def by_breaching(checkout, model, gradients, shape, labels, *, mean, std, steps, seed):
+    """Attack gradients by breaching's `invertinggradients`, without its packages around the attack.
+
+    Returns the images as the model takes them, shape `(n, *shape)`; `mean` and `std` are those of its pixels.
+    """
     for name in ("", ".attacks", ".cases", ".cases.models"):
         package = sys.modules.setdefault(f"breaching{name}", ModuleType(f"breaching{name}"))
         package.__path__ = [str(checkout.joinpath("breaching", *name.split(".")[1:]))]
@@ -76,17 +79,27 @@ def by_breaching(checkout, image, label, number, steps):
         optim=Settings(optimizer="adam", signed="hard", step_size=0.1, boxed=True, max_iterations=steps, warmup=0,
                        step_size_decay="step-lr", langevin_noise=0.0, callback=10**9),
     )  # fmt: skip
-    model, loss = nn.Sequential(*small_cnn(1, 28, CLASSES, seed=number)), nn.CrossEntropyLoss()
-    slopes = torch.autograd.grad(loss(model((image - MEAN) / STD), label), list(model.parameters()))
-    about = SimpleNamespace(shape=(1, 28, 28), mean=[MEAN], std=[STD], modality="vision")
+    about = SimpleNamespace(shape=tuple(shape), mean=[mean] * shape[0], std=[std] * shape[0], modality="vision")
     sent = [{"parameters": [*model.parameters()], "buffers": [], "metadata": about}]
-    said = {"num_data_points": 1, "labels": label, "local_hyperparams": None}
-    torch.manual_seed(number)
+    said = {"num_data_points": len(labels), "labels": labels, "local_hyperparams": None}
+    torch.manual_seed(seed)
     attack = import_module("breaching.attacks.optimization_based_attack")
-    attacker = attack.OptimizationBasedAttacker(model, loss, settings)
-    attacker.regularizers[0].groups, attacker.regularizers[0].weight = 1, attacker.regularizers[0].weight[:2]
-    found, _ = attacker.reconstruct(sent, [{"gradients": list(slopes), "buffers": None, "metadata": said}], {})
-    return round(float(psnr(found["data"] * STD + MEAN, image)), 3)
+    attacker = attack.OptimizationBasedAttacker(model, nn.CrossEntropyLoss(), settings)
+    attacker.regularizers[0].groups = shape[0]
+    attacker.regularizers[0].weight = attacker.regularizers[0].weight[: 2 * shape[0]]
+    found, _ = attacker.reconstruct(sent, [{"gradients": list(gradients), "buffers": None, "metadata": said}], {})
+    return found["data"]
+
+
+def letter_by_breaching(checkout, image, label, number, steps):
+    """Attack one letter by breaching; PSNR."""
+    model = nn.Sequential(*small_cnn(1, 28, CLASSES, seed=number))
+    loss = nn.functional.cross_entropy(model((image - MEAN) / STD), label)
+    slopes = torch.autograd.grad(loss, list(model.parameters()))
+    found = by_breaching(
+        checkout, model, slopes, (1, 28, 28), label, mean=MEAN, std=STD, steps=steps, seed=number
+    )  # fmt: skip
+    return round(float(psnr(found * STD + MEAN, image)), 3)
 
 
 def summary(rows):
@@ -124,7 +137,7 @@ def main(
         image, label = pictures[number][None], labels[number][None]
         rows.append(attack(image, label, number, config))
         if beside:
-            rows[-1]["breaching"] = by_breaching(beside, image, label, number, config.steps)
+            rows[-1]["breaching"] = letter_by_breaching(beside, image, label, number, config.steps)
             rows[-1]["ahead of breaching"] = round(rows[-1]["psnr"] - rows[-1]["breaching"], 3)
         print(number, rows[-1], flush=True)
         yield about | {"n": len(rows), "summary": summary(rows), "images": rows}

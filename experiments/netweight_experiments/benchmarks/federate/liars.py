@@ -1,13 +1,13 @@
-"""What one lying client of five costs the honest ones: each lie against each aggregator, FedAvg on Fashion-MNIST.
+"""What lying clients cost the honest ones: each lie against each aggregator, FedAvg on Fashion-MNIST.
 
     NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.liars
     NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.liars --deployed --aggregators screened-mean
 
-Two of seven for colluding ones; `--ten`: two of ten. Clients of 600 images, as in the paper's split. In this process
-the paper's network is trained; `--deployed` trains the network of examples/federate by a SuperLink and one SuperNode
-per client, processes of their own with TLS and registered nodes, on this machine, from the root of the source tree;
-those that answer are forks of one that has imported torch. The file is written after every cell and keeps the cells
-that it has.
+One of five clients lies, and two of ten; `colluding` ones are two of seven. Clients have 600 images, as in the paper's
+split. In this process the paper's network is trained; `--deployed` trains the network of examples/federate by a
+SuperLink and one SuperNode per client, processes of their own with TLS and registered nodes, on this machine, from the
+root of the source tree; those that answer are forks of one that has imported torch. The file is written after every
+cell and keeps the cells that it has, so that a run that is stopped goes on.
 """
 
 import json
@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import get_args
 
 from netweight.methods.federate import Task, train
-from netweight.methods.federate.engine import CHECKPOINT, Round
+from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.methods.federate.folder import FederationPlan, named_method
+from netweight.methods.federate.history import Round
 from netweight.methods.federate.lies import TARGET, triggered
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.settings import Aggregator, Federation, Lie, LocalTraining
@@ -129,31 +130,36 @@ def _taken_for_the_target(task, weights, honest):
 
 
 def cells(given):
-    """Yield what is to be measured: seed, lie, clients, liars, aggregator."""
-    for seed in given.seeds:
-        for lie in (None, *given.lies):
-            # Over Flower the honest ones alone, trained here, stand for a federation of seven without liars.
-            besides = lie == "colluding" or (not lie and "colluding" in given.lies and not given.deployed)
-            five, seven = ((5, 1),) * (lie != "colluding" and not given.ten), ((7, 2),) * besides
-            for clients, liars in five + seven + ((10, 2),) * given.ten:
-                for aggregator in given.aggregators:
-                    yield seed, lie, clients, liars, aggregator
+    """Yield what is to be measured, one aggregator after the other: seed, lie, clients, liars, aggregator."""
+    for aggregator in given.aggregators:
+        for liars, clients in given.federations:
+            for seed in given.seeds:
+                for lie in (None, *given.lies):
+                    if lie != "colluding":
+                        yield seed, lie, clients, liars, aggregator
+        # Over Flower the honest ones alone, trained here, stand for a federation of seven without liars.
+        if "colluding" in given.lies:
+            for seed in given.seeds:
+                for lie in ("colluding",) if given.deployed else (None, "colluding"):
+                    yield seed, lie, 7, 2, aggregator
 
 
 def main(
     *,
     rounds: int = 8,
     epochs: int = 1,
-    seeds: tuple[int, ...] = (520,),
+    seeds: tuple[int, ...] = (520, 521, 522),
     deployed: bool = False,
-    ten: bool = False,
-    lies: tuple[Lie, ...] = get_args(Lie),
+    federations: tuple[str, ...] = ("1/5", "2/10"),
+    lies: tuple[Lie, ...] = ("knowing",),
     aggregators: tuple[Aggregator, ...] = get_args(Aggregator),
     output: Path,
 ):
+    sizes = [tuple(int(part) for part in one.split("/")) for one in federations]
     given = Namespace(
-        rounds=rounds, epochs=epochs, seeds=seeds, lies=lies, aggregators=aggregators, deployed=deployed, ten=ten
-    )
+        rounds=rounds, epochs=epochs, seeds=seeds, lies=lies, aggregators=aggregators, deployed=deployed,
+        federations=sizes,
+    )  # fmt: skip
     with by_flower() if deployed else nullcontext(here) as trained:
 
         def measure(seed, lie, clients, liars, aggregator):

@@ -22,9 +22,11 @@ from netweight.core import seeds
 from netweight.core.progress import Progress
 from netweight.methods.federate import train
 from netweight.methods.federate.engine import Run
+from netweight.methods.federate.exposure import exposure
+from netweight.methods.federate.exposure_report import exposure_findings
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.method import Method
-from netweight.methods.federate.report import ThreatModel, exposure, exposure_findings
+from netweight.methods.federate.threats import ThreatModel
 from netweight.methods.federate.updates import dense_tensors
 from netweight_experiments.benchmarks.script import RESULTS, fill, put
 

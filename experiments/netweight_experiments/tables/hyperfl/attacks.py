@@ -30,9 +30,10 @@ from netweight.methods.federate.algorithms.hyperfl import HYPERNETWORK
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.method import without
+from netweight.methods.federate.observation import Observation, observe, read_update
 from netweight.methods.federate.partition import client_sizes
-from netweight.methods.federate.report import Observation, ThreatModel, observe, read_update
 from netweight.methods.federate.small_cnn import small_cnn
+from netweight.methods.federate.threats import ThreatModel
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import mean_interval
 from netweight.report.finding import Figure, Finding

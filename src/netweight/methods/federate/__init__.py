@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "LocalTraining": "netweight.methods.federate.settings",
         "Method": "netweight.methods.federate.method",
         "aggregate": "netweight.methods.federate.averaging",
-        "audit": "netweight.methods.federate.report",
+        "audit": "netweight.methods.federate.exposure",
         "fedavg": "netweight.methods.federate.algorithms.direct",
         "train": "netweight.methods.federate.engine",
         "validate_updates": "netweight.methods.federate.updates",

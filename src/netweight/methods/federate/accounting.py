@@ -277,16 +277,29 @@ def schedule_of(n: int, batch_size: int, epochs: int) -> tuple[float, int]:
     return min(1.0, batch_size / n), epochs * -(-n // batch_size)
 
 
-def _check_budget(epsilon: float, delta: float, n: int) -> None:
-    if epsilon <= 0 or not 0 < delta < 1:
-        raise UsageError(
-            f"epsilon={epsilon} with delta={delta} is not a privacy budget.", cure="Use epsilon > 0, 0 < delta < 1."
-        )
+def check_delta(delta: float, n: int) -> None:
+    """Refuse a δ that promises nothing to the examples of a client.
+
+    Args:
+        delta: δ, in (0, 1).
+        n: Number of the client's examples.
+
+    Raises:
+        UsageError: δ is not below 1 / n: publishing one example at random would keep it.
+    """
     if delta >= 1 / n:
         raise UsageError(
             f"With {n} examples, a delta of {delta} would allow one of them to be published outright.",
             cure=f"Give a delta well below {1 / n:.2g}.",
         )
+
+
+def _check_budget(epsilon: float, delta: float, n: int) -> None:
+    if epsilon <= 0 or not 0 < delta < 1:
+        raise UsageError(
+            f"epsilon={epsilon} with delta={delta} is not a privacy budget.", cure="Use epsilon > 0, 0 < delta < 1."
+        )
+    check_delta(delta, n)
 
 
 @contextmanager

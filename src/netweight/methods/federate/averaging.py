@@ -30,7 +30,9 @@ def aggregate(state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
     _check(state, ordered)
     total = sum(update.n for update in ordered)
     shares = [update.n / total for update in ordered]
-    return {name: _average(base, [update.tensors[name] for update in ordered], shares) for name, base in state.items()}
+    return {
+        name: average_tensor(base, [update.tensors[name] for update in ordered], shares) for name, base in state.items()
+    }
 
 
 def _check(state: Tensors, ordered: Sequence[Update]) -> None:
@@ -47,15 +49,35 @@ def _check(state: Tensors, ordered: Sequence[Update]) -> None:
             raise UsageError(f"Client {update.client} says that it has {update.n} examples.")
 
 
-def _average(base: Tensor, values: Sequence[Tensor | LowRank], shares: Sequence[float]) -> Tensor:
+def average_tensor(base: Tensor, values: Sequence[Tensor | LowRank], shares: Sequence[float]) -> Tensor:
+    """Return the weighted sum of the clients' values of one tensor; of whole numbers, the median.
+
+    Args:
+        base: The server's tensor.
+        values: Each client's tensor, or its low-rank change of the server's.
+        shares: Each client's weight; they add up to 1.
+    """
     if not base.is_floating_point():
-        return base.clone()
+        return median_of_whole_numbers(base, values)
     low = [(value, share) for value, share in zip(values, shares, strict=True) if isinstance(value, LowRank)]
     mean = _average_low_rank(base, low) if low else torch.zeros_like(base)
     for value, share in zip(values, shares, strict=True):
         if isinstance(value, Tensor):
             mean.add_(value.to(base), alpha=share)
     return mean
+
+
+def median_of_whole_numbers(base: Tensor, values: Sequence[Tensor | LowRank]) -> Tensor:
+    """Return the median of counters and other tensors that have no mean, such as numbers of batches.
+
+    Args:
+        base: The server's tensor, of a type that is not floating-point.
+        values: Each client's tensor.
+    """
+    whole = torch.stack([value for value in values if isinstance(value, Tensor)])
+    if base.dtype == torch.bool:
+        return whole.to(torch.uint8).median(0).values.to(base)
+    return whole.median(0).values.to(base)
 
 
 # Rows of a matrix whose average is made at a time: few enough to stay in the processor's cache meanwhile.

@@ -44,7 +44,9 @@ def shortened(update: Update, sent: Tensors, factor: float) -> Update:
 
 
 def joint_update(updates: Sequence[Update], tensors: Tensors) -> Update:
-    return Update(updates[0].client, sum(one.n for one in updates), tensors, updates[0].round)
+    """Return one update in place of several, which remembers whose it is."""
+    own = tuple(replace(one, tensors={}) for one in updates)
+    return Update(updates[0].client, sum(one.n for one in updates), tensors, updates[0].round, summed=own)
 
 
 def changes(base: Tensor, name: str, updates: Sequence[Update], rows: slice | Tensor) -> Tensor:

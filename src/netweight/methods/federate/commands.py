@@ -9,7 +9,11 @@ from typing import Any
 
 from netweight.attacks.gradient_inversion.matching import MatchingConfig
 from netweight.errors import UsageError
-from netweight.methods.federate.engine import CHECKPOINT, Round, Run, train
+from netweight.methods.federate.checkpoint import CHECKPOINT
+from netweight.methods.federate.engine import Run, train
+from netweight.methods.federate.exposure import AuditConfig
+from netweight.methods.federate.exposure import audit as attack_run
+from netweight.methods.federate.exposure_report import exposure_table
 from netweight.methods.federate.finished import export_weights, history, is_flower, open_run
 from netweight.methods.federate.folder import (
     FederationAudit,
@@ -18,16 +22,10 @@ from netweight.methods.federate.folder import (
     FederationReport,
     FolderFederation,
 )
+from netweight.methods.federate.history import Round
 from netweight.methods.federate.reconstruction import Search
-from netweight.methods.federate.report import (
-    AuditConfig,
-    ThreatModel,
-    add_sections,
-    exposure_table,
-    promises,
-    rounds_section,
-)
-from netweight.methods.federate.report import audit as attack_run
+from netweight.methods.federate.report import add_sections, promises, rounds_section
+from netweight.methods.federate.threats import ThreatModel
 from netweight.registry import Context, Result, Rows
 from netweight.report.finding import Table
 from netweight.report.report import Report

@@ -15,6 +15,7 @@ from pydantic import Field
 from netweight.core.lazy import import_named
 from netweight.core.names import not_found
 from netweight.errors import UsageError
+from netweight.hf.pipeline_settings import parsed_size
 from netweight.methods.federate.settings import Federation, Lie, LocalTraining
 from netweight.settings import Cli, Settings
 
@@ -54,11 +55,32 @@ class _Clients(Settings):
         gt=0,
         description="Concentration of the Dirichlet partition; smaller values give clients fewer classes.",
     )
+    size: Annotated[str | None, Cli(metavar="HEIGHTxWIDTH")] = Field(
+        default=None,
+        description="Height and width in pixels to which the pictures of a folder are brought, such as 28 or 28x32; "
+        "needed where their sizes differ. Named data sets keep their own size.",
+    )
+    fit: Literal["crop", "stretch", "pad"] = Field(
+        default="stretch",
+        description="How a picture of another shape is brought to --size. stretch: stretched; crop: cut in its middle; "
+        "pad: black bars are added.",
+    )
     model: str | None = Field(
         default=None,
         description="Network of your own as MODULE:FUNCTION. The function takes channels, image size and "
-        "number of classes, and returns body and head.",
+        "number of classes, and returns body and head; the size is one number for square images, else height and "
+        "width.",
     )
+
+    def check(self) -> None:
+        """Refuse a size that cannot be read, and one for data that has its own."""
+        super().check()
+        if self.size is not None:
+            parsed_size(self.size)
+        elif self.fit != "stretch":
+            raise UsageError(
+                f"--fit {self.fit} has no effect without a size that pictures are brought to.", cure="Give --size."
+            )
 
 
 class _Asked(Federation, _Clients):
@@ -101,7 +123,7 @@ class _Asked(Federation, _Clients):
     def check(self) -> None:
         """Refuse budgets that the method cannot keep, and rounds that cannot have enough updates."""
         super().check()
-        sampled = max(int(self.fraction * self.clients), 1)
+        sampled = self.sampled(self.clients)
         if self.min_clients > sampled:
             raise UsageError(
                 f"A round needs {self.min_clients} sound updates (--min-clients) and asks {sampled} of "
@@ -196,9 +218,16 @@ class FederationPlan(_Asked):
         from netweight.data.images import NAMES, load, load_folder
 
         if self.data in NAMES:
+            if self.size is not None:
+                raise UsageError(
+                    f"--size brings the pictures of a folder to one size; {self.data} is a data set with a size of its "
+                    "own.",
+                    cure="Leave --size out, or name a folder of pictures with --data.",
+                )
             return load(self.data)
         if Path(self.data).is_dir():
-            return load_folder(Path(self.data))
+            size = None if self.size is None else parsed_size(self.size)
+            return load_folder(Path(self.data), size=size, fit=self.fit)
         raise not_found(f"{self.data!r} is neither a data set nor a folder.", self.data, NAMES)
 
     def task(self) -> Task:
@@ -214,16 +243,21 @@ class FederationPlan(_Asked):
         )
         natural = images.shape[0] == 3
         augment = partial(crop_and_flip, fill=images.black) if natural else None
-        return Task(body, head, parts, augment=augment)
+        return Task(body, head, parts, augment=augment, remarks=images.remarks)
 
     def _network(self, images: Images) -> tuple[nn.Module, nn.Module]:
-        from netweight.methods.federate.small_cnn import small_cnn
+        from netweight.methods.federate.small_cnn import SMALL_CNN_SIZES, small_cnn
 
         channels, height, width = images.shape
         if self.model is not None:
-            return import_named(self.model, "The model")(channels, height, len(images.classes))  # type: ignore[no-any-return]
-        if height != width:
-            raise UsageError(f"The small CNN takes square images, not {height} × {width}.", cure="Give a model.")
+            size = height if height == width else (height, width)
+            return import_named(self.model, "The model")(channels, size, len(images.classes))  # type: ignore[no-any-return]
+        if height != width or height not in SMALL_CNN_SIZES:
+            raise UsageError(
+                f"The small CNN takes images of 28 × 28 or 32 × 32 pixels; those of {self.data} have "
+                f"{height} × {width}.",
+                cure="Give --size 28 or --size 32, or a network of your own with --model.",
+            )
         return small_cnn(channels, height, len(images.classes), seed=self.seed)
 
     def training(self) -> LocalTraining | None:
@@ -253,6 +287,10 @@ class FederationPlan(_Asked):
         from netweight.methods.federate.refusal import RefusalLimits
 
         noise = self.noise_multiplier
+        if entry_of(self.method).private:
+            from netweight.methods.federate.accounting import check_delta
+
+            check_delta(self.delta, max(task.client(client).n for client in task.clients))
         if entry_of(self.method).private and noise is None:
             from netweight.methods.federate.task_privacy import noise_for_task
 

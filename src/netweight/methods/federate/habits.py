@@ -35,6 +35,8 @@ def refuse_shared_weights(body: nn.Module, head: nn.Module) -> None:
     Raises:
         UsageError: A trained weight lies in memory that both halves use: they would be trained as two weights.
     """
+    for half in (body, head):
+        refuse_lazy_layers(half)
     owners = {
         value.untyped_storage().data_ptr(): name for name, value in body.named_parameters() if value.requires_grad
     }
@@ -46,6 +48,42 @@ def refuse_shared_weights(body: nn.Module, head: nn.Module) -> None:
                 "each half is trained, sent and kept on its own, so that they would become two.",
                 cure="Put both layers into the same half, or give each a weight of its own.",
             )
+
+
+def refuse_lazy_layers(module: nn.Module) -> None:
+    """Refuse a network whose lazy layers have no weights yet.
+
+    Args:
+        module: The network, or one half of it.
+
+    Raises:
+        UsageError: A weight has no shape.
+    """
+    lazy = [name for name, value in module.named_parameters() if isinstance(value, nn.UninitializedParameter)]
+    if lazy:
+        raise UsageError(
+            f"The weight {lazy[0]!r} belongs to a lazy layer and has no shape yet.",
+            cure="Run the network once on an example before it is federated.",
+        )
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a network.
+
+    Args:
+        module: The network, or one half of it.
+
+    Raises:
+        Unsupported: It holds tensors that are computed from others, as the old `torch.nn.utils.weight_norm` makes them.
+    """
+    try:
+        return copy.deepcopy(module)
+    except RuntimeError as error:
+        raise Unsupported(
+            f"{type(module).__name__} cannot be copied: {str(error).strip().splitlines()[0]}",
+            cure="Use torch.nn.utils.parametrizations (weight_norm, spectral_norm) in place of the functions of "
+            "torch.nn.utils.",
+        ) from error
 
 
 def habits_of(body: nn.Module, head: nn.Module, inputs: Tensor) -> Habits:
@@ -63,7 +101,7 @@ def habits_of(body: nn.Module, head: nn.Module, inputs: Tensor) -> Habits:
     first = inputs if len(inputs) > 1 else torch.cat([inputs, inputs])
     second = first.flip(0) * 0.5 if first.is_floating_point() else first.flip(0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        one, fresh, other = (nn.ModuleList(copy.deepcopy([body, head])).train() for _ in range(3))
+        one, fresh, other = (nn.ModuleList([copied(body), copied(head)]).train() for _ in range(3))
         before = _kept(one)
         random = _run(one, first)[1]
         after = _kept(one)
@@ -111,7 +149,7 @@ def _run(halves: nn.ModuleList, inputs: Tensor) -> tuple[Tensor, bool]:
 
 
 def _needs_two(body: nn.Module, head: nn.Module, inputs: Tensor) -> bool:
-    halves = nn.ModuleList(copy.deepcopy([body, head])).train()
+    halves = nn.ModuleList([copied(body), copied(head)]).train()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             halves[1](halves[0](inputs[:1]))

@@ -18,7 +18,7 @@ from torch import Tensor
 from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, Trained, Wrapped
+from netweight.methods.federate.method import Client, LocalResult, Wrapped
 from netweight.methods.federate.settings import Lie
 from netweight.methods.federate.task import ClientData, Task
 from netweight.methods.federate.updates import Tensors, Update, dense_tensors
@@ -48,7 +48,7 @@ class Lying(Wrapped):
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
+    ) -> list[LocalResult]:
         """Train all clients, liars on what data the lie asks for, and change what these send."""
         found = []
         for client in clients:
@@ -60,10 +60,11 @@ class Lying(Wrapped):
         order = [client.number for client in clients]
         return sorted(found, key=lambda one: order.index(one.update.client))
 
-    def _lied(self, liar: _Liar) -> Trained:
+    def _lied(self, liar: _Liar) -> LocalResult:
         trained = liar.honest()
         update = _LIES[self.lie](liar, trained)
-        return replace(trained, update=replace(update, client=trained.update.client))
+        own = trained.update
+        return replace(trained, update=replace(update, client=own.client, metrics=own.metrics))
 
 
 @final
@@ -83,7 +84,7 @@ class _Liar:
         """Parameters that the server sent."""
         return self.client.received
 
-    def honest(self) -> Trained:
+    def honest(self) -> LocalResult:
         """Return what it would send."""
         train = self.lying.method.train
         (one,) = train(self.task, self.model, [self.client], round=self.round, seed=self.seed)
@@ -175,40 +176,48 @@ def _flipped(data: ClientData) -> ClientData:
 # ---- what each lie sends ---------------------------------------------------------------------------------------------
 
 
-def _scaled(factor: float) -> Callable[[_Liar, Trained], Update]:
-    def lie(liar: _Liar, trained: Trained) -> Update:
+def _scaled(factor: float) -> Callable[[_Liar, LocalResult], Update]:
+    def lie(liar: _Liar, trained: LocalResult) -> Update:
         return liar.moved(trained.update, {n: factor * v for n, v in liar.change(trained.update).items()})
 
     return lie
 
 
-def _constant(liar: _Liar, trained: Trained) -> Update:
+def _constant(liar: _Liar, trained: LocalResult) -> Update:
     return replace(trained.update, tensors={name: torch.full_like(value, 7.0) for name, value in liar.sent.items()})
 
 
-def _claimed(liar: _Liar, trained: Trained) -> Update:
+def _claimed(liar: _Liar, trained: LocalResult) -> Update:
     return replace(_constant(liar, trained), n=2**50)
 
 
-def _colluding(liar: _Liar, trained: Trained) -> Update:
+def _colluding(liar: _Liar, trained: LocalResult) -> Update:
     """All of them send what the first makes of its data, turned around and twice as long."""
     first = liar.on(lambda data: data, of=liar.lying.liars[0], seed=seeds.derive(liar.seed, "colluding"))
     return replace(liar.moved(first, {n: -2 * v for n, v in liar.change(first).items()}), n=trained.update.n)
 
 
-def _late(liar: _Liar, trained: Trained) -> Update:
+def _late(liar: _Liar, trained: LocalResult) -> Update:
     return replace(trained.update, round=trained.update.round - 1)
 
 
-def _backdoor(liar: _Liar, trained: Trained) -> Update:
+def _backdoor(liar: _Liar, trained: LocalResult) -> Update:
     bad = liar.on(_planted)
     return replace(liar.moved(bad, {n: BOOST * v for n, v in liar.change(bad).items()}), n=trained.update.n)
 
 
-def _knowing(liar: _Liar, trained: Trained) -> Update:
+def _knowing(liar: _Liar, trained: LocalResult) -> Update:
     """A backdoor that keeps length, direction and number of examples within what screens allow."""
     honest, bad = liar.change(trained.update), liar.change(liar.on(_planted))
     return liar.bounded(trained.update, _like(bad, honest), honest)
+
+
+def _hidden_backdoor(liar: _Liar, trained: LocalResult) -> Update:
+    """A backdoor each of whose values lies within what honest changes differ by (Baruch et al., arXiv 1902.06156)."""
+    mean, deviation = _mean_and_deviation(liar.estimates())
+    bad, honest = liar.change(liar.on(_planted)), liar.change(trained.update)
+    within = {n: v.clamp(mean[n] - deviation[n], mean[n] + deviation[n]) for n, v in bad.items()}
+    return liar.bounded(trained.update, within, honest)
 
 
 def _like(change: Mapping[str, Tensor], honest: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -221,7 +230,7 @@ def _like(change: Mapping[str, Tensor], honest: Mapping[str, Tensor]) -> dict[st
     return dict(honest)
 
 
-def _alie(liar: _Liar, trained: Trained) -> Update:
+def _alie(liar: _Liar, trained: LocalResult) -> Update:
     """The mean less so many deviations as the votes of others hide. Source: Baruch et al. (arXiv 1902.06156)."""
     mean, deviation = _mean_and_deviation(liar.estimates())
     clients, liars = len(liar.task.clients), len(liar.lying.liars)
@@ -231,7 +240,7 @@ def _alie(liar: _Liar, trained: Trained) -> Update:
     return liar.moved(trained.update, {n: v - most * deviation[n] for n, v in mean.items()})
 
 
-def _minmax(liar: _Liar, trained: Trained) -> Update:
+def _minmax(liar: _Liar, trained: LocalResult) -> Update:
     """The mean moved as far as the estimates lie apart. Source: Shejwalkar and Houmansadr (NDSS 2021), Min-Max."""
     estimates = liar.estimates()
     mean, deviation = _mean_and_deviation(estimates)
@@ -245,13 +254,13 @@ def _minmax(liar: _Liar, trained: Trained) -> Update:
     return liar.moved(trained.update, {n: v - low * deviation[n] for n, v in mean.items()})
 
 
-def _inner_product(liar: _Liar, trained: Trained) -> Update:
+def _inner_product(liar: _Liar, trained: LocalResult) -> Update:
     """The estimated mean turned around, as long as dared. Source: Xie et al. (arXiv 1903.03936)."""
     mean, _ = _mean_and_deviation(liar.estimates())
     return liar.bounded(trained.update, {n: -v for n, v in mean.items()}, liar.change(trained.update))
 
 
-def _late_sybils(liar: _Liar, trained: Trained) -> Update:
+def _late_sybils(liar: _Liar, trained: LocalResult) -> Update:
     """Honest at first, then all of them plant one backdoor from one liar's data, each a little different."""
     if liar.round < SYBILS_FROM:
         return trained.update
@@ -260,7 +269,7 @@ def _late_sybils(liar: _Liar, trained: Trained) -> Update:
     return liar.bounded(trained.update, bad, liar.change(trained.update))
 
 
-_LIES: Mapping[Lie, Callable[[_Liar, Trained], Update]] = {
+_LIES: Mapping[Lie, Callable[[_Liar, LocalResult], Update]] = {
     "scaled": _scaled(BOOST),
     "sign-flipped": _scaled(-1.0),
     "label-flipped": lambda liar, trained: liar.on(_flipped),
@@ -275,4 +284,5 @@ _LIES: Mapping[Lie, Callable[[_Liar, Trained], Update]] = {
     "minmax": _minmax,
     "inner-product": _inner_product,
     "late-sybils": _late_sybils,
+    "hidden-backdoor": _hidden_backdoor,
 }

@@ -32,8 +32,10 @@ def without(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
 class Weights:
     """A client's model, ready to run."""
 
-    body: Tensor  # the body's trained parameters, shape `(task.body_layout.size,)`
-    head: Tensor  # the head's, shape `(task.head_layout.size,)`
+    body: Tensor
+    """The body's trained parameters, shape `(task.body_layout.size,)`."""
+    head: Tensor
+    """The head's, shape `(task.head_layout.size,)`."""
     statistics: Tensors = field(default_factory=dict)
     """The layers' buffers, such as running statistics, by the names of `Task.initial_statistics`."""
 
@@ -61,20 +63,25 @@ def from_named(task: Task, tensors: Tensors) -> Weights:
 class Client:
     """One client as a round begins."""
 
-    number: int  # its number in the task
-    private: Tensors  # what it keeps between rounds and never sends: tensors by name
-    received: Tensors  # what the server sent it in this round: tensors by name
+    number: int
+    """Its number in the task."""
+    private: Tensors
+    """What it keeps between rounds and never sends: tensors by name."""
+    received: Tensors
+    """What the server sent it in this round: tensors by name."""
 
 
 @final
 @dataclass(frozen=True)
-class Trained:
-    """One client as a round ends."""
+class LocalResult:
+    """One client as a round ends: what leaves it, and what stays."""
 
-    update: Update  # what it sends
-    private: Tensors  # what it keeps: tensors by name
-    weights: Weights  # its personal model after local training
-    loss: float  # mean training loss over the round's steps
+    update: Update
+    """What it sends; its metrics hold the mean training loss over the round's steps as "loss"."""
+    private: Tensors
+    """What it keeps: tensors by name."""
+    weights: Weights
+    """Its personal model after local training."""
 
 
 class Method(Protocol):
@@ -108,7 +115,7 @@ class Method(Protocol):
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
+    ) -> list[LocalResult]:
         """Return clients after local training, in the order given; they are trained in one thread, in any order.
 
         Args:

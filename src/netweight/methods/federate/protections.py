@@ -20,7 +20,7 @@ from netweight.methods.federate.accounting import AnswerPrivacy, Release, privac
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
 from netweight.methods.federate.local import steps_per_epoch
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, Trained, Wrapped, prefixed, without
+from netweight.methods.federate.method import Client, LocalResult, Wrapped, prefixed, without
 from netweight.methods.federate.refusal import RefusalLimits, refuse_abnormal, relative_change
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Task
@@ -77,7 +77,7 @@ class Hardened(Wrapped):
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
+    ) -> list[LocalResult]:
         """Train the clients that agree to, and protect what they send."""
         willing = [client for client in clients if self._agrees(task, client, round)]
         if not willing:
@@ -142,7 +142,7 @@ def _noisy(update: Update, received: Tensors, noise: UpdateNoise, seed: int) -> 
     return replace(update, n=1, tensors=sent)  # the number of examples would stand beside the noise
 
 
-def _remembering(one: Trained, client: Client, round: int, seed: int) -> Trained:
+def _remembering(one: LocalResult, client: Client, round: int, seed: int) -> LocalResult:
     """Let a client keep of a round what the next state is compared with: a sketch of this one, its own change."""
     known = client.private.get(f"{_MEMORY}seed")
     key = seeds.derive(seed, "client", client.number, "sketch") % 2**62 if known is None else int(known)

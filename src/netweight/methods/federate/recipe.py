@@ -21,24 +21,16 @@ from netweight.core.progress import Progress
 from netweight.data.images import NAMES
 from netweight.errors import UsageError
 from netweight.job import Job
-from netweight.methods.federate.engine import CHECKPOINT, Run, finished, train
+from netweight.methods.federate.checkpoint import CHECKPOINT
+from netweight.methods.federate.engine import Run, finished, train
+from netweight.methods.federate.exposure import AuditConfig, Exposure, cosine, exposure
+from netweight.methods.federate.exposure_report import exposure_findings, exposure_table, mean_finding
 from netweight.methods.federate.folder import FederationPlan, FolderFederation, entry_of
+from netweight.methods.federate.observation import observe, read_update
 from netweight.methods.federate.protections import Hardened, UpdateNoise
 from netweight.methods.federate.reconstruction import Search
 from netweight.methods.federate.refusal import RefusalLimits
-from netweight.methods.federate.report import (
-    AuditConfig,
-    Exposure,
-    ThreatModel,
-    cosine,
-    exposure,
-    exposure_findings,
-    exposure_table,
-    mean_finding,
-    observe,
-    own_threat,
-    read_update,
-)
+from netweight.methods.federate.threats import ThreatModel, own_threat
 from netweight.registry import Target
 from netweight.report.finding import Figure, Finding, Section, Table
 from netweight.report.plots import image_grid

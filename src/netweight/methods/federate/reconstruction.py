@@ -221,20 +221,26 @@ def _refuse_large(evidence: Evidence) -> None:
         raise Unsupported(f"{evidence.images} images are not searched together, only up to {MOST_IMAGES}.")
 
 
-class _Halves(nn.Module):
-    """Body and head under the names that updates have."""
+class Halves(nn.Module):
+    """Body and head under the names that updates have.
+
+    Args:
+        body: The feature extractor.
+        head: The classifier.
+    """
 
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
         super().__init__()
         self.body, self.head = body, head
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Return the head's outputs, shape `(n, …)`."""
         outputs: Tensor = self.head(self.body(inputs))
         return outputs
 
 
 def _with_constant_buffers(task: Task) -> nn.Module:
-    return _Halves(_constant_half(task.body), _constant_half(task.head))
+    return Halves(_constant_half(task.body), _constant_half(task.head))
 
 
 def _constant_half(half: nn.Module) -> nn.Module:

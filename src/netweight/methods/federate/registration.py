@@ -5,7 +5,7 @@ from typing import Any
 from netweight.registry import Argument, Attack, Command, Entry, Group, Method, lazy
 
 _COMMANDS, _RECIPE = "netweight.methods.federate.commands", "netweight.methods.federate.recipe"
-_REPORT = "netweight.methods.federate.report"
+_REPORT, _EXPOSURE = "netweight.methods.federate.report", "netweight.methods.federate.exposure_report"
 
 SERVER: Attack[Any] = Attack(
     "server",
@@ -26,7 +26,7 @@ COMMANDS: tuple[Entry, ...] = (
         "federate run",
         lazy("netweight.methods.federate.folder:FolderFederation"),
         lazy(f"{_RECIPE}:apply"),
-        {"accuracy": lazy(f"{_REPORT}:accuracy"), "gradient-inversion": lazy(f"{_REPORT}:gradient_inversion")},
+        {"accuracy": lazy(f"{_REPORT}:accuracy"), "gradient-inversion": lazy(f"{_EXPOSURE}:gradient_inversion")},
         verb="federate",
         run=lazy(f"{_COMMANDS}:run"),
         summary="Train a federation in this process and audit it.",

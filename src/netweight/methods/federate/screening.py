@@ -31,7 +31,9 @@ from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.updates import Tensors, Update
 
 # Rules that work where each client is sent something else.
-_WITHOUT_COMPARISON = ("mean", "screened-mean", "clipped-mean")
+_WITHOUT_COMPARISON = ("mean", "screened-mean", "clipped-mean", "bounded-mean")
+# Rules under which nobody acts more than the median client.
+_TO_THE_MEDIAN = ("clipped-mean", "bounded-mean")
 
 
 def screen(
@@ -57,7 +59,7 @@ def screen(
     if not alike and settings.aggregator not in _WITHOUT_COMPARISON:
         raise UsageError(
             f"Each client is sent something else, so that {settings.aggregator} has nothing to compare.",
-            cure="Use the aggregator mean or clipped-mean.",
+            cure="Use the aggregator bounded-mean, clipped-mean or mean.",
         )
     suspects: dict[int, list[str]] = {one.client: [] for one in updates}
     weighed = _weighed(updates, settings, registered, suspects)
@@ -71,7 +73,8 @@ def screen(
     if settings.aggregator == "screened-mean":
         sound = [one for one in bounded if not suspects[one.client]]
         bounded = sound if 2 * len(sound) >= len(bounded) else bounded
-    joined = RULES[settings.aggregator](state, bounded, settings.liars)
+    # Where each client is sent something else, its values are not those of others: the bounded updates are averaged.
+    joined = RULES[settings.aggregator](state, bounded, settings.liars) if alike else bounded
     return joined, {client: "; ".join(whys) for client, whys in suspects.items() if whys}
 
 
@@ -105,7 +108,7 @@ def _bounded(
     norms: dict[int, float] = {}
     products = [one.n * length_of(sent[one.client], one, norms) for one in updates]
     usual = median(products)
-    longest = usual if settings.aggregator == "clipped-mean" else usual * settings.most_norm
+    longest = usual if settings.aggregator in _TO_THE_MEDIAN else usual * settings.most_norm
     bounded = []
     for one, product in zip(updates, products, strict=True):
         if product > usual * settings.most_norm:

@@ -26,8 +26,11 @@ Lie = Literal[
     "minmax",
     "inner-product",
     "late-sybils",
+    "hidden-backdoor",
 ]
-Aggregator = Literal["mean", "screened-mean", "clipped-mean", "trimmed-mean", "median", "krum", "multi-krum"]
+Aggregator = Literal[
+    "bounded-mean", "mean", "screened-mean", "clipped-mean", "trimmed-mean", "median", "krum", "multi-krum"
+]
 
 
 @final
@@ -119,7 +122,7 @@ class Federation(Settings):
         default=3, ge=0, description="How often a round is repeated before the federation stops, with its state saved."
     )
     until_plateau: bool = Field(default=False, description="Stop once the accuracy no longer rises.")
-    aggregator: Aggregator = Field(default="clipped-mean", description="Aggregation rule for the clients' updates.")
+    aggregator: Aggregator = Field(default="bounded-mean", description="Aggregation rule for the clients' updates.")
     liars: Annotated[int, Cli(own=False)] = Field(
         default=1,
         ge=1,
@@ -130,7 +133,7 @@ class Federation(Settings):
         default=3.0,
         ge=1,
         description="Largest product of weight and length of an update, as a multiple of the round's median; longer "
-        "changes are shortened (clipped-mean: to the median itself) and their clients named.",
+        "changes are shortened (bounded-mean and clipped-mean: to the median itself) and their clients named.",
     )
     most_examples: Annotated[float, Cli(own=False)] = Field(
         default=3.0,
@@ -147,8 +150,13 @@ class Federation(Settings):
 
     def check(self) -> None:
         """Refuse noise where nothing bounds what it is to hide."""
+        super().check()
         if self.server_noise and self.aggregator != "clipped-mean":
             raise UsageError("server_noise goes with the aggregator clipped-mean.")
+
+    def sampled(self, clients: int) -> int:
+        """Return how many of `clients` a round asks: the share `fraction`, rounded down, and at least one."""
+        return max(int(self.fraction * clients + 1e-9), 1)  # 0.29 of 100 is 28.999… in binary
 
     def most_answers(self) -> int | None:
         """Return how often one client may answer, attempts included; None for no limit."""

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from netweight.errors import UsageError
 
+# Height and width of the images that the network was made for, in pixels.
+SMALL_CNN_SIZES = (28, 32)
+
 
 @final
 class SmallCNN(nn.Module):
@@ -20,7 +23,7 @@ class SmallCNN(nn.Module):
 
     def __init__(self, channels: int = 1, size: int = 28) -> None:
         super().__init__()
-        if size not in (28, 32):
+        if size not in SMALL_CNN_SIZES:
             raise UsageError(f"The small CNN takes images of 28 or 32 pixels, not {size}.", cure="Resize the images.")
         self.conv1 = nn.Conv2d(channels, 16, 5)
         self.conv2 = nn.Conv2d(16, 32, 5, padding=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.habits import Habits, habits_of, refuse_shared_weights
+from netweight.methods.federate.habits import Habits, copied, habits_of, refuse_shared_weights
 from netweight.nn import ParameterLayout
 
 # Takes the head's outputs, shape `(n, …)`, and targets, shape `(n, …)`; returns the mean over n, a scalar.
@@ -64,6 +63,7 @@ class Task:
         loss: Mean loss of outputs against targets.
         augment: Changes a batch of training inputs, given a generator; None for no augmentation. Both of shape `(n,
             …)`.
+        remarks: What was decided in reading the data, in sentences that reports repeat.
 
     Raises:
         UsageError: There is no client, or a half has nothing to train.
@@ -74,6 +74,7 @@ class Task:
     data: Sequence[ClientData] | Mapping[int, ClientData]
     loss: Loss = F.cross_entropy
     augment: Callable[[Tensor, torch.Generator], Tensor] | None = field(default=None, compare=False)
+    remarks: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         """Check that there is something to train and someone to train it."""
@@ -138,7 +139,7 @@ class Task:
         return {
             f"{half}.{name}.{buffer}" if name else f"{half}.{buffer}": value.detach().clone()
             for half, whole in (("body", self.body), ("head", self.head))
-            for name, module in copy.deepcopy(whole).train().named_modules()
+            for name, module in copied(whole).train().named_modules()
             if module.training
             for buffer, value in module.named_buffers(recurse=False)
         }

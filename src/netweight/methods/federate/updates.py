@@ -44,15 +44,22 @@ class LowRank:
 @final
 @dataclass(frozen=True)
 class Update:
-    """Update of one client after a round."""
+    """A client's reply to a round, in the one form that it has from local training to the aggregate."""
 
-    client: int  # its number
-    n: int  # number of training examples, its weight in the average; at least 1
-    # The shared tensors after local training, by the names of the server's state. Matrices may be low-rank changes.
+    client: int
+    """The client's number; of a secure sum, the least of its clients'."""
+    n: int
+    """Number of training examples, the update's weight in an average; at least 1."""
     tensors: Mapping[str, Tensor | LowRank]
-    round: int = 1  # the round that it answers, from 1
+    """The shared tensors after local training, by the names of the server's state. Matrices may be low-rank changes."""
+    round: int = 1
+    """The round that it answers, from 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the client says of its model: "before", "after", "loss", "epsilon", as far as they are known."""
+    fault: str = ""
+    """Why the reply cannot be used; empty for one that can be validated."""
+    summed: tuple[Update, ...] = ()
+    """Of a secure sum or another joint update, each client's own, without tensors."""
 
 
 def dense_tensors(tensors: Mapping[str, Tensor | LowRank], base: Tensors) -> dict[str, Tensor]:
@@ -81,16 +88,9 @@ def _matching(names: Sequence[str], shared: Sequence[str]) -> list[str]:
     return found
 
 
-@final
-@dataclass(frozen=True)
-class Validated:
-    """A round's updates, sorted."""
-
-    accepted: tuple[Update, ...]  # sound updates, in the order of client numbers, one per client
-    refused: Mapping[int, str]  # client number → why its update was left out
-
-
-def validate_updates(sent: Mapping[int, Tensors], updates: Sequence[Update], *, round: int) -> Validated:
+def validate_updates(
+    sent: Mapping[int, Tensors], updates: Sequence[Update], *, round: int
+) -> tuple[list[Update], dict[int, str]]:
     """Sort a round's updates into those that may be aggregated and those that are refused, each with the reason.
 
     An update is sound if its client was asked, sent it alone and answers this round, and if it has at least one
@@ -120,7 +120,7 @@ def validate_updates(sent: Mapping[int, Tensors], updates: Sequence[Update], *, 
         else:
             accepted[client] = update
     silent = {client: "sent nothing" for client in sent if client not in accepted and client not in refused}
-    return Validated(tuple(accepted.values()), {**refused, **silent})
+    return list(accepted.values()), {**refused, **silent}
 
 
 def fault_of(sent: Tensors, update: Update, *, round: int) -> str | None:

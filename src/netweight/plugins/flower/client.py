@@ -27,8 +27,9 @@ from netweight.core.files import digest_config, digest_tensor, whole_file
 from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.federate.accounting import AnswerPrivacy, Guarantee, Release, guarantee, privacy_of
+from netweight.methods.federate.data_checks import refuse_unfit_examples
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, Method, Trained
+from netweight.methods.federate.method import Client, LocalResult, Method
 from netweight.methods.federate.settings import Budget
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, check_allow_list, to_wire
@@ -206,6 +207,8 @@ def client_app(
     def answered(message: Message, context: Context, job: Job | None) -> Message:
         number, order = client_number(context), Order.of(message)
         task, own_method = task_of(context), chosen(method, context)
+        if not order.go_on_from:  # the first time, since examples stay as they are
+            refuse_unfit_examples(task, number)
         sent = from_record(message.content.array_records[ARRAYS])
         answers = Answers(context, job, number)
         rehearsed: int | None = chosen(seed, context)
@@ -344,7 +347,7 @@ def _on(device: torch.device | str, tensors: Tensors) -> dict[str, Tensor]:
 
 def _trained(
     task: Task, method: Method, client: Client, order: Order, seed: int, device: torch.device
-) -> tuple[Trained, dict[str, float]]:
+) -> tuple[LocalResult, dict[str, float]]:
     model = LocalModel(task, device)
     test = task.client(client.number).test
     metrics: dict[str, float] = {}
@@ -355,7 +358,7 @@ def _trained(
     if not found:
         raise UsageError(f"Client {client.number} takes no part in round {order.round}; its own log says why.")
     (trained,) = found
-    metrics["loss"] = trained.loss
+    metrics.update(trained.update.metrics)
     if order.evaluate:
         after = trained.weights
         metrics["after"] = model.accuracy(after.body, after.head, test, after.statistics)

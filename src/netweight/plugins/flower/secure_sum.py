@@ -37,7 +37,7 @@ from flwr.serverapp import Grid
 
 from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.engine import ANSWERED_WITH_ERROR, Replies, Trial
+from netweight.methods.federate.rounds import ANSWERED_WITH_ERROR, Trial
 from netweight.methods.federate.updates import LowRank, Tensors, Update, fault_of
 from netweight.plugins.flower.strategy import OverGrid, Summed, exchange, known_metrics
 
@@ -162,14 +162,16 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
     """Return what runs a round in which the server sees the weighted means of groups of clients alone."""
     lengths: list[float] = []  # of the sums so far
 
-    def exchange_masked(over: OverGrid, trial: Trial, messages: Mapping[int, Message]) -> Replies:
+    def exchange_masked(over: OverGrid, trial: Trial, messages: Mapping[int, Message]) -> list[Update]:
         rounds = over.rounds
         state, settings = rounds.state, rounds.settings
         if any(tensors.keys() != state.keys() for tensors in trial.sent.values()) or any(
             tensors[name] is not state[name] for tensors in trial.sent.values() for name in tensors
         ):
             raise UsageError(f"{rounds.method.name} sends each client something else: there is no sum to be secured.")
-        if settings.aggregator not in ("mean", "clipped-mean") and groups < 3:  # one sum is bounded by those before it
+        if (
+            settings.aggregator not in ("mean", "clipped-mean", "bounded-mean") and groups < 3
+        ):  # one sum is bounded by those before it
             raise UsageError(
                 f"Nobody can compare masked updates, as {settings.aggregator} does.", cure="Use mean, or three groups."
             )
@@ -189,22 +191,20 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         count = max(1, min(groups, len(trial.asked) // FEWEST))
         drawn = torch.randperm(len(trial.asked), generator=seeds.torch_generator(settings.seed, "sums", trial.round))
         there = messages.keys() - faults.keys()
-        sums, updates = dict[tuple[int, ...], Update](), list[Update]()
+        sums = list[Update]()
         for start in range(count):
             group = sorted(there & {trial.asked[place] for place in drawn[start::count].tolist()})
             if len(group) < FEWEST or len(there) < settings.min_clients:
                 faults |= dict.fromkeys(group, "is not in a sum, which would be of too few")
                 continue
-            one, joint = one_sum(over, trial, {client: messages[client] for client in group}, count)
-            faults |= one.faults
-            if joint is not None:
-                sums[tuple(update.client for update in one.updates)] = joint
-                updates += one.updates
-        return Replies(updates, faults, sums or None)
+            joint, others = one_sum(over, trial, {client: messages[client] for client in group}, count)
+            faults |= others
+            sums += [] if joint is None else [joint]
+        return [*sums, *(Update(client, 0, {}, trial.round, fault=why) for client, why in faults.items())]
 
     def one_sum(
         over: OverGrid, trial: Trial, asked: Mapping[int, Message], count: int
-    ) -> tuple[Replies, Update | None]:
+    ) -> tuple[Update | None, dict[int, str]]:
         settings, weights, faults = over.rounds.settings, over.nodes.examples, dict[int, str]()
         assert over.grid is not None
         listening = _Listening(over.grid, over.timeout)
@@ -224,11 +224,7 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         most = settings.most_norm if count < 3 else settings.most_norm**2  # sums are then compared with each other, too
         mean = None if found.mean is None else _bounded(found.mean, lengths, most, trial.round)
         joint = None if mean is None else _joined(over.rounds.state, mean, results, trial.round)
-        updates = [
-            Update(client, result.num_examples, {}, trial.round, known_metrics(result.metrics))
-            for client, result in sorted(results.items())
-        ]
-        return Replies(updates, faults), joint
+        return joint, faults
 
     return exchange_masked
 
@@ -324,7 +320,11 @@ def _joined(
         _LOG.warning("Round %d: the sum has other shapes than the state.", round)
         return None
     tensors = {name: (state[name].double() + changes[name]).to(state[name]) for name in names}
-    joint = Update(min(results), sum(result.num_examples for result in results.values()), tensors, round)
+    own = tuple(
+        Update(client, result.num_examples, {}, round, known_metrics(result.metrics))
+        for client, result in sorted(results.items())
+    )
+    joint = Update(min(results), sum(one.n for one in own), tensors, round, summed=own)
     if (fault := fault_of(state, joint, round=round)) is not None:
         _LOG.warning("Round %d: the sum %s.", round, fault)
         return None

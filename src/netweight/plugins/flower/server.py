@@ -20,10 +20,12 @@ from torch import nn
 from netweight.core.files import digest_config, whole_file
 from netweight.errors import NameNotFound, UsageError
 from netweight.job import Job
-from netweight.methods.federate.engine import CHECKPOINT, Rounds, run_key
+from netweight.methods.federate.checkpoint import CHECKPOINT
+from netweight.methods.federate.engine import run_key
 from netweight.methods.federate.finished import HISTORY as HISTORY
 from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.method import Method
+from netweight.methods.federate.rounds import Rounds
 from netweight.methods.federate.settings import Federation, LocalTraining
 from netweight.methods.federate.task import ClientData, Task
 from netweight.plugins.flower.client import client_app
@@ -145,7 +147,7 @@ def method_of(config: Config) -> Method:
 def settings_of(config: Config) -> Federation:
     """Return the rounds that a run's configuration asks for; of one masked sum there is nothing but its mean."""
     compared = not config.get("secure-sum") or int(config.get("sums", 1)) > 2
-    aggregator = config.get("aggregator", "clipped-mean") if compared else "mean"
+    aggregator = config.get("aggregator", Federation().aggregator) if compared else "mean"
     numbers = {name: int(config[name.replace("_", "-")]) for name in ("rounds", "seed", "min_clients")}
     return Federation.of({**numbers, "aggregator": aggregator})
 

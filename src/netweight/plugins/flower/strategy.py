@@ -22,8 +22,9 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.engine import ANSWERED_WITH_ERROR, Replies, Round, Rounds, Trial
+from netweight.methods.federate.history import Round
 from netweight.methods.federate.method import Method
+from netweight.methods.federate.rounds import ANSWERED_WITH_ERROR, Rounds, Trial
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.updates import LowRank, Tensors, Update, from_wire, to_wire
 
@@ -271,7 +272,7 @@ class OverGrid:
             made[client] = Message(content, self._here[client], MessageType.TRAIN, ttl=lives, group_id=group)
         return made
 
-    def exchange(self, trial: Trial) -> Replies:
+    def collect(self, trial: Trial) -> list[Update]:
         """Send the round's messages and read the replies."""
         assert self.grid is not None
         messages = self.messages(trial)
@@ -279,12 +280,11 @@ class OverGrid:
             return self._summed(self, trial, messages)
         return self.read(trial, messages, exchange(self.grid, list(messages.values()), timeout=self.timeout))
 
-    def read(self, trial: Trial, messages: Mapping[int, Message], replies: Iterable[Message]) -> Replies:
+    def read(self, trial: Trial, messages: Mapping[int, Message], replies: Iterable[Message]) -> list[Update]:
         """Read replies: who answered is known by the question, not by what the answer says of itself."""
         asked = {message.metadata.message_id: client for client, message in messages.items()}
         folder = self.rounds.job.folder if self.rounds.job is not None else None
         updates: list[Update] = []
-        faults: dict[int, str] = {}
         for reply in replies:
             client = asked.get(reply.metadata.reply_to_message_id)
             if client is None:
@@ -296,8 +296,8 @@ class OverGrid:
                     raise UsageError(f"says that it has {update.n} examples; it registered {said}")
                 updates.append(_on_disk(_against_state(update, trial.sent[client], self.rounds.state), folder))
             except UsageError as error:
-                faults[client] = error.reason
-        return Replies(updates, faults)
+                updates.append(Update(client, 0, {}, trial.round, fault=error.reason))
+        return updates
 
     def settle(self, done: Round) -> None:
         """Keep nothing: clients keep what is theirs."""
@@ -309,7 +309,7 @@ class OverGrid:
 
 
 # Runs a round in which the server sees a sum alone.
-Summed = Callable[[OverGrid, Trial, Mapping[int, Message]], Replies]
+Summed = Callable[[OverGrid, Trial, Mapping[int, Message]], list[Update]]
 
 
 def wait_for_nodes(grid: Grid, wanted: int, patience: float) -> None:
@@ -343,7 +343,7 @@ class MethodStrategy(Strategy):
     ) -> Iterable[Message]:
         """Draw the round's clients and return a message for each that is connected."""
         self._over.grid, self.rounds.state = grid, from_record(arrays)
-        self._trial = self.rounds.begin(server_round, 0, *self._over.reach())
+        self._trial = self.rounds.select(server_round, 0, *self._over.reach())
         self._messages = self._over.messages(self._trial)
         return list(self._messages.values())
 

@@ -6,6 +6,7 @@ the method then averages: some of those given, or a single one.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from netweight.methods.federate.aggregators.bounded_mean import bounded_mean
 from netweight.methods.federate.aggregators.by_coordinate import coordinate_median, trimmed_mean
 from netweight.methods.federate.aggregators.krum import krum, multi_krum
 from netweight.methods.federate.settings import Aggregator
@@ -20,6 +21,7 @@ def everyone(state: Tensors, updates: Sequence[Update], liars: int) -> list[Upda
 
 
 RULES: Mapping[Aggregator, Rule] = {
+    "bounded-mean": bounded_mean,
     "mean": everyone,
     "screened-mean": everyone,
     "clipped-mean": everyone,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from netweight.methods.federate.averaging import median_of_whole_numbers
 from netweight.methods.federate.changes import as_matrix, changes, joint_update, row_blocks
 from netweight.methods.federate.updates import Tensors, Update
 
@@ -31,8 +32,11 @@ def _by_coordinate(state: Tensors, updates: Sequence[Update], rule: Callable[[Te
     """Return an update by a rule that makes one value of each row of sorted ones, shape `(values, clients)`."""
     made = {}
     for name, base in state.items():
+        if not base.is_floating_point():
+            made[name] = median_of_whole_numbers(base, [update.tensors[name] for update in updates])
+            continue
         made[name] = base.clone()
-        if base.is_floating_point() and base.numel():
+        if base.numel():
             matrix = as_matrix(made[name])
             for rows in row_blocks(matrix, len(updates)):
                 found = changes(base, name, updates, rows).T.sort(dim=1).values

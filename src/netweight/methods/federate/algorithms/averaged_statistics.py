@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 
-import torch
 from torch import Tensor
 
 from netweight.methods.federate.accounting import AnswerPrivacy, privacy_of
 from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, Wrapped, prefixed
+from netweight.methods.federate.method import STATISTICS, Client, LocalResult, Weights, Wrapped, prefixed
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, Update
 
@@ -57,7 +56,7 @@ class AveragedStatistics(Wrapped):
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
+    ) -> list[LocalResult]:
         """Train from the received buffers, and send them as training leaves them."""
         parts = {client.number: _apart(client.received) for client in clients}
         own = [
@@ -73,15 +72,11 @@ class AveragedStatistics(Wrapped):
         return sent
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
-        """Return the method's next state and the mean of the buffers, weighted by examples."""
+        """Return the method's next state and the mean of the buffers, weighted by examples; of counters, the median."""
         (weights, buffers), parts = _apart(state), [_apart(update.tensors) for update in updates]
         own = [_with(update, part[0]) for update, part in zip(updates, parts, strict=True)]
         theirs = [_with(update, part[1]) for update, part in zip(updates, parts, strict=True)]
         averaged = aggregate(buffers, theirs) if buffers else {}
-        for name, value in buffers.items():
-            if not value.is_floating_point():  # numbers of batches: the largest
-                counts = [count for part in parts if isinstance(count := part[1][name], Tensor)]
-                averaged[name] = torch.stack(counts).max(0).values
         return {**self.method.aggregate(weights, own), **averaged}
 
     def privacy(self, n: int) -> AnswerPrivacy:

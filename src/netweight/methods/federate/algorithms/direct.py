@@ -25,8 +25,8 @@ from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import (
     STATISTICS,
     Client,
+    LocalResult,
     Method,
-    Trained,
     Weights,
     Wrapped,
     from_named,
@@ -74,7 +74,7 @@ class DirectMethod:
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int,
         extra: Callable[[Weights], Extra] | None = None,
-    ) -> list[Trained]:  # fmt: skip
+    ) -> list[LocalResult]:  # fmt: skip
         """Train each client by the phases in turn; `extra` makes what is added to gradients of how a client begins."""
         numbers = [client.number for client in clients]
         weights = [self.weights(task, client.received, client.private) for client in clients]
@@ -105,12 +105,12 @@ class DirectMethod:
         sampling = f"{', '.join(names)} sampling" if names else ""
         return AnswerPrivacy(releases, sampling, epsilon_caveats(self.phases) if releases else ())
 
-    def _trained(self, task: Task, number: int, weights: Weights, loss: float, round: int) -> Trained:
+    def _trained(self, task: Task, number: int, weights: Weights, loss: float, round: int) -> LocalResult:
         named = named_weights(task, weights)
         # Beside noise the exact number of examples would be a release of its own: then all clients weigh the same.
         n = 1 if any(phase.privacy is not None for phase in self.phases) else task.client(number).n
-        update = Update(number, n, self._only(named, shared=True), round)
-        return Trained(update, self._only(named, shared=False), weights, loss)
+        update = Update(number, n, self._only(named, shared=True), round, {"loss": loss})
+        return LocalResult(update, self._only(named, shared=False), weights)
 
     def _only(self, named: Tensors, *, shared: bool) -> dict[str, Tensor]:
         return {name: value for name, value in named.items() if (name.partition(".")[0] in self.halves) == shared}
@@ -206,7 +206,7 @@ class FedProx(Wrapped):
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
+    ) -> list[LocalResult]:
         """Train each client near what it received."""
         return self.method.train(
             task, model, clients, round=round, seed=seed, extra=lambda start: _near(start, self.strength)
@@ -234,7 +234,7 @@ class Ditto(Wrapped):
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
+    ) -> list[LocalResult]:
         """Train the shared model as FedAvg does, then each personal one near what was received."""
         kept = [replace(client, private=_statistics(client.private)) for client in clients]
         shared = self.method.train(task, model, kept, round=round, seed=seed)
@@ -246,7 +246,8 @@ class Ditto(Wrapped):
                 model, [replace(learner, extra=near)], self.method.phases[0], self.method.training
             )
             private = {**prefixed(_PERSONAL, named_weights(task, weights)), **one.private}
-            done.append(replace(one, private=private, weights=weights, loss=loss))
+            update = replace(one.update, metrics={**one.update.metrics, "loss": loss})
+            done.append(replace(one, update=update, private=private, weights=weights))
         return done
 
 
@@ -269,7 +270,7 @@ class FedBN(Wrapped):
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
+    ) -> list[LocalResult]:
         """Train the whole model; send all but the normalization layers."""
         whole = [
             replace(c, received={**c.received, **_split(task, c.private)[1]}, private=_statistics(c.private))
@@ -331,11 +332,11 @@ class Scaffold(Wrapped):
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
+    ) -> list[LocalResult]:
         """Train each client with its corrections, and renew its control variate."""
         return [self._trained(task, model, client, round, seed) for client in clients]
 
-    def _trained(self, task: Task, model: LocalModel, client: Client, round: int, seed: int) -> Trained:
+    def _trained(self, task: Task, model: LocalModel, client: Client, round: int, seed: int) -> LocalResult:
         everyone, own = (from_named(task, without(_CONTROL, part)) for part in (client.received, client.private))
         sent = {name: value for name, value in client.received.items() if name.startswith(("body.", "head."))}
         plain = replace(client, received=sent, private=_statistics(client.private))
@@ -360,7 +361,8 @@ class Scaffold(Wrapped):
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the averaged model, and the control variate moved by the share of clients that took part."""
-        mean, share = aggregate(state, updates), len(updates) / int(state[_CLIENTS])
+        mean, clients = aggregate(state, updates), sum(len(update.summed) or 1 for update in updates)
+        share = clients / int(state[_CLIENTS])
         return {n: torch.lerp(state[n], v, share) if n.startswith(_CONTROL) else v for n, v in mean.items()}
 
 

@@ -27,7 +27,7 @@ from netweight.methods.federate.local import (
     train_phase,
 )
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, prefixed, without
+from netweight.methods.federate.method import STATISTICS, Client, LocalResult, Weights, prefixed, without
 from netweight.methods.federate.reused_memory import ReusedMemory
 from netweight.methods.federate.settings import LocalTraining, Phase, Trains
 from netweight.methods.federate.task import Task
@@ -132,7 +132,7 @@ class HyperFL:
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
+    ) -> list[LocalResult]:
         """Train each client's head, then all clients' hypernetworks and embeddings side by side."""
         learners = self._with_trained_heads(model, learners_of(self, task, clients, round=round, seed=seed))
         generated = train_generated(
@@ -153,10 +153,10 @@ class HyperFL:
         """Return the weighted average of the hypernetworks."""
         return aggregate(state, updates)
 
-    def _trained(self, task: Task, number: int, found: Generated, round: int) -> Trained:
+    def _trained(self, task: Task, number: int, found: Generated, round: int) -> LocalResult:
         private = self._private(task, found.embedding, found.weights.head, found.weights.statistics)
-        update = Update(number, task.client(number).n, found.hypernetwork, round)
-        return Trained(update, private, found.weights, found.loss)
+        update = Update(number, task.client(number).n, found.hypernetwork, round, {"loss": found.loss})
+        return LocalResult(update, private, found.weights)
 
 
 def rows_of_body(state: Tensors, size: int) -> dict[str, Tensor]:

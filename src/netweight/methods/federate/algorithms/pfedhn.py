@@ -18,7 +18,7 @@ from netweight.core import seeds
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate.local import learners_of, train_steps
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, from_named, prefixed
+from netweight.methods.federate.method import STATISTICS, Client, LocalResult, Weights, from_named, prefixed
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, Update
@@ -97,7 +97,7 @@ class PFedHN:
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
+    ) -> list[LocalResult]:
         """Train each client's whole model by a number of steps."""
         learners = learners_of(self, task, clients, round=round, seed=seed)
         found, losses = train_steps(model, learners, self.steps, self.training)
@@ -120,12 +120,13 @@ class PFedHN:
         names = tuple(prefix + name for prefix, layout in halves for name in layout.names)
         return ParameterLayout(names, tuple(shape for _, layout in halves for shape in layout.shapes))
 
-    def _trained(self, task: Task, number: int, weights: Weights, loss: float, round: int) -> Trained:
+    def _trained(self, task: Task, number: int, weights: Weights, loss: float, round: int) -> LocalResult:
         body = prefixed("body.", task.body_layout.split(weights.body))
         head = prefixed("head.", task.head_layout.split(weights.head))
         private = prefixed(STATISTICS, weights.statistics) | (head if self.local_head else {})
-        update = Update(number, task.client(number).n, body if self.local_head else body | head, round)
-        return Trained(update, private, weights, loss)
+        sent = body if self.local_head else body | head
+        update = Update(number, task.client(number).n, sent, round, {"loss": loss})
+        return LocalResult(update, private, weights)
 
 
 def _difference(sent: Tensors, update: Update) -> dict[str, Tensor]:

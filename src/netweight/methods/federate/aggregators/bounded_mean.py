@@ -1,0 +1,52 @@
+"""The mean of updates of bounded length, without the extremes of each value: the default.
+
+A client gains from a long update, and from values that stand alone. The first is bounded before any rule is applied:
+the product of weight and length is at most the round's median (Sun et al., arXiv 1911.07963). The second is bounded
+here: of each value, a fifth of the clients is left out at either end (Yin et al., arXiv 1803.01498).
+
+Matrices that most clients send as low-rank changes, which is what a hypernetwork's are, are averaged as they are: each
+client's embedding moves other values of them, so that every honest value would stand alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from netweight.methods.federate.averaging import average_tensor, median_of_whole_numbers
+from netweight.methods.federate.changes import as_matrix, changes, joint_update, row_blocks
+from netweight.methods.federate.updates import LowRank, Tensors, Update
+
+SHARE = 5  # one client of so many is left out at either end
+
+
+def bounded_mean(state: Tensors, updates: Sequence[Update], liars: int) -> list[Update]:
+    """Return the mean of each value without a fifth of the clients at either end, weighted by numbers of examples.
+
+    Args:
+        state: The server's tensors by name.
+        updates: The round's updates, of bounded length.
+        liars: Not used: the share is fixed, since nobody knows how many clients lie.
+    """
+    cut, total = len(updates) // SHARE, sum(update.n for update in updates)
+    if not cut:
+        return list(updates)
+    joint: dict[str, Tensor] = {}
+    for name, base in state.items():
+        values = [update.tensors[name] for update in updates]
+        if not base.is_floating_point():
+            joint[name] = median_of_whole_numbers(base, values)
+            continue
+        if 2 * sum(isinstance(value, LowRank) for value in values) > len(values):
+            joint[name] = average_tensor(base, values, [update.n / total for update in updates])
+            continue
+        joint[name] = base.clone()
+        matrix = as_matrix(joint[name])
+        weights = torch.tensor([update.n for update in updates]).to(base)[:, None]
+        for rows in row_blocks(matrix, len(updates)):
+            # What acts on a mean is a change times its weight, so that product is what has extremes.
+            kept = (changes(base, name, updates, rows) * weights).sort(dim=0).values[cut : len(updates) - cut]
+            matrix[rows] += (kept.mean(0) * (len(updates) / total)).view_as(matrix[rows])
+    return [joint_update(updates, joint)]

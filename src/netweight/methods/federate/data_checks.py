@@ -1,0 +1,115 @@
+"""Checks of a client's examples before anything is trained: values, shapes, targets, loss; an error names the client.
+
+Without them one client's odd file ends a federation in an error of torch that names neither the client nor the cure, or
+is left out of every round because its update holds NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from netweight.errors import UsageError
+from netweight.methods.federate.habits import copied
+from netweight.methods.federate.task import ClientData, Task
+
+_AT_ONCE = 256  # examples that are run through the network at a time
+
+
+def refuse_unfit_examples(task: Task, client: int) -> None:
+    """Refuse examples of a client that its network or its loss cannot take, or that hold no numbers.
+
+    Numbers, such as tokens, are all run through the network, since only some may be outside of its vocabulary; of other
+    inputs two are. All targets are given to the loss.
+
+    Args:
+        task: The network, the loss and the client's data.
+        client: Its number.
+
+    Raises:
+        UsageError: Inputs hold NaN or infinity; the network cannot take them; the loss cannot take the targets, returns
+            more than one value or a sum in place of a mean; or test targets are no class numbers.
+    """
+    data = task.client(client)
+    halves = nn.ModuleList([copied(task.body), copied(task.head)]).eval()
+    for part, (inputs, _) in (("training", data.train), ("test", data.test)):
+        _refuse_values(inputs, f"{part} inputs of client {client}")
+    with torch.no_grad():
+        outputs = _outputs(halves, data.train[0], f"training inputs of client {client}")
+        _outputs(halves, data.test[0], f"test inputs of client {client}")
+        _refuse_training_targets(task, outputs, data, client)
+    _refuse_test_targets(outputs, data.test[1], client)
+
+
+def _refuse_values(inputs: Tensor, what: str) -> None:
+    if not inputs.is_floating_point():
+        return
+    odd = int((~inputs.flatten(1).isfinite()).any(1).sum()) if inputs.ndim > 1 else int((~inputs.isfinite()).sum())
+    if odd:
+        raise UsageError(
+            f"{odd} of {len(inputs)} {what} hold NaN or infinity.",
+            cure="Leave these examples out, or give the missing values a number.",
+        )
+
+
+def _outputs(halves: nn.ModuleList, inputs: Tensor, what: str) -> Tensor:
+    tried = inputs[:2] if inputs.is_floating_point() else inputs
+    device = next(halves.parameters()).device
+    try:
+        parts = [halves[1](halves[0](part.to(device))) for part in torch.split(tried, _AT_ONCE)]
+        outputs: Tensor = torch.cat(parts)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise UsageError(
+            f"The network cannot take the {what}, {inputs.dtype} of shape (n{_shape(inputs)}): {_reason(error)}.",
+            cure="Bring them to the type, shape and range that the network was made for.",
+        ) from error
+    return outputs
+
+
+def _refuse_training_targets(task: Task, outputs: Tensor, data: ClientData, client: int) -> None:
+    targets = data.train[1].to(outputs.device)
+    same = outputs[:1].expand(len(targets), *outputs.shape[1:])
+    whose = f"training targets of client {client}, {targets.dtype} of shape (n{_shape(targets)})"
+    try:
+        once, twice = task.loss(same, targets), task.loss(torch.cat([same, same]), torch.cat([targets, targets]))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        plain = task.loss is F.cross_entropy
+        raise UsageError(
+            f"The loss cannot take the {whose}, beside outputs of shape (n{_shape(outputs)}): {_reason(error)}.",
+            cure=f"Give class numbers, int64 of shape (n,), from 0 to {outputs.shape[-1] - 1}, or another loss."
+            if plain
+            else "Give targets that the loss of the task takes.",
+        ) from error
+    if not isinstance(once, Tensor) or once.ndim:
+        raise UsageError(
+            "The loss returns more than one value for a batch.", cure="Return the mean over the examples, a scalar."
+        )
+    if once.abs() > 1e-6 and math.isclose(float(twice), 2 * float(once), rel_tol=1e-4):
+        raise UsageError(
+            "The loss is a sum over the examples: the same batch twice has twice the loss. Learning rates, weights of "
+            "clients and clipped gradients are for a mean.",
+            cure='Return the mean over the examples, such as reduction="mean".',
+        )
+
+
+def _refuse_test_targets(outputs: Tensor, targets: Tensor, client: int) -> None:
+    whole = not targets.is_floating_point() and targets.dtype != torch.bool
+    low, high = (int(targets.min()), int(targets.max())) if whole else (0, 0)
+    if not whole or targets.ndim != 1 or low < 0 or high >= outputs.shape[-1]:
+        what = f"{targets.dtype} of shape (n{_shape(targets)})" + (f", from {low} to {high}" if whole else "")
+        raise UsageError(
+            f"Accuracy cannot be measured on the test targets of client {client}, {what}: the network has "
+            f"{outputs.shape[-1]} outputs.",
+            cure=f"Give class numbers, int64 of shape (n,), from 0 to {outputs.shape[-1] - 1}.",
+        )
+
+
+def _shape(values: Tensor) -> str:
+    return "".join(f", {size}" for size in values.shape[1:]) or ","
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,273 @@
+"""A round over any transport: select clients, send, collect updates, validate, aggregate."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+
+from netweight.core import seeds
+from netweight.errors import FederationStopped, UsageError
+from netweight.job import Job
+from netweight.methods.federate.checkpoint import Checkpoint
+from netweight.methods.federate.history import Round, at_plateau, total_answers
+from netweight.methods.federate.method import Method
+from netweight.methods.federate.screening import screen
+from netweight.methods.federate.settings import Federation
+from netweight.methods.federate.updates import Tensors, Update, validate_updates
+
+# How a reason begins for a client whose own program failed.
+ANSWERED_WITH_ERROR = "answered with error"
+# What the reason says of a client that protects itself, which is not a failure.
+TAKES_NO_PART = "takes no part"
+_LOG = logging.getLogger(__name__)
+
+
+def sampled_clients(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> tuple[int, ...]:
+    """Return who is asked in a round: drawn uniformly without replacement, in order."""
+    count = settings.sampled(len(clients))
+    if count == len(clients):
+        return tuple(clients)
+    generator = seeds.torch_generator(settings.seed, "sample", round, attempt)
+    drawn = torch.randperm(len(clients), generator=generator)[:count].sort().values
+    return tuple(clients[index] for index in drawn.tolist())
+
+
+def still_there(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> list[int]:
+    """Return who does not vanish from the round."""
+    generator = seeds.torch_generator(settings.seed, "drop-out", round, attempt)
+    draws = torch.rand(len(clients), generator=generator).tolist()
+    return [client for client, draw in zip(clients, draws, strict=True) if draw >= settings.drop_out]
+
+
+@final
+@dataclass
+class Trial:
+    """An attempt at a round: who was selected, and what was sent."""
+
+    round: int
+    """The round's number, from 1."""
+    attempt: int
+    """Number of attempts before this one."""
+    asked: tuple[int, ...]
+    """The clients that were drawn, in order."""
+    sent: Mapping[int, Tensors]
+    """What each client that could be reached is sent, by client and tensor name."""
+    absent: Mapping[int, str]
+    """Client → why it could not be reached."""
+    started: float
+    """When the attempt began, on the monotonic clock; moved later by time that is not to be counted."""
+
+
+class Transport(Protocol):
+    """Transport of a round's messages to clients: threads of this process, or Flower."""
+
+    def reach(self) -> tuple[Container[int], Mapping[int, str]]:
+        """Return the clients that can be asked, and client → why for others."""
+        ...
+
+    def collect(self, trial: Trial) -> Sequence[Update]:
+        """Send each client of `trial.sent` its tensors and return the updates that came back.
+
+        A reply that cannot be used is an update with a `fault`; a secure sum is one update with the clients' own,
+        without tensors, in `summed`.
+        """
+        ...
+
+    def settle(self, done: Round) -> None:
+        """Keep what a finished round leaves."""
+        ...
+
+    def before_retry(self) -> None:
+        """Wait for what may help another attempt."""
+        ...
+
+
+@final
+class Rounds:
+    """A federation's rounds over any transport: sampling, retries, refusals, bounds, history, checkpoint."""
+
+    def __init__(self, method: Method, settings: Federation, clients: Sequence[int], state: Tensors) -> None:
+        self.method, self.settings, self.clients = method, settings, tuple(clients)
+        self.state, self.rounds = state, list[Round]()
+        self.attempted: dict[int, int] = {}  # client → answers in attempts of the round under way
+        self.job: Job | None = None
+        self.registered: Mapping[int, int] | None = None  # client → examples that somebody else vouches for
+        sampled = settings.sampled(len(self.clients))
+        if settings.min_clients > sampled:
+            raise UsageError(
+                f"A round needs {settings.min_clients} sound updates (min_clients) and asks {sampled} of "
+                f"{len(self.clients)} clients.",
+                cure=f"Give min_clients {sampled} or less.",
+            )
+
+    @property
+    def answers(self) -> dict[int, int]:
+        """Client → how many answers it was asked for so far, failed attempts included."""
+        return total_answers(self.rounds, self.attempted)
+
+    def resume(self, job: Job) -> Checkpoint | None:
+        """Go on from a checkpoint, if there is one, and save there from now on."""
+        self.job, saved = job, Checkpoint.load(job)
+        if saved is not None:
+            self.state, self.rounds, self.attempted = saved.state, list(saved.rounds), dict(saved.attempted)
+        return saved
+
+    def save(self, private: Mapping[int, Tensors] | None = None) -> None:
+        """Write a checkpoint, if there is a folder for it."""
+        if self.job is not None:
+            Checkpoint(self.state, private or {}, self.rounds, self.attempted).save(self.job)
+
+    @property
+    def done(self) -> bool:
+        """Whether no more rounds are to follow."""
+        plateau = self.settings.until_plateau and at_plateau(self.rounds)
+        return len(self.rounds) >= self.settings.rounds or plateau
+
+    def refuse_failing_clients(self) -> None:
+        """Fail the run if some client answered with an error in every round that asked it.
+
+        Raises:
+            FederationStopped: Such a client is part of no round, so that the result is not what was asked for.
+        """
+        for client in self.clients:
+            asked = [done for done in self.rounds if client in done.clients]
+            whys = [done.refused.get(client, "") for done in asked]
+            failed = [why.startswith(ANSWERED_WITH_ERROR) and TAKES_NO_PART not in why for why in whys]
+            if asked and all(failed):
+                raise FederationStopped(
+                    f"Client {client} {whys[-1]}, in each of the {len(asked)} rounds that asked it; the others' "
+                    f"result is saved{f' in {self.job.folder}' if self.job is not None else ''}.",
+                    cure="Mend that site and run the same again with more rounds, or leave the client out of the task.",
+                )
+
+    def run_round(self, transport: Transport) -> None:
+        """Run the next round, again if too few clients answer.
+
+        Raises:
+            FederationStopped: All attempts had too few sound updates.
+        """
+        number = len(self.rounds) + 1
+        for attempt in range(self.settings.retries + 1):
+            if attempt:
+                transport.before_retry()
+            trial = self.select(number, attempt, *transport.reach())
+            if self.conclude(trial, transport.collect(trial)):
+                transport.settle(self.rounds[-1])
+                return
+        where = f"; its state is in {self.job.folder}" if self.job is not None else ""
+        raise FederationStopped(
+            f"Round {number} had fewer than {self.settings.min_clients} sound updates in "
+            f"{self.settings.retries + 1} attempts{where}.",
+            cure="See the log for who was refused and why; run the same again to resume.",
+        )
+
+    def select(self, number: int, attempt: int, here: Container[int], absent: Mapping[int, str]) -> Trial:
+        """Draw the clients of an attempt, and decide what each of them that can be reached is sent.
+
+        Args:
+            number: The round, from 1.
+            attempt: Number of attempts before.
+            here: Clients that can be reached.
+            absent: Client → why it cannot be reached.
+        """
+        asked = sampled_clients(self.clients, self.settings, number, attempt)
+        there = still_there(asked, self.settings, number, attempt)
+        most, answers = self.settings.most_answers(), self.answers
+        spent = {client for client in there if most is not None and answers.get(client, 0) >= most}
+        sent = {
+            client: self.method.message(self.state, client)
+            for client in there
+            if client in here and client not in spent
+        }
+        missing = {c: absent.get(c, "vanished, as drop_out asks") for c in asked if c not in sent}
+        missing |= {c: f"has answered {most} times, for which its privacy budget was made" for c in spent}
+        for client in sent:
+            self.attempted[client] = self.attempted.get(client, 0) + 1
+        return Trial(number, attempt, asked, sent, missing, time.monotonic())
+
+    def last_taken(self, client: int) -> int:
+        """Return the last round in which a client's update was taken, 0 for none."""
+        taken = [done.round for done in self.rounds if client in done.clients and client not in done.refused]
+        return max(taken, default=0)
+
+    def conclude(self, trial: Trial, updates: Sequence[Update]) -> bool:
+        """Validate and aggregate the updates of an attempt and record the round.
+
+        Returns:
+            False, with the state as it was, if there are fewer sound updates than the settings ask for.
+        """
+        sound, refused = self.validate(trial, updates)
+        for client, why in sorted(refused.items()):
+            _LOG.warning("Round %d, attempt %d: client %d left out: %s.", trial.round, trial.attempt + 1, client, why)
+        own = [part for update in sound for part in update.summed or (update,)]
+        if len(own) < self.settings.min_clients:
+            return False
+        suspects = self.aggregate(trial, sound)
+        for client, why in sorted(suspects.items()):
+            _LOG.warning("Round %d: client %d is suspicious: %s.", trial.round, client, why)
+        self.record(trial, own, refused, suspects)
+        return True
+
+    def validate(self, trial: Trial, updates: Sequence[Update]) -> tuple[list[Update], dict[int, str]]:
+        """Sort updates into those that may be aggregated and those that are refused.
+
+        Returns:
+            Sound updates, or sound secure sums, and client → why it was left out.
+        """
+        faults = {update.client: update.fault for update in updates if update.fault}
+        sums = [update for update in updates if update.summed]
+        if sums:
+            said = {part.client for update in sums for part in update.summed}
+            missing = {client: "is not in the sum" for client in trial.sent if client not in said}
+            return sums, {**missing, **trial.absent, **faults}
+        sound, refused = validate_updates(trial.sent, [one for one in updates if not one.fault], round=trial.round)
+        refused = {**refused, **trial.absent, **faults}
+        return [one for one in sound if one.client not in refused], refused
+
+    def aggregate(self, trial: Trial, sound: Sequence[Update]) -> dict[int, str]:
+        """Bound and join sound updates into the next state; return client → what is odd about its update."""
+        summed = any(update.summed for update in sound)
+        joined, suspects = list(sound), dict[int, str]()
+        if not summed or len(sound) > 1:
+            registered = None if summed else self.registered
+            joined, suspects = screen(
+                trial.sent, self.state, sound, self.settings, round=trial.round, registered=registered
+            )
+        if summed:  # who is in many odd sums, though the groups change, is the one
+            odd = [update for update in sound if update.client in suspects]
+            suspects = {
+                part.client: f"is in a sum that looks odd ({suspects[update.client]})"
+                for update in odd
+                for part in update.summed
+            }
+        self.state = self.method.aggregate(self.state, joined)
+        return suspects
+
+    def record(
+        self, trial: Trial, own: Sequence[Update], refused: Mapping[int, str], suspects: Mapping[int, str]
+    ) -> None:
+        """Add a finished round to the history.
+
+        Args:
+            trial: The attempt that succeeded.
+            own: One update for each client that took part, for its metrics.
+            refused: Client → why it was left out.
+            suspects: Client → what is odd about its update.
+        """
+        metrics = {
+            kind: {one.client: one.metrics[kind] for one in own if kind in one.metrics}
+            for kind in ("before", "after", "loss", "epsilon")
+        }
+        done = Round(
+            trial.round, trial.asked, **metrics, seconds=time.monotonic() - trial.started, refused=refused,
+            attempts=trial.attempt + 1, suspects=suspects, answers=dict(self.attempted),
+        )  # fmt: skip
+        self.attempted.clear()
+        self.rounds.append(done)
+        means = {"before": done.mean_before, "after": done.mean_after, "loss": done.mean_loss}
+        _LOG.info("Round %d: %d of %d clients; %s", done.round, len(own), len(done.clients), means)
