@@ -32,7 +32,8 @@ from netweight.metrics.images import match_images, psnr
 from netweight_experiments.benchmarks.federate.inversion import by_breaching
 from netweight_experiments.benchmarks.script import fill
 
-DATA = ("fashion-mnist", "emnist-letters")
+Name = Literal["fashion-mnist", "emnist-letters"]
+DATA: tuple[Name, ...] = ("fashion-mnist", "emnist-letters")
 CLIENTS = 20
 SEED = 2_000  # of networks and batches; the attacks were tuned on others
 
@@ -107,7 +108,7 @@ def main(
     *,
     sizes: tuple[int, ...] = (4, 8),
     clients: tuple[int, ...] = (3, 11, 17),
-    data: tuple[Literal["fashion-mnist", "emnist-letters"], ...] = DATA,
+    data: tuple[Name, ...] = DATA,
     steps: int = MatchingConfig.steps,
     beside: Path | None = None,
     output: Path,

@@ -176,8 +176,8 @@ _READ_BEFORE = ("fedavg", "dp-fedavg", "pfedhn")
 _VARIANTS = ("hyperfl-body", "hyperfl-whole")
 SEEDS = (520, 521, 522)
 # Every method is searched alike: these multiples of its own learning rate, on another split and seed, for half the
-# rounds, 20 clients, by accuracy after local training.
-FACTORS, SEARCHED = (0.25, 1.0, 4.0), 519
+# rounds, 20 clients, by accuracy after local training. Where the best lies at an end, the range grows by the step.
+FACTORS, SEARCHED, STEP, WIDEST = (0.25, 1.0, 4.0), 519, 4.0, 1024.0
 _STAND_INS = {
     "emnist-letters": "EMNIST letters (26 classes, both cases in one) stand in for EMNIST byclass (62 classes).",
     "cifar10": "CIFAR-10 comes as JPEG pictures, a stand-in for the lossless ones.",
@@ -197,7 +197,12 @@ def table1(
         for (data, clients), seed, method in itertools.product(cells, SEEDS, METHODS)
     ]
     for run in chosen(runs, only):
-        run_all(_searches(run), out)
+        known: Curves = {}
+        while missing := [one for one in _searches(run, known) if one not in known]:
+            run_all(missing, out)  # those that are remembered are not run again
+            before, known = known, finished(out, FederatedRun)
+            if not known.keys() - before.keys():  # the others have failed
+                break
         run_all([one for one in [_tuned(run, finished(out, FederatedRun))] if one], out)
     known = finished(out, FederatedRun)
     tuned = [one for run in runs if (one := _tuned(run, known)) is not None]
@@ -207,18 +212,33 @@ def table1(
     return _measured(found, cells)
 
 
-def _searches(run: FederatedRun) -> list[FederatedRun]:
-    """Return the runs by which the learning rate of a run's method is found."""
+def _searches(run: FederatedRun, known: Curves) -> list[FederatedRun]:
+    """Return the runs by which the learning rate of a run's method is found, wider where the best lies at an end."""
     short = dataclasses.replace(run, clients=20, rounds=max(1, run.rounds // 2), seed=SEARCHED)
-    return [dataclasses.replace(short, factor=factor) for factor in FACTORS]
+    factors = list(FACTORS)
+    while True:
+        tried = [dataclasses.replace(short, factor=factor) for factor in factors]
+        if any(one not in known for one in tried):
+            return tried
+        best = _best(tried, known).factor
+        if best == factors[-1] < WIDEST:
+            factors.append(best * STEP)
+        elif best == factors[0] > 1 / WIDEST:
+            factors.insert(0, best / STEP)
+        else:
+            return tried
+
+
+def _best(tried: Sequence[FederatedRun], known: Curves) -> FederatedRun:
+    return max(tried, key=lambda one: known[one]["after"][-1])
 
 
 def _tuned(run: FederatedRun, known: Curves) -> FederatedRun | None:
     """Return a run at the learning rate that was found for it; None while the search is not finished."""
-    tried = _searches(run)
+    tried = _searches(run, known)
     if any(one not in known for one in tried):
         return None
-    return dataclasses.replace(run, factor=max(tried, key=lambda one: known[one]["after"][-1]).factor)
+    return dataclasses.replace(run, factor=_best(tried, known).factor)
 
 
 def _measured(found: Curves, cells: Sequence[tuple[str, int]]) -> Measured:
@@ -259,6 +279,7 @@ def _measured(found: Curves, cells: Sequence[tuple[str, int]]) -> Measured:
             f"Mean over clients in the last of {rounds} rounds, and over seeds where several ran.",
             "Learning rates as multiples of each method's own, of "
             + ", ".join(f"{factor:g}" for factor in FACTORS)
+            + " and further where the best lies at an end,"
             + f" by accuracy after local training in {max(1, rounds // 2)} rounds of 20 clients on another split, 0 of "
             + "those that diverge: "
             + ", ".join(sorted({f"{run.data} {run.method} {run.factor:g}" for run in found}))
