@@ -111,7 +111,7 @@ def test_verdicts_never_say_erased_and_look_at_controls():
     painting = Comparison(
         tuple([run("m", "a", 0, True, 20, None), run("m", "b", 0, False, 40, None)]), SETTINGS, "correlation"
     )
-    assert "shows what it can generate, not what is stored" in verdict(painting, "m")[1]
+    assert "does not show that the model stores the memorized images" in verdict(painting, "m")[1]
     alone = Comparison((run("m", "a", 0, True, 20, None),), SETTINGS, "correlation")
     assert "it is unknown what the search generates" in verdict(alone, "m")[1]
     assert not any("erased" in verdict(whole, name)[1] for name in whole.subjects)

@@ -215,7 +215,7 @@ def test_verdicts():
     some = by_attack(runs("x", [None] * 5) + runs("x", [None] * 5, lr=1e-2, outcome="collapsed"))
     outcome, words = resistance_verdict(some, base=broken)
     assert outcome == "told"
-    assert "5 further runs collapsed or diverged, which says nothing" in words
+    assert "5 further runs collapsed or diverged and are not evidence" in words
     short = by_attack(runs("x", [None] * 5))
     slow = best_attack_ratio(short, by_attack(runs("undefended", [160] * 5)), seed=0)
     outcome, words = resistance_verdict(short, slow, least=3, base=broken)

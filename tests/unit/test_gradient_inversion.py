@@ -374,7 +374,7 @@ def test_rog_gives_a_coarse_image_and_says_that_nothing_came_after():
         ({"name": "first-layer"}, "needs the name of the layer"),
         ({"name": "dlg"}, "needs the labels or the number of classes"),
         ({"name": "ig", "shape": (1, 8, 8)}, r"shape of a batch is \(n, c, h, w\)"),
-        ({"name": "ig", "bounds": (1.0, 0.0)}, "no range of pixels"),
+        ({"name": "ig", "bounds": (1.0, 0.0)}, "not a range of pixels"),
         ({"name": "ig", "total_variation": -1.0}, "IG cannot run"),
         ({"name": "ig", "params": {}}, "parameters that the client started from"),
         ({"name": "ig", "observed": {}}, "Nothing was observed"),

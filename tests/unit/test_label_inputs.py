@@ -97,6 +97,11 @@ def torchscript(folder):
     return folder / "script.pt"
 
 
+class Starts:
+    def __reduce__(self):
+        return (os.system, ("echo this must not run",))
+
+
 # name → how it is made; each returns the path that is labelled, and what the label's kind begins with
 LABELLED = {
     "plain file": lambda d: (weights(d), "weights"),
@@ -271,6 +276,7 @@ REFUSED = {
     "numpy archive": lambda d: (np.savez(d / "x.npz", a=np.ones(3)) or d / "x.npz", "numpy"),
     "zip": lambda d: (zipfile.ZipFile(d / "x.zip", "w").writestr("a", "b") or d / "x.zip", "x.zip"),
     "pickle that runs code": lambda d: (write(d, "evil.bin", pickle.dumps(Runs())), "evil.bin"),
+    "pickle that starts a program": lambda d: (saved(d, "evil.pt", {"x": Starts()}), "it refers to posix.system"),
     "checkpoint that runs code": lambda d: (torch.save(Runs(), d / "evil.pt") or d / "evil.pt", "evil.pt"),
     "checkpoint without tensors": lambda d: (torch.save({"epoch": 3}, d / "c.pt") or d / "c.pt", "no tensors"),
     "index file": lambda d: (write(d, "model.safetensors.index.json", {"weight_map": {}}), "index"),

@@ -72,7 +72,6 @@ def measure_adapters(
     facts: list[AdapterFacts] = []
     failed: dict[Path, NetweightError] = {}
     kept: list[tuple[str, Mapping[str, LowRank], float]] = []
-    pairs: list[tuple[str, str, float]] = []
     with progress.task("read adapters", len(paths)) as task:
         for path in paths:
             try:
@@ -83,14 +82,51 @@ def measure_adapters(
                 task.update(1)
                 continue
             facts.append(_facts_of(path, plan.layout, plan.base, changes))
-            name, norm = path.name, facts[-1].strength
-            for other, theirs, length in kept if len(facts) <= MOST_COMPARED else []:
-                cosine = _cosine(changes, theirs, norm * length)
-                if cosine >= NEAR_DUPLICATE:
-                    pairs.append((other, name, cosine))
-            kept.append((name, changes, norm))
+            if len(kept) < MOST_COMPARED:
+                kept.append((path.name, changes, facts[-1].strength))
             task.update(1)
-    return facts, failed, pairs
+    return facts, failed, near_duplicates(kept)
+
+
+def near_duplicates(adapters: Sequence[tuple[str, Mapping[str, LowRank], float]]) -> list[tuple[str, str, float]]:
+    """Return the pairs of adapters whose changes have a cosine of at least `NEAR_DUPLICATE`.
+
+    Args:
+        adapters: Name, change of every module, and the Frobenius norm of all changes together.
+
+    Returns:
+        Both names and the cosine, of adapters that change the same modules of the same shapes.
+    """
+    alike: dict[object, list[tuple[str, Mapping[str, LowRank], float]]] = {}
+    for name, changes, norm in adapters:
+        if norm:
+            shapes = tuple(sorted((module, change.shape) for module, change in changes.items()))
+            alike.setdefault(shapes, []).append((name, changes, norm))
+    return [pair for group in alike.values() if len(group) > 1 for pair in _pairs_of(group)]
+
+
+def _pairs_of(group: Sequence[tuple[str, Mapping[str, LowRank], float]]) -> Iterator[tuple[str, str, float]]:
+    """The near-duplicates among adapters of the same modules: inner products of one with all before it at a time."""
+    # Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩. Factors of lower rank are filled up with zeros.
+    import torch
+
+    count = len(group)
+    inner = torch.zeros(count, count, dtype=torch.float64)
+    for module in group[0][1]:
+        changes = [each[1][module] for each in group]
+        rank = max(change.rank for change in changes)
+        ups = torch.zeros(count, rank, changes[0].shape[0], dtype=torch.float64)
+        downs = torch.zeros(count, rank, changes[0].shape[1], dtype=torch.float64)
+        for number, change in enumerate(changes):
+            ups[number, : change.rank] = change.up.double().T * change.scale
+            downs[number, : change.rank] = change.down.double()
+        for number in range(1, count):
+            left, right = ups[:number] @ ups[number].T, downs[:number] @ downs[number].T
+            inner[number, :number] += (left * right).sum((1, 2))
+    norms = torch.tensor([each[2] for each in group], dtype=torch.float64)
+    cosines = inner / torch.outer(norms, norms)
+    for later, earlier in (cosines >= NEAR_DUPLICATE).nonzero().tolist():
+        yield group[earlier][0], group[later][0], float(cosines[later, earlier])
 
 
 def adapter_group(
@@ -164,14 +200,6 @@ def _singular_values(change: LowRank) -> list[float]:
     right = torch.linalg.qr(change.down.double().T).R
     values: list[float] = torch.linalg.svdvals(change.scale * (left @ right.T)).tolist()
     return values
-
-
-def _cosine(one: Mapping[str, LowRank], other: Mapping[str, LowRank], lengths: float) -> float:
-    if not lengths or one.keys() != other.keys():
-        return 0.0
-    if any(one[name].shape != other[name].shape for name in one):
-        return 0.0
-    return sum(one[name].inner(other[name]) for name in one) / lengths
 
 
 def _single_rows(facts: AdapterFacts) -> Iterator[Row]:

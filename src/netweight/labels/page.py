@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
 from markupsafe import Markup
@@ -39,10 +41,12 @@ def folder_page(title: str, labels: Sequence[Label], failures: Sequence[tuple[Pa
         failures: What got no label, and why.
     """
     keys = [key for key in COLUMNS if any(row.key == key for label in labels for row in label.rows)]
+    script = resources.files(_TEMPLATES).joinpath("folder.js").read_text(encoding="utf-8")
     rows = [[next((row for row in label.rows if row.key == key), None) for key in keys] for label in labels]
     return page_template(_TEMPLATES, "folder.html").render(
         title=title, titles=[COLUMNS[key] for key in keys], labels=list(zip(labels, rows, strict=True)),
-        failures=failures,
+        failures=failures, script=Markup(script),
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )  # fmt: skip
 
 

@@ -283,10 +283,11 @@ def _pickled_tensors(file: Path) -> Iterator[TensorSource]:
 def _reason(error: Exception) -> str:
     """Why torch refuses a file, without its advice and its colors."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    if named := re.search(
-        r"(Unsupported (?:global|operand|class)[^\n]*?|TorchScript archives)(?= was| passed|\n|$)", text
-    ):
-        return named[1]
+    named = re.search(r"unsupported global:? (?:GLOBAL )?(\S+)", text, re.IGNORECASE)
+    if named is not None:
+        return f"it refers to {named[1]}"
+    if "TorchScript" in text:
+        return "it is a TorchScript archive"
     return (text.strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:160]
 
 
