@@ -87,7 +87,7 @@ def test_controls_of_ones_own_and_a_threshold_that_everything_meets(case, tmp_pa
     answer = call(case, tmp_path / "out", "--threshold", "-1", *more)
     assert answer.exit_code == 0, answer.output
     result = json.loads(answer.stdout)
-    assert "shows what it can generate, not what is stored" in result["verdicts"]["edited"]
+    assert "does not show that the model stores the memorized images" in result["verdicts"]["edited"]
     rows = [json.loads(line) for line in (tmp_path / "out" / "embedding" / "searches.jsonl").read_text().splitlines()]
     assert {row["config"]["target"] for row in rows} == {*PROMPTS, "control: a photo"}
     assert all(trial["steps"] == 0 for row in rows for trial in row["value"])
@@ -108,7 +108,7 @@ def test_bad_input_is_named_before_any_search(case, tmp_path):
     table.write_text("prompt,image\na,none.png\n")
     assert "line 2: there is no file" in refused("--targets", str(table))
     table.write_text("prompt,image\na,targets.csv\n")
-    assert "no picture that Pillow can read" in refused("--targets", str(table))
+    assert "not a picture that Pillow can read" in refused("--targets", str(table))
     assert "model_index.json" in refused("--base", str(tmp_path))
     assert "go together" in refused("--sscd", str(table))
     assert "has the SHA-256" in refused("--sscd", str(table), "--sscd-sha256", "0" * 64)

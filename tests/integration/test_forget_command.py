@@ -160,5 +160,5 @@ def test_what_cannot_be_is_refused_with_the_cure(folder, tmp_path):
     assert "statistics are of another model" in other["message"]
     (tmp_path / "units.json").write_text('{"version": 1, "units": {"mid_block.attn2.to_v": [0]}}')
     layer = run("apply", folder / "pipeline", tmp_path / "edited", "--neurons", tmp_path / "units.json", code=2)
-    assert "no value layer" in layer["error"]["message"]
+    assert "not a value layer" in layer["error"]["message"]
     assert not (tmp_path / "edited").exists()

@@ -98,5 +98,5 @@ def test_a_shard_that_fails_is_named(file, tmp_path):
     with pytest.raises(NetweightError, match=r"bad\.npy.* failed: .*Row 133 holds nan in column 4"):
         fit_shards(shards, 5, folder=tmp_path / "kept", engine=in_process)
     numpy.save(tmp_path / "other.npy", numpy.zeros((4, 5)))
-    with pytest.raises(UsageError, match="no parts of one matrix"):
+    with pytest.raises(UsageError, match="not parts of one matrix"):
         fit_shards([shards[0], MatrixShard(str(tmp_path / "other.npy"))], 5, folder=tmp_path / "kept")

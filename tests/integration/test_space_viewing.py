@@ -113,7 +113,7 @@ def test_samples_and_facts_are_told(view):
     assert view.samples.images.shape == (3, 2, 8, 8, 3)
     assert view.samples.neighbors.numbers.shape == (3, 2)
     assert view.live is None
-    assert "no UNet2DConditionModel" in view.painted
+    assert "not a UNet2DConditionModel" in view.painted
     assert view.facts["sliders begin at"] == "model 2"
     assert "held-out R²" in view.traversals[0].note
     assert "of the variance" in view.traversals[1].note

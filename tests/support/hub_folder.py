@@ -202,11 +202,11 @@ def _hostile(hub, good, inside):
     raw("pointer.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n", "git lfs pull")
     torch.save(good, folder / "pickle in disguise.safetensors")
     hub.cases.append(Case("pickle in disguise", None, None, "is a pickle"))
-    raw("lora.gguf", b"GGUF\3\0\0\0" + bytes(64), "no safetensors file")
+    raw("lora.gguf", b"GGUF\3\0\0\0" + bytes(64), "not a safetensors file")
     with (folder / "sparse.safetensors").open("wb") as file:
         file.write((200 << 20).to_bytes(8, "little"))
         file.truncate(300 << 20)
-    hub.cases.append(Case("sparse", None, None, "no safetensors file"))
+    hub.cases.append(Case("sparse", None, None, "not a safetensors file"))
     one = {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}
     entry = json.dumps({f"{q}.lora_down.weight": one})[1:-1]
     for name, head, words in (
@@ -220,13 +220,13 @@ def _hostile(hub, good, inside):
     for name, config, words in (
         ("experts", {"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
         ("rank 0 said", {"r": 0}, "settings say 0"),
-        ("rank in words", {"r": "two"}, "no numbers"),
+        ("rank in words", {"r": "two"}, "not numbers"),
         ("alpha without end", {"lora_alpha": float("inf")}, "scale of"),
-        ("pattern in a list", {"rank_pattern": ["a"]}, "no numbers"),
+        ("pattern in a list", {"rank_pattern": ["a"]}, "not numbers"),
     ):
         hub.peft(name, inside, None, config, refused=words)
     for name, text in (("settings in a list", "[1]"), ("deep settings", "[" * 100_000)):
-        hub.peft(name, inside, None, {}, refused="no JSON")
+        hub.peft(name, inside, None, {}, refused="not a JSON")
         (folder / name / "adapter_config.json").write_text(text)
     for name, weights in (("pickled", "adapter_model.bin"), ("in shards", "adapter_model-00001-of-00002.safetensors")):
         (folder / name).mkdir()
@@ -234,14 +234,16 @@ def _hostile(hub, good, inside):
         (folder / name / weights).write_bytes(pickle.dumps({}))
         hub.cases.append(Case(name, None, None, "is a pickle" if name == "pickled" else "holds no adapter_model"))
     hub.file("inf", good | {f"{q}.lora_up.weight": torch.full((12, 2), torch.inf).half()}, refused="infinity")
-    hub.file("two alphas", good | {f"{q}.alpha": torch.ones(2)}, refused="is no alpha")
+    hub.file("two alphas", good | {f"{q}.alpha": torch.ones(2)}, refused="is not an alpha")
     hub.file("dora of another size", good | {f"{q}.dora_scale": hub.normal(5, 1)}, refused="the magnitude of")
     hub.file("under two names", good | {f"unet.{k}": v for k, v in inside.items()}, refused="under two names")
     hub.file("peft alone", {f"base_model.model.{k}": v for k, v in inside.items()}, refused="in peft's layout")
-    hub.file("glora", {f"{q}.{k}.weight": hub.normal(2, 8) for k in ("a1", "a2", "b1", "b2")}, refused="no factor")
-    hub.file("ia3", {f"{q}.weight": hub.normal(12, 1), f"{q}.on_input": torch.tensor(False)}, refused="no factor")
-    hub.file("pivotal tuning", {"unet:0:up": hub.normal(12, 2), "unet:0:down": hub.normal(2, 8)}, refused="no factor")
-    hub.file("dylora", {f"{q}.lora_A.0": hub.normal(1, 8), f"{q}.lora_B.0": hub.normal(12, 1)}, refused="no factor")
+    hub.file("glora", {f"{q}.{k}.weight": hub.normal(2, 8) for k in ("a1", "a2", "b1", "b2")}, refused="not a factor")
+    hub.file("ia3", {f"{q}.weight": hub.normal(12, 1), f"{q}.on_input": torch.tensor(False)}, refused="not a factor")
+    hub.file(
+        "pivotal tuning", {"unet:0:up": hub.normal(12, 2), "unet:0:down": hub.normal(2, 8)}, refused="not a factor"
+    )
+    hub.file("dylora", {f"{q}.lora_A.0": hub.normal(1, 8), f"{q}.lora_B.0": hub.normal(12, 1)}, refused="not a factor")
 
 
 def build(folder, weights):
@@ -393,7 +395,7 @@ def build(folder, weights):
              refused="no known component")  # fmt: skip
     hub.file("control", lora | {f"unet.{Q}.lora_B.bias": hub.normal(12)}, refused="biases or other vectors")
     for name, pattern in (("pattern", "("), ("endless pattern", "(a+)+$"), ("endless choice", "(a|a)*$")):
-        hub.peft(name, inside, None, {"rank_pattern": {pattern: 2}}, refused="no pattern")
+        hub.peft(name, inside, None, {"rank_pattern": {pattern: 2}}, refused="not a pattern")
     hub.peft("whole modules", inside, None, {"modules_to_save": ["lm_head"]}, refused="modules_to_save")
     (folder / "a link to itself").symlink_to(folder)
     (folder / "a link to nothing.safetensors").symlink_to(folder / "nothing")
@@ -402,7 +404,7 @@ def build(folder, weights):
     hub.file("integers", {key: value.int() for key, value in good.items()}, refused="dtype I32")
     hub.file("unknown names", {"lora_unet_somewhere_else.lora_down.weight": hub.normal(2, 8)}, refused="is not in an")
     hub.file("oft", {f"{q}.oft_blocks": hub.normal(2, 4, 4)}, refused="OFT")
-    hub.file("not an adapter", {"model.embed_tokens.weight": hub.normal(4, 4)}, refused="no factor of a LoRA")
+    hub.file("not an adapter", {"model.embed_tokens.weight": hub.normal(4, 4)}, refused="not a factor of a LoRA")
     hub.file("wrong shape", {f"{q}.lora_down.weight": hub.normal(2, 9), f"{q}.lora_up.weight": hub.normal(12, 2)},
              {f"unet.{Q}": None}, refused="in shape (12, 9)")  # fmt: skip
     hub.file("empty of tensors", {}, refused="holds no tensor")

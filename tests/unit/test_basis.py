@@ -138,7 +138,7 @@ def test_what_cannot_be_fitted_is_named(solver):
 
 def test_files_that_are_no_matrices(tmp_path):
     (tmp_path / "text.npy").write_text("not numpy")
-    with pytest.raises(CorruptBlob, match=r"no \.npy file"):
+    with pytest.raises(CorruptBlob, match=r"not a \.npy file"):
         MatrixFile(tmp_path / "text.npy")
     numpy.save(tmp_path / "cube.npy", numpy.zeros((2, 3, 4)))
     numpy.save(tmp_path / "whole.npy", numpy.zeros((2, 3), int))

@@ -41,7 +41,7 @@ def test_what_is_written_is_read_and_belongs_to_one_piece_of_work(tmp_path):
         pass
     with StoreWriter(tmp_path / "weights.safetensors") as writer:
         writer.add("weight", torch.zeros(2))
-    with pytest.raises(CorruptBlob, match="no checkpoint"), open_checkpoint(tmp_path / "weights.safetensors"):
+    with pytest.raises(CorruptBlob, match="not a checkpoint"), open_checkpoint(tmp_path / "weights.safetensors"):
         pass
 
 

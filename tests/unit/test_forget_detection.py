@@ -355,7 +355,7 @@ def test_files_without_prompts_are_refused_with_the_reason(tmp_path):
         "a.csv": ("id,text\n1,one\n", NameNotFound, r"no column 'prompt'.*text"),
         "a.txt": ("\n \n", UsageError, "holds no prompt"),
         "a.jsonl": ('{"prompt": ""}\n', UsageError, "line 1: no prompt"),
-        "b.jsonl": ("[1]\n", UsageError, "no JSON object"),
+        "b.jsonl": ("[1]\n", UsageError, "not a JSON object"),
         "a.dat": ("x", UsageError, "of a kind that is not read here"),
     }
     for name, (text, kind, reason) in cases.items():

@@ -425,7 +425,7 @@ def test_results_at_rest(usual, tmp_path):
     assert read_neurons(tmp_path / "found.csv", layers)[0] == found.neurons
     (tmp_path / "units.json").write_text(found.neurons.to_json())
     assert read_neurons(tmp_path / "units.json", layers) == (found.neurons, [], None)
-    with pytest.raises(UsageError, match="no lists of 4 layers"):
+    with pytest.raises(UsageError, match="not lists of 4 layers"):
         read_published(tmp_path / "found.csv", value_layers(Planted(seed).denoiser, scope="all"))
     (tmp_path / "theirs.csv").write_text(  # as the paper's code writes them: quoted captions, addresses, repetitions
         "Caption;URL;Initial Neurons;Initial SSIM;Refined Neurons;Refined SSIM\n"

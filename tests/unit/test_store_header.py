@@ -31,10 +31,10 @@ def test_order_in_the_header_may_differ_from_the_order_of_the_data():
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "no safetensors file"),
-        (b"1234567", "no safetensors file"),
-        (struct.pack("<Q", 1 << 40) + b"{}", "no safetensors file"),
-        (struct.pack("<Q", 100) + b"{}", "no safetensors file"),
+        (b"", "not a safetensors file"),
+        (b"1234567", "not a safetensors file"),
+        (struct.pack("<Q", 1 << 40) + b"{}", "not a safetensors file"),
+        (struct.pack("<Q", 100) + b"{}", "not a safetensors file"),
         (head({"a": entry(0, 4)}) + b"abc", "a"),
         (head({"a": entry(0, 4)}) + b"abcde", "5"),
         (head({"a": entry(1, 4)}) + b"abcd", "a"),

@@ -296,9 +296,9 @@ def test_what_cannot_be_fitted_is_named():
 
 def test_what_is_no_point_or_adapter_of_the_space_is_named(space, adapters):
     for scores in (torch.zeros(5), torch.zeros(2, 7), torch.zeros(1, 1, 6)):
-        with pytest.raises(UsageError, match="no points of a space of 6"):
+        with pytest.raises(UsageError, match="not points of a space of 6"):
             space.changes(scores)
-    with pytest.raises(UsageError, match="no points"):
+    with pytest.raises(UsageError, match="not points"):
         space.adapter(torch.zeros(2, 6))
     factors = dict(adapters[0].factors)
     some = Adapter({name: factors[name] for name in list(factors)[:2]})
@@ -332,7 +332,7 @@ def test_points_by_name_by_scores_and_drawn_are_adapters(tmp_path):
     assert written.relative_error == pytest.approx(float(lost), abs=1e-4)
     with pytest.raises(NameNotFound, match="nearest"):
         space.point("somebody")
-    with pytest.raises(UsageError, match="no points of a space of 5"):
+    with pytest.raises(UsageError, match="not points of a space of 5"):
         space.point(torch.zeros(4))
 
 
