@@ -228,7 +228,7 @@ def test_names_of_kohya_that_need_the_model(tmp_path):
         (f"{BLOCK}.attn1.to_q.lora_B.bias", "biases or other vectors"),
         (f"{BLOCK}.attn1.to_q.bias", "bias that was trained along"),
         ("base_model.model.embed.lora_embedding_A", "embedding"),
-        (f"{BLOCK}.norm.weight", "not a factor of a LoRA"),
+        (f"{BLOCK}.norm.weight", "factor of a LoRA"),
     ],
 )
 def test_other_kinds_are_refused_by_name(tmp_path, tensor, message):

@@ -100,7 +100,7 @@ def test_names_that_are_no_text_are_refused_and_do_not_stop_the_rest(hub, tmp_pa
     assert bank.names == ["good", "new\nline"]
     [(name, reason)] = bank.skipped.items()
     assert "\\xff" in name
-    assert "no text" in reason
+    assert "not a text" in reason
 
 
 def test_a_magnitude_is_never_left_out(hub):

@@ -114,7 +114,7 @@ def test_folders_that_are_refused(tmp_path):
         data.load_folder(tmp_path)
     pictures(tmp_path / "split" / "train", {"a": 2})
     pictures(tmp_path / "split" / "test", {"a": 1, "z": 1})
-    with pytest.raises(UsageError, match=r"classes that .* has not: \['z'\]"):
+    with pytest.raises(UsageError, match=r"classes that .* does not have: \['z'\]"):
         data.load_folder(tmp_path / "split")
     whole = (tmp_path / "split" / "train" / "a" / "000.png").read_bytes()
     (tmp_path / "split" / "train" / "a" / "000.png").write_bytes(whole[: len(whole) // 2])
@@ -215,7 +215,7 @@ def test_damaged_idx_files_are_named(tmp_path, monkeypatch):
     whole = file.read_bytes()
     damages = {
         "is damaged": whole[:-6],
-        "no idx file": gzip.compress(b"text"),
+        "not an idx file": gzip.compress(b"text"),
         r"\[4\] values": gzip.compress(idx(np.zeros(3, np.uint8), number=(4,))),
     }
     for message, content in damages.items():
