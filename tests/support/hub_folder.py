@@ -238,12 +238,10 @@ def _hostile(hub, good, inside):
     hub.file("dora of another size", good | {f"{q}.dora_scale": hub.normal(5, 1)}, refused="the magnitude of")
     hub.file("under two names", good | {f"unet.{k}": v for k, v in inside.items()}, refused="under two names")
     hub.file("peft alone", {f"base_model.model.{k}": v for k, v in inside.items()}, refused="in peft's layout")
-    hub.file("glora", {f"{q}.{k}.weight": hub.normal(2, 8) for k in ("a1", "a2", "b1", "b2")}, refused="factor of a LoRA")
-    hub.file("ia3", {f"{q}.weight": hub.normal(12, 1), f"{q}.on_input": torch.tensor(False)}, refused="factor of a LoRA")
-    hub.file(
-        "pivotal tuning", {"unet:0:up": hub.normal(12, 2), "unet:0:down": hub.normal(2, 8)}, refused="factor of a LoRA"
-    )
-    hub.file("dylora", {f"{q}.lora_A.0": hub.normal(1, 8), f"{q}.lora_B.0": hub.normal(12, 1)}, refused="factor of a LoRA")
+    hub.file("glora", {f"{q}.{k}.weight": hub.normal(2, 8) for k in ("a1", "a2", "b1", "b2")}, refused="factor of a")
+    hub.file("ia3", {f"{q}.weight": hub.normal(12, 1), f"{q}.on_input": torch.tensor(False)}, refused="factor of a")
+    hub.file("pivotal tuning", {"unet:0:up": hub.normal(12, 2), "unet:0:down": hub.normal(2, 8)}, refused="factor of a")
+    hub.file("dylora", {f"{q}.lora_A.0": hub.normal(1, 8), f"{q}.lora_B.0": hub.normal(12, 1)}, refused="factor of a")
 
 
 def build(folder, weights):
@@ -404,7 +402,7 @@ def build(folder, weights):
     hub.file("integers", {key: value.int() for key, value in good.items()}, refused="dtype I32")
     hub.file("unknown names", {"lora_unet_somewhere_else.lora_down.weight": hub.normal(2, 8)}, refused="is not in an")
     hub.file("oft", {f"{q}.oft_blocks": hub.normal(2, 4, 4)}, refused="OFT")
-    hub.file("not an adapter", {"model.embed_tokens.weight": hub.normal(4, 4)}, refused="factor of a LoRA")
+    hub.file("not an adapter", {"model.embed_tokens.weight": hub.normal(4, 4)}, refused="factor of a")
     hub.file("wrong shape", {f"{q}.lora_down.weight": hub.normal(2, 9), f"{q}.lora_up.weight": hub.normal(12, 2)},
              {f"unet.{Q}": None}, refused="in shape (12, 9)")  # fmt: skip
     hub.file("empty of tensors", {}, refused="holds no tensor")

@@ -79,7 +79,7 @@ def test_an_embedding_decodes_only_touched_chunks(monkeypatch):
     decoded = []
     fill = codec.fill
     monkeypatch.setattr(codec, "decode", None)
-    monkeypatch.setattr(codec, "fill", lambda out, *part: decoded.append(len(out)) or fill(out, *part))
+    monkeypatch.setattr(codec, "fill", lambda out, *part, **how: decoded.append(len(out)) or fill(out, *part, **how))
     ids = torch.tensor([[7, 4000, 9], [4000, 2048, 8]])
     assert same(dense(ids), model(ids))
     assert decoded == [3, 1, 1]
@@ -404,7 +404,7 @@ def test_products_of_few_rows_have_the_dense_bits(monkeypatch, rows, columns, bi
     orders = [fixed.order_of(rows, columns, math.prod(shape), torch.get_num_threads(), bias) for shape in shapes[:-1]]
     assert tiled == [bool(order) for order in orders] + [False]
     if prefer == "memory":
-        tiles = [tile.clone() for tile in functional._tiles(model.weight.stored.blob, (rows, columns))]
+        tiles = [tile.clone() for tile in functional._tiles(model.weight.payload, (rows, columns))]
         assert len(tiles) > 1
         assert torch.equal(torch.cat(tiles), dense.weight)
 
