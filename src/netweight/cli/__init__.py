@@ -43,7 +43,7 @@ OWN: dict[str, tuple[str, str]] = {
     "init": ("netweight.cli.init:init", "Write recipes and small files to run and to change."),
     "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
     "report": ("netweight.cli.run:report", "Show the verdict and findings of a run, and write its page again."),
-    "tour": ("netweight.cli.run:tour", "Show everything at work on a small real model."),
+    "tour": ("netweight.cli.run:tour", "Run every method once on small models, and write a report."),
     "doctor": ("netweight.cli.doctor:doctor", "Report what is installed, what runs here and what is missing."),
     "reproduce": (
         "netweight_experiments.cli:reproduce",
@@ -298,6 +298,38 @@ def _make_output(context: click.Context, parameter: click.Parameter, value: bool
 def command_line() -> str:
     """The command as it was given, for reports and cards."""
     return shlex.join(["netweight", *sys.argv[1:]])
+
+
+class Grouped(click.Command):
+    """A command whose help shows its options in groups, and an example.
+
+    Args:
+        groups: Headings, and the names of their options as the command's function receives them; the others follow.
+        example: A command line that works.
+        given: What `click.Command` takes.
+    """
+
+    def __init__(
+        self, *given: Any, groups: Mapping[str, Sequence[str]] | None = None, example: str = "", **named: Any
+    ) -> None:
+        super().__init__(*given, **named)
+        self.groups = dict(groups or {})
+        self.example = example
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, group by group."""
+        chosen = {name for names in self.groups.values() for name in names}
+        rest = [each.name for each in self.get_params(ctx) if each.name not in chosen]
+        for title, names in {**self.groups, "Options": rest}.items():
+            options = [each for each in self.get_params(ctx) if isinstance(each, click.Option) and each.name in names]
+            records = [each.get_help_record(ctx) for each in options]
+            if lines := [record for record in records if record is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(lines)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the example."""
+        write_example(formatter, self.example)
 
 
 def write_example(formatter: click.HelpFormatter, example: str) -> None:

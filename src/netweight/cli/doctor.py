@@ -10,18 +10,18 @@ from typing import Any
 
 import click
 
-from netweight.cli import FINDING_FAILED, Output, output_option
+from netweight.cli import FINDING_FAILED, Grouped, Output, output_option
 from netweight.core import environment
 
 
-@click.command()
+@click.command(cls=Grouped, example="netweight doctor")
 @output_option
 @click.pass_context
 def doctor(context: click.Context, output: Output) -> None:
-    """Say what is installed, what runs here and what is missing.
+    """Report what is installed, what runs on this machine and what is missing.
 
-    Exits with 1 if something is wrong (not merely missing): the slow fallback of the codec, a torchvision that breaks
-    other imports, a NETWEIGHT_DATA that names no folder.
+    Exits with 1 if something is wrong and not only missing: the slow fallback of the codec is used, torchvision is
+    installed and breaks other imports, or NETWEIGHT_DATA is not a folder.
     """
     from netweight import codec
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from netweight.cli import OUTPUT_FOLDER, Output, output_option
+from netweight.cli import OUTPUT_FOLDER, Grouped, Output, output_option
 from netweight.core.files import digest_file
 from netweight.core.hub import is_hub_id, local_model
 from netweight.errors import OutputExists
@@ -28,24 +28,20 @@ _USES = {
 }
 
 
-@click.command()
+@click.command(cls=Grouped, example="netweight init release --subject my-model")
 @click.argument("folder", type=OUTPUT_FOLDER)
 @click.option("--subject", metavar="MODEL",
-              help="A model or bank of yours, a path or an id on the hub: its recipe alone, with rows to replace by "
-              "your own.")  # fmt: skip
-@click.option(
-    "--use", type=click.Choice(list(_USES)), help="The recipe for --subject; by default the one for its kind."
-)
-@click.option("--federation", is_flag=True, help="An app for Flower alone, with your model and data to be put in.")
+              help="Your own model or adapter bank, by path or by its id on the hub. Only its recipe is written, with "
+              "rows to be replaced with your own.")  # fmt: skip
+@click.option("--use", type=click.Choice(list(_USES)), help="Recipe for --subject; by default the one for its kind.")
+@click.option("--federation", is_flag=True, help="Write only an app for Flower, to which you add your model and data.")
 @output_option
 def init(folder: Path, subject: str | None, use: str | None, federation: bool, output: Output) -> None:
     """Write recipes and the files that they name into FOLDER.
 
     Without `--subject` everything is small and can be run at once: a language model, a pipeline, LoRAs, rows and
     pictures, and a recipe for each use. Their checkpoints are in the package netweight-toys. With `--subject` the rows
-    are placeholders: a recipe does not run until they are replaced, or taken out of its `placeholders`.
-
-    Example: netweight init release --subject my-model
+    are placeholders: a recipe does not run until they are replaced, or removed from its `placeholders`.
     """
     if federation:
         _federation(folder, output)

@@ -6,23 +6,40 @@ from pathlib import Path
 
 import click
 
-from netweight.cli import FINDING_FAILED, OUTPUT_FOLDER, Output, output_option
+from netweight.cli import FINDING_FAILED, OUTPUT_FOLDER, Grouped, Output, output_option
 from netweight.errors import NetweightError, UsageError
 
 _ROWS = "ROWS"
 
 
-@click.command()
+@click.command(
+    cls=Grouped,
+    groups={
+        "Comparisons": ("base", "against", "every"),
+        "Audits, which run the model": ("minutes", "refused", "ordinary", "harmful", "benign", "prompts"),
+        "Output": ("card", "out", "output"),
+    },
+    example="netweight label my-model --base my-base --card",
+)
 @click.argument("model")
 @click.option("--base", metavar="MODEL", help="Model it was made from; the label shows what changed, layer by layer.")
 @click.option("--against", metavar="MODEL", help="Another model, whose label is set beside this one.")
 @click.option("--all", "every", is_flag=True, help="Make one table of all models or adapters in the folder MODEL.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Time for audits that run the model.")
-@click.option("--refused", metavar=_ROWS, help="Prompts that a language model refuses; needs --ordinary.")
-@click.option("--harmful", metavar=_ROWS, help="Harmful rows, to measure how hard a language model is to retrain.")
-@click.option("--benign", metavar=_ROWS, help="Rows of abilities that such a retraining must keep.")
-@click.option("--prompts", metavar=_ROWS, help="Prompts whose pictures a pipeline may repeat; needs --ordinary.")
-@click.option("--ordinary", metavar=_ROWS, help="Ordinary prompts, for comparison.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    metavar="N",
+    help="Time for all audits together; each needs rows.",
+)
+@click.option("--refused", metavar=_ROWS, help="Prompts that a language model refuses; with --ordinary.")
+@click.option(
+    "--harmful", metavar=_ROWS, help="Rows on which a language model is fine-tuned; with --base, for comparison."
+)
+@click.option("--benign", metavar=_ROWS, help="Rows of abilities that this fine-tuning must keep.")
+@click.option("--prompts", metavar=_ROWS, help="Prompts whose pictures a pipeline may repeat; with --ordinary.")
+@click.option(
+    "--ordinary", metavar=_ROWS, help="Ordinary prompts, with which those of --refused or --prompts are compared."
+)
 @click.option("--card", is_flag=True, help="Also put the label into the README.md of the model's folder.")
 @click.option("--out", type=OUTPUT_FOLDER, help="Folder for the files of the label.  [default: NAME-label]")
 @click.option("--threads", type=click.IntRange(1), help="Threads that read and compress.  [default: one per core]")

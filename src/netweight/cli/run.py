@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netweight.cli import FINDING_FAILED, FOLDER, Output, command_line, output_option
+from netweight.cli import FINDING_FAILED, FOLDER, Grouped, Output, command_line, output_option
 from netweight.cli.generate import size_of
 from netweight.core.progress import Progress
 from netweight.settings import Settings
@@ -28,7 +28,7 @@ def _print_schema(context: click.Context, parameter: click.Parameter, value: boo
         context.exit()
 
 
-@click.command(short_help="Run a recipe.")
+@click.command(cls=Grouped, short_help="Run a recipe.", example="netweight run recipe.yaml --plan")
 @click.argument("recipe", type=click.Path(dir_okay=False))
 @click.option("--plan", "only_plan", is_flag=True,
               help="Check everything, show the steps with an estimate of their time, do nothing.")  # fmt: skip
@@ -57,8 +57,6 @@ def run(
 
     Steps that an earlier run finished are not done again, and `--plan` shows which: a step is identified by its input,
     its settings and the files that these name. Exits with 1 if a target is missed or could not be measured.
-
-    Example: netweight run recipe.yaml --plan
     """
     from netweight import recipes
     from netweight.report.report import read_report
@@ -167,7 +165,7 @@ def _as_json(entry: recipes.Done) -> dict[str, Any]:
     }
 
 
-@click.command()
+@click.command(cls=Grouped, example="netweight report runs/release --card my-model-release")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--card", "model", type=FOLDER, help="Say in README.md of this model's folder what RUN found.")
 @click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
@@ -180,8 +178,6 @@ def report(context: click.Context, run: Path, model: Path | None, output: Output
     RUN is the folder of a run. With --card the README.md of a model's folder gets a section with all findings, and one
     with what the records in the folder state about its treatment. Exits with 1 if the verdict is "failed", as the run
     did, and with 2 when there is no report.json in RUN, or it does not fit the schema.
-
-    Example: netweight report runs/release --card my-model-release
     """
     from netweight.report.report import read_report, rewrite
     from netweight.report.verdict import decide
@@ -220,7 +216,7 @@ def _card(model: Path, run: Path) -> Path:
 _OUT = Path("out") / "tour"
 
 
-@click.command()
+@click.command(cls=Grouped, example="netweight tour --only federate,forget")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -235,13 +231,14 @@ _OUT = Path("out") / "tour"
 @output_option
 @click.pass_context
 def tour(context: click.Context, out: Path, only: str | None, keep: bool, jobs: int | None, output: Output) -> None:
-    """Show everything at work on small models.
+    """Run every method once on small models, and write a report.
 
-    A recipe, whose chapters are federate (sites train together, and a server looks), forget and siss (a painting
-    model that repeats pictures), immunize (a language model that resists fine-tuning), space and adapters (hundreds of
-    adapters as one space), compress and bf16 (a real model of 22.7 million weights, bit for bit). Writes a report.
-    Needs the extra `tour` and no network; takes some minutes. The same command continues a tour that was interrupted,
-    step by step. Exits with 1 if a target is missed; the report names attacks that succeed.
+    The chapters are: federate (clients train together, and the server's view is attacked), forget and siss (a
+    text-to-image model that repeats training pictures), immunize (a language model that resists fine-tuning), space and
+    adapters (hundreds of LoRA adapters as one space), compress and bf16 (a model of 22.7 million weights, compressed
+    without loss). labels.html shows the labels of the models that were made. The tour needs the extra `tour`, no
+    network and some minutes; the same command continues a tour that was interrupted. Exits with 1 if a target is
+    missed; the report names attacks that succeed.
     """
     from netweight.tour import run_tour
 
