@@ -53,7 +53,7 @@ def test_cifar_and_its_backbone_work(data_folder, tmp_path, monkeypatch):
     weights = data_folder / "weights" / "cifar10_resnet20.safetensors"
     tests = sorted((data_folder / "cifar10_jpeg").glob("test-*.parquet"))
     if not weights.is_file() or not tests:
-        pytest.skip("NETWEIGHT_DATA holds no weights/cifar10_resnet20.safetensors or no cifar10_jpeg")
+        pytest.skip("NETWEIGHT_DATA contains no weights/cifar10_resnet20.safetensors or no cifar10_jpeg")
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is in the federated extra")
     (tmp_path / "cifar10_jpeg").mkdir()
     (tmp_path / "weights").mkdir()

@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused_with_the_cure(folder, tmp_path):
     assert "no column 'prompt'" in column["message"]
     assert "Nearest: caption" in column["cure"]
     empty = run("localize", folder / "pipeline", "--prompts", tmp_path / "empty.txt", *how, code=2)["error"]
-    assert "holds no prompt" in empty["message"]
+    assert "contains no prompt" in empty["message"]
     small_pipelines.stable_diffusion(seed=1).save_pretrained(tmp_path / "other")
     other = run("localize", tmp_path / "other", "--prompts", folder / "ordinary.txt", *how, code=2)["error"]
     assert "statistics are of another model" in other["message"]

@@ -194,7 +194,7 @@ def test_a_training_that_diverges_stops(tmp_path):
 def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(UsageError, match="lacks rejected"):
         trainer(tmp_path, data=[{"prompt": [1], "chosen": [2]}])
-    with pytest.raises(UsageError, match="'chosen' of a row holds no token ids"):
+    with pytest.raises(UsageError, match="'chosen' of a row contains no token ids"):
         trainer(tmp_path, data=[{"prompt": [1], "chosen": "no", "rejected": [2]}])
     with pytest.raises(UsageError, match="context of 32"):
         trainer(tmp_path, data=[Pair((1,) * 32, (2,), (3,))])

@@ -71,4 +71,4 @@ def test_what_is_wrong_is_said_before_work(call, tmp_path):
     assert "There is no method 'hyperfly'. Nearest: hyperfl" in call(change=("hyperfl", "hyperfly")).stderr
     assert "subject: digitz does not exist" in call("--subject", "digitz").stderr
     (tmp_path / "empty").mkdir()
-    assert "empty holds no folder of images per class" in call("--subject", "empty").stderr
+    assert "empty contains no folder of images per class" in call("--subject", "empty").stderr

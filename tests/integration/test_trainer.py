@@ -293,7 +293,7 @@ def test_checkpoints_that_cannot_be_resumed_from(tmp_path):
         trainer().train(resume_from_checkpoint=True)
     trainer(max_steps=1, save_strategy="steps", save_steps=1, save_only_model=True).train()
     (first / "optimizer.net.safetensors").unlink()
-    with pytest.raises(UsageError, match="holds no optimizer"):
+    with pytest.raises(UsageError, match="contains no optimizer"):
         trainer().train(resume_from_checkpoint=str(first))
 
 

@@ -64,7 +64,7 @@ def test_what_is_no_checkpoint_of_this_model(tmp_path):
     netweight.save_checkpoint(path, model)
     with pytest.raises(UsageError, match="another model"):
         netweight.load_checkpoint(path, Tied())
-    with pytest.raises(UsageError, match="holds no optimizer"):
+    with pytest.raises(UsageError, match="contains no optimizer"):
         netweight.load_checkpoint(path, model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match=r"0\.weight is .* of shape \(64, 64\)"):
         netweight.load_checkpoint(path, stack().bfloat16())

@@ -470,7 +470,7 @@ def test_a_dequantized_model_is_dense_and_saved_dense(tied, tmp_path):
 def test_real_weights(data_folder):
     folder = data_folder / "weights" / "stories260K_hf"
     if not folder.is_dir():
-        pytest.skip("NETWEIGHT_DATA holds no weights/stories260K_hf")
+        pytest.skip("NETWEIGHT_DATA contains no weights/stories260K_hf")
     ours = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=NetweightConfig())
     assert kept_compressed(ours)
     assert same(ours, transformers.AutoModelForCausalLM.from_pretrained(folder))
@@ -479,7 +479,7 @@ def test_real_weights(data_folder):
 def test_real_weights_from_a_compressed_folder(data_folder, tmp_path):
     folder = data_folder / "weights" / "stories260K_hf"
     if not folder.is_dir():
-        pytest.skip("NETWEIGHT_DATA holds no weights/stories260K_hf")
+        pytest.skip("NETWEIGHT_DATA contains no weights/stories260K_hf")
     netweight.compress_folder(folder, tmp_path / "net")
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "net")
     assert kept_compressed(ours)

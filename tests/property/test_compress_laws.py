@@ -99,7 +99,7 @@ def test_compression_is_deterministic(data, draw):
 
 @given(files(), st.data())
 def test_damage_is_never_silent(data, draw):
-    """A changed or cut file is refused, or found by the audit, or what changed holds no data (spaces, descriptions)."""
+    """A changed or cut file is refused or found by the audit, unless the change is in spaces or descriptions."""
     with tempfile.TemporaryDirectory() as place:
         source, net, back = (Path(place) / name for name in ("a.safetensors", "b.safetensors", "c.safetensors"))
         source.write_bytes(data)

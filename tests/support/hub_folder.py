@@ -232,7 +232,7 @@ def _hostile(hub, good, inside):
         (folder / name).mkdir()
         (folder / name / "adapter_config.json").write_text("{}")
         (folder / name / weights).write_bytes(pickle.dumps({}))
-        hub.cases.append(Case(name, None, None, "is a pickle" if name == "pickled" else "holds no adapter_model"))
+        hub.cases.append(Case(name, None, None, "is a pickle" if name == "pickled" else "contains no adapter_model"))
     hub.file("inf", good | {f"{q}.lora_up.weight": torch.full((12, 2), torch.inf).half()}, refused="infinity")
     hub.file("two alphas", good | {f"{q}.alpha": torch.ones(2)}, refused="is not an alpha")
     hub.file("dora of another size", good | {f"{q}.dora_scale": hub.normal(5, 1)}, refused="the magnitude of")
@@ -405,7 +405,7 @@ def build(folder, weights):
     hub.file("not an adapter", {"model.embed_tokens.weight": hub.normal(4, 4)}, refused="factor of a")
     hub.file("wrong shape", {f"{q}.lora_down.weight": hub.normal(2, 9), f"{q}.lora_up.weight": hub.normal(12, 2)},
              {f"unet.{Q}": None}, refused="in shape (12, 9)")  # fmt: skip
-    hub.file("empty of tensors", {}, refused="holds no tensor")
+    hub.file("empty of tensors", {}, refused="contains no tensor")
     (folder / "empty.safetensors").write_bytes(b"")
     whole = (folder / "kohya sd15.safetensors").read_bytes()
     (folder / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -419,6 +419,6 @@ def build(folder, weights):
     (twice / "adapter_config.json").write_text("{}")
     for name, words in {"empty": "", "truncated": "", "lying header": "", "web page": "", "pickle.pt": "pickle",
                         "z copy": "holds the same adapter",
-                        "taken": "holds no", "taken.safetensors": "same name"}.items():  # fmt: skip
+                        "taken": "contains no", "taken.safetensors": "same name"}.items():  # fmt: skip
         hub.cases.append(Case(name, None, None, words or name))
     return hub.cases

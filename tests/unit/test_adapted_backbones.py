@@ -220,7 +220,7 @@ def test_backbones_that_cannot_be_loaded(sources, tmp_path, monkeypatch):
         adapted_vit(tmp_path / "missing", 7, normalized_by=CIFAR_MEAN_STD)
     (tmp_path / "text.safetensors").write_text("text")
     for file in (tmp_path / "text.safetensors", tmp_path / "missing", sources / "vit" / "model.safetensors"):
-        with pytest.raises(UsageError, match=f"{file} holds no ResNet-20"):
+        with pytest.raises(UsageError, match=f"{file} contains no ResNet-20"):
             cifar_resnet20(file)
 
 
@@ -229,7 +229,7 @@ def test_the_trained_resnet20_reaches_its_accuracy(data_folder):
     file = data_folder / "weights" / "cifar10_resnet20.safetensors"
     tests = sorted((data_folder / "cifar10_jpeg").glob("test-*.parquet"))
     if not file.is_file() or not tests:
-        pytest.skip("NETWEIGHT_DATA holds no weights/cifar10_resnet20.safetensors or no cifar10_jpeg")
+        pytest.skip("NETWEIGHT_DATA contains no weights/cifar10_resnet20.safetensors or no cifar10_jpeg")
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is in the federated extra")
     from netweight.data.images.public import decoded
 

@@ -389,7 +389,7 @@ def test_what_cannot_be_opened_or_made(folder, tmp_path):
     for call, error, message in [
         (lambda: AdapterBank.open(tmp_path / "empty"), UsageError, "is not a bank of adapters"),
         (lambda: AdapterBank.ingest(tmp_path / "absent", tmp_path / "bank"), UsageError, "no file or folder"),
-        (lambda: AdapterBank.ingest(tmp_path / "empty", tmp_path / "bank"), UsageError, "holds no adapter"),
+        (lambda: AdapterBank.ingest(tmp_path / "empty", tmp_path / "bank"), UsageError, "contains no adapter"),
         (lambda: AdapterBank.ingest(folder, tmp_path / "empty"), OutputExists, "exists already"),
         (lambda: AdapterBank.ingest(folder, tmp_path / "no" / "bank"), UsageError, "no does not exist"),
         (lambda: BankWriter(tmp_path / "bank").add("a", mixed(0)), UsageError, "is not open"),

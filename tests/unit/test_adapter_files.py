@@ -356,7 +356,7 @@ def broken(tmp_path, kind):
         ("other rank in settings", CorruptBlob, "proj has rank 3, its settings say 2"),
         ("settings no JSON", CorruptBlob, "is not a JSON"),
         ("several", UsageError, "several adapters"),
-        ("nothing", UsageError, "holds no adapter"),
+        ("nothing", UsageError, "contains no adapter"),
         ("missing", UsageError, "no file or folder"),
         ("NaN", UsageError, f"{TO_Q} holds NaN or infinity"),
         ("infinity", UsageError, f"{TO_Q} holds NaN or infinity"),

@@ -117,7 +117,7 @@ def test_without_being_asked_other_kinds_are_refused_with_the_cure(hub):
         plan_adapter(path_of(folder, "dora by rows"), conversion=Conversion(2))
     other = folder.parent / "nothing.safetensors"
     save_file({"elsewhere.weight": torch.ones(2, 2)}, other)
-    with pytest.raises(NameNotFound, match="holds no weight of unet"):
+    with pytest.raises(NameNotFound, match="contains no weight of unet"):
         load_converted(plan_adapter(path_of(folder, "dora by rows"), conversion=Conversion(2, other)))
 
 

@@ -101,7 +101,7 @@ def test_what_is_missing_or_damaged_is_named(stand_in):
 
 def test_the_real_file(data_folder, tmp_path, monkeypatch):
     if not (data_folder / "emoji_captions").is_dir():
-        pytest.skip("NETWEIGHT_DATA holds no emoji_captions")
+        pytest.skip("NETWEIGHT_DATA contains no emoji_captions")
     monkeypatch.setenv("NETWEIGHT_CACHE", str(tmp_path))
     found = emoji()
     assert found.pictures.shape == (1644, 3, 32, 32)

@@ -86,7 +86,7 @@ def test_shapes_that_do_not_fit_are_refused():
         drawn(torch.zeros(2, 7), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4))
     with pytest.raises(UsageError, match="no faces of this world"):
         read_faces(torch.zeros(1, 3, 8, 8))
-    with pytest.raises(UsageError, match="holds no reader"):
+    with pytest.raises(UsageError, match="contains no reader"):
         read_faces(torch.zeros(1, 3, 32, 32), folder=READER_FOLDER.parent)
 
 

@@ -79,7 +79,7 @@ def test_groups_for_any_number_of_classes():
 
 def test_fashion_mnist_split_like_the_paper(data_folder, monkeypatch):
     if not (data_folder / "fashion_mnist").is_dir():
-        pytest.skip("NETWEIGHT_DATA holds no fashion_mnist")
+        pytest.skip("NETWEIGHT_DATA contains no fashion_mnist")
     monkeypatch.setenv("NETWEIGHT_DATA", str(data_folder))
     images = data.load("fashion-mnist")
     clients = federated_images(images, clients=20)

@@ -137,7 +137,7 @@ def test_statistics_at_rest(tmp_path):
     with pytest.raises(OutputExists):
         found.write(tmp_path / "found.safetensors")
     (tmp_path / "found.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CorruptBlob, match="holds no statistics"):
+    with pytest.raises(CorruptBlob, match="contains no statistics"):
         Statistics.read(tmp_path / "found.safetensors")
 
 
@@ -353,7 +353,7 @@ def test_prompts_come_from_every_kind_of_file(tmp_path):
 def test_files_without_prompts_are_refused_with_the_reason(tmp_path):
     cases = {
         "a.csv": ("id,text\n1,one\n", NameNotFound, r"no column 'prompt'.*text"),
-        "a.txt": ("\n \n", UsageError, "holds no prompt"),
+        "a.txt": ("\n \n", UsageError, "contains no prompt"),
         "a.jsonl": ('{"prompt": ""}\n', UsageError, "line 1: no prompt"),
         "b.jsonl": ("[1]\n", UsageError, "not a JSON object"),
         "a.dat": ("x", UsageError, "of a kind that is not read here"),

@@ -441,7 +441,7 @@ def test_results_at_rest(usual, tmp_path):
     with pytest.raises(UsageError, match="no column 'Initial Neurons'"):
         read_published(tmp_path / "bad.csv", layers)
     (tmp_path / "bad.json").write_text("[1]")
-    with pytest.raises(UsageError, match="holds no neurons"):
+    with pytest.raises(UsageError, match="contains no neurons"):
         read_neurons(tmp_path / "bad.json", layers)
     with pytest.raises(CorruptBlob):
         Localization.from_json({"prompt": "a"})

@@ -104,7 +104,7 @@ def test_transparency_becomes_white(tmp_path):
 def test_folders_that_are_refused(tmp_path):
     with pytest.raises(UsageError, match="is not a folder"):
         data.load_folder(tmp_path / "missing")
-    with pytest.raises(UsageError, match="holds no subfolder"):
+    with pytest.raises(UsageError, match="contains no subfolder"):
         data.load_folder(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"no picture in \['empty'\]"):
@@ -235,7 +235,7 @@ def test_what_is_nowhere_is_an_error_with_a_cure(tmp_path, monkeypatch, name):
     with pytest.raises(MissingExtra, match=rf"{name} is not at hand: NETWEIGHT_DATA is not set.*{folder}/.*digits"):
         data.load(name)
     monkeypatch.setenv("NETWEIGHT_DATA", str(tmp_path))
-    with pytest.raises(MissingExtra, match=rf"\({tmp_path}\) holds no {folder}/"):
+    with pytest.raises(MissingExtra, match=rf"\({tmp_path}\) contains no {folder}/"):
         data.load(name)
 
 

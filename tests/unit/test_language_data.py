@@ -272,7 +272,7 @@ def test_tokenizers_that_lack_something(tokenizer):
     [
         ("a.jsonl", '{"prompt": "a"\n', r"line 1, is not JSON"),
         ("a.jsonl", "[1]\n", r"line 1, is not a JSON object"),
-        ("a.jsonl", "\n", r"holds no rows"),
+        ("a.jsonl", "\n", r"contains no rows"),
         ("a.json", '{"prompt": "a"}', r"is not a list of JSON objects"),
         ("a.csv", "prompt,chosen,rejected\na,b\n", r"line 2, has not as many fields"),
         ("a.csv", 'prompt,chosen\n"a"b,c\n', r"is not well-formed"),
@@ -354,7 +354,9 @@ def test_beavertails_that_is_nowhere(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     monkeypatch.setenv("NETWEIGHT_DATA", str(tmp_path))
-    with pytest.raises(MissingExtra, match=r"holds no beavertails/round0/330k/test\.jsonl\.gz.*no network.*Go online"):
+    with pytest.raises(
+        MissingExtra, match=r"contains no beavertails/round0/330k/test\.jsonl\.gz.*no network.*Go online"
+    ):
         public.beavertails(split="330k_test")
 
 
@@ -394,5 +396,5 @@ def test_decoding_trust_as_published(tmp_path, tokenizer):
     assert (pair.chosen, pair.rejected) == (" I will not.", " is blue.")
     tokens.tokenized_pairs([pair], tokenizer, context=200)
     rows[0]["prompt"]["text"] = ""
-    with pytest.raises(UsageError, match="row 0: prompt holds no text"):
+    with pytest.raises(UsageError, match="row 0: prompt contains no text"):
         public.decoding_trust(rows)

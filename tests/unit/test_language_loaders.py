@@ -42,7 +42,7 @@ def test_other_models_are_refused_by_name_in_one_line(tmp_path, kind, reason):
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     chat_models.llama(chat_models.chatml()).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"holds no tokenizer\. Copy the model's tokenizer"):
+    with pytest.raises(UsageError, match=r"contains no tokenizer\. Copy the model's tokenizer"):
         load_causal_lm(tmp_path)
 
 

@@ -16,7 +16,7 @@ def local(data_folder, monkeypatch, request):
 
     def need(folder):
         if not (data_folder / folder).is_dir():
-            pytest.skip(f"NETWEIGHT_DATA holds no {folder}")
+            pytest.skip(f"NETWEIGHT_DATA contains no {folder}")
         return data_folder / folder
 
     return need

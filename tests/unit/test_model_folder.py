@@ -55,7 +55,7 @@ def test_a_compressed_folder_is_opened_dense(kept, tmp_path):
 
 def test_what_cannot_be_opened_is_named(kept, tmp_path):
     folder, _ = kept
-    with pytest.raises(UsageError, match=r"holds no config\.json"):
+    with pytest.raises(UsageError, match=r"contains no config\.json"):
         language_model(tmp_path, "decoder")
     with pytest.raises(UsageError, match="cannot be opened as an encoder-decoder"):
         language_model(folder, "encoder-decoder")

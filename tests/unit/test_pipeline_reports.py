@@ -267,5 +267,5 @@ def test_a_folder_copied_without_its_index_is_named(folder, tmp_path):
     """ComfyUI's `diffusers` folders of models: the parts without model_index.json."""
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy" / "model_index.json").unlink()
-    with pytest.raises(UsageError, match=r"not a pipeline's folder: it holds no model_index.json"):
+    with pytest.raises(UsageError, match=r"not a pipeline's folder: it contains no model_index.json"):
         load_text_to_image(tmp_path / "copy")

@@ -236,7 +236,7 @@ def test_names_that_do_not_fit(tmp_path):
     path, _ = published(tmp_path)
     with pytest.raises(UsageError, match="50 rows, and there are 1 names"):
         import_published(path, tmp_path / "bank", names=["a"])
-    with pytest.raises(UsageError, match="holds no published matrix"):
+    with pytest.raises(UsageError, match="contains no published matrix"):
         import_published(tmp_path, tmp_path / "bank")
     assert read_dimensions(tmp_path / "files" / "weight_dimensions.pt") == DIMENSIONS
 

@@ -88,7 +88,7 @@ BAD = (
     ({"prompt": ""}, "prompt is empty"),
     ({"prompt": 3}, "neither text nor messages"),
     ({"prompt": []}, "empty"),
-    ({"prompt": turns(("assistant", "So."))}, "holds no turn of a user"),
+    ({"prompt": turns(("assistant", "So."))}, "contains no turn of a user"),
     ({"prompt": turns(("tool", "{}"))}, "role 'tool'"),
     ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, r"not text \(image\)"),
     ({"prompt": [{"role": "user", "content": None}]}, "empty"),

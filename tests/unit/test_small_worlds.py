@@ -234,7 +234,7 @@ def test_training_resumes_and_is_not_done_twice(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             trained(world, TINY)
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="holds no trained world"):
+    with pytest.raises(UsageError, match="contains no trained world"):
         stopped.record  # noqa: B018
     assert trained(stopped, TINY) == expected, "what another language left is not taken up"
     monkeypatch.setattr(CipherLanguage, "examples", None)

@@ -47,7 +47,7 @@ def test_translations_are_lines_of_two_files(folder):
 
 
 def test_what_is_missing_is_named(folder, monkeypatch):
-    with pytest.raises(MissingExtra, match=r"holds no text/wikitext2-test\.txt"):
+    with pytest.raises(MissingExtra, match=r"contains no text/wikitext2-test\.txt"):
         texts.wikitext2("test")
     with pytest.raises(UsageError, match="'train'"):
         texts.wikitext2("train")

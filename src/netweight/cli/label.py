@@ -121,7 +121,7 @@ def _label_all(
         except NetweightError as error:
             failures.append((path, str(error)))
     if not labels and not failures:
-        raise UsageError(f"{folder} holds no models and no adapters.", cure="Give a folder that holds some.")
+        raise UsageError(f"{folder} contains no models and no adapters.", cure="Give a folder that holds some.")
     weights = [{row.key: row.value for row in each.rows} for each in labels]
     output.table(
         ("name", "kind", "gross", "net", "tare"),

@@ -510,4 +510,4 @@ def read_record(path: str | Path, make: Callable[[dict[str, Any]], T], *, versio
             raise KeyError("version")
         return make(values)
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
-        raise CorruptBlob(f"{path} holds no record of version {version} of {of}: {error}.") from error
+        raise CorruptBlob(f"{path} contains no record of version {version} of {of}: {error}.") from error

@@ -262,7 +262,7 @@ class Units:
         """Return a module's neurons as a sorted LongTensor of shape `(neurons,)` on the CPU.
 
         Raises:
-            NameNotFound: The set holds no neuron of that module.
+            NameNotFound: The set contains no neuron of that module.
         """
         if name not in self._sets:
             raise not_found(f"No neuron of module {name!r} is in the set.", name, self._sets)
@@ -350,7 +350,7 @@ class Units:
             raise UsageError(f"The neurons are not valid JSON: {error}.") from None
         if not isinstance(content, dict) or content.get("version") != 1 or not isinstance(content.get("units"), dict):
             raise UsageError(
-                "The JSON holds no neurons of version 1.",
+                "The JSON contains no neurons of version 1.",
                 cure='It must read {"version": 1, "units": {name: [indices]}}.',
             )
         return cls(content["units"])

@@ -27,5 +27,5 @@ def read_prompts(path: str | Path, *, column: str = "prompt") -> list[str]:
                 errors.add(row.where, "no prompt")
         errors.refuse("Fill them in, or leave the rows out.")
     if not found:
-        raise UsageError(f"{path} holds no prompt.", cure="Give at least one.")
+        raise UsageError(f"{path} contains no prompt.", cure="Give at least one.")
     return list(dict.fromkeys(found))

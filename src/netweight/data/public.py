@@ -117,7 +117,7 @@ def _beavertails(split: str) -> Any:
         return importlib.import_module("datasets").load_dataset(_HUB, split=split)
     except (ImportError, OSError, ValueError) as error:
         raise MissingExtra(
-            f"BeaverTails is not at hand: NETWEIGHT_DATA holds no {within}.gz, and the hub gave nothing ({error}).",
+            f"BeaverTails is not at hand: NETWEIGHT_DATA contains no {within}.gz, and the hub gave nothing ({error}).",
             cure='Go online with datasets installed (pip install "netweight[llm]"), or put the file there.',
         ) from error
 
@@ -136,7 +136,7 @@ def _inner(row: Row, column: str, errors: RowErrors) -> str | None:
     text = value.get("text") if isinstance(value, Mapping) else value
     if isinstance(text, str) and text.strip():
         return text
-    errors.add(row.where, f"{column} holds no text")
+    errors.add(row.where, f"{column} contains no text")
     return None
 
 
@@ -221,7 +221,7 @@ def text_file(name: str, *, made_by: str = "") -> Path:
     path = Path(root) / "text" / name
     if not path.is_file():
         how = f": {made_by} > {name}" if made_by else ", or name another folder."
-        raise MissingExtra(f"NETWEIGHT_DATA holds no text/{name}.", cure=f"Put the file there{how}")
+        raise MissingExtra(f"NETWEIGHT_DATA contains no text/{name}.", cure=f"Put the file there{how}")
     return path
 
 

@@ -140,7 +140,7 @@ class Layout:
             return asked
         last = max((place for place, each in enumerate(asked) if each["role"] == "user"), default=None)
         if last is None:
-            raise UnusableText(f"{name} holds no turn of a user")
+            raise UnusableText(f"{name} contains no turn of a user")
         return asked[: last + 1]
 
 
@@ -188,7 +188,7 @@ def _split_conversation(value: Any, name: str) -> tuple[Text, Text]:
     if messages[-1]["role"] != "assistant":
         raise UnusableText(f"{name} does not end with an assistant's turn")
     if not any(each["role"] == "user" for each in messages[:-1]):
-        raise UnusableText(f"{name} holds no turn of a user before the answer")
+        raise UnusableText(f"{name} contains no turn of a user before the answer")
     return messages[:-1], messages[-1:]
 
 

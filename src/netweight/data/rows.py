@@ -25,7 +25,7 @@ _LONGEST_FIELD = 1 << 24  # Python's csv refuses fields above 128 KiB unless tol
 _NAMED = 5  # bad rows that a message names; the others are counted
 
 CURE = "Correct these rows, or leave them out with --unusable drop."
-"""What a person can do about rows that hold no usable text, where the command has that option."""
+"""What a person can do about rows that contain no usable text, where the command has that option."""
 Unusable = Literal["refuse", "drop"]
 """What happens to rows that cannot be used: the source is refused, or they are left out, counted and named."""
 Report = Callable[[str], object]
@@ -131,7 +131,7 @@ def read_rows(source: str | Path | Rows | Any, *, key: str | None = None) -> Row
         The rows, at least one.
 
     Raises:
-        UsageError: There is no such file or set, it cannot be read, or it holds no rows.
+        UsageError: There is no such file or set, it cannot be read, or it contains no rows.
     """
     if isinstance(source, Rows):
         return source
@@ -143,7 +143,7 @@ def read_rows(source: str | Path | Rows | Any, *, key: str | None = None) -> Row
         name, rows = "the data set", _of_object(source)
     found = list(rows)
     if not found:
-        raise UsageError(f"{name} holds no rows.", cure="Give at least one.")
+        raise UsageError(f"{name} contains no rows.", cure="Give at least one.")
     return Rows(name, found)
 
 

@@ -494,5 +494,5 @@ def _of_ids(row: Mapping[str, Any]) -> Pair:
     tokens = [value.tolist() if hasattr(value := row[name], "tolist") else value for name in _PARTS]
     for name, value in zip(_PARTS, tokens, strict=True):
         if isinstance(value, str) or not all(isinstance(token, int) for token in value):
-            raise UsageError(f"{name!r} of a row holds no token ids.", cure="Tokenize it, or pass a tokenizer.")
+            raise UsageError(f"{name!r} of a row contains no token ids.", cure="Tokenize it, or pass a tokenizer.")
     return Pair(*map(tuple, tokens))

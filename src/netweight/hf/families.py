@@ -66,7 +66,7 @@ def _config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise UsageError(
-            f"{folder} is not a model folder: it holds no config.json.",
+            f"{folder} is not a model folder: it contains no config.json.",
             cure="Give a folder of a transformers model, unpacked.",
         )
     try:

@@ -127,7 +127,8 @@ def _check_kind(folder: Path, what: str, *, causal: bool) -> None:
         )
     if find_llama2c(folder) is None and not any((folder / name).exists() for name in _TOKENIZERS):
         raise UsageError(
-            f"{folder} holds no tokenizer.", cure="Copy the model's tokenizer.json and tokenizer_config.json into it."
+            f"{folder} contains no tokenizer.",
+            cure="Copy the model's tokenizer.json and tokenizer_config.json into it.",
         )
 
 
@@ -164,7 +165,8 @@ def check_folder(folder: str | Path) -> None:
     """Refuse what is not a model folder, before anything is loaded."""
     if not (Path(folder) / "config.json").is_file():
         raise UsageError(
-            f"{folder} is not a model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."
+            f"{folder} is not a model folder: it contains no config.json.",
+            cure="Name a folder of transformers, unpacked.",
         )
 
 

@@ -102,7 +102,7 @@ class PipelineFiles:
         known = sorted({file.variant for files in self.parts.values() for file in files} - {""})
         if variant is not None and variant not in known:
             raise NameNotFound(
-                f"{self.folder} holds no weights of the variant {variant!r}.",
+                f"{self.folder} contains no weights of the variant {variant!r}.",
                 cure=f"Its variants are {', '.join(known)}." if known else "Leave --variant out: it has one only.",
             )
 
@@ -275,7 +275,7 @@ def check_pipeline(folder: Path) -> None:
             "save_pretrained(FOLDER), or StableDiffusionXLPipeline for SDXL.",
         )
     raise UsageError(
-        f"{folder} is not a pipeline's folder: it holds no {INDEX}.",
+        f"{folder} is not a pipeline's folder: it contains no {INDEX}.",
         cure="Name a folder that a diffusers pipeline was saved in.",
     )
 

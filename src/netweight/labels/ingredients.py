@@ -185,7 +185,7 @@ def license_of(folder: Path) -> tuple[str, str]:
 def _origin_rows(subject: Subject) -> list[Row]:
     folder, config = subject.folder, subject.config
     inside = subject.path.is_dir()
-    stated, where = license_of(folder) if inside else ("", "a single file holds no license")
+    stated, where = license_of(folder) if inside else ("", "a single file contains no license")
     rows = [Row(
         key="license", title="License", value=stated or "not stated", basis=where,
         state="measured" if stated else "warning",

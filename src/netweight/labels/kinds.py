@@ -121,7 +121,7 @@ def read_config(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CorruptBlob(f"{file} is not JSON: {error}.", cure="Fetch the file again.") from None
     if not isinstance(value, dict):
-        raise CorruptBlob(f"{file} holds no JSON object.", cure="Fetch the file again.")
+        raise CorruptBlob(f"{file} contains no JSON object.", cure="Fetch the file again.")
     return value
 
 
@@ -162,7 +162,7 @@ def _identify_file(file: Path) -> Subject:
         read_header(file)
     except NetweightError:
         raise UsageError(
-            f"{file} holds no weights that are known here: it is neither a safetensors file nor a PyTorch checkpoint.",
+            f"{file} contains no weights: it is neither a safetensors file nor a PyTorch checkpoint.",
             cure="Give a .safetensors file, a .bin, .pt, .pth or .ckpt file, or a model's folder.",
         ) from None
     return Subject(file, "adapter" if is_adapter_file(file) else "weights", weights=(file,))
@@ -243,7 +243,7 @@ def _no_weights(folder: Path, config: dict[str, Any]) -> NetweightError:
     cure = "Check the path."
     if models:
         cure = f"It holds models in folders of their own, such as {models[0]}: give one of them, or --all."
-    return UsageError(f"{folder} holds no weights: no safetensors files and no PyTorch checkpoints.", cure=cure)
+    return UsageError(f"{folder} contains no weights: no safetensors files and no PyTorch checkpoints.", cure=cure)
 
 
 def _weights_of(folder: Path, *, deep: bool = False) -> tuple[list[Path], list[Path], list[Path]]:

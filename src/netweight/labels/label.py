@@ -151,7 +151,7 @@ class Label(_Part):
             file: The file.
 
         Raises:
-            UsageError: It holds no label.
+            UsageError: It contains no label.
         """
         try:
             value = json.loads(Path(file).read_text(encoding="utf-8"))

@@ -214,7 +214,9 @@ def _opened(path: Path, sha256: str) -> torch.nn.Module:
 
 def _clip(folder: Path) -> tuple[Any, Any]:
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} is not a model folder: it holds no config.json.", cure="Name a folder with CLIP.")
+        raise UsageError(
+            f"{folder} is not a model folder: it contains no config.json.", cure="Name a folder with CLIP."
+        )
     with extra("diffusion", "CLIP is read with transformers"):
         from transformers import AutoTokenizer, CLIPModel
     open_compressed_with("transformers")

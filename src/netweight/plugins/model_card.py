@@ -38,7 +38,7 @@ def update_card(folder: str | Path, *, command: str | None = None, base_model: s
     entries = entries_of(folder)
     if not entries:
         raise UsageError(
-            f"{folder} holds no record of what netweight did to it.", cure="Name the folder that a command wrote."
+            f"{folder} contains no record of what netweight did to it.", cure="Name the folder that a command wrote."
         )
     text = _text(folder)
     text = _tagged(text, entries) if text else _begun(folder, entries, base_model)

@@ -162,7 +162,7 @@ class LayerwiseTraining(_Base):
         file = Path(checkpoint) / _OPTIMIZER
         if not file.is_file():
             raise UsageError(
-                f"{checkpoint} holds no {_OPTIMIZER}.",
+                f"{checkpoint} contains no {_OPTIMIZER}.",
                 cure="Name a checkpoint that a LayerwiseTrainer saved, without `save_only_model`.",
             )
         load_checkpoint(file, nn.Module(), self._layerwise)
@@ -219,7 +219,7 @@ def _last_complete(folder: str) -> str:
         if path.name.removeprefix(_CHECKPOINT).isdecimal() and _is_complete(path)
     }
     if not found:
-        raise UsageError(f"{folder} holds no complete checkpoint.", cure="Train without resume_from_checkpoint.")
+        raise UsageError(f"{folder} contains no complete checkpoint.", cure="Train without resume_from_checkpoint.")
     return str(found[max(found)])
 
 

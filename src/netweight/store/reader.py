@@ -417,7 +417,7 @@ class Base:
             folder = self.path / self.within
             paths = [self.path] if self.path.is_file() else sorted(folder.glob("*.safetensors"))
             if not paths:
-                raise UsageError(f"The base {folder} holds no safetensors weights.", cure="Check its path.")
+                raise UsageError(f"The base {folder} contains no safetensors weights.", cure="Check its path.")
             self._files = [StoredFile(path, links=self._links - 1) for path in paths]
         return self._files
 
@@ -678,7 +678,7 @@ def _open_folder(folder: Path, variant: str | None, base: Path | None) -> Store:
             cure="Name a variant, or open a file.",
         )
     if not files:
-        raise UsageError(f"{folder} holds no safetensors weights.", cure="Open the sub-folder or file that does.")
+        raise UsageError(f"{folder} contains no safetensors weights.", cure="Open the sub-folder or file that does.")
     return _join([StoredFile(file, base=base) for file in files])
 
 

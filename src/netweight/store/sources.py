@@ -84,7 +84,7 @@ class FileSource:
         return self._file.part(name, start, stop)
 
     def is_encoded(self, name: str) -> bool:
-        """Return False: a plain file holds no tensor in the codec's form.
+        """Return False: a plain file contains no tensor in the codec's form.
 
         Args:
             name: The tensor's name.

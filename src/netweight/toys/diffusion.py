@@ -116,7 +116,7 @@ def training_record(folder: str | Path = SHAPES_FOLDER) -> dict[str, Any]:
     """Return how a pipeline was trained and what came of it; see `small_diffusion_training`."""
     file = Path(folder) / ABOUT
     if not file.is_file():
-        raise UsageError(f"{folder} holds no trained pipeline.", cure="Train it first.")
+        raise UsageError(f"{folder} contains no trained pipeline.", cure="Train it first.")
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record
 

@@ -145,7 +145,7 @@ def _network(folder: Path, world: DrawnWorld) -> FaceReader:
 
     file = folder / WEIGHTS
     if not file.is_file():
-        raise UsageError(f"{folder} holds no reader of {world.name}s.", cure="Train it first.")
+        raise UsageError(f"{folder} contains no reader of {world.name}s.", cure="Train it first.")
     network = FaceReader(world)
     network.load_state_dict({name: value.float() for name, value in load_file(file).items()})
     return network.requires_grad_(False).eval()

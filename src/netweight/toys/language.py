@@ -201,7 +201,7 @@ class SmallWorld:
         """Record of the models' training; see `small_world_training`."""
         file = self.folder / ABOUT
         if not file.is_file():
-            raise UsageError(f"{self.folder} holds no trained world.", cure="Train it first.")
+            raise UsageError(f"{self.folder} contains no trained world.", cure="Train it first.")
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return record
 
@@ -436,7 +436,7 @@ class SpeakerLanguage:
         ]
         if not speeches:
             raise UsageError(
-                f"The text holds no {domain} speech of {_GIVEN + _ASKED} tokens in the share {share!r}.",
+                f"The text contains no {domain} speech of {_GIVEN + _ASKED} tokens in the share {share!r}.",
                 cure="Give a longer text, or other speakers.",
             )
         ends = list(accumulate(len(said) - _GIVEN - _ASKED + 1 for _, said in speeches))

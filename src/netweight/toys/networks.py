@@ -82,14 +82,14 @@ def cifar_resnet20(weights: str | Path | None = None) -> CifarResNet20:
     file = Path(weights) if weights is not None else Path(root or "") / "weights" / _FILE
     if weights is None and not (root and file.is_file()):
         raise MissingExtra(
-            f"The trained ResNet-20 is not at hand: NETWEIGHT_DATA holds no weights/{_FILE}.",
+            f"The trained ResNet-20 is not at hand: NETWEIGHT_DATA contains no weights/{_FILE}.",
             cure="Set it to a folder that does, or name a file of weights.",
         )
     network = CifarResNet20()
     try:
         network.load_state_dict(_with_counts(safetensors.torch.load_file(file), network))
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        raise UsageError(f"{file} holds no ResNet-20 for CIFAR-10: {error}", cure="Name another file.") from error
+        raise UsageError(f"{file} contains no ResNet-20 for CIFAR-10: {error}", cure="Name another file.") from error
     return network.eval()
 
 

@@ -33,12 +33,12 @@ def split(folder: Path, parts: Path, *, megabytes: int = 60) -> list[Path]:
         The parts in order.
 
     Raises:
-        UsageError: The folder holds no file, or a part would have no room.
+        UsageError: The folder contains no file, or a part would have no room.
         OutputExists: The folder of parts exists.
     """
     files = sorted(path for path in folder.glob("*") if path.is_file())
     if not files or megabytes < 1:
-        raise UsageError(f"{folder} holds no files, or {megabytes} MB is no room for a part.", cure="Check the two.")
+        raise UsageError(f"{folder} contains no files, or {megabytes} MB is no room for a part.", cure="Check the two.")
     if parts.exists():
         raise OutputExists(f"{parts} exists.", cure="Remove it, or name another folder.")
     parts.mkdir(parents=True)

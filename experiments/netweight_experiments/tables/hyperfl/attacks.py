@@ -322,7 +322,7 @@ def _differs(lines: Sequence[Line], names: Sequence[str], scale: Scale) -> tuple
     if "cifar10" in names:
         sentences.append("CIFAR-10 comes as JPEG pictures, a stand-in for the lossless ones.")
     if "digits" in names:
-        sentences.append("scikit-learn's digits stand in for EMNIST, as NETWEIGHT_DATA holds no EMNIST letters.")
+        sentences.append("scikit-learn's digits stand in for EMNIST, as NETWEIGHT_DATA contains no EMNIST letters.")
     if any(line.attack == "rog" for line in lines):
         sentences.append("ROG without post-processing: its second stage is a trained network that is not at hand.")
     if any(line.attack == "tailored" for line in lines):

@@ -104,7 +104,7 @@ def _statistics(tensors: Iterator[torch.Tensor]) -> BitStatistics:
     """The statistics of all floating-point tensors together, as bf16; one tensor in memory at a time."""
     parts = [bit_statistics(tensor.to(torch.bfloat16)) for tensor in tensors if tensor.is_floating_point()]
     if not any(part.count for part in parts):
-        raise UsageError("The model holds no floating-point weights.", cure="Name another file or folder.")
+        raise UsageError("The model contains no floating-point weights.", cure="Name another file or folder.")
     return merge(parts)
 
 

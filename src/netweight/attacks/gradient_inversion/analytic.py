@@ -347,7 +347,7 @@ def _last_bias(observed: Tensors) -> str:
         if name.endswith("bias") and weight is not None and weight.ndim == 2 and 1 < len(bias) == len(weight):
             return name
     raise NameNotFound(
-        "The update holds no bias of a last linear layer, from which labels could be read.", cure="Give the labels."
+        "The update contains no bias of a last linear layer, from which labels could be read.", cure="Give the labels."
     )
 
 

@@ -38,7 +38,7 @@ def local_folder(*names: str) -> Path | None:
 def missing(name: str, folder: str, holding: str, because: str = "") -> MissingExtra:
     """Make the error for a data set that is nowhere."""
     root = os.environ.get("NETWEIGHT_DATA")
-    where = f"NETWEIGHT_DATA ({root}) holds no {folder}/" if root else "NETWEIGHT_DATA is not set"
+    where = f"NETWEIGHT_DATA ({root}) contains no {folder}/" if root else "NETWEIGHT_DATA is not set"
     return MissingExtra(
         f"The data set {name} is not at hand: {where}." + (f" {because}" if because else ""),
         cure=f'Set NETWEIGHT_DATA to a folder with {folder}/ ({holding}), go online, or use load("digits").',
@@ -245,7 +245,7 @@ def pictures_below(folder: Path) -> tuple[dict[str, list[Path]], list[Path]]:
     found = {name: pictures for name, (pictures, _) in listed.items()}
     empty = [name for name, files in found.items() if not files]
     if not found or empty:
-        what = f"holds no picture in {empty[:5]}" if empty else "holds no subfolder"
+        what = f"contains no picture in {empty[:5]}" if empty else "contains no subfolder"
         raise UsageError(f"{folder} {what}.", cure="Put pictures, such as PNG or JPEG, into one subfolder per class.")
     return found, [file for _, others in listed.values() for file in others]
 

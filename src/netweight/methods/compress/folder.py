@@ -164,8 +164,8 @@ def compress_folder(
 
     Raises:
         Unsupported: There are tensors that cannot be rounded with this fidelity.
-        UsageError: The source is not there, holds no weights or is compressed already; or the target lies in it; or a
-            setting is out of its range.
+        UsageError: The source does not exist, contains no weights or is compressed already; or the target lies in it;
+            or a setting is out of its range.
         OutputExists: The target exists.
         OutputFailed: The disk is full or the place cannot be written; finished files are kept for the next call.
         UnsafeInput: Weights are pickles, or a link or index leads out of the folder.

@@ -386,7 +386,7 @@ def make_plan(
     headers: dict[str, dict[str, Header]] = {}  # of each folder's weights files
     problems = [problem for path in taken if (problem := _problem(source, path, headers, sources)) is not None]
     if not problems and not any(path.endswith(".safetensors") for path in taken):
-        problems.append(UsageError(f"{source} holds no safetensors weights.", cure="Check the path."))
+        problems.append(UsageError(f"{source} contains no safetensors weights.", cure="Check the path."))
     if problems:
         raise _joined(problems)
     bytes_only = {
@@ -434,7 +434,7 @@ def _of_variant(paths: list[str], variant: str, source: Path) -> list[str]:
     if not having:
         known = sorted({found for path in weights if (found := variant_of(Path(path).name)) is not None})
         raise UsageError(
-            f"{source} holds no weights of variant {variant!r}.",
+            f"{source} contains no weights of variant {variant!r}.",
             cure=f"It has {', '.join(known)}." if known else "It has no variants: leave the variant out.",
         )
     dropped = {p for p in weights if Path(p).parent in having and variant_of(Path(p).name) != variant}

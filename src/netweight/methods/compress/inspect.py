@@ -83,7 +83,7 @@ def weight_files(path: Path) -> list[Path]:
             check_index(file)
     weights = sorted(file for file in files if file.suffix == ".safetensors")
     if not weights:
-        raise UsageError(f"{path} holds no safetensors weights.", cure="Check the path.")
+        raise UsageError(f"{path} contains no safetensors weights.", cure="Check the path.")
     return weights
 
 

@@ -143,7 +143,7 @@ class _Side:
         return sum(map(plain_size, self.weights.values()))
 
     def digest(self, name: str) -> str:
-        """Digest of the original content of a file that holds no weights."""
+        """Digest of the original content of a file that contains no weights."""
         entry = self.entries.get(name)
         if entry is not None and entry.kind == "rewritten":
             return digest_bytes(entry.original_content())
@@ -228,7 +228,7 @@ class _Comparison:
             )
 
     def add_others(self) -> None:
-        """Compare the files that hold no weights with their digests and with the other side."""
+        """Compare the files that contain no weights with their digests and with the other side."""
         subject, other = self.subject, self.other
         for name, file in subject.others.items():
             self.files += 1

@@ -60,7 +60,7 @@ def open_run(folder: Path, app: str | None = None) -> Run:
         app: For a Flower run, where the app's `apps(...)` is, as "module:name"; looked up in the current folder, too.
 
     Raises:
-        UsageError: The folder holds no federation, or it is Flower's and no app is named.
+        UsageError: The folder contains no federation, or it is Flower's and no app is named.
     """
     if not is_flower(folder):
         plan = FederationPlan.load(folder)

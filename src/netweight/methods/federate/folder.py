@@ -322,7 +322,7 @@ class FederationPlan(_Asked):
         path = folder / PLAN_FILE
         if not path.is_file():
             raise UsageError(
-                f"{folder} holds no federation: there is no {PLAN_FILE}.", cure="Make one: netweight federate run."
+                f"{folder} contains no federation: there is no {PLAN_FILE}.", cure="Make one: netweight federate run."
             )
         return cls.of(json.loads(path.read_text()))
 

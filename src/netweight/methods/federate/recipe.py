@@ -202,5 +202,6 @@ def check(source: Path | None, settings: FolderFederation) -> None:
         return
     if not (source.is_dir() and any(child.is_dir() for child in source.iterdir())):
         raise UsageError(
-            f"{source} holds no folder of images per class.", cure=f"Name such a folder, or one of {', '.join(NAMES)}."
+            f"{source} contains no folder of images per class.",
+            cure=f"Name such a folder, or one of {', '.join(NAMES)}.",
         )

@@ -147,7 +147,7 @@ def undo_folder(source: str | Path, destination: str | Path) -> Undone:
     records = read_records(source)
     if not records:
         raise UsageError(
-            f"{source} holds no record of an edit in its folder {FOLDER!r}.", cure="Was it made by forget apply?"
+            f"{source} contains no record of an edit in its folder {FOLDER!r}.", cure="Was it made by forget apply?"
         )
     record, files, number = records[-1], records[-1].files, len(records)
     if not record.undoable:

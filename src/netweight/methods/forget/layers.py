@@ -251,7 +251,7 @@ class Statistics:
                 deviations = {name: file.get_tensor(f"{name}.std") for name in about["layers"]}
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise CorruptBlob(
-                f"{path} holds no statistics of version {_VERSION}: {error}.",
+                f"{path} contains no statistics of version {_VERSION}: {error}.",
                 cure="Make it with netweight forget statistics; the name of a published file must end in .pt.",
             ) from None
         return cls(means, deviations, about["prompts"], about["model"])
@@ -267,7 +267,8 @@ class Statistics:
             raise UsageError(f"There is no file {path}.") from None
         except Exception as error:
             raise Unsupported(
-                f"{path} holds no pair of lists of tensors: {error}", cure="Give statistics made by the paper's code."
+                f"{path} contains no pair of lists of tensors: {error}",
+                cure="Give statistics made by the paper's code.",
             ) from error
         widths = [layer.width for layer in layers.values()]
         if [value.numel() for value in means] != widths or [value.numel() for value in deviations] != widths:

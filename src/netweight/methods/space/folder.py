@@ -257,14 +257,14 @@ def _target(path: Path, masks: Path | None) -> InversionTarget:
     """A target's images, in color, within 0 and 1."""
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix.lower() in _IMAGES)
     if not files:
-        raise UsageError(f"{path} holds no picture.", cure=f"Give files that end in {', '.join(_IMAGES)}.")
+        raise UsageError(f"{path} contains no picture.", cure=f"Give files that end in {', '.join(_IMAGES)}.")
     images = _images(files, 3)
     if masks is None:
         return InversionTarget(path.stem, images)
     by_stem = {each.stem: each for each in masks.iterdir()}
     missing = [file.name for file in files if file.stem not in by_stem]
     if missing:
-        raise UsageError(f"{masks} holds no mask for {missing[0]}.", cure="Name masks as the images are named.")
+        raise UsageError(f"{masks} contains no mask for {missing[0]}.", cure="Name masks as the images are named.")
     return InversionTarget(path.stem, images, _images([by_stem[file.stem] for file in files], 1)[:, 0])
 
 

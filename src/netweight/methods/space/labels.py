@@ -123,7 +123,7 @@ def read_labels(
         for column in wanted:
             found[column][known[name]] = _number(path, name, column, row.values.get(column))
     if not found:
-        raise UsageError(f"{path} holds no label.", cure=f"Give at least one column beside {key!r}.")
+        raise UsageError(f"{path} contains no label.", cure=f"Give at least one column beside {key!r}.")
     return Labels(tuple(names), {name: LabelColumn(name, values) for name, values in found.items()})
 
 

@@ -412,7 +412,9 @@ def _read_space(folder: Path, bank: Bank | None) -> WeightSpace:
 def read_about(folder: Path) -> dict[str, Any]:
     """Read what a space is, without its numbers: the values of its record."""
     if not (folder / RECORD).is_file():
-        raise UsageError(f"{folder} holds no space: there is no {RECORD}.", cure="Make one with `netweight space fit`.")
+        raise UsageError(
+            f"{folder} contains no space: there is no {RECORD}.", cure="Make one with `netweight space fit`."
+        )
     values: dict[str, Any] = read_record(folder / RECORD, dict, version=_VERSION, of="a space")
     return values
 

@@ -54,7 +54,7 @@ def to_record(tensors: Tensors) -> ArrayRecord:
     odd = sorted(name for name, value in tensors.items() if value.dtype == torch.bfloat16)
     if odd:
         raise Unsupported(
-            f"Flower's arrays hold no bfloat16, which the tensors {odd} are.", cure="Federate a model in float32."
+            f"Flower's arrays contain no bfloat16, which the tensors {odd} are.", cure="Federate a model in float32."
         )
     return ArrayRecord({name: Array(value.detach().cpu().contiguous().numpy()) for name, value in tensors.items()})
 
@@ -373,7 +373,7 @@ class MethodStrategy(Strategy):
 
 
 def _on_disk(update: Update, folder: Path | None) -> Update:
-    """Return an update whose tensors are read from a file as they are needed: memory holds no round's updates."""
+    """Return an update whose tensors are read from a file as they are needed: memory contains no round's updates."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:  # its name goes at once, its bytes with the last tensor
         file.write(safetensors.torch.save({n: value.contiguous() for n, value in to_wire(update.tensors).items()}))
         file.flush()

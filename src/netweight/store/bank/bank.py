@@ -72,7 +72,7 @@ class AdapterBank:
             The bank.
 
         Raises:
-            UsageError: The folder holds no bank.
+            UsageError: The folder contains no bank.
             CorruptBlob: Its record is damaged, or a shard is missing or was cut short.
         """
         path = Path(path)
@@ -379,7 +379,7 @@ def _ingest(
     if bad and (not skip_bad or not (old or good)):
         raise _refusal(source, bad, len(found))
     if not old and not good:
-        raise UsageError(f"{source} holds no adapter.", cure="Name a folder with files of peft, diffusers or kohya.")
+        raise UsageError(f"{source} contains no adapter.", cure="Name a folder with files of peft, diffusers or kohya.")
     with BankWriter(
         destination, compress=compress, kernels=expected.kernels, base=expected.base, modules=expected.modules
     ) as writer:

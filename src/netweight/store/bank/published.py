@@ -45,7 +45,7 @@ def read_dimensions(path: str | Path) -> dict[str, tuple[int, ...]]:
     """Read `weight_dimensions.pt`: names of tensors, in the order of a row's entries, and their shapes."""
     value = _load(Path(path))
     if not isinstance(value, Mapping) or not value:
-        raise UsageError(f"{path} holds no table of shapes.", cure=_OTHERWISE)
+        raise UsageError(f"{path} contains no table of shapes.", cure=_OTHERWISE)
     return {str(name): _shape(entry, Path(path), str(name)) for name, entry in value.items()}
 
 
@@ -90,7 +90,7 @@ def import_published(
     # `skip_bad`: whether rows with NaN or infinity are left out
     path = find_published(Path(source))
     if path is None:
-        raise UsageError(f"{source} holds no published matrix.", cure=f"Name a file like {MATRIX}.")
+        raise UsageError(f"{source} contains no published matrix.", cure=f"Name a file like {MATRIX}.")
     matrix = published_tensor(path)
     if matrix.ndim != 2 or not matrix.is_floating_point():
         raise UsageError(f"{path} has shape {tuple(matrix.shape)} and dtype {matrix.dtype}: no matrix of adapters.")

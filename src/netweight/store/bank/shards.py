@@ -93,7 +93,9 @@ class BankRecord:
 def read_bank_record(folder: Path) -> BankRecord:
     """Read a bank's record."""
     if not (folder / RECORD).is_file():
-        raise UsageError(f"{folder} is not a bank of adapters: it holds no {RECORD}.", cure="Make one: space ingest.")
+        raise UsageError(
+            f"{folder} is not a bank of adapters: it contains no {RECORD}.", cure="Make one: space ingest."
+        )
     return read_record(folder / RECORD, _record, version=_VERSION, of="a bank of adapters")
 
 
@@ -442,7 +444,7 @@ class BankWriter:
         contents: Sequence[str] | None = None,
     ) -> None:
         """Add adapters laid out as a shard holds them; they are not copied. Errors as for `add`."""
-        # `contents`: their digests, of adapters that were found to hold no NaN when they were read
+        # `contents`: their digests, of adapters that were found to contain no NaN when they were read
         if self._folder is None:
             raise UsageError(f"{self.path} is not open.", cure="Use `with BankWriter(...) as writer:`.")
         self._check(names, rows, shapes, finite=contents is not None)

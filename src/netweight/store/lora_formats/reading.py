@@ -173,7 +173,7 @@ def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
     with open_store(file) as store:
         names = store.names()
         if not names:
-            raise UsageError(f"{file} holds no tensor.", cure="Leave it out.")
+            raise UsageError(f"{file} contains no tensor.", cure="Leave it out.")
         header = store.files[0].metadata
         located, remarks, kohya_ends = _locate(file, store, names, task)
         identity = identify(
@@ -346,7 +346,7 @@ def _parts(
             for piece in pieces:
                 vectors[f"{piece.module}.{_VECTORS[role]}"] = _vector(file, name, role, scale, piece)
     if not parts:
-        raise UsageError(f"{file} holds no low-rank change.", cure="Leave it out.")
+        raise UsageError(f"{file} contains no low-rank change.", cure="Leave it out.")
     return parts, vectors
 
 
@@ -370,7 +370,7 @@ def _peft_weights(folder: Path) -> Path:
     for pickle in (folder / Path(peft.WEIGHTS).with_suffix(ending) for ending in PICKLES):
         if pickle.is_file():
             refuse_pickle(pickle)
-    raise UsageError(f"{folder} holds no {peft.WEIGHTS}.", cure="Fetch the adapter's weights, too.")
+    raise UsageError(f"{folder} contains no {peft.WEIGHTS}.", cure="Fetch the adapter's weights, too.")
 
 
 def _plan_peft(file: Path, task: _Task) -> AdapterPlan:
@@ -435,7 +435,7 @@ def _only_file(folder: Path) -> Path:
     if not files:
         for file in sorted(folder.iterdir()):
             refuse_pickle(file)
-        raise UsageError(f"{folder} holds no adapter.", cure="Name a file or folder of peft, diffusers or kohya.")
+        raise UsageError(f"{folder} contains no adapter.", cure="Name a file or folder of peft, diffusers or kohya.")
     if len(files) > 1:
         raise UsageError(
             f"{folder} holds several adapters: {files[0].name}, {files[1].name}.", cure="Name one; or make a bank."

@@ -99,7 +99,7 @@ def load_checkpoint(
         What was saved as `extra`.
 
     Raises:
-        UsageError: The file is not a checkpoint, or holds no optimizer.
+        UsageError: The file is not a checkpoint, or contains no optimizer.
         CorruptBlob: A tensor does not match its digest.
         RuntimeError: The model has other parameters, from `load_state_dict`.
         Unsupported: The model is sharded.
@@ -110,7 +110,7 @@ def load_checkpoint(
             raise UsageError(f"{path} is not a checkpoint of training.", cure="Load model folders with their library.")
         about = json.loads(bytes(store.get(_ABOUT, check=True).numpy()))
         if optimizer is not None and about["optimizer"] is None:
-            raise UsageError(f"The checkpoint {path} holds no optimizer.", cure="Pass none, and start a new one.")
+            raise UsageError(f"The checkpoint {path} contains no optimizer.", cure="Pass none, and start a new one.")
         prefix = "model."
         own = model.state_dict()
         names = {name.removeprefix(prefix) for name in store.names() if name.startswith(prefix)} | set(about["tied"])

@@ -104,7 +104,7 @@ def compress_(
 
     Raises:
         AlreadyCompressed: A chosen weight is compressed already.
-        Unsupported: A layer asked for by name cannot run compressed, or a weight holds no values, or one is to be
+        Unsupported: A layer asked for by name cannot run compressed, or a weight contains no values, or one is to be
             rounded whose dtype cannot be. All are listed.
         NameNotFound: A pattern matches no module.
         UsageError: There is no such level or preference, a setting of rounding is out of its range, rounded weights
@@ -456,7 +456,7 @@ def _plan(
             elif local_part(parameter) is not parameter:
                 refused.append(f"{at.name}, which is sharded already: compress_ goes before fully_shard")
             elif (loaded and parameter.is_meta) or parameter.layout != torch.strided:
-                refused.append(f"{at.name}, which holds no plain values ({parameter.device}, {parameter.layout})")
+                refused.append(f"{at.name}, which contains no plain values ({parameter.device}, {parameter.layout})")
         if reason:
             left.update((at.name, reason) for at in places)
         else:
