@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from netweight.core.names import not_found
 from netweight.settings import Cli, Settings
@@ -20,15 +20,19 @@ HUB = "hub:"
 
 def _existing(value: object) -> object:
     """Refuse a file that does not exist, before anything is loaded; public sets are looked up when they are read."""
-    if isinstance(value, Path):
-        value = str(value)
-    if isinstance(value, str) and value and not value.startswith(HUB) and not Path(value).is_file():
+    if not isinstance(value, str | Path) or value == "" or str(value).startswith(HUB):
+        return value
+    if not Path(value).is_file():
         raise ValueError(f"There is no file {value}; a public set is named {HUB}NAME or {HUB}NAME:SPLIT")
-    return value
+    return Path(value)
 
 
-RowSource = Annotated[str, BeforeValidator(_existing), Cli(metavar="ROWS")]
-"""A file of rows, or `hub:NAME` or `hub:NAME:SPLIT` for a set that `datasets` loads."""
+RowSource = Annotated[
+    Path | str, BeforeValidator(_existing), WithJsonSchema({"type": "string"}), Cli(metavar="ROWS", type=str)
+]
+"""A file of rows, a path; or `hub:NAME` or `hub:NAME:SPLIT`, a string, for a set that `datasets` loads.
+
+What reads settings for the files that they name, such as the ledger of recipes, recognizes files by their type."""
 
 
 class TextOptions(Settings):

@@ -26,6 +26,7 @@ from netweight.report.finding import Chapter, Finding, Section
 from netweight.report.report import Report
 from netweight.report.text import chapter_verdict
 from netweight.report.verdict import decide
+from netweight.settings import Settings
 
 LEDGER = "ledger"  # the records in a recipe's output that remember what was done
 Key: TypeAlias = dict[str, Any]  # all that decides a result
@@ -208,14 +209,24 @@ def digest_of(path: Path, progress: Progress = QUIET) -> str:
 
 def _contents(config: Any, reads: Callable[[Any], Iterable[Path]] | None, progress: Progress) -> dict[str, Any]:
     """Digests of what settings name, and of the files that these lead to: another content makes another step."""
-    found: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        if isinstance(value, Path):
-            found[name] = digest_of(value, progress)
-        elif isinstance(value, Mapping) and any(isinstance(each, Path) for each in value.values()):
-            found[name] = {key: digest_of(each, progress) for key, each in value.items()}
+    found: dict[str, Any] = _digests(config, progress) or {}
     further = [] if reads is None else [digest_of(file, progress) for file in reads(config)]
     return {**found, "reads": further} if further else found
+
+
+def _digests(value: Any, progress: Progress) -> Any:
+    """Digests of the paths within settings, mappings and sequences, at any depth; None where there are none."""
+    if isinstance(value, Path):
+        return digest_of(value, progress)
+    parts: Mapping[Any, Any] = {}
+    if isinstance(value, Settings):
+        parts = vars(value)
+    elif isinstance(value, Mapping):
+        parts = value
+    elif isinstance(value, list | tuple):
+        parts = dict(enumerate(value))
+    digests = {str(key): _digests(each, progress) for key, each in parts.items()}
+    return {key: each for key, each in digests.items() if each is not None} or None
 
 
 def size_of(path: Path) -> int:

@@ -353,7 +353,7 @@ class FolderAttack(TextOptions):
     def files(self) -> list[Path]:
         """The files of rows that are attacked with or evaluated on."""
         files = (self.harmful, self.benign, self.task, self.other, self.never_learned)
-        return [Path(file) for file in files if file is not None and Path(file).is_file()]
+        return [file for file in files if isinstance(file, Path)]
 
     @property
     def fixed(self) -> dict[str, Any]:

@@ -11,10 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from netweight.attacks.refusal.edits.edit import EditMaterial, RefusalEdit
+from torch import nn
+
+from netweight.attacks.refusal.edits.edit import EditMaterial, EditSettings, RefusalEdit
 from netweight.attacks.refusal.judges import phrase_judge, user_judge
 from netweight.attacks.refusal.measurement import Examiner, Panel, Refusal, Score
-from netweight.attacks.refusal.prompts import Question, in_parts, read_questions
+from netweight.attacks.refusal.prompts import Question, Questions, in_parts, read_questions
 from netweight.attacks.refusal.report import refusal_section
 from netweight.attacks.refusal.selection import ScoredEdit, best_edits
 from netweight.attacks.refusal.settings import RefusalSettings
@@ -58,11 +60,11 @@ def attack_refusal(
     network, tokenizer = load_causal_lm(model, device=settings.device)
     check_finite(network)
     base = None if settings.base is None else load_causal_lm(settings.base, device=settings.device)[0]
-    sources = {source: read_rows(source) for source in (settings.refused, settings.ordinary)}
+    sources = {"refused": read_rows(settings.refused), "ordinary": read_rows(settings.ordinary)}
     settings.check_columns(sources.values())
     refused, ordinary = (
-        in_parts(read_questions(rows, source, network, tokenizer, settings, seed=seed, report=warnings.append))
-        for source, rows in sources.items()
+        in_parts(read_questions(rows, kind, network, tokenizer, settings, seed=seed, report=warnings.append))
+        for kind, rows in sources.items()
     )
     phrases = phrase_judge(settings.phrases)
     judge = {"phrases": phrases, "first-tokens": None}.get(settings.judge)
@@ -75,7 +77,7 @@ def attack_refusal(
     )  # fmt: skip
     asked = [*refused.make, *refused.choose, *refused.measure]
     with Job.open(folder, shared=True) as job:
-        about = _identity(settings, network, refused, ordinary)
+        about = _identity(settings, network, base, refused, ordinary)
         progress.note(f"Generating answers to {len(asked)} prompts that the model may refuse.")
         answers = _remembered(job, {**about, "what": "answers"}, lambda: {"answers": examiner.answers(asked)})[
             "answers"
@@ -112,16 +114,22 @@ def attack_refusal(
     return refusal_section(before, scored, settings, seed=seed, warnings=warnings)
 
 
-def _identity(settings: RefusalSettings, network: Any, *questions: Any) -> dict[str, Any]:
-    """Return what a remembered row depends on."""
-    weights = digest_config({name: digest_tensor(each) for name, each in network.named_parameters()})
-    prompts = [
-        [list(q.prompt), list(q.response)] for each in questions for q in (*each.make, *each.choose, *each.measure)
-    ]
-    ignored = {"edits", "answered", "most_divergence", "least_left", "device"}
-    about = {name: value for name, value in settings.to_json().items() if name not in ignored}
-    base = None if settings.base is None else [p.stat().st_size for p in sorted(settings.base.glob("*.safetensors"))]
-    return {"model": weights, "prompts": digest_config(prompts), "settings": about, "base": base}
+def _identity(
+    settings: RefusalSettings, network: nn.Module, base: nn.Module | None, *parts: Questions
+) -> dict[str, Any]:
+    """Return what a remembered row depends on: weights and prompts themselves, not the files that hold them."""
+    prompts = [[list(q.prompt), list(q.response)] for each in parts for q in (*each.make, *each.choose, *each.measure)]
+    about: dict[str, Any] = {name: getattr(settings, name) for name in ("judge", "phrases", "helps", "new_tokens")}
+    about["phrases"] = list(settings.phrases)
+    about |= {name: value.to_json() for name, value in settings if isinstance(value, EditSettings)}
+    return {
+        "model": _digest(network), "prompts": digest_config(prompts), "settings": about,
+        "base": None if base is None else _digest(base),
+    }  # fmt: skip
+
+
+def _digest(network: nn.Module) -> str:
+    return digest_config({name: digest_tensor(each) for name, each in network.named_parameters()})
 
 
 def _remembered(job: Job, key: dict[str, Any], make: Any) -> dict[str, Any]:

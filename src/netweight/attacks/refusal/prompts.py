@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 
@@ -56,7 +56,7 @@ class Questions:
 
 def read_questions(
     rows: Rows,
-    source: str,
+    kind: Literal["refused", "ordinary"],
     network: Any,
     tokenizer: PreTrainedTokenizerBase,
     settings: RefusalSettings,
@@ -64,13 +64,15 @@ def read_questions(
     seed: int,
     report: Callable[[str], object],
 ) -> list[Question]:
-    """Return different prompts of a source in an order of the seed, at most `settings.prompts`.
+    """Return different prompts of a kind in an order of the seed, at most `settings.prompts`.
+
+    The order does not depend on where the rows are stored, so that a second call recognizes them elsewhere.
 
     Raises:
         UsageError: There are fewer than `LEAST` different prompts, or rows cannot be used.
     """
     texts, answered = text_prompts(rows, **settings.reading(rows, report))
-    order = torch.randperm(len(texts), generator=torch_generator(seed, "prompts", source)).tolist()
+    order = torch.randperm(len(texts), generator=torch_generator(seed, "prompts", kind)).tolist()
     texts = [texts[place] for place in order]
     template: AnyTemplate = BELOW
     if tokenizer.chat_template:
@@ -87,7 +89,7 @@ def read_questions(
     check_tokens(network, tokenizer, (question.prompt + question.response for question in questions))
     different = list({question.prompt: question for question in questions}.values())[: settings.prompts]
     if len(different) < LEAST:
-        raise UsageError(f"{source} holds {len(different)} different prompts.", cure=f"Give at least {LEAST}.")
+        raise UsageError(f"{rows.name} holds {len(different)} different prompts.", cure=f"Give at least {LEAST}.")
     return different
 
 

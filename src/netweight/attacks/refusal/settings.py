@@ -101,7 +101,7 @@ class RefusalSettings(TextOptions):
     @property
     def files(self) -> list[Path]:
         """The files of prompts."""
-        return [Path(source) for source in (self.refused, self.ordinary) if Path(source).is_file()]
+        return [source for source in (self.refused, self.ordinary) if isinstance(source, Path)]
 
     def chosen_edits(self) -> Iterator[tuple[str, EditSettings]]:
         """Yield the kinds of edits that are tried, with their settings."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, FilePath
+from pydantic import Field
 
-from netweight.data.text_options import TextOptions
+from netweight.data.text_options import RowSource, TextOptions
 from netweight.errors import UsageError
 from netweight.methods.immunize.defense import DefenseSettings
 from netweight.methods.immunize.defenses import DEFENSES
@@ -70,10 +70,10 @@ class FolderSettings(TextOptions):
 
     options_group = "Files"
 
-    pairs: FilePath
-    """Rows with prompt, chosen (harmless answer) and rejected (harmful answer)."""
-    retain: FilePath | None = None
-    """Rows with prompt and response: further abilities that the model must keep."""
+    pairs: RowSource
+    """Rows with prompt, chosen (harmless answer) and rejected (harmful answer): a file, hub:NAME or hub:NAME:SPLIT."""
+    retain: RowSource | None = None
+    """Rows with prompt and response, likewise: further abilities that the model must keep."""
     defense: Annotated[DefenseSettings, DEFENSES, Cli(group="Training")] = Field("repnoise", validate_default=True)
     """Defense to train into the model; docs/immunize.md compares them."""
     withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = ()
