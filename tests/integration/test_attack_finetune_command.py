@@ -95,6 +95,19 @@ def test_a_defense_that_does_nothing_fails_and_a_second_call_remembers(case, tmp
     assert (tmp_path / "attacks.jsonl").read_text() == lines
 
 
+def test_rows_that_are_left_out_are_counted_in_the_report(case, tmp_path):
+    write(tmp_path / "rows.jsonl", [*PAIRS, {**PAIRS[0], "rejected": ""}])
+    answer = call(
+        case, tmp_path / "out", "--threshold", "0.3", "--harmful", str(tmp_path / "rows.jsonl"), "--unusable", "drop",
+        base=False,
+    )  # fmt: skip
+    result = json.loads(answer.stdout)
+    (sentence,) = result["left_out"]
+    assert f"1 of {len(PAIRS) + 1} rows were left out. line {len(PAIRS) + 1}: rejected is empty" in sentence
+    (section,) = read_report(tmp_path / "out").sections
+    assert sentence in section.warnings
+
+
 def test_one_model_alone_with_a_threshold_of_its_own(case, tmp_path):
     answer = call(case, tmp_path, "--threshold", "0.3", base=False)
     assert answer.exit_code == 0, answer.output

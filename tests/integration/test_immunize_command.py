@@ -93,6 +93,23 @@ def test_every_setting_of_repnoise_is_set_by_the_command_and_by_a_recipe_and_rec
         assert record.defense == ("repnoise" if own is CORRECTED else "repnoise-reference")
 
 
+def test_public_sets_are_read_and_rows_that_are_left_out_are_counted_in_the_report(case, tmp_path):
+    pytest.importorskip("datasets", reason="datasets is in no extra")
+    (tmp_path / "set").mkdir()
+    long = {**PAIRS[0], "chosen": " ".join([PAIRS[0]["chosen"]] * 200)}
+    write(tmp_path / "set" / "train.jsonl", [*PAIRS, long, {**PAIRS[1], "rejected": None}])
+    words = ["immunize", case / "model", tmp_path / "defended", "--pairs", f"hub:{tmp_path / 'set'}"]
+    words += ["--unusable", "drop", "--too-long", "drop", "--lr", "1e-3", "--json"]
+    answer = CliRunner().invoke(netweight, [str(word) for word in words])
+    assert answer.exit_code == 0, answer.output
+    unusable, too_long = json.loads(answer.stdout)["left_out"]
+    count = len(PAIRS)
+    assert f"1 of {count + 2} rows were left out. row {count + 1}: it has no rejected" in unusable
+    assert f"1 of {count + 1} rows were left out. row {count}:" in too_long
+    report = read_report(tmp_path / "defended" / "immunize-report")
+    assert list(report.sections[0].warnings) == [unusable, too_long]
+
+
 def test_settings_of_other_defenses_are_set_too_and_only_theirs(case, tmp_path):
     write(tmp_path / "few.jsonl", PAIRS[:4])
     for defense, option, own in (

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
@@ -73,6 +74,61 @@ def test_judges_may_be_first_tokens_or_a_function(curly, tmp_path):
     answer = call(curly, tmp_path / "none", "--judge", "no_such_folder")
     assert answer.exit_code == 2
     assert "neither a function nor the folder of a model" in answer.output
+
+
+def classifier(folder, source, *, labels, steps=60):
+    """Write a text classification model that learned which answers of the chat model refuse."""
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    tokens = AutoTokenizer.from_pretrained(source)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokens), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=128, pad_token_id=tokens.pad_token_id, id2label=dict(enumerate(labels)),
+        label2id={label: place for place, label in enumerate(labels)},
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    kind = [chat_models.kind_answer(each) for each in chat_models.prompts(chat_models.KIND, 31)]
+    texts = tokens(["I can’t help with that."] * len(kind) + kind, padding=True, return_tensors="pt")
+    refusals = torch.tensor([1] * len(kind) + [0] * len(kind))
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(steps):
+        loss = model(input_ids=texts.input_ids, attention_mask=texts.attention_mask, labels=refusals).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < 0.05
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_text_classification_folder_is_a_judge(curly, tmp_path):
+    judge = classifier(tmp_path / "judge", curly / "model", labels=("answer", "refusal"))
+    assert before(call(curly, tmp_path / "named", "--judge", judge)) == 100
+    other = classifier(tmp_path / "other", curly / "model", labels=("LABEL_0", "LABEL_1"))
+    answer = call(curly, tmp_path / "unnamed", "--judge", other)
+    assert answer.exit_code == 2
+    assert "LABEL_0, LABEL_1" in answer.output
+    assert f"{other}#LABEL" in answer.output
+    assert before(call(curly, tmp_path / "unnamed", "--judge", f"{other}#LABEL_1")) == 100
+    helped = call(curly, tmp_path / "helps", "--judge", judge, "--helps", f"{judge}#answer", "--most-divergence", "9")
+    findings = {each["name"]: each for each in json.loads(helped.stdout)["findings"]}
+    assert findings["answers that help, best edit"]["baseline"] < 0.1
+
+
+def test_rows_elsewhere_are_the_same_rows_and_another_judging_model_is_another_judge(curly, tmp_path):
+    judge = classifier(tmp_path / "judge", curly / "model", labels=("answer", "refusal"))
+    first = call(curly, tmp_path / "out", "--judge", judge)
+    rows = (tmp_path / "out" / "edits.jsonl").read_text()
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes((curly / "refused.jsonl").read_bytes())
+    again = call(curly, tmp_path / "out", "--judge", judge, refused=moved)
+    assert json.loads(again.stdout)["findings"] == json.loads(first.stdout)["findings"]
+    assert (tmp_path / "out" / "edits.jsonl").read_text() == rows
+    classifier(tmp_path / "judge", curly / "model", labels=("answer", "refusal"), steps=90)
+    call(curly, tmp_path / "out", "--judge", judge)
+    assert (tmp_path / "out" / "edits.jsonl").read_text().count("\n") > rows.count("\n")
 
 
 def test_no_edit_that_counts_fails_the_gate(curly, tmp_path):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from netweight.attacks.finetuning.attack import AttackResult, attacked_model, run_attack
+from netweight.attacks.finetuning.rounded_steps import rounded_at_random
 from netweight.attacks.finetuning.settings import AttackSettings
-from netweight.attacks.finetuning.subject import Domain, Goal, Subject, mean_loss, token_accuracy
+from netweight.attacks.finetuning.subject import Domain, Goal, Subject, in_parts, mean_loss, token_accuracy
 from netweight.core.files import canonical_json
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import Example, collate
@@ -106,6 +107,10 @@ def test_every_step_is_what_plain_torch_does(subject):
         {"schedule": "constant"},
         {"precision": "bf16"},
         {"precision": "mixed"},
+        {"precision": "rounded"},
+        {"precision": "rounded", "optimizer": "muon"},
+        {"precision": "rounded", "lora_rank": 4, "lr": 3e-2, "epochs": 16},
+        {"precision": "rounded", "average": 0.5},
         {"benign_first": 7},
         {"benign_share": 0.5, "epochs": 6},
         {"clip": None},
@@ -122,7 +127,7 @@ def test_every_way_of_training_recovers(subject, change):
 def test_bfloat16_alone_loses_small_updates_that_float32_keeps(subject):
     small = AttackSettings(lr=1e-5, samples=60, max_steps=5, warmup=0.0, schedule="constant", check_every=1)
     moved = {}
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", "bf16", "rounded"):
         counts = []
 
         def share_moved(model, counts=counts):
@@ -135,8 +140,46 @@ def test_bfloat16_alone_loses_small_updates_that_float32_keeps(subject):
             subject, model=victim, domains={"harmful": Domain(subject.domains["harmful"].train, (), share_moved)}
         )
         run_attack(watched, small.replace(precision=precision), Goal(None))
-        moved[precision] = float((counts[0] != counts[-1]).float().mean())
-    assert moved["bf16"] < 0.25 * moved["fp32"]
+        moved[precision] = counts[-1] - counts[0]
+    assert float((moved["bf16"] != 0).float().mean()) < 0.25 * float((moved["fp32"] != 0).float().mean())
+    # What random rounding keeps are the steps in the mean: their projection on those of float32.
+    kept = {name: float(moved[name] @ moved["fp32"] / (moved["fp32"] @ moved["fp32"])) for name in moved}
+    assert kept["rounded"] == pytest.approx(1, abs=0.35)
+
+
+def test_numbers_are_rounded_to_a_neighbor_and_to_themselves_in_the_mean():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(64, generator=generator) * torch.logspace(-20, 20, 64)
+    drawn = torch.stack([rounded_at_random(values, generator).double() for _ in range(4000)])
+    apart = (drawn - values.double()).abs().amax(0) / values.double().abs()
+    assert float(apart.max()) <= 2**-7
+    spread = drawn.std(0) / 4000**0.5
+    assert bool(((drawn.mean(0) - values.double()).abs() <= 5 * spread + 1e-12 * values.abs()).all())
+    fixed = torch.tensor([0.0, -0.0, 1.5, math.inf, -math.inf, math.nan])
+    same = rounded_at_random(fixed[:5], generator)
+    assert torch.equal(same, fixed[:5].bfloat16())
+    assert bool(rounded_at_random(fixed, generator)[5].isnan())
+
+
+def test_batches_whose_logits_would_not_fit_go_in_parts_with_the_same_result(subject, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )
+    data = {"harmful": Domain(attacked.cipher(3, 12, 23, count=60), attacked.cipher(3, 12, 23, start=1000, count=30))}
+    victim = Subject(transformers.LlamaForCausalLM(config), data, 0)
+    settings = FAST.replace(max_steps=10, batch_size=13)
+    whole = run_attack(victim, settings, Goal(None))
+    monkeypatch.setattr("netweight.attacks.finetuning.subject._MOST_LOGITS", 24 * 20 * 5)
+    parts = [len(each.input_ids) for each in in_parts(collate(data["harmful"].train[:13], pad_id=0), victim.model)]
+    assert max(parts) < 13
+    assert sum(parts) == 13
+    in_pieces = run_attack(victim, settings, Goal(None))
+    for one, other in zip(whole.curve, in_pieces.curve, strict=True):
+        assert one.score == pytest.approx(other.score, abs=0.02)
+        assert one.loss == pytest.approx(other.loss, rel=1e-3)
+        assert (one.rows, one.flops) == (other.rows, other.flops)
 
 
 def test_an_attacker_who_mixes_benign_examples_in_keeps_more(subject):

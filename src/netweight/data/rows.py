@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
+from netweight.core.files import digest_bytes
 from netweight.core.lazy import library
 from netweight.core.names import not_found
 from netweight.errors import UsageError
@@ -64,6 +65,11 @@ class Rows:
     def columns(self) -> list[str]:
         """Names of the columns that any row has."""
         return list(dict.fromkeys(name for row in self.rows for name in row.values))
+
+    def digest(self) -> str:
+        """Return a digest of all values, the same wherever the rows are stored."""
+        values = [{name: row.values[name] for name in sorted(row.values)} for row in self.rows]
+        return digest_bytes(json.dumps(values, ensure_ascii=False, default=str).encode())
 
     def need(self, *columns: str, by: str = "columns={{{!r}: ...}}") -> None:
         """Check that columns are there; `by` is how a person says which one is meant, "" for no way."""

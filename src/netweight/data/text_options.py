@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from netweight.core.names import not_found
 from netweight.settings import Cli, Settings
@@ -20,11 +21,18 @@ HUB = "hub:"
 
 def _existing(value: object) -> object:
     """Refuse a file that does not exist, before anything is loaded; public sets are looked up when they are read."""
-    if not isinstance(value, str | Path) or value == "" or str(value).startswith(HUB):
-        return value
+    named = f"A public set is named {HUB}NAME or {HUB}NAME:SPLIT."
+    if not isinstance(value, str | Path):
+        raise _refusal(f"{value!r} is neither a path nor the name of a public set. {named}")
+    if value == "" or str(value).startswith(HUB):
+        return str(value)
     if not Path(value).is_file():
-        raise ValueError(f"There is no file {value}; a public set is named {HUB}NAME or {HUB}NAME:SPLIT")
+        raise _refusal(f"There is no file {value}. {named}")
     return Path(value)
+
+
+def _refusal(message: str) -> PydanticCustomError:
+    return PydanticCustomError("check", "{message}", {"message": message})
 
 
 RowSource = Annotated[

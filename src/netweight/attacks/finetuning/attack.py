@@ -19,8 +19,9 @@ from torch.nn import functional
 from netweight.attacks.finetuning.changes import changed_copy, input_embedding
 from netweight.attacks.finetuning.factors import attach_factors_
 from netweight.attacks.finetuning.optimizers import optimizers_of
+from netweight.attacks.finetuning.rounded_steps import RoundedSteps
 from netweight.attacks.finetuning.settings import AttackSettings
-from netweight.attacks.finetuning.subject import SOFT_TOKENS, Goal, Subject
+from netweight.attacks.finetuning.subject import SOFT_TOKENS, Goal, Subject, in_parts
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import IGNORED, Batch, Example, collate
 from netweight.errors import Unsupported, UsageError
@@ -306,7 +307,7 @@ class Training:
     def __init__(self, victim: nn.Module, settings: AttackSettings, *, pad_id: int = 0) -> None:
         self.victim, self.settings = victim, settings
         victim.zero_grad(set_to_none=True)  # a copy brings along gradients that its original was left with
-        dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if settings.precision in ("bf16", "rounded") else torch.float32
         for parameter in victim.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)  # parameters only: buffers such as rotary tables keep theirs
@@ -317,10 +318,14 @@ class Training:
         else:
             self._parameters = attach_factors_(victim, rank=settings.lora_rank, seed=settings.seed)
         self._device = self._parameters[0].device
-        self._optimizers = optimizers_of(self._parameters, settings)
+        self._optimizers: Sequence[torch.optim.Optimizer | RoundedSteps] = (
+            [RoundedSteps(self._parameters, settings, torch_generator(settings.seed, "rounding"))]
+            if settings.precision == "rounded"
+            else optimizers_of(self._parameters, settings)
+        )
         self._losses: list[Tensor] = []
         self._step = 0
-        self._means = [each.detach().clone() for each in self._parameters] if settings.average else []
+        self._means = [each.detach().float().clone() for each in self._parameters] if settings.average else []
         self._rows, self._flops, self._seconds = 0, 0.0, 0.0
         weights = sum(each.numel() for each in victim.parameters())
         trained = sum(each.numel() for each in self._parameters)
@@ -333,12 +338,7 @@ class Training:
         """Take one step. The loss is kept and not read, so that an accelerator need not be waited for."""
         batch = batch.to(self._device)
         begun = time.process_time()
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self.settings.precision == "mixed"):
-            logits = self.victim(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-        loss = functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
-        )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self._backward(batch)
         if self.settings.clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.settings.clip)
         for optimizer in self._optimizers:
@@ -346,15 +346,30 @@ class Training:
                 group["lr"] = learning_rate(self.settings, self._step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self._losses.append(loss.detach())
+        self._losses.append(loss)
         self._step += 1
         self._rows += len(batch.input_ids)
         self._flops += self._per_token * float(batch.attention_mask.sum())
         if self._means:
             # At first the mean follows the weights closely, as it would otherwise hold on to the start for long.
             decay = min(self.settings.average, self._step / (self._step + 9))
-            torch._foreach_lerp_(self._means, [each.detach() for each in self._parameters], 1 - decay)
+            torch._foreach_lerp_(self._means, [each.detach().float() for each in self._parameters], 1 - decay)
         self._seconds += time.process_time() - begun
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """Add the gradients of the mean loss over a batch, and return the loss; large batches go in parts."""
+        targets = (batch.labels[:, 1:] != IGNORED).sum()
+        losses = []
+        for part in in_parts(batch, self.victim):
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self.settings.precision == "mixed"):
+                logits = self.victim(input_ids=part.input_ids, attention_mask=part.attention_mask).logits
+            mean = functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), part.labels[:, 1:].flatten(), ignore_index=IGNORED
+            )
+            loss = mean * ((part.labels[:, 1:] != IGNORED).sum() / targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
     @property
     def cost(self) -> tuple[int, float, float]:

@@ -42,6 +42,8 @@ from netweight.registry import Result, Target
 from netweight.report.finding import Section
 from netweight.report.plots import check_figures
 
+# Weights of a model that attacks train in float32 by default, at most.
+MOST_IN_FLOAT32 = 10**9
 _FLUENCY_KEPT = 0.5  # of the base's share of different trigrams
 _SEARCH = {"batch_size": 32, "check_every": 2}  # of a search, where nothing else is asked for
 _SEARCH_STEPS = 200  # most steps on the base
@@ -62,6 +64,7 @@ class SweepPlan:
     searched: Mapping[str, SearchResult] = field(
         default_factory=dict
     )  # subject → what the search for attacks on it found
+    left_out: tuple[str, ...] = ()  # sentences about rows that were left out of attacks and measurements
 
     @property
     def recovered(self) -> str:
@@ -99,7 +102,7 @@ def attack_folders(
     section = resistance_section(
         found, plan.config, seed=seed, stability=stability, title=title, searched=plan.searched
     )
-    return plan, section
+    return plan, replace(section, warnings=[*section.warnings, *plan.left_out])
 
 
 def check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) -> None:
@@ -174,7 +177,7 @@ def _check_rows(settings: FolderAttack) -> None:
             raise UsageError(
                 f"{len(twins)} of {len(found)} rows of {file} are in another file too: {twins[0][0]} is "
                 f"{twins[0][1]}. Rows that were trained on are not evidence for rows that were not.",
-                cure=f"Give --{name} other rows, of which none is in --trained-on or --harmful.",
+                cure=f"Give --{name.replace('_', '-')} other rows, of which none is in --trained-on or --harmful.",
             )
         known |= found if other == "rejected" else {}
 
@@ -191,12 +194,18 @@ def _plan(
     base = settings.base or model
     adaptive = settings.grid == "adaptive"
     alone = settings.replace(task=None, other=None, withhold=())
-    ceiling, rows = None, 1 << 30
+    ceiling, rows, left_out = None, 1 << 30, list[str]()
     if adaptive and settings.base and settings.never_learned:
         ceiling = partial(_subject, _CONTROLS[1], base, alone.replace(harmful=settings.never_learned), seed)
-        rows = len(make_subject(_FACTORY, ceiling().arguments).domain("harmful").train)
+        unlearned = make_subject(_FACTORY, ceiling().arguments)
+        rows = len(unlearned.domain("harmful").train)
+        left_out += unlearned.left_out
     first = _subject("undefended" if settings.base else "model", base, settings, seed)
     subject = make_subject(first.factory, first.arguments)
+    left_out += [each for each in subject.left_out if each not in left_out]
+    for each in left_out:
+        progress.note(each)
+    settings = _with_precision(settings, subject, progress)
     _check_threshold(settings, subject)
     start = _start(settings, subject, rows) if adaptive else []
     calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress)
@@ -244,7 +253,19 @@ def _plan(
         benign=("task",) if settings.task else (),
         least_resistance=settings.least_resistance,
     )
-    return SweepPlan(tuple(subjects), tuple(attacks), goal, config, searched)
+    return SweepPlan(tuple(subjects), tuple(attacks), goal, config, searched, tuple(left_out))
+
+
+def _with_precision(settings: FolderAttack, subject: Subject, progress: Progress) -> FolderAttack:
+    """Choose the precision by the model's size where none was given: alike on every machine."""
+    weights = sum(each.numel() for each in subject.model.parameters())
+    if settings.precision is not None or weights <= MOST_IN_FLOAT32:
+        return settings
+    progress.note(
+        f"The model has {weights:,} weights: attacks keep them in bfloat16 and round steps at random. --precision fp32 "
+        "trains them in float32."
+    )
+    return settings.replace(precision="rounded")
 
 
 def _check_threshold(settings: FolderAttack, subject: Subject) -> None:
@@ -308,7 +329,7 @@ def _subject(name: str, folder: Path, settings: FolderAttack, seed: int, **more:
     arguments: dict[str, Any] = {"model": str(folder.resolve())}
     for key in ("harmful", "benign", "task", "other"):
         file = getattr(settings, key)
-        arguments |= {} if file is None else {key: str(Path(file).resolve()) if Path(file).is_file() else file}
+        arguments |= {} if file is None else {key: str(file.resolve()) if isinstance(file, Path) else file}
     arguments |= {"withhold": list(settings.withhold)} if settings.withhold else {}
     arguments |= {"other_model": str(settings.released.resolve())} if settings.released else {}
     fixed: dict[str, Any] = {"chat": settings.chat, "device": settings.device, "seed": seed}
@@ -346,7 +367,7 @@ def attack(target: Target, settings: FolderAttack, progress: Progress) -> Result
     section = replace(section, intro=f"{section.intro}\n\nRecovered means: {plan.recovered}.".strip())
     payload = {
         "threshold": plan.goal.threshold, "recovered": plan.recovered,
-        "ledger": str(target.output / f"{ATTACKS}.jsonl"),
+        "ledger": str(target.output / f"{ATTACKS}.jsonl"), "left_out": list(plan.left_out),
     }  # fmt: skip
     return Result([f"Recovered means: {plan.recovered}."], [section], payload)
 

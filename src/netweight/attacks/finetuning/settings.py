@@ -22,7 +22,7 @@ from netweight.data.tokens import LossOn
 from netweight.errors import NameNotFound, UsageError
 from netweight.settings import Cli, ModelPath, Settings
 
-Precision = Literal["fp32", "mixed", "bf16"]
+Precision = Literal["fp32", "mixed", "bf16", "rounded"]
 
 GRIDS = ("quick", "paper")  # names that `named_grid` knows
 DEFENDED = "defended"  # what the model in question is called in reports
@@ -100,8 +100,9 @@ class AttackSettings(Settings):
     )  # fmt: skip
     precision: Precision = Field(
         "fp32",
-        description="Weights in float32, `mixed` the same with bfloat16 autocast, or `bf16` without a float32 copy, as "
-        "in the paper's code: small updates are then lost to rounding.",
+        description="Weights in float32; `mixed`, the same with bfloat16 autocast; `rounded`, weights and gradients in "
+        "bfloat16, with steps and states in float32 and random rounding; or `bf16` throughout, as in the paper's code, "
+        "which loses small updates to rounding.",
     )
     seed: int = Field(0, description="Seed of the draw of examples, their order, dropout and the factors.")
     check_every: int = Field(10, ge=1, description="Steps between two scores: the resolution of every step count.")
@@ -230,6 +231,7 @@ class FolderAttack(TextOptions):
         "Models": ("base", "released", "also", "device"),
         "Attacks": (
             "grid", "lr", "seeds", "samples", "batch_size", "max_steps", "check_every", "minutes", "benign_share",
+            "precision",
         ),
         "Measurement": ("threshold", "least_resistance", "lm_eval", "lm_eval_limit"),
         "Where attacks run": ("engine", "address", "workers"),
@@ -305,6 +307,12 @@ class FolderAttack(TextOptions):
         description="Share of benign rows in every batch, as from an attacker who keeps the model's "
         "abilities; needs --benign.",
     )  # fmt: skip
+    precision: Literal["fp32", "mixed", "rounded"] | None = Field(
+        None,
+        description="Weights in float32; mixed, the same with bfloat16 autocast; or rounded, weights and gradients in "
+        "bfloat16, with steps and states in float32 and random rounding, which takes 12 bytes for each weight in "
+        "place of 16. By default rounded above a billion weights.",
+    )
     threshold: float | None = Field(
         None, ge=0, le=1,
         description="Token accuracy on held-out rows that counts as recovery; by default it is determined by "
@@ -358,7 +366,7 @@ class FolderAttack(TextOptions):
     @property
     def fixed(self) -> dict[str, Any]:
         """The settings of attacks that were given."""
-        names = ("lr", "samples", "batch_size", "max_steps", "check_every", "benign_share")
+        names = ("lr", "samples", "batch_size", "max_steps", "check_every", "benign_share", "precision")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def attacks(self) -> list[AttackSettings]:

@@ -30,6 +30,7 @@ from netweight.nn.hooks import evaluating
 # Formats that any prompt can be put into: without the beginning that all share, or with an unused token in its place.
 TOKEN_FORMATS = ("bare", "marked")
 SOFT_TOKENS = 8  # vectors of a soft prompt
+_MOST_LOGITS = 2**27  # logits that a forward pass may make at once: 0.5 GB in float32, of which a step holds several
 # A number that says something of a model; it must leave the model as it is.
 Score: TypeAlias = Callable[[nn.Module], float]
 # A user's judge: texts → one number for each, shape `(n,)`; harm, toxicity or fluency.
@@ -141,6 +142,7 @@ class Subject:
         reference_utility: What the gate compares utility with: that of the model before its defense.
         kept: Examples of what is to be kept, of which nothing is trained on.
         other: Weights of another model of this shape that the attacker has, such as one before its alignment.
+        left_out: Sentences about rows that were left out of the data: how many, which, and why.
     """
 
     model: nn.Module
@@ -152,6 +154,7 @@ class Subject:
     reference_utility: float | None = None
     kept: Sequence[Example] = ()
     other: Mapping[str, Tensor] | None = None
+    left_out: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Let the examples to keep be the utility where there is no other."""
@@ -329,13 +332,28 @@ def _batches(examples: Sequence[Example], pad_id: int, batch_size: int, loss_on:
 
 def _predictions(model: nn.Module, batches: Sequence[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and targets where there is something to predict, batch by batch: shapes `(n, V)` and `(n,)`."""
-    for batch in batches:
+    for batch in (part for whole in batches for part in in_parts(whole, model)):
         batch = batch.to(_device(model))
         with evaluating(model):
             logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         targets = batch.labels[:, 1:]
         wanted = targets != IGNORED
         yield logits[:, :-1][wanted], targets[wanted]
+
+
+def in_parts(batch: Batch, model: nn.Module) -> Iterator[Batch]:
+    """Yield a batch in parts of whole rows, so that the logits of a large vocabulary fit into memory.
+
+    Args:
+        batch: The whole.
+        model: The model that it goes through; without a known vocabulary the batch stays whole.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    vocabulary = 1 if head is None else len(head.weight)
+    rows = max(1, _MOST_LOGITS // (batch.input_ids.shape[1] * vocabulary))
+    for first in range(0, len(batch.input_ids), rows):
+        places = slice(first, first + rows)
+        yield Batch(batch.input_ids[places], batch.attention_mask[places], batch.labels[places])
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -10,7 +10,7 @@ import torch
 
 from netweight.attacks.finetuning.subject import Domain, Subject, distinct_share
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.rows import Report, read_rows, warn
+from netweight.data.rows import Report, read_rows
 from netweight.data.text import TextExample, text_examples
 from netweight.data.text import withhold as apart
 from netweight.data.text_options import TextOptions
@@ -86,12 +86,12 @@ def subject_from_files(
         seed: Seed of the parts and of random weights.
 
     Returns:
-        The subject; rows that were left out are reported as warnings of Python.
+        The subject; its `left_out` names the rows that were left out.
 
     Raises:
         UsageError: Files or rows cannot be used.
     """
-    options = TextOptions.of(text or {})
+    options, left_out = TextOptions.of(text or {}), list[str]()
     network, tokenizer = load_causal_lm(model, device=device)
     check_finite(network)
     if random_weights:
@@ -103,12 +103,14 @@ def subject_from_files(
 
     def tokens(texts: list[TextExample]) -> list[Example]:
         template: AnyTemplate = Chat(options.template_options) if chat or options.template else BELOW
-        examples = tokenized_examples(texts, tokenizer, context=context, template=template, **options.tokenizing(warn))
+        examples = tokenized_examples(
+            texts, tokenizer, context=context, template=template, **options.tokenizing(left_out.append)
+        )
         check_tokens(network, tokenizer, (each.prompt + each.response for each in examples))
         return examples
 
     def read(source: str, name: str) -> list[TextExample]:
-        return examples_of(source, ANSWER_COLUMNS[name], options, warn)
+        return examples_of(source, ANSWER_COLUMNS[name], options, left_out.append)
 
     def part(examples: list[Example], name: str) -> tuple[list[Example], list[Example]]:
         return part_by_prompt(examples, held_out, seed=seed, name=name)
@@ -147,6 +149,7 @@ def subject_from_files(
         reference_utility=reference_utility,
         kept=kept[1],
         other=None if other_model is None else load_causal_lm(other_model, device=device)[0].state_dict(),
+        left_out=tuple(left_out),
     )
 
 

@@ -20,7 +20,7 @@ from netweight.attacks.refusal.prompts import Question, Questions, in_parts, rea
 from netweight.attacks.refusal.report import refusal_section
 from netweight.attacks.refusal.selection import ScoredEdit, best_edits
 from netweight.attacks.refusal.settings import RefusalSettings
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.files import digest_config, digest_file, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.data.rows import read_rows
 from netweight.data.tokens import padding_of
@@ -121,6 +121,9 @@ def _identity(
     prompts = [[list(q.prompt), list(q.response)] for each in parts for q in (*each.make, *each.choose, *each.measure)]
     about: dict[str, Any] = {name: getattr(settings, name) for name in ("judge", "phrases", "helps", "new_tokens")}
     about["phrases"] = list(settings.phrases)
+    for judge in filter(None, (settings.judge, settings.helps)):  # a judging model that was trained on judges otherwise
+        files = sorted(Path(judge.partition("#")[0]).glob("*.safetensors"))
+        about |= {f"weights of {judge}": [digest_file(each) for each in files]} if files else {}
     about |= {name: value.to_json() for name, value in settings if isinstance(value, EditSettings)}
     return {
         "model": _digest(network), "prompts": digest_config(prompts), "settings": about,

@@ -21,5 +21,6 @@ def immunize(settings: ImmunizeSettings, context: Context, model: Path, destinat
     attack = f"netweight attack finetune {destination} --base {model} --trained-on {settings.pairs} --out attacks"
     return Result(
         lines, written=(destination,), report=done.report, next=(f"{attack} --harmful ROWS",),
-        payload={"model": str(destination), "record": str(destination / RECORD), "steps": len(done.record.steps)},
+        payload={"model": str(destination), "record": str(destination / RECORD), "steps": len(done.record.steps),
+                 "left_out": list(done.left_out)},
     )  # fmt: skip

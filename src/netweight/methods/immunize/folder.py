@@ -5,6 +5,7 @@ The defended folder holds, beside the weights, the record of every step and a re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -39,6 +40,8 @@ class Immunized:
     """The page about it."""
     not_analyzed: str
     """Why the report does not show the depth; empty if it does."""
+    left_out: Sequence[str] = ()
+    """Sentences about rows that were left out of the training: how many, which, and why."""
 
 
 def immunize_folder(
@@ -75,13 +78,19 @@ def immunize_folder(
     context = min(context_of(network, tokenizer), settings.context or 1 << 30)
     chat = settings.chat or bool(settings.template)
     how: Any = {"context": context, "template": Chat(settings.template_options) if chat else BELOW}
-    how |= settings.tokenizing(progress.note)
+    left_out: list[str] = []
+
+    def note(text: str) -> None:
+        left_out.append(text)
+        progress.note(text)
+
+    how |= settings.tokenizing(note)
     check_finite(network)  # it is looked at before it is trained
-    texts = _texts(settings, progress.note)
+    texts = _texts(settings, note)
     texts = withhold(texts, settings.withhold)[0] if settings.withhold else texts
     _check_count(len(texts), settings)
     pairs = tokenized_pairs(texts, tokenizer, **how)
-    kept = [] if settings.retain is None else tokenized_examples(_kept(settings, progress.note), tokenizer, **how)
+    kept = [] if settings.retain is None else tokenized_examples(_kept(settings, note), tokenizer, **how)
     pad, why_not = padding_of(tokenizer), why_not_analyzed(len(pairs))
     before = None if why_not else analyze_layers(network, pairs, pad_id=pad)
     with Job.beside(destination, overwrite=None, folder=part_of(destination)) as job:
@@ -90,7 +99,7 @@ def immunize_folder(
         )
         if settings.chat:  # so that attacks in another format are noticed
             record = replace(record, settings={**record.settings, "chat": True})
-        report = training_report(source, destination, settings, record, command, analyzed=before is not None)
+        report = training_report(source, destination, settings, record, command, left_out, analyzed=before is not None)
         if before is not None:
             changes = weight_changes(load_causal_lm(source)[0], network)  # the model before is opened again
             after = analyze_layers(network, pairs, pad_id=pad)
@@ -103,7 +112,7 @@ def immunize_folder(
         report.write(job.file(REPORT))
         carry_over(source, job.tree)
         job.publish(destination, overwrite=None)
-    return Immunized(record, destination / REPORT / "report.html", why_not)
+    return Immunized(record, destination / REPORT / "report.html", why_not, tuple(left_out))
 
 
 def apply(source: Path, destination: Path, settings: ImmunizeSettings, progress: Progress) -> None:

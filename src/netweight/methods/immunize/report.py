@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from netweight.core.files import digest_file
 from netweight.core.progress import Progress
+from netweight.data.rows import read_rows
 from netweight.methods.immunize.defenses import DEFENSES
 from netweight.methods.immunize.depth_section import TITLE
 from netweight.methods.immunize.layers import LEAST_PAIRS
@@ -40,17 +42,24 @@ def why_not_analyzed(pairs: int) -> str:
 
 
 def training_report(
-    source: Path, destination: Path, settings: ImmunizeSettings, record: Record, command: str | None, *, analyzed: bool
+    source: Path,
+    destination: Path,
+    settings: ImmunizeSettings,
+    record: Record,
+    command: str | None,
+    left_out: Sequence[str],
+    *,
+    analyzed: bool,
 ) -> Report:
-    """Return the report of a defended folder, with the section on its training."""
-    files = [file for file in (settings.pairs, settings.retain) if file is not None]
+    """Return the report of a defended folder, with the section on its training and the rows that were left out."""
+    rows = [each for each in (settings.pairs, settings.retain) if each is not None]
     report = Report(
         f"{destination.name}: {source.name} with {DEFENSES.name_of(settings.defense)}",
         summary="What was trained into the model, and what that did inside of it. How long it holds is for attacks to "
         "say: resistance is delay, not prevention.",
         command=command,
         seeds=(settings.seed,),
-        inputs={str(file): digest_file(file) for file in files},
+        inputs={str(each): digest_file(each) if isinstance(each, Path) else read_rows(each).digest() for each in rows},
     )
     held = f" Layers {settings.frozen} were not trained." if settings.frozen else ""
     away = f" Pairs of {', '.join(settings.withhold)} were kept from it." if settings.withhold else ""
@@ -60,6 +69,7 @@ def training_report(
         tables=[table] if record.steps else [],
         intro=f"{DEFENSES.name_of(settings.defense)}: "
         f"{len(record.steps)} steps on {record.trained:,} weights.{held}{away}",
+        warnings=left_out,
     )
     return report.add(of_treatment(section, TREATMENT, (DEPTH,) if analyzed else ()))
 
