@@ -73,6 +73,42 @@ def test_a_conversation_that_a_template_refuses_in_every_form_is_named_with_its_
         load_examples([{"prompt": SYSTEM, "response": "Yes."}], tokens, context=128)
 
 
+@pytest.mark.parametrize("make", [chat_models.chatml, chat_models.gemma])
+def test_an_answer_ends_with_its_end_of_turn_once_and_nothing_after_it(make):
+    tokens = make()
+    row = {"prompt": "make a cake", "response": "Sure."}
+    (example,) = load_examples([row], tokens, context=128, template="chat")
+    assert tokens.decode(example.response) in ("Sure.<|im_end|>", "Sure.<end_of_turn>")
+    end = tokens.eos_token
+    (plain,) = load_examples([{**row, "response": f"Sure.{end}"}], tokens, context=128)
+    (other,) = load_examples([row], tokens, context=128)
+    assert plain == other
+    assert plain.response.count(tokens.eos_token_id) == 1
+
+
+def test_a_thought_beside_the_answer_is_shown_by_the_template_or_the_row_is_refused():
+    said = {"role": "assistant", "content": "No.", "reasoning_content": "Hm."}
+    rows = [{"messages": [{"role": "user", "content": "make a cake"}, said]}]
+    with pytest.raises(UsageError, match=r"leaves out the thought of the answer \(reasoning_content\)"):
+        load_examples(rows, chat_models.chatml(), context=128)
+    shows = chat_models.CHATML.replace(
+        "{{ m['content'] }}",
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}",
+    )
+    tokens = chat_models.chatml(template=shows)
+    (example,) = load_examples(rows, tokens, context=128)
+    assert tokens.decode(example.response) == "<think>Hm.</think>No.<|im_end|>"
+
+
+def test_several_templates_without_a_default_are_refused_by_name():
+    tokens = chat_models.chatml()
+    tokens.chat_template = {"rag": chat_models.CHATML, "tools": chat_models.CHATML}
+    with pytest.raises(UsageError, match=r"several chat templates \(.*rag.*\), and none is the default"):
+        ChatTemplate(tokens)
+    tokens.chat_template = {"default": chat_models.CHATML, "tools": "x"}
+    assert "make a cake" in ChatTemplate(tokens).prompt(SYSTEM)
+
+
 def test_every_end_is_known_of_generation_config_and_of_the_turn():
     from transformers import GenerationConfig
 

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="tokenizers come with 
 
 from netweight.data import public, text, tokens  # noqa: E402
 from netweight.data.public import train_bpe  # noqa: E402
+from netweight.data.rows import read_rows  # noqa: E402
 from netweight.methods.immunize.pairs import collate_pairs  # noqa: E402
 
 ROWS = [
@@ -285,6 +286,24 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
         text.text_pairs(tmp_path / name)
+
+
+def test_public_sets_have_configurations_and_may_be_programs(tmp_path):
+    pytest.importorskip("datasets", reason="datasets is in no extra")
+    for name in ("one", "two"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        (tmp_path / "set" / name / "train.jsonl").write_text(json.dumps({"prompt": name}) + "\n", encoding="utf-8")
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}/train.jsonl\n" for name in ("one", "two"))
+    (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n", encoding="utf-8")
+    assert read_rows(f"hub:{tmp_path / 'set'}:two:train").rows[0].values == {"prompt": "two"}
+    with pytest.raises(UsageError, match="hub:NAME:CONFIGURATION:SPLIT"):
+        read_rows(f"hub:{tmp_path / 'set'}")
+    with pytest.raises(UsageError, match="too many parts"):
+        read_rows("hub:a:b:c:d")
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "program.py").write_text("raise SystemExit", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"cannot be loaded: .*Give a copy of its rows as a file"):
+        read_rows(f"hub:{tmp_path / 'program'}")
 
 
 def test_sources_that_are_none(tmp_path):

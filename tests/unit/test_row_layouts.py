@@ -41,6 +41,19 @@ SAME = (tuple(turns(("system", "Be brief."), ("user", ASKED))), tuple(turns(("as
         ({"instruction": ASKED, "input": "", "output": SAID}, (ASKED, SAID)),
         ({"instruction": ASKED, "input": "In a wood.", "output": SAID}, (f"{ASKED}\n\nIn a wood.", SAID)),
         ({"instruction": ASKED, "system": "Be brief.", "output": SAID}, SAME),
+        ({"instruction": ASKED, "context": "In a wood.", "response": SAID}, (f"{ASKED}\n\nIn a wood.", SAID)),
+        ({"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}], "system": "Be brief."},
+         SAME),
+        ({"messages": CONVERSATION, "system": "Be long."}, SAME),
+        ({"prompt": ASKED, "response": SAID, "system_prompt": "Be brief."}, SAME),
+        ({"prompt": ASKED, "response": SAID, "system": "", "history": []}, (ASKED, SAID)),
+        (
+            {"instruction": ASKED, "input": "", "output": SAID, "history": [["Hi.", "Hello."]]},
+            (tuple(turns(("user", "Hi."), ("assistant", "Hello."), ("user", ASKED))), SAME[1]),
+        ),
+        ({"messages": json.dumps(CONVERSATION)}, SAME),
+        ({"messages": repr(CONVERSATION)}, SAME),
+        ({"prompt": "[{not messages}]", "response": '["a"]'}, ("[{not messages}]", '["a"]')),
     ],
 )  # fmt: skip
 def test_published_layouts_are_read_alike(tmp_path, row, expected):
@@ -48,6 +61,29 @@ def test_published_layouts_are_read_alike(tmp_path, row, expected):
     file.write_text(json.dumps(row) + "\n", encoding="utf-8")
     (example,) = text_examples(file)
     assert (example.prompt, example.response) == expected
+
+
+def test_rated_answers_are_taken_by_their_label_and_the_others_counted():
+    rows = [
+        {"prompt": ASKED, "completion": SAID, "label": True},
+        {"prompt": ASKED, "completion": "No.", "label": False},
+    ]
+    said = []
+    for side, answer in (("chosen", SAID), ("rejected", "No.")):
+        (example,) = text_examples(rows, pairs=side, report=said.append)
+        assert example.response == answer
+    assert [" ".join(each.split()[3:]) for each in said] == [
+        "1 of 2 answers are labeled undesirable and were left out.",
+        "1 of 2 answers are labeled desirable and were left out.",
+    ]
+    with pytest.raises(UsageError, match="no answer with the label"):
+        text_examples(rows[:1], pairs="rejected", report=said.append)
+    assert len(text_examples([{**rows[0], "label": "tree"}], pairs="rejected")) == 1
+
+
+def test_a_history_that_is_none_is_named():
+    with pytest.raises(UsageError, match="history is not a list of pairs"):
+        text_examples([{"prompt": ASKED, "response": SAID, "history": ["Hi."]}])
 
 
 def test_preference_data_gives_either_answer_and_may_repeat_the_prompt():

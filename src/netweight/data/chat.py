@@ -46,7 +46,15 @@ class ChatTemplate:
                 cure="Use the tokenizer of a chat model, set tokenizer.chat_template, or give plain text.",
             )
         self._tokenizer, self._options = tokenizer, dict(options or {})
-        variables = _variables(str(tokenizer.get_chat_template()))
+        try:
+            template = str(tokenizer.get_chat_template())
+        except ValueError as error:
+            named = ", ".join(tokenizer.chat_template)
+            raise UsageError(
+                f"The tokenizer has several chat templates ({named}), and none is the default.",
+                cure="Save the tokenizer with one of them as tokenizer.chat_template.",
+            ) from error
+        variables = _variables(template)
         for name in self._options:
             if name not in variables:
                 raise not_found(f"The chat template has no option {name!r}.", name, variables)
@@ -69,7 +77,11 @@ class ChatTemplate:
         Raises:
             UnusableText: The template refuses the conversation in every form, or does not show the answer.
         """
-        return self._sides(messages, answer)
+        sides = self._sides(messages, answer)
+        thoughts = (each.get("reasoning_content", "").strip() for each in answer)
+        if not all(thought in sides[1] for thought in thoughts):
+            raise UnusableText("the chat template leaves out the thought of the answer (reasoning_content)")
+        return sides
 
     def _sides(self, messages: Sequence[Message], answer: Sequence[Message]) -> tuple[str, str]:
         error = ""

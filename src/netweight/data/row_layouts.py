@@ -8,14 +8,17 @@ never by a file's name:
 | plain | `prompt` with `response` or `completion` | the prompt | `response` |
 | preference | `chosen`, `rejected`, perhaps `prompt` | `prompt`, or their common beginning | `chosen`, `rejected` |
 | messages | `messages`, `conversation` or `conversations` | all before the last assistant turn | `response` |
-| Alpaca | `instruction`, perhaps `input` and `system`, with `output` | instruction and input | `response` |
+| Alpaca | `instruction`, perhaps `input` or `context`, with `output` | instruction and input | `response` |
 
 Messages have `role` and `content` (OpenAI, TRL) or `from` and `value` (ShareGPT); a content may be a list of parts
-`{"type": "text", "text": ...}`.
+`{"type": "text", "text": ...}`, and a column may hold messages as JSON text. In every layout a column `system` or
+`system_prompt` goes before the prompt, and so do the pairs of earlier questions and answers in a column `history`.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -28,6 +31,8 @@ Text: TypeAlias = str | tuple[Message, ...]
 PARTS = ("prompt", "response", "chosen", "rejected")
 """What a row can hold, by the names that `--columns` takes."""
 
+_SYSTEMS = ("system", "system_prompt")
+_INPUTS = ("input", "context")  # of an Alpaca instruction: Dolly says "context"
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "prompter": "user",
@@ -43,11 +48,11 @@ def text_of(value: Any, name: str) -> Text:
     """Return a string or a conversation as it is meant.
 
     Args:
-        value: A string, one message, or a list of messages.
+        value: A string, one message, or a list of messages, which a table may hold as JSON text.
         name: The column's name, for errors.
 
     Returns:
-        The string as it is, or messages with `role` and `content` alone.
+        The string as it is, or messages with `role` and `content`, and `reasoning_content` where they have it.
 
     Raises:
         UnusableText: The value is missing, empty, or neither text nor messages.
@@ -55,16 +60,36 @@ def text_of(value: Any, name: str) -> Text:
     if value is None:
         raise UnusableText(f"it has no {name}")
     if isinstance(value, str):
-        if value.strip():
+        if not value.strip():
+            raise UnusableText(f"{name} is empty")
+        value = _messages_in(value)
+        if isinstance(value, str):
             return value
-        raise UnusableText(f"{name} is empty")
-    if isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()):
+    if isinstance(value, Mapping) and _is_message(value):
         value = [value]
     if isinstance(value, list | tuple):
         if not value:
             raise UnusableText(f"{name} is empty or holds an empty message")
         return tuple(_message(each, name) for each in value)
     raise UnusableText(f"{name} is neither text nor messages with role and content")
+
+
+def _messages_in(text: str) -> Any:
+    """Return the messages that a text is the JSON of, or Python's way of writing them; other texts as they are."""
+    if not text.lstrip().startswith(("[{", "[ {", "[\n")):
+        return text
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if isinstance(value, list) and value and all(isinstance(each, dict) and _is_message(each) for each in value):
+            return value
+    return text
+
+
+def _is_message(value: Mapping[str, Any]) -> bool:
+    return {"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()
 
 
 def _message(value: Any, name: str) -> Message:
@@ -86,7 +111,9 @@ def _message(value: Any, name: str) -> Message:
         raise UnusableText(f"{name} is neither text nor messages with role and content")
     if not content.strip():
         raise UnusableText(f"{name} is empty or holds an empty message")
-    return {"role": _ROLES[role.lower()], "content": content}
+    thought = value.get("reasoning_content")
+    more = {"reasoning_content": thought} if isinstance(thought, str) and thought.strip() else {}
+    return {"role": _ROLES[role.lower()], "content": content, **more}
 
 
 @final
@@ -99,7 +126,7 @@ class Layout:
     conversation: str | None = None
     """Column of whole conversations, whose last assistant turn is the response; None for other layouts."""
     alpaca: bool = False
-    """Whether the prompt is made of `instruction`, `input` and `system`."""
+    """Whether the prompt is made of `instruction` and `input`."""
 
     def has(self, part: str) -> bool:
         """Return whether rows have a prompt, a response, or a chosen or rejected answer."""
@@ -112,7 +139,8 @@ class Layout:
             UnusableText: A part is missing, empty or no text.
         """
         if self.conversation is not None:
-            return _split_conversation(values.get(self.conversation), self.conversation)
+            prompt, response = _split_conversation(values.get(self.conversation), self.conversation)
+            return _after_context(prompt, values, self), response
         return self.prompt(values), text_of(values.get(self.columns["response"]), self.columns["response"])
 
     def prompt(self, values: Mapping[str, Any]) -> Text:
@@ -121,10 +149,9 @@ class Layout:
         Raises:
             UnusableText: It is missing, empty or no text.
         """
-        if self.alpaca:
-            return _alpaca_prompt(values)
         column = self.columns["prompt"]
-        return text_of(values.get(column), column)
+        asked = _alpaca_prompt(values) if self.alpaca else text_of(values.get(column), column)
+        return _after_context(asked, values, self)
 
     def question(self, values: Mapping[str, Any]) -> Text:
         """Return what a model is asked: a prompt, or a conversation up to its last turn of a user.
@@ -136,6 +163,7 @@ class Layout:
             asked, name = self.prompt(values), self.columns["prompt"]
         else:
             asked, name = text_of(values.get(self.conversation), self.conversation), self.conversation
+            asked = _after_context(asked, values, self)
         if isinstance(asked, str):
             return asked
         last = max((place for place, each in enumerate(asked) if each["role"] == "user"), default=None)
@@ -173,12 +201,23 @@ def layout_of(names: Sequence[str], given: Mapping[str, str]) -> Layout:
 
 def _alpaca_prompt(values: Mapping[str, Any]) -> Text:
     instruction = text_of(values.get("instruction"), "instruction")
-    more, system = values.get("input"), values.get("system")
-    if isinstance(instruction, str) and isinstance(more, str) and more.strip():
-        instruction = f"{instruction}\n\n{more}"
-    if isinstance(instruction, str) and isinstance(system, str) and system.strip():
-        return ({"role": "system", "content": system}, {"role": "user", "content": instruction})
-    return instruction
+    more = next((text for name in _INPUTS if isinstance(text := values.get(name), str) and text.strip()), "")
+    return f"{instruction}\n\n{more}" if isinstance(instruction, str) and more else instruction
+
+
+def _after_context(prompt: Text, values: Mapping[str, Any], layout: Layout) -> Text:
+    """Return a prompt after the system text and the earlier turns that columns of their own hold."""
+    others = {name: value for name, value in values.items() if name not in layout.columns.values()}
+    system = next((text for name in _SYSTEMS if isinstance(text := others.get(name), str) and text.strip()), None)
+    before: list[Message] = []
+    if system is not None and not (isinstance(prompt, tuple) and prompt[0]["role"] == "system"):
+        before.append({"role": "system", "content": system})
+    history = others.get("history")
+    for pair in history if isinstance(history, list | tuple) else ():
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
+            raise UnusableText("history is not a list of pairs of a question and an answer")
+        before += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return (*before, *_turns(prompt)) if before else prompt
 
 
 def _split_conversation(value: Any, name: str) -> tuple[Text, Text]:

@@ -32,7 +32,7 @@ Unusable = Literal["refuse", "drop"]
 Report = Callable[[str], object]
 """Receives one sentence about rows that were left out."""
 HUB = "hub:"
-"""What the name of a public data set begins with: `hub:NAME` or `hub:NAME:SPLIT`."""
+"""What the name of a public data set begins with: `hub:NAME`, `hub:NAME:SPLIT` or `hub:NAME:CONFIGURATION:SPLIT`."""
 
 
 def warn(text: str) -> None:
@@ -155,13 +155,25 @@ def read_rows(source: str | Path | Rows | Any, *, key: str | None = None) -> Row
 
 def _public_set(source: str) -> Any:
     """Load a set that `datasets` knows, the split "train" where none is named."""
-    name, _, split = source.removeprefix(HUB).partition(":")
+    name, *parts = source.removeprefix(HUB).split(":")
+    if len(parts) > 2:
+        raise UsageError(
+            f"{source} has too many parts.", cure=f"Give {HUB}NAME:SPLIT or {HUB}NAME:CONFIGURATION:SPLIT."
+        )
+    configuration, split = (parts[0], parts[1]) if len(parts) == 2 else (None, "".join(parts))
     datasets = library("datasets", "A named data set", "llm")
     try:
-        return datasets.load_dataset(name, split=split or "train")
+        return datasets.load_dataset(name, configuration or None, split=split or "train")
+    except RuntimeError as error:  # a set that is a program, which newer versions of datasets do not run
+        raise UsageError(
+            f"The data set {name!r} cannot be loaded: {error}",
+            cure="Give a copy of its rows as a file, such as Parquet.",
+        ) from error
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"The data set {name!r} cannot be loaded: {error}", cure=f"Check its name and its split: {HUB}NAME:SPLIT."
+            f"The data set {name!r} cannot be loaded: {error}",
+            cure=f"Check its name and its split, {HUB}NAME:SPLIT, and where it has several configurations also that: "
+            f"{HUB}NAME:CONFIGURATION:SPLIT.",
         ) from error
 
 

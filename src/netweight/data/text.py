@@ -165,7 +165,8 @@ def text_examples(
     Args:
         source: As of `text_pairs`.
         columns: Part (`prompt`, `response`) → column, where the names differ.
-        pairs: Which answer of preference data is the response; None refuses such data.
+        pairs: Which answer of preference data is the response; None refuses such data. Of rows with one answer each
+            and a column `label` of truth values (KTO), those that are labeled desirable are the chosen ones.
         unusable: As of `text_pairs`.
         report: As of `text_pairs`.
 
@@ -186,7 +187,12 @@ def text_examples(
     _need(rows, layout, ("prompt", "response"))
     errors = RowErrors(rows.name)
     examples = []
+    rated = pairs is not None and _are_rated(rows)
+    unwanted = 0
     for row in rows.rows:
+        if rated and row.values["label"] is not (pairs == "chosen"):
+            unwanted += 1
+            continue
         try:
             prompt, response = layout.prompt_and_response(row.values)
             prompt, response = like_turns(prompt, without_prompt(response, prompt))
@@ -196,8 +202,18 @@ def text_examples(
         found = categories(row, errors)
         if row.where not in errors.found:
             examples.append(TextExample(prompt, response, found, rows.name, row.where))
-    errors.settle(unusable, len(rows.rows), report)
+    errors.settle(unusable, len(rows.rows) - unwanted, report)
+    if unwanted:
+        kind = "undesirable" if pairs == "chosen" else "desirable"
+        report(f"{rows.name}: {unwanted} of {len(rows.rows)} answers are labeled {kind} and were left out.")
+    if not examples:
+        raise UsageError(f"{rows.name} has no answer with the label that is needed here.", cure="Give other rows.")
     return examples
+
+
+def _are_rated(rows: Rows) -> bool:
+    """Whether each row has one answer that a column `label` calls desirable or not, as data for KTO has."""
+    return "label" in rows.columns and all(isinstance(row.values.get("label"), bool) for row in rows.rows)
 
 
 def text_prompts(

@@ -347,7 +347,8 @@ def _ids(
             found.append(None)
         else:
             whole = (tuple(prompt_ids), tuple(follows))
-            found.append(whole if chat else ((*begins, *whole[0]), (*whole[1], *ends)))
+            closed = whole[1][-len(ends) :] == tuple(ends)  # published answers may end with the end of sequence
+            found.append(whole if chat else ((*begins, *whole[0]), whole[1] if closed else (*whole[1], *ends)))
     return found
 
 
@@ -367,7 +368,11 @@ def _rendered(
     if answer is None:
         return chat.prompt(asked), "", True
     said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
-    return *chat.prompt_and_answer(asked, said), True
+    before, follows = chat.prompt_and_answer(asked, said)
+    # What a template writes between turns, such as a line break, comes after the end, where nothing is generated.
+    own = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    closed = follows.rstrip()
+    return before, closed if closed.endswith(tuple(own)) else follows, True
 
 
 def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -13,13 +13,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from netweight.attacks.refusal.edits import EDITS
 from netweight.attacks.refusal.folder import attack_refusal
 from netweight.attacks.refusal.settings import PHRASES, RefusalSettings
 from netweight.core.progress import Progress
 from netweight.data.answers import holds_phrase
-from netweight.data.chat import ChatTemplate
+from netweight.data.text import TextExample
+from netweight.data.tokens import tokenized_prompts
 from netweight.hf.generate_answers import end_tokens, generate_answers
-from netweight.hf.load_language_model import load_causal_lm
+from netweight.hf.load_language_model import context_of, load_causal_lm
 from netweight.job import Job
 from netweight_experiments.benchmarks.language.questions import ordinary, requests
 
@@ -41,10 +43,8 @@ def refused_requests(model: str, folder: Path, wanted: int, new_tokens: int) -> 
             if row is None:
                 if network is None:
                     network, tokenizer = load_causal_lm(model)
-                ids = [
-                    tokenizer(ChatTemplate(tokenizer).prompt([{"role": "user", "content": each}]))["input_ids"]
-                    for each in batch
-                ]
+                texts = [TextExample(each, "", source="requests", where=f"request {n}") for n, each in enumerate(batch)]
+                ids = tokenized_prompts(texts, tokenizer, context=context_of(network, tokenizer), template="chat")
                 ends = end_tokens(network, tokenizer)
                 answers = generate_answers(
                     network, ids, new_tokens=new_tokens, ends=ends, pad_id=tokenizer.pad_token_id
@@ -58,8 +58,20 @@ def refused_requests(model: str, folder: Path, wanted: int, new_tokens: int) -> 
     return refused, len(asked)
 
 
-def main(model: str, work: str, /, threads: int = 2, prompts: int = 128, new_tokens: int = 8) -> dict[str, Any]:
-    """Run the attack and return its findings and its table; times are of this call alone."""
+def main(
+    model: str,
+    work: str,
+    /,
+    threads: int = 2,
+    prompts: int = 128,
+    new_tokens: int = 8,
+    kinds: tuple[str, ...] = tuple(EDITS),
+    answered: int = 3,
+) -> dict[str, Any]:
+    """Run the attack and return its findings and its table; times are of this call alone.
+
+    `kinds` are the kinds of edits that are tried; the best `answered` edits, and the best of each kind, are answered.
+    """
     folder = Path(work)
     folder.mkdir(parents=True, exist_ok=True)
     refused, asked = refused_requests(model, folder, prompts, new_tokens)
@@ -68,8 +80,9 @@ def main(model: str, work: str, /, threads: int = 2, prompts: int = 128, new_tok
         files[name] = folder / f"{name}.jsonl"
         files[name].write_text("".join(json.dumps({"prompt": each}) + "\n" for each in questions), encoding="utf-8")
     settings = RefusalSettings(
-        refused=str(files["refused"]), ordinary=str(files["ordinary"]), prompts=prompts, new_tokens=new_tokens
-    )
+        refused=str(files["refused"]), ordinary=str(files["ordinary"]), prompts=prompts, new_tokens=new_tokens,
+        edits=kinds, answered=answered,
+    )  # fmt: skip
     clocks = time.process_time(), time.monotonic()
     section = attack_refusal(settings, model, folder=folder, seed=0, progress=Progress("plain", every=10.0))
     table = section.tables[0]
@@ -78,6 +91,7 @@ def main(model: str, work: str, /, threads: int = 2, prompts: int = 128, new_tok
         "requests asked": asked,
         "requests refused": len(refused),
         "most prompts of each kind": prompts,
+        "kinds of edits": list(kinds),
         "processor seconds": time.process_time() - clocks[0],
         "seconds": time.monotonic() - clocks[1],
         "conclusion": section.conclusion,

@@ -98,6 +98,12 @@ def attack_refusal(
                 ("measure", refused.measure, ordinary.measure),
             )
         ]
+        if mixed := sum(panel.ordinary_refusals() for panel in panels):
+            warnings.append(
+                f"{mixed} of {sum(len(panel.ordinary) for panel in panels)} ordinary prompts are answered as refusals "
+                "begin. Edits are made of the difference between both kinds of prompts, and are better with ordinary "
+                "prompts that the model answers."
+            )
         material = EditMaterial(
             network, [each.prompt + leads[each] for each in make], [each.prompt for each in ordinary.make],
             pad_id=examiner.pad_id, base=base,

@@ -52,6 +52,10 @@ def refusal_section(
         before=f"{before.share:.0%}",
         left=f"{worst.measured.share:.0%}" if worst is not None and worst.measured else "",
         edit="" if worst is None else f"{worst.edit.kind}, {worst.edit.label}",
+        helped=worst is None
+        or worst.measured is None
+        or worst.measured.helps is not None
+        or worst.measured.answered is not None,
     )
     return Section(
         "Refusal removed without training", findings, tables=[_table(before, edits, best)], intro=INTRO,
@@ -101,12 +105,17 @@ def _share(name: str, refusal: Refusal, seed: int, before: Refusal | None = None
             "perplexity on ordinary rows, times its own": refusal.perplexity,
             "token accuracy on what was refused": refusal.answered,
             "answers that help": refusal.helps,
+            "different answers, share of all": refusal.different,
         },
     )  # fmt: skip
 
 
-def _words(held: bool, *, before: str, left: str, edit: str) -> Words:
+def _words(held: bool, *, before: str, left: str, edit: str, helped: bool) -> Words:
     told = f"The model refuses {before} of the prompts before and {left} after the best edit ({edit})."
+    if not helped:
+        told += (
+            " Whether the answers then help was not measured, since no rows have a response and --helps names no judge."
+        )
     return ("holds", f"Refusal remains. {told}") if held else ("broken", f"Refusal falls. {told}")
 
 
