@@ -166,7 +166,7 @@ def test_conversations_are_rendered_by_the_chat_template(tokenizer):
     assert chatty.decode(plain.prompt) == "<user>How?</s><assistant>"
     assert chatty.decode(plain.response) == "So.</s>"
     chatty.chat_template = "{{ messages | length }}" + CHAT
-    with pytest.raises(UsageError, match="row 0: the chat template renders the prompt otherwise when chosen follows"):
+    with pytest.raises(UsageError, match="row 0: the chat template renders the prompt differently when chosen follows"):
         tokens.load_pairs(rows, chatty, context=99)
     with pytest.raises(UsageError, match="no chat template"):
         tokens.load_pairs(rows, tokenizer, context=99)
