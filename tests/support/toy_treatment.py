@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from netweight.data.text_options import RowSource
 from netweight.errors import UsageError
 from netweight.registry import Method, register
 from netweight.report.finding import Column, Finding, Section, Table
@@ -14,12 +15,20 @@ ALL_MOMENTS = ["repeat", "length", "start"] * 2
 """What two steps call, in order."""
 
 
+class Inner(Settings):
+    """Settings within others."""
+
+    file: Path | None = Field(None, description="A file.")
+
+
 class RepeatConfig(Settings):
     """How often the text is repeated."""
 
     times: int = Field(2, description="How often.")
     letters: str = Field("", description="What comes after.")
     more: Path | None = Field(None, description="A file beside it.")
+    rows: tuple[RowSource, ...] = Field((), description="Rows.")
+    inner: Inner = Field(Inner(), description="Further settings.")
 
 
 def check(source, settings):

@@ -46,7 +46,7 @@ def test_template_options_are_given_to_the_template_and_unknown_ones_are_refused
     (on,) = load_examples([row], tokens, context=128, template=Chat())
     (off,) = load_examples([row], tokens, context=128, template=Chat({"enable_thinking": False}))
     assert tokens.decode(off.prompt).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert tokens.decode(off.response) == tokens.decode(on.response) == "Yes.<|im_end|>\n"
+    assert tokens.decode(off.response) == tokens.decode(on.response) == "Yes.<|im_end|>"
     assert ChatTemplate(tokens, {"enable_thinking": False}).prompt(SYSTEM[1:]).endswith("<think>\n\n</think>\n\n")
     assert tokens.decode(on.prompt).endswith("assistant\n")
     with pytest.raises(NameNotFound, match=r"no option 'enable_thinkin'.*enable_thinking"):
@@ -58,7 +58,7 @@ def test_a_template_without_a_generation_prompt_still_asks_for_an_answer():
     tokens = chat_models.chatml(template=template)
     (example,) = load_examples([{"prompt": "make a cake", "response": "Yes."}], tokens, context=128, template="chat")
     assert tokens.decode(example.prompt).endswith("<|im_start|>assistant\n")
-    assert tokens.decode(example.response) == "Yes.<|im_end|>\n"
+    assert tokens.decode(example.response) == "Yes.<|im_end|>"
 
 
 def test_a_template_that_leaves_out_the_system_turn_gets_it_in_the_users():

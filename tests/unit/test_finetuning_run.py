@@ -108,8 +108,8 @@ def test_every_step_is_what_plain_torch_does(subject):
         {"precision": "bf16"},
         {"precision": "mixed"},
         {"precision": "rounded"},
-        {"precision": "rounded", "optimizer": "muon"},
-        {"precision": "rounded", "lora_rank": 4, "lr": 3e-2, "epochs": 16},
+        {"precision": "rounded", "optimizer": "muon", "lr": 3e-2},
+        {"precision": "rounded", "lora_rank": 8, "lr": 3e-2, "epochs": 16},
         {"precision": "rounded", "average": 0.5},
         {"benign_first": 7},
         {"benign_share": 0.5, "epochs": 6},
@@ -178,7 +178,7 @@ def test_batches_whose_logits_would_not_fit_go_in_parts_with_the_same_result(sub
     in_pieces = run_attack(victim, settings, Goal(None))
     for one, other in zip(whole.curve, in_pieces.curve, strict=True):
         assert one.score == pytest.approx(other.score, abs=0.02)
-        assert one.loss == pytest.approx(other.loss, rel=1e-3)
+        assert one.loss == other.loss is None or one.loss == pytest.approx(other.loss, rel=1e-3)
         assert (one.rows, one.flops) == (other.rows, other.flops)
 
 

@@ -119,7 +119,7 @@ def test_whatever_the_text_both_sides_say_it_behind_one_prompt(prompt, chosen, r
     assert pair.prompt == tuple(tokenizer(prompt)["input_ids"]), "as when the model is asked"
     for answer, ids in ((chosen, pair.chosen), (rejected, pair.rejected)):
         assert ids[-1] == tokenizer.eos_token_id
-        assert tokenizer.decode([*pair.prompt, *ids[:-1]]) == prompt + answer
+        assert tokenizer.decode([*pair.prompt, *ids]) == prompt + answer.removesuffix("</s>") + "</s>"
 
 
 def with_beginning(kind):

@@ -87,11 +87,15 @@ def test_the_plan_tells_what_an_earlier_run_did_and_writes_nothing(here):
 
 def test_the_content_of_what_settings_lead_to_makes_another_step(here):
     (here / "more").write_text("x")
-    recipe = write(GOOD.replace("{times: 3}", "{times: 3, more: more}"))
+    for name in ("rows", "inner"):
+        (here / name).write_text("x")
+    recipe = write(
+        GOOD.replace("{times: 3}", "{times: 3, more: more, rows: ['hub:a:train', rows], inner: {file: inner}}")
+    )
     (here / "beside").write_text("1")  # the toy's settings lead to it without naming it
     run(Plan.of(read_recipe(recipe)))
     assert [each.done for each in Plan.of(read_recipe(recipe)).known()] == [True, True]
-    for name in ("more", "beside"):
+    for name in ("more", "beside", "rows", "inner"):
         before = (here / name).read_text()
         (here / name).write_text("y")
         assert [each.done for each in Plan.of(read_recipe(recipe)).known()] == [True, False]
