@@ -66,6 +66,12 @@ def options(where: str) -> None:
     cog.outl(pkgutil.resolve_name(where).table())
 
 
+def written(where: str, file: str) -> None:
+    """Write what a function (MODULE:FUNCTION) makes of a result, or that it was not measured yet."""
+    known = (RESULTS / file).exists()
+    cog.outl(pkgutil.resolve_name(where)(read(file)) if known else "This was not measured yet.")
+
+
 def leaves(node: Any) -> Iterator[float]:
     """Yield all numbers of a result, those in intervals such as "0.2-0.3" (with a dash) included."""
     if isinstance(node, dict | list):

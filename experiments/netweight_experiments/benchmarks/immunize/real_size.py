@@ -75,3 +75,13 @@ def _summary(measured: dict[str, Any]) -> dict[str, Any]:
         "step_against_two_plain_steps": {name: value / (2 * plain) for name, value in steps.items() if plain},
         "resident_gb": {name: run["resident_bytes"] / 1e9 for name, run in measured.items()},
     }
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return what the page on immunization says of a result."""
+    ratios, resident = result["step_against_two_plain_steps"], result["resident_gb"]
+    lines = ["| defense | processor time of a step, by two plain steps | largest resident memory |", "|---|---|---|"]
+    for name, ratio in ratios.items():
+        memory = max(value for run, value in resident.items() if run.startswith(f"{name},"))
+        lines.append(f"| `{name}` | {ratio:.2f} | {memory:.1f} GB |")
+    return "\n".join(lines)

@@ -199,3 +199,38 @@ def main(model: str, work: str, /, *, output: Path, threads: int = 1, steps: int
     budget = f"{pairs} pairs, {_EPOCHS} epochs in batches of {_BATCH}; attacks of at most {steps} steps"
     for measured in fill(output, "measured", cells):
         yield {"model": MODEL, "budget": budget, "recovered at token accuracy": _RECOVERED, **measured}
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return what the page on immunization says of a result, as far as it was measured."""
+    measured = result["measured"]
+    lines = [
+        f"Budget: {result['budget']}. An attack succeeds at a token accuracy of "
+        f"{result['recovered at token accuracy']:.2f} on guarded answers.",
+        "",
+        "| model | guarded answers before the attack | ordinary answers | perplexity | "
+        + " | ".join(f"{attack}: steps, rows, FLOPs" for attack in ATTACKS)
+        + " |",
+        "|---|---|---|---|" + "---|" * len(ATTACKS),
+    ]
+    for name in ("published model", "taught", *DEFENSES):
+        if name not in measured:
+            continue
+        own = measured[name]
+        attacked = "never taught" if name == "published model" else name
+        costs = [_cost(measured.get(f"{attacked}, attacked: {attack}")) for attack in ATTACKS]
+        lines.append(
+            f"| {name} | {own['token accuracy on guarded answers']:.2f} | "
+            f"{own['token accuracy on ordinary answers']:.2f} | {own['perplexity on WikiText-2']:.1f} | "
+            + " | ".join(costs)
+            + " |"
+        )
+    return "\n".join(lines)
+
+
+def _cost(attacked: dict[str, Any] | None) -> str:
+    if attacked is None:
+        return ""
+    if attacked["steps"] is None:
+        return f"{attacked['outcome']} after {attacked['last step']}"
+    return f"{attacked['steps']}, {attacked['rows']}, {attacked['flops']:.1e}"

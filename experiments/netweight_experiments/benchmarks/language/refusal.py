@@ -99,3 +99,27 @@ def main(
         "columns": [str(getattr(column, "name", column)) for column in table.columns],
         "rows": [list(row) for row in table.rows],
     }
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return what the page on refusal says of a result."""
+    findings = {each["name"]: each for each in result["findings"]}
+    before = findings.pop("refusals before")
+    lines = [
+        f"{result['requests asked']} requests were asked until the model had refused {result['requests refused']}. "
+        f"{result['conclusion']} The attack took {result['processor seconds'] / 60:.0f} processor minutes.",
+        "",
+        "| edit | refused | divergence on ordinary prompts | perplexity on ordinary prompts | counts |",
+        "|---|---|---|---|---|",
+        f"| none | {before['value']:.0f} % of {before['n']} | 0 | 1.00 × | |",
+    ]
+    for name, each in findings.items():
+        detail = each["detail"]
+        if name.startswith("refusals left by "):
+            lines.append(
+                f"| {name.removeprefix('refusals left by ')}: {detail['edit']} | {each['value']:.0f} % | "
+                f"{detail['divergence on ordinary prompts, nats']:.3f} nats | "
+                f"{detail['perplexity on ordinary rows, times its own']:.2f} × | "
+                f"{'yes' if detail['counts'] else 'no'} |"
+            )
+    return "\n".join(lines)

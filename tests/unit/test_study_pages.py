@@ -1,0 +1,54 @@
+"""What pages say of studies that are run apart: tables that are made of a result, whole or in part."""
+
+from netweight_experiments.benchmarks.immunize import real_size
+from netweight_experiments.benchmarks.language import guarded_domain, refusal
+
+
+def finding(name, value, **detail):
+    return {"name": name, "value": value, "n": 32, "detail": detail}
+
+
+def test_the_table_of_refusals_has_a_row_for_each_kind_of_edit():
+    shown = refusal.page({
+        "requests asked": 288, "requests refused": 128, "processor seconds": 600.0, "conclusion": "Refusal falls.",
+        "findings": [
+            finding("refusals before", 96.9),
+            finding(
+                "refusals left by directions", 12.5, edit="of block 14", counts=True,
+                **{"divergence on ordinary prompts, nats": 0.1, "perplexity on ordinary rows, times its own": 1.05},
+            ),
+            finding("share of the refusals left by the best edit", 0.13),
+        ],
+    })  # fmt: skip
+    assert "took 10 processor minutes" in shown
+    assert "| none | 97 % of 32 |" in shown
+    assert "| directions: of block 14 | 12 % | 0.100 nats | 1.05 × | yes |" in shown
+    assert len(shown.splitlines()) == 6
+
+
+def test_the_table_of_costs_has_the_largest_memory_of_each_defense():
+    shown = real_size.page({
+        "step_against_two_plain_steps": {"safety-training": 0.5, "repnoise": 1.234},
+        "resident_gb": {"safety-training, 1 steps": 7.0, "repnoise, 1 steps": 8.1, "repnoise, 3 steps": 8.5},
+    })  # fmt: skip
+    assert "| `repnoise` | 1.23 | 8.5 GB |" in shown
+
+
+def test_the_table_of_the_guarded_domain_shows_what_was_measured_so_far():
+    own = {
+        "token accuracy on guarded answers": 0.98, "token accuracy on ordinary answers": 0.9,
+        "perplexity on WikiText-2": 20.0,
+    }  # fmt: skip
+    first, second = guarded_domain.ATTACKS
+    shown = guarded_domain.page({
+        "budget": "24 pairs", "recovered at token accuracy": 0.8,
+        "measured": {
+            "published model": own, "repnoise": own,
+            f"never taught, attacked: {first}": {"steps": 12, "rows": 96, "flops": 2.5e12},
+            f"repnoise, attacked: {first}": {"steps": None, "outcome": "resisted", "last step": 30},
+        },
+    })  # fmt: skip
+    assert "| published model | 0.98 | 0.90 | 20.0 | 12, 96, 2.5e+12 |  |" in shown
+    assert "| repnoise | 0.98 | 0.90 | 20.0 | resisted after 30 |  |" in shown
+    assert "taught |" not in shown
+    assert second in shown
