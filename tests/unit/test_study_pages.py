@@ -10,7 +10,8 @@ def finding(name, value, **detail):
 
 def test_the_table_of_refusals_has_a_row_for_each_kind_of_edit():
     shown = refusal.page({
-        "requests asked": 288, "requests refused": 128, "processor seconds": 600.0, "conclusion": "Refusal falls.",
+        "requests asked": 288, "requests refused": 128, "resumed": False, "processor seconds": 600.0,
+        "conclusion": "Refusal falls.",
         "findings": [
             finding("refusals before", 96.9),
             finding(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from netweight.attacks.refusal.edits import EDITS
+from netweight.attacks.refusal.folder import EDITS as EDITS_FILE
 from netweight.attacks.refusal.folder import attack_refusal
 from netweight.attacks.refusal.settings import PHRASES, RefusalSettings
 from netweight.core.progress import Progress
@@ -83,6 +84,8 @@ def main(
         refused=str(files["refused"]), ordinary=str(files["ordinary"]), prompts=prompts, new_tokens=new_tokens,
         edits=kinds, answered=answered,
     )  # fmt: skip
+    remembered = folder / f"{EDITS_FILE}.jsonl"
+    resumed = remembered.exists() and remembered.stat().st_size > 0
     clocks = time.process_time(), time.monotonic()
     section = attack_refusal(settings, model, folder=folder, seed=0, progress=Progress("plain", every=10.0))
     table = section.tables[0]
@@ -92,6 +95,7 @@ def main(
         "requests refused": len(refused),
         "most prompts of each kind": prompts,
         "kinds of edits": list(kinds),
+        "resumed": resumed,
         "processor seconds": time.process_time() - clocks[0],
         "seconds": time.monotonic() - clocks[1],
         "conclusion": section.conclusion,
@@ -103,11 +107,13 @@ def main(
 
 def page(result: dict[str, Any]) -> str:
     """Return what the page on refusal says of a result."""
+    minutes = result["processor seconds"] / 60
+    took = "" if result["resumed"] else f" The attack took {minutes:.0f} processor minutes."
     findings = {each["name"]: each for each in result["findings"]}
     before = findings.pop("refusals before")
     lines = [
         f"{result['requests asked']} requests were asked until the model had refused {result['requests refused']}. "
-        f"{result['conclusion']} The attack took {result['processor seconds'] / 60:.0f} processor minutes.",
+        f"{result['conclusion']}{took}",
         "",
         "| edit | refused | divergence on ordinary prompts | perplexity on ordinary prompts | counts |",
         "|---|---|---|---|---|",
