@@ -8,6 +8,7 @@
 # make docs       Build the documentation as a site in site/. A warning is an error.
 # make study      Run the slow studies: faults of a federation's processes, fuzzing, and the papers' tables. They resume.
 # make bench      Measure the codec and its peers on this machine, and write docs/performance.md.
+# make bench-generation  Measure generation of the language model in MODEL on this CPU, and write the pages' figures.
 # make bench-gpu  Measure everything that needs a GPU, in ten minutes: MODEL=FOLDER OUTPUT=FILE DRY_RUN=1 are options.
 # make clean      Remove what was built, except downloaded packages.
 
@@ -29,7 +30,7 @@ COG := $(BIN)/cog --verbosity=0 -I scripts -p 'from figures import *'
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-.PHONY: help tour quick test check check-types check-the-rest figures docs study bench bench-gpu clean
+.PHONY: help tour quick test check check-types check-the-rest figures docs study bench bench-generation bench-gpu clean
 
 tour: $(VENV)/tour.stamp
 	$(BIN)/netweight tour
@@ -98,6 +99,12 @@ study: $(VENV)/dev.stamp
 bench: $(VENV)/dev.stamp
 	$(BIN)/netweight benchmark codec
 	$(BIN)/python -m netweight_experiments.benchmarks compress.performance_page
+
+# Let nothing else run meanwhile; the figures in README.md and docs/compress.md come from the file.
+bench-generation: $(VENV)/dev.stamp
+	$(BIN)/python -m netweight_experiments.benchmarks compress.generation $(MODEL) \
+		--output benchmarks/results/compress/generation.json
+	$(MAKE) figures
 
 # On a GPU machine with torch for CUDA and the extras bench, llm, evidence and cuda; what is there already is used. The
 # same command goes on where it was stopped. With DRY_RUN=1 everything runs at tiny sizes, on a CPU too.

@@ -101,3 +101,39 @@ def text(template: str, *files: str, **figures: float) -> None:
     if files and (lost := absent(re.sub(r"\{\w+:[^}]*\}", " ", template), files)):
         raise ValueError(f"{', '.join(lost)}: in none of {', '.join(files)}")
     cog.out(template.format(**figures) + "\n")
+
+
+GENERATION = "compress/generation.json"
+
+
+def generation() -> None:
+    """Write the table of generation on the CPU, with the processor and the date, once `make bench-generation` ran."""
+    if not (RESULTS / GENERATION).is_file():
+        cog.outl("These speeds were not measured on the present code: run `make bench-generation MODEL=FOLDER`.")
+        return
+    result = read(GENERATION)
+    where = result["environment"]
+    wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in (where.get("cpu_flags") or ())]
+    cog.outl(
+        f"Speed of generation relative to the dense model (1.0), {result['turns']} turns of {result['tokens']} tokens, "
+        f"{where['cpu']} ({', '.join(wide)}), {result['date'][:10]}, load average {result['load_average'][0]:.1f}:"
+    )
+    cog.outl("\n| | codec's form | fixed-length form | tokens equal to the dense model's |\n|---|---:|---:|---|")
+    for setting, row in result["settings"].items():
+        forms = (row[f"{form}, speed / dense"] for form in ("codec", "fixed"))
+        cells = " | ".join(f"{of['median']:.2f} ({of['least']:.2f} to {of['most']:.2f})" for of in forms)
+        cog.outl(f"| {setting} | {cells} | {'yes' if row['tokens equal'] else 'no'} |")
+
+
+def generation_in_short() -> None:
+    """Write a sentence on generation on the CPU, for one sequence and one thread; nothing before it was measured."""
+    if not (RESULTS / GENERATION).is_file():
+        return
+    result = read(GENERATION)
+    row = result["settings"]["batch 1, threads 1"]
+    codec, fixed = (row[f"{form}, speed / dense"]["median"] for form in ("codec", "fixed"))
+    cog.outl(
+        f"On a CPU the codec's form is the default. Generation by Qwen2.5-Coder-0.5B then runs at {codec:.2f} × the "
+        f'speed of the dense model, and at {fixed:.2f} × with `prefer="speed"` (one sequence, one thread, '
+        f"{result['environment']['cpu']}, {result['date'][:10]})."
+    )

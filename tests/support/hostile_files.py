@@ -143,6 +143,11 @@ FILES = {
         small(), header=base64.b64encode(zlib.compress(bytes(1 << 28), 9)).decode()
     ),
     "digests of 10 MB": lambda: described(small(), digests="A" * 10_000_000),
+    "digests of 30 MB": lambda: described(small(), digests="A" * 30_000_000),
+    "digests of 19 MB, with escapes": lambda: described(small(), digests="\\" * 4_700_000),
+    "metadata of 19 MB": lambda: raw(
+        {"__metadata__": {"a": "n" * 19_000_000, "b": "\\"}, "a": tensor(stop=15)}, bytes(16)
+    ),
     "a newer version": lambda: described(small(), version=99),
     "equal to a file elsewhere": lambda: described(small(), same={"a": ["../../etc/passwd", "a"]}),
     "equal to itself": lambda: compressed(

@@ -106,7 +106,7 @@ def test_headers_are_built_as_they_are_read():
 
 
 def test_a_header_beyond_the_bound_is_refused(monkeypatch):
-    monkeypatch.setattr("netweight.store.safetensors.MAX_HEADER", 100)
+    monkeypatch.setattr("netweight.store.safetensors.LONGEST_HEADER", 100)
     with pytest.raises(Unsupported, match="100"):
         build_header([("a" * 100, "U8", (3,), 3)], {})
 

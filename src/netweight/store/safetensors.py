@@ -99,6 +99,9 @@ def name_of(path: Path) -> str:
 
 
 MAX_HEADER = 100_000_000  # bytes; the safetensors library's own bound
+# Bytes of a header that is read or written here. Parsing takes four times its size, so that this bounds the memory that
+# a file can take; 100,000 tensors have headers of some 12 MB.
+LONGEST_HEADER = 20_000_000
 # Bounds of what one file may declare, checked before anything is allocated for it. The largest mixtures of experts have
 # fewer than 1,000 tensors in a shard.
 MOST_TENSORS = 1 << 16
@@ -185,6 +188,11 @@ def read_header(path: Path) -> Header:
         length = int.from_bytes(prefix := file.read(8), "little")
         if length > min(MAX_HEADER, size - 8) or len(prefix) < 8:
             raise _not_safetensors(path, prefix + file.read(56), size)
+        if length > LONGEST_HEADER and length <= size - 8:
+            raise Unsupported(
+                f"{path}: the header has {length:,} bytes; this release reads headers of up to {LONGEST_HEADER:,}.",
+                cure="Shorten its metadata or the names of its tensors, or split the tensors over several files.",
+            )
         raw = file.read(length)
     try:
         header = _checked(path, raw, size)
@@ -286,9 +294,9 @@ def build_header(
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    if len(raw) > MAX_HEADER:
+    if len(raw) > LONGEST_HEADER:
         raise Unsupported(
-            f"The header of {len(raw):,} bytes exceeds the {MAX_HEADER:,} that safetensors allows.",
+            f"The header would have {len(raw):,} bytes; this release writes headers of up to {LONGEST_HEADER:,}.",
             cure="Split the tensors over several files.",
         )
     return raw.ljust(room if room is not None else -(-len(raw) // 8) * 8)
@@ -449,7 +457,7 @@ class Description:
                 )
             header = None
             if "header" in fields:
-                header = parse_header(inflate_text(fields["header"], limit=most_inflated(text)), most=len(text))
+                header = parse_header(inflate_text(fields["header"], limit=LONGEST_HEADER), most=len(text))
             if len(fields["digests"]) > 8 * MOST_TENSORS:
                 raise ValueError("it holds more digests than a file has tensors")
             digests = base64.b64decode(fields["digests"], validate=True).hex()

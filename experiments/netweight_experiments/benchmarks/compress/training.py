@@ -1,0 +1,23 @@
+"""Training a real language model on the CPU by AdamW: plain, layer by layer, and compressed; peak memory and speed.
+
+    python -m netweight_experiments.benchmarks compress.training MODEL
+
+MODEL is a folder of transformers. Every way makes a few steps on one sequence of 512 tokens, with activations that are
+calculated again. Peaks are of tensors that the process held; speeds are of wall time, so let nothing else run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from netweight_experiments.benchmarks.compress.gpu_cells import Visit, real_training
+
+
+def main(model: str, /) -> dict[str, Any]:
+    """Train in every way and return peaks and speeds, also as ratios to plain training."""
+    result = real_training(Visit("cpu", dry_run=False, model=model))
+    plain = result["plain"]
+    for name in ("LOMO", "fixed", "codec"):
+        result[name]["peak / plain"] = result[name]["peak bytes"] / plain["peak bytes"]
+        result[name]["speed / plain"] = plain["seconds a step"] / result[name]["seconds a step"]
+    return result
