@@ -137,3 +137,20 @@ def generation_in_short() -> None:
         f'speed of the dense model, and at {fixed:.2f} × with `prefer="speed"` (one sequence, one thread, '
         f"{result['environment']['cpu']}, {result['date'][:10]})."
     )
+
+
+def loading() -> None:
+    """Write what loading a compressed model takes beside a dense one; nothing before `compress.loading` ran."""
+    if not (RESULTS / "compress/loading.json").is_file():
+        return
+    result = read("compress/loading.json")
+    medians = result["medians"]
+    cog.outl(
+        f"Qwen2.5-Coder-0.5B ({result['dense bytes'] / 1e9:.2f} GB, {result['compressed bytes'] / 1e6:.0f} MB "
+        f"compressed) loads in {medians['compressed']['seconds']:.2f} seconds, where the dense folder takes "
+        f"{medians['dense']['seconds']:.2f} (one thread, {result['environment']['cpu']}, {result['date'][:10]}, load "
+        f"average {result['load_average'][0]:.1f}). The first token, at which weights are checked, then takes "
+        f"{medians['compressed']['first token, seconds']:.2f} seconds against "
+        f"{medians['dense']['first token, seconds']:.2f}. "
+        f"Resident memory rises to {result['peak above compressed bytes'] / 1e6:.0f} MB above the compressed bytes."
+    )

@@ -224,7 +224,7 @@ def real_training(visit: Visit) -> dict[str, Any]:
     for name, way in {"plain": VANILLA, "LOMO": LOMO, "fixed": FIXED, "codec": COMPRESSED}.items():
         let_go(visit.place)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(visit.place).train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         states = {"states": "compressed"} if name in ("fixed", "codec") else {}
         optimizer = arrange(way, model, torch.optim.AdamW, lr=1e-5, **states)
         losses, seconds = [], []
