@@ -190,6 +190,7 @@ def _work(visit: Visit, names: Sequence[str], results: Any) -> None:
     torch.set_num_threads(1 if visit.dry_run else torch.get_num_threads())
     cells = {cell.name: cell for cell in cells_of(visit)}
     for name in names:
+        outcome: dict[str, Any]
         try:
             outcome = {"numbers": cells[name].measure(visit)}
         except (Unsupported, MissingExtra) as error:
