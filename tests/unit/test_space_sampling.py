@@ -40,7 +40,7 @@ def samplers():
     scores, labels, _ = known_scores(300)
     return scores, {
         "gaussian": GaussianSampler.fit(scores),
-        "pairs": PairSampler.fit(scores, factor=1.0),
+        "pairs": PairSampler.fit(scores, neighbors=len(scores)),
         "kernel": KernelSampler.fit(scores, bandwidth=0.4),
         "conditional": ConditionalSampler.fit(scores, labels),
     }
@@ -52,7 +52,7 @@ def test_every_sampler_keeps_mean_and_spread_and_is_repeatable():
         points = sampler.draw(1500, seed=1)
         assert points.shape == (1500, 12), name
         assert points.dtype == torch.float32
-        assert torch.allclose(points.std(0), scores.std(0), rtol=0.12), name
+        assert torch.allclose(points.std(0), scores.std(0), rtol=0.16), name
         assert torch.allclose(points.mean(0), scores.mean(0), atol=0.12), name
         assert torch.equal(sampler.draw(5, seed=1), points[:5]), name
         assert not torch.equal(sampler.draw(5, seed=2), points[:5]), name
@@ -73,13 +73,23 @@ def test_what_is_drawn_by_default_spreads_in_every_component_as_models_do():
     scores = torch.randn(200, 12, generator=torch.Generator().manual_seed(3)).abs() ** 1.5
     assert SampleSettings().sampler == "pairs"
     spread = PairSampler.fit(scores).draw(400, seed=0).std(0) / scores.std(0)
-    assert float(spread.min()) > 0.9
+    assert float(spread.min()) > 0.8
+
+
+def test_pairs_are_of_models_that_are_alike_so_that_a_sample_is_not_between_two_kinds():
+    scores = two_clusters()
+    alike, any_two = (PairSampler.fit(scores, neighbors=count).draw(200, seed=5)[:, 0] for count in (8, len(scores)))
+    assert float((alike.abs() < 1).double().mean()) < 0.05
+    assert float((any_two.abs() < 1).double().mean()) > 0.2
+    with pytest.raises(UsageError, match="one of 0 neighbors"):
+        PairSampler.fit(scores, neighbors=0)
 
 
 def test_pairs_are_sums_of_two_different_models_about_the_mean():
     scores, _, _ = known_scores(40)
     centered = scores.double() - scores.double().mean(0)
-    sums = (centered[:, None] + centered[None]) / 2**0.5
+    unit = torch.nn.functional.normalize(centered)
+    sums = (centered[:, None] + centered[None]) / (2 + 2 * unit @ unit.T).clamp_min(1e-6).sqrt()[:, :, None]
     points = PairSampler.fit(scores, factor=1.5).draw(60, seed=4).double() - scores.double().mean(0)
     apart = torch.cdist(points, 1.5 * sums.flatten(0, 1)).view(60, 40, 40)
     for number in range(60):

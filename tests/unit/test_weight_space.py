@@ -247,6 +247,13 @@ def test_halves_say_what_comes_back():
     assert 0.2 < halves.agreement[20] < 0.9
     assert halves.fitted > halves.held_out > 0.5
     assert WeightSpace.fit(bank_of(adapters), components=20, halves=False).accuracy.halves is None
+    assert WeightSpace.fit(bank_of(adapters), components=20).accuracy.warning is None
+
+
+def test_a_space_that_explains_little_of_other_adapters_says_so():
+    accuracy = WeightSpace.fit(bank_of(random_adapters(24)), components=10).accuracy
+    assert accuracy.halves.held_out < 0.5
+    assert f"explain {accuracy.halves.held_out:.0%} of adapters that they were not fitted to" in accuracy.warning
 
 
 def test_a_sketch_is_unbiased_and_says_its_error():

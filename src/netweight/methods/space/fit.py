@@ -60,6 +60,7 @@ from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import write_checkpoint
 
 _STATE = "state.safetensors"
+_EXPLAINED = 0.5  # of the variance of adapters that were not fitted; below it, a space does not speak for them
 # How the adapters of a shard are written as rows.
 _RowKind = Literal["sketch", "factors"]
 
@@ -79,6 +80,18 @@ class Accuracy:
     passes: tuple[float, ...] = ()
     halves: Halves | None = None  # how well two halves agree; None where they were not fitted
     sketch: SketchError | None = None  # error of the sketch; None without one
+
+    @property
+    def warning(self) -> str | None:
+        """That the components explain little of adapters that they were not fitted to, where halves show that."""
+        if self.halves is None or self.halves.held_out >= _EXPLAINED:
+            return None
+        return (
+            f"The components explain {self.halves.held_out:.0%} of adapters that they were not fitted to (half of the "
+            "collection, explained by the other half). An adapter from elsewhere loses most of its change when it "
+            "becomes a point of this space; points between models of the collection are not affected. More adapters "
+            "make a space that explains more."
+        )
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""

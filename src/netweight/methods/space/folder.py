@@ -213,6 +213,7 @@ def draw(space: WeightSpace, how: SampleSettings) -> NamedPoints:
     else:
         kind: Any = {"pairs": PairSampler, "gaussian": GaussianSampler, "kernel": KernelSampler}[how.sampler]
         given = {"bandwidth": how.bandwidth} if kind is KernelSampler else {"factor": how.factor}
+        given |= {"neighbors": how.neighbors} if kind is PairSampler else {}
         sampler = kind.fit(space.scores, **{name: value for name, value in given.items() if value is not None})
         scores = sampler.draw(how.count, seed=how.seed)
     return NamedPoints(names, scores, scores_digest(space.scores), origin)

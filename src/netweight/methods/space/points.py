@@ -297,27 +297,43 @@ class GaussianSampler:
 @final
 @dataclass(frozen=True, eq=False)
 class PairSampler:
-    """Two training models added up about the mean, and enlarged: nothing is drawn that no model has."""
+    """Sums of a training model and one of those that are most similar to it, about the mean."""
 
     # A Gaussian spends nearly all of its length on what single components tell little of, and images answer to small
-    # steps hardly: its samples look alike. Sums of two models keep what their components do together. The factor, and
-    # that of all samplers here, was chosen on one bank; docs/weight-space-use.md has what others say.
+    # steps hardly: its samples look alike. Sums of two models keep what their components do together. Sums of models
+    # that differ lie between them, and there the noise of an image decides which of the two it shows: with or without
+    # a beard. Similar models agree on what is most visible, so that a sample is one subject in all noises. The number
+    # of neighbors and the factor were chosen on one bank; docs/weight-space-use.md has what others say.
 
-    scores: Tensor  # shape `(n, k)`, fp64
-    factor: float  # 1 keeps every component's variance
+    scores: Tensor
+    """Scores of the training models, shape `(n, k)`, fp64."""
+    neighbors: int
+    """How many models, by the cosine about the mean, the second one is drawn from."""
+    factor: float
+    """What sums are multiplied with; 1 keeps the length that models have."""
 
     @classmethod
-    def fit(cls, scores: Tensor, *, factor: float = 1.2) -> PairSampler:
+    def fit(cls, scores: Tensor, *, neighbors: int = 8, factor: float = 1.0) -> PairSampler:
         """Keep the scores of at least 3 models."""
-        return cls(_checked(scores), _enlarging(factor))
+        if neighbors < 1:
+            raise UsageError(f"The second model cannot be one of {neighbors} neighbors.", cure="Give 1 or more.")
+        checked = _checked(scores)
+        return cls(checked, min(neighbors, len(checked) - 1), _enlarging(factor))
 
     def draw(self, count: int, *, seed: int) -> Tensor:
         """See `Sampler`."""
-        centered = self.scores - self.scores.mean(0)
+        mean = self.scores.mean(0)
+        centered = self.scores - mean
         first = _rows(seed, _positive(count), len(centered))
-        second = (first + 1 + _rows(seed, count, len(centered) - 1, "other model")) % len(centered)
-        summed: Tensor = (centered[first] + centered[second]) / 2**0.5
-        return (self.scores.mean(0) + self.factor * summed).float()
+        unit = torch.nn.functional.normalize(centered)
+        cosines = unit[first] @ unit.T
+        cosines[torch.arange(count), first] = -torch.inf
+        near = cosines.argsort(dim=1, descending=True, stable=True)[:, : self.neighbors]
+        second = near[torch.arange(count), _rows(seed, count, self.neighbors, "other model")]
+        # Of two models of one length, the sum has that length, however alike they are.
+        shared = 1 + cosines.gather(1, second[:, None])
+        summed: Tensor = (centered[first] + centered[second]) / (2 * shared.clamp_min(1e-6)).sqrt()
+        return (mean + self.factor * summed).float()
 
 
 @final

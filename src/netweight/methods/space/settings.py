@@ -181,13 +181,14 @@ class SampleSettings(Settings):
     count: int = Field(default=1, ge=1, description="Number of points.")
     sampler: Literal["pairs", "gaussian", "kernel", "conditional"] = Field(
         default="pairs",
-        description="pairs adds the components of two models; gaussian draws each component independently; "
+        description="pairs adds two similar models; gaussian draws each component independently; "
         "kernel draws near models; conditional draws given their labels.",
     )
     factor: float | None = Field(
-        default=None,
-        gt=0,
-        description="Factor of the deviations from the mean; by default 1.2 for pairs and 1 for gaussian.",
+        default=None, gt=0, description="Factor of the deviations from the mean, for pairs and gaussian; by default 1."
+    )
+    neighbors: int = Field(
+        default=8, ge=1, description="Number of the most similar models that the second one of a pair is drawn from."
     )
     bandwidth: float | None = Field(
         default=None,
@@ -301,6 +302,18 @@ class ConvertSettings(FileSettings):
     weights: Annotated[Path | None, Cli(metavar="BASE")] = Field(
         default=None, description="Base model; the change of a DoRA depends on its weights."
     )
+
+
+class ResizeSettings(ConvertSettings):
+    """How an adapter is made smaller."""
+
+    def check(self) -> None:
+        """A rank or a share is given."""
+        if self.rank is None and self.energy == 1:
+            raise UsageError(
+                "Neither a rank nor a share of the change was given, so nothing would become smaller.",
+                cure="Give --rank 8 or --energy 0.95.",
+            )
 
 
 class ExtractSettings(FileSettings):

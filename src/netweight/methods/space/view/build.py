@@ -120,7 +120,7 @@ def build_view(
         traversals=traversals,
         points=_map_of(space, shown, faces, labels, settings.neighbors),
         samples=samples,
-        summary=summary,
+        summary=" ".join(each for each in (summary, space.accuracy.warning) if each),
         reader="" if reader is None or painted else reader.name,
         facts={**_facts(model, space, name, settings), **(facts or {})},
         command=command,
