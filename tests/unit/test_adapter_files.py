@@ -227,7 +227,6 @@ def test_names_of_kohya_that_need_the_model(tmp_path):
         ("lora_unet_mid_block_attentions_0_proj_in.diff_b", "biases or other vectors"),
         (f"{BLOCK}.attn1.to_q.lora_B.bias", "biases or other vectors"),
         (f"{BLOCK}.attn1.to_q.bias", "bias that was trained along"),
-        ("base_model.model.embed.lora_embedding_A", "embedding"),
         (f"{BLOCK}.norm.weight", "factor of a LoRA"),
     ],
 )

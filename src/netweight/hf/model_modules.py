@@ -34,7 +34,11 @@ class ModelModules:
     embeddings: frozenset[str]
     """Embedding layers."""
     parameters: Mapping[str, tuple[int, ...]]
-    """All parameters → their shapes."""
+    """All parameters, in the order in which modules declare them → their shapes."""
+    packed: Mapping[str, bool]
+    """Parameters that hold one matrix per expert → whether these are stored as (inputs, outputs)."""
+    tied: Mapping[str, str]
+    """Parameters whose memory is also another parameter's, such as the head's and the embedding's → that other."""
     conversions: Mapping[str, Checkpoint]
     """Component (or nothing) → how its files' names become parameters."""
 
@@ -99,6 +103,8 @@ def model_modules(path: Path) -> ModelModules | None:
     transposed, embeddings = set(), set()
     parameters: dict[str, tuple[int, ...]] = {}
     conversions = {}
+    packed: dict[str, bool] = {}
+    tied: dict[str, str] = {}
     for component, model in models.items():
         before = f"{component}." if component else ""
         for name, module in model.named_modules(remove_duplicate=False):
@@ -109,14 +115,21 @@ def model_modules(path: Path) -> ModelModules | None:
                 shapes[before + name] = (int(module.nf), int(weight.shape[0]))
             elif kind == "Embedding":
                 embeddings.add(before + name)
-            elif _takes_adapters(module):
+            elif not _takes_adapters(module):
+                for own, parameter in module.named_parameters(recurse=False):
+                    if parameter.ndim == 3 and min(parameter.shape) > 1:
+                        packed[f"{before}{name}.{own}"] = bool(getattr(module, "is_transposed", False))
+            else:
                 shapes[before + name] = (int(weight.shape[0]), math.prod(weight.shape[1:]))
-        parameters |= {
-            before + name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)
-        }
+        shared: dict[int, list[str]] = {}
+        for name, each in model.named_parameters(remove_duplicate=False):
+            parameters[before + name] = tuple(each.shape)
+            shared.setdefault(id(each), []).append(before + name)
+        for names in shared.values():
+            tied |= {name: names[name == names[0]] for name in names if len(names) > 1}
         if hasattr(model, "base_model_prefix"):
             conversions[component] = Checkpoint(model)
-    return ModelModules(shapes, frozenset(transposed), frozenset(embeddings), parameters, conversions)
+    return ModelModules(shapes, frozenset(transposed), frozenset(embeddings), parameters, packed, tied, conversions)
 
 
 def _takes_adapters(module: nn.Module) -> bool:

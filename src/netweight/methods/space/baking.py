@@ -26,10 +26,11 @@ from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.hf.model_modules import ModelModules, model_modules
 from netweight.store.lora_formats.base_weights import BaseWeights
 from netweight.store.lora_formats.identify import COMPONENTS
-from netweight.store.lora_formats.naming import naming_called
+from netweight.store.lora_formats.naming import Piece, naming_called
 from netweight.store.lora_formats.other_kinds import Conversion
 from netweight.store.lora_formats.parts import AdapterPlan, Part, VectorPart, dense_change, load_part, take_rows
 from netweight.store.lora_formats.reading import plan_adapter
+from netweight.store.lora_formats.targets import expert_of, parameter_of
 from netweight.store.reader import Store, open_store
 from netweight.store.restoration import plain_head
 from netweight.store.safetensors import KEY, read_header
@@ -37,16 +38,16 @@ from netweight.store.safetensors import KEY, read_header
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.store.lora_formats.naming import Piece
-
 _ANY_RANK = 1 << 30
+_TENSOR = "file:"  # before the name of a tensor of the files, where an adapter has that name and not a parameter's
 # Compression is another method, which is called by its place.
 _COMPRESS = lazy("netweight.methods.compress.folder:compress_folder")
 _DECOMPRESS = lazy("netweight.methods.compress.folder:decompress_folder")
 MANIFEST = "netweight.json"
 """The file that a compressed folder has."""
 _BLOCK = 1 << 24  # bytes that are copied at once
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_ROWS = 1 << 22  # bytes of a tensor whose rows are changed at once: some that stay in the processor's cache
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @final
@@ -207,24 +208,62 @@ class _Baking:
         # Parameter of the model → (adapter, its weight, the adapter's name of it).
         self._changes: dict[str, list[tuple[AdapterPlan, float, str]]] = {}
         for plan, weight in plans:
-            for name in (*(f"{module}.weight" for module in plan.parts), *plan.vectors):
+            for name in plan.parts:
                 self._changes.setdefault(self._find(plan, name), []).append((plan, weight, name))
+            for name in plan.vectors:
+                self._changes.setdefault(self._found(plan, name, name), []).append((plan, weight, name))
+        # Parameter that several tensors make up → tensor → expert and first row that it holds.
+        self._places = {name: self._places_of(name) for name in self._changes if len(base.places.get(name, ())) > 1}
 
     def _find(self, plan: AdapterPlan, name: str) -> str:
+        """The model's parameter that one part of an adapter changes."""
+        return self._found(plan, parameter_of(name), name)
+
+    def _found(self, plan: AdapterPlan, parameter: str, name: str) -> str:
+        self._refuse_tied(plan, parameter, name)
         try:
-            found = self._base.find(name)
+            return self._base.find(parameter)
         except NameNotFound as error:
+            # Adapters of earlier releases of transformers are in the names that files still have.
+            if (tensor := self._base.tensor_called(parameter)) is not None:
+                return _TENSOR + tensor
             raise UsageError(
-                f"{plan.path} changes {name.rpartition('.')[0]}, which {self._base.path} does not hold.",
+                f"{plan.path} changes {name}, which {self._base.path} does not hold.",
                 cure="Name the model that it was trained on; or say the architecture of both (--model NAME).",
             ) from error
-        if len(self._base.places[found]) > 1:
+
+    def _refuse_tied(self, plan: AdapterPlan, parameter: str, name: str) -> None:
+        """Refuse to change one of two layers that share their weight."""
+        tied = {} if self._modules is None else self._modules.tied
+        if other := next(
+            (other for own, other in tied.items() if own == parameter or own.endswith(f".{parameter}")), None
+        ):
+            raise UsageError(
+                f"{plan.path} changes {name} alone, and the model has one weight for it and for "
+                f"{other.removesuffix('.weight')}; added to the weight, the change would be in both.",
+                cure="Keep the adapter beside the model; or save the model untied first (tie_word_embeddings=False, "
+                "with a copy of the embedding as the head).",
+            )
+
+    def _places_of(self, parameter: str) -> dict[str, tuple[int, int]]:
+        """Where the tensors of files lie in the parameter that they make up: expert and block of rows of each."""
+        places = self._base.blocks(parameter)
+        experts = all(expert_of(name) for _, _, name in self._changes[parameter])
+        if places is None or not experts:
+            count = len(self._base.places[parameter])
             raise Unsupported(
-                f"{found} is stored in {len(self._base.places[found])} tensors of {self._base.path}, which are not "
-                "rows of it.",
+                f"{parameter} is stored in {count} tensors of {self._base.path}, which are not rows of it.",
                 cure="Merge with peft: model.merge_and_unload(), then save_pretrained.",
             )
-        return found
+        count = 1 + max(expert for expert, _ in places.values())
+        for plan, _, name in self._changes[parameter]:
+            expert = expert_of(name)
+            if expert is None or expert[2] != count:
+                raise UsageError(
+                    f"{plan.path} changes {name}, and the model has {count} experts there.",
+                    cure="Name the model that the adapter was trained on.",
+                )
+        return places
 
     def check_all_used(self) -> None:
         """Refuse to have left a change out."""
@@ -241,30 +280,128 @@ class _Baking:
                 key = f"{component}/{name}" if component else name
                 pieces = self._base.tensors[key][1] if key in self._base.tensors else ()
                 wanted = [piece for piece in pieces if piece.module in self._changes]
+                if _TENSOR + key in self._changes:
+                    wanted.append(Piece(_TENSOR + key))
                 if wanted:
-                    out.write(_bytes(self._baked(store, name, wanted)))
+                    for block in self._baked(store, name, wanted):
+                        out.write(_bytes(block))
                 else:
                     self.copied += 1
                     _copy(store, name, out)
                 update(store.info(name).nbytes)
 
-    def _baked(self, store: Store, name: str, pieces: Sequence[Piece]) -> Tensor:
-        """A tensor with the changes of all adapters."""
-        weight = store.get(name)
-        if weight.dtype not in _FLOATS:
+    def _baked(self, store: Store, name: str, pieces: Sequence[Piece]) -> Iterator[Tensor]:
+        """A tensor with the changes of all adapters, a block of rows at a time where changes allow that."""
+        info = store.info(name)
+        if info.dtype not in _FLOATS:
             raise Unsupported(
-                f"{store.info(name).file}: {name} is stored as {weight.dtype}, into which no change can be added.",
+                f"{info.file}: {name} is stored as {info.dtype}, into which no change can be added.",
                 cure="Name the model in bf16, fp16 or fp32.",
             )
+        sums = self._sums(name, info.shape, pieces, info.dtype)
+        if sums is None:
+            yield self._baked_whole(store, name, pieces)
+            return
+        self.used.update(piece.module for piece in pieces)
+        step = max(1, _ROWS * info.shape[0] // max(info.nbytes, 1))
+        wide = torch.float64 if info.dtype == "F64" else torch.float32
+        for start in range(0, info.shape[0], step):
+            weight = store.get_slice(name, slice(start, start + step))
+            result = weight.to(wide, copy=True)
+            for first, up, down, alpha in sums:
+                begin, end = max(start, first), min(start + step, first + len(up))
+                if begin < end:
+                    rows = result[begin - start : end - start].flatten(1)
+                    rows.addmm_(up[begin - first : end - first], down, alpha=alpha)
+            yield result.to(weight.dtype)
+
+    def _sums(
+        self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece], dtype: str
+    ) -> list[tuple[int, Tensor, Tensor, float]] | None:
+        """The products that are added to a tensor: first row, up, down, factor; None for changes of other kinds."""
+        wide = torch.float64 if dtype == "F64" else torch.float32
+        sums = []
+        for piece in pieces:
+            rows = piece.rows or ((0, shape[0]),)
+            stored = (sum(stop - start for start, stop in rows), *shape[1:])
+            for plan, factor, own in self._changes[piece.module]:
+                part = plan.parts.get(own)
+                if (
+                    part is None
+                    or part.converts
+                    or expert_of(own)
+                    or self._is_transposed(plan, own, part.shape, stored)
+                ):
+                    return None
+                if (stored[0], math.prod(stored[1:])) != part.shape:
+                    raise _other_shape(plan, own, part.shape, stored)
+                down, up, scale = self._factors(part)
+                up, down, done = up.to(wide), down.to(wide), 0
+                for start, stop in rows:
+                    sums.append((start, up[done : done + stop - start], down, scale * factor))
+                    done += stop - start
+        return sums
+
+    def _baked_whole(self, store: Store, name: str, pieces: Sequence[Piece]) -> Tensor:
+        """A tensor with the changes of all adapters, of whatever kind they are."""
+        weight = store.get(name)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         result = weight.to(wide, copy=True)
         for piece in pieces:
             self.used.add(piece.module)
             for plan, factor, own in self._changes[piece.module]:
+                if (expert := expert_of(own)) is not None:
+                    place = self._places.get(piece.module, {}).get(name)
+                    self._add_expert(result, plan, factor, own, expert[1:], place)
+                    continue
                 rows = piece.rows or ((0, len(weight)),)
                 current = take_rows(weight, piece.rows)
                 self._add(result, rows, plan, factor, own, current)
         return result.to(weight.dtype)
+
+    def _add_expert(
+        self,
+        result: Tensor,
+        plan: AdapterPlan,
+        factor: float,
+        name: str,
+        expert: tuple[int, int],
+        place: tuple[int, int] | None,
+    ) -> None:
+        """Add one adapter's change of one expert to the tensor that holds all experts, or one block of one of them."""
+        number, count = expert
+        part = plan.parts[name]
+        if place is not None:
+            if place[0] != number:
+                return
+            down, up, scale = self._factors(part)
+            start = place[1] * len(result)
+            up = up[start : start + len(result)]
+            if up.shape[0] != len(result) or down.shape[1] != result.shape[1]:
+                raise _other_shape(plan, name, part.shape, tuple(result.shape))
+            result.addmm_(up.to(result), down.to(result), alpha=scale * factor)
+            return
+        if result.ndim != 3 or len(result) != count:
+            raise _other_shape(plan, name, part.shape, tuple(result.shape))
+        stored = (result.shape[1], result.shape[2])
+        down, up, scale = self._factors(part)
+        left, right = (down.T, up.T) if self._is_packed_transposed(plan, name, stored) else (up, down)
+        if (left.shape[0], right.shape[1]) != stored:
+            raise _other_shape(plan, name, part.shape, stored)
+        result[number].addmm_(left.to(result), right.to(result), alpha=scale * factor)
+
+    def _is_packed_transposed(self, plan: AdapterPlan, name: str, stored: tuple[int, ...]) -> bool:
+        """Whether the model stores experts as (inputs, outputs)."""
+        parameter = self._find(plan, name)
+        if self._modules is not None and parameter in self._modules.packed:
+            return self._modules.packed[parameter]
+        if stored[0] == stored[1]:
+            raise UsageError(
+                f"{parameter} holds square matrices, and no config beside {self._base.path} says whether their rows "
+                "are inputs or outputs.",
+                cure="Name the model's folder, with its config.json.",
+            )
+        return stored != plan.parts[name].shape
 
     def _add(
         self,
@@ -283,22 +420,14 @@ class _Baking:
                 raise UsageError(f"{plan.path}: {name} has {change.numel()} entries, the model {current.numel()}.")
             _add_rows(result, rows, change.reshape(current.shape), factor)
             return
-        module = name.removesuffix(".weight")
+        module = name
         part = plan.parts[module]
-        transposed = current.ndim == 2 and self._is_transposed(plan, module, part.shape, current)
+        transposed = self._is_transposed(plan, module, part.shape, tuple(current.shape))
         shape = tuple(current.T.shape) if transposed else (len(current), math.prod(current.shape[1:]))
         if shape != part.shape:
-            raise UsageError(
-                f"{plan.path}: the change of {module} is {part.shape[0]} × {part.shape[1]}, the model's weight "
-                f"{shape[0]} × {shape[1]}.",
-                cure="Name the model that the adapter was trained on.",
-            )
+            raise _other_shape(plan, module, part.shape, shape)
         if not part.converts:
             down, up, scale = self._factors(part)
-            if len(rows) == 1 and not transposed:
-                start, stop = rows[0]
-                result[start:stop].flatten(1).addmm_(up.to(result), down.to(result), alpha=scale * factor)
-                return
             change = (up.to(result) @ down.to(result)) * scale
         else:
             weight = current.T if transposed else current
@@ -310,13 +439,22 @@ class _Baking:
         change, _ = load_part(self._stores[part.file], "", part, None)
         return change.down, change.up, change.scale
 
-    def _is_transposed(self, plan: AdapterPlan, module: str, shape: tuple[int, int], current: Tensor) -> bool:
+    def _is_transposed(self, plan: AdapterPlan, module: str, shape: tuple[int, int], stored: tuple[int, ...]) -> bool:
         """Return whether the model stores the weight as (inputs, outputs)."""
+        if len(stored) != 2:
+            return False
         if self._modules is not None:
             return module in self._modules.transposed or any(
                 name.endswith(f".{module}") for name in self._modules.transposed
             )
-        return plan.transposed or (shape[0] != shape[1] and tuple(current.shape) == (shape[1], shape[0]))
+        return plan.transposed or (shape[0] != shape[1] and stored == (shape[1], shape[0]))
+
+
+def _other_shape(plan: AdapterPlan, name: str, own: tuple[int, int], model: tuple[int, ...]) -> UsageError:
+    return UsageError(
+        f"{plan.path}: the change of {name} is {own[0]} × {own[1]}, the model's weight {' × '.join(map(str, model))}.",
+        cure="Name the model that the adapter was trained on.",
+    )
 
 
 def _add_rows(result: Tensor, rows: Sequence[tuple[int, int]], change: Tensor, factor: float) -> None:

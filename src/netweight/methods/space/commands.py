@@ -431,7 +431,8 @@ def _space(folder: Path, *, written: bool = False) -> Result:
         "config": about["config"], "bank": about["bank"], "accuracy": accuracy.to_json(),
     }  # fmt: skip
     step = (f"netweight space sample {folder} --count 8 --out points.json",) if written else ()
-    return Result(lines, payload=payload, written=(folder,) * written, next=step)
+    warnings = [accuracy.warning] if accuracy.warning else []
+    return Result(lines, payload=payload, warnings=warnings, written=(folder,) * written, next=step)
 
 
 def _remarks(accuracy: Accuracy) -> list[str]:

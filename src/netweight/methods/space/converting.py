@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from netweight.methods.space.lora_files import checked_modules, named_model, with_model
+from netweight.methods.space.lora_files import checked_modules, named_model, parameters_of, with_model
 from netweight.methods.space.settings import ConvertSettings
 from netweight.store.lora_formats import metadata as headers
 from netweight.store.lora_formats.other_kinds import Conversion
 from netweight.store.lora_formats.reading import load_converted, plan_adapter
-from netweight.store.lora_formats.writing import Exported, Style, export_adapter, layout_like
+from netweight.store.lora_formats.writing import Exported, Style, certain_naming, export_adapter, layout_like
 
 _ANY_RANK = 1 << 30
 
@@ -44,8 +44,9 @@ def convert_file(adapter: Path, path: Path, how: ConvertSettings, *, overwrite: 
     same_style = layout == plan.layout == "comfyui"
     written = export_adapter(
         found.adapter, path, rank=how.rank, energy=how.energy, layout=layout, overwrite=overwrite,
-        base=how.base or plan.base, kernels=plan.kernels, naming=plan.naming,
+        base=how.base or plan.base, kernels=plan.kernels, naming=certain_naming(plan, layout),
         metadata=headers.kept(plan.metadata, how.rank), transposed=plan.transposed,
+        parameters=parameters_of(model),
         style=Style(plan.kohya_ends, plan.has_alphas) if same_style else None,
     )  # fmt: skip
     # What the two steps leave out is orthogonal, and the second's share is of what the first has kept.

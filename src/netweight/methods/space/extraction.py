@@ -1,6 +1,7 @@
 """Extracting a LoRA from a model and its fine-tune: the best low-rank changes of the matrices that training changed.
 
-What cannot be in the LoRA (embeddings, norms, added tokens, packed experts) is left out by name, with the reason, and
+What cannot be in the LoRA (norms, added tokens, packed experts outside of peft's layout) and embeddings that were not
+chosen are left out by name, with the reason, and
 the error is over everything that changed, what was left out included.
 """
 
@@ -26,6 +27,7 @@ from netweight.store.lora_formats.base_weights import BaseWeights
 from netweight.store.lora_formats.identify import component_of
 from netweight.store.lora_formats.parts import Layout, take_rows
 from netweight.store.lora_formats.scales import scaled_up
+from netweight.store.lora_formats.targets import EMBEDDING, expert_name
 from netweight.store.lora_formats.writing import Exported, write_exported
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ _EMBEDDING = re.compile(
     r"(^|.*[._])(embed|embedding|embeddings|embed_tokens|tokens|wte|wpe|shared|relative_attention_bias"
     r"|position_embedding|token_embedding)"
 )
+_POSITION = re.compile(r"relative_attention_bias$")  # an embedding of distances, not of tokens
 _HEAD = re.compile(r"(^|.*\.)(lm_head|embed_out|output_projection)")
 # GPT-2's Conv1D stores (inputs, outputs); these names are known where no config says so.
 _CONV1D = re.compile(r"(^|.*\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)")
@@ -97,6 +100,7 @@ def extract_files(
         written = write_exported(
             changed, path, error=task.error(adapter), layout=layout, overwrite=overwrite, kernels=kernels,
             base=how.base or str(base), naming=after.naming or before.naming, transposed=transposed,
+            parameters=None if modules is None else tuple(modules.parameters),
         )  # fmt: skip
     left_out = {**task.left_out, **written.left_out}
     remarks = [f"Architecture: {after.naming.title}."] if after.naming else []
@@ -247,9 +251,34 @@ class _Extraction:
             return
         if self._unwanted(module, name, change):
             return
+        if self._is_packed(name):
+            yield from self._of_experts(name, change, self._dtype(after.dtype))
+            return
+        if self._is_own_embedding(name, module):
+            yield _Change(module + EMBEDDING, change, (), self._dtype(after.dtype))
+            return
         kernel = tuple(change.shape[2:])
         change = change.T if self.is_transposed(module) else change.flatten(1)
         yield _Change(module, change, kernel, self._dtype(after.dtype))
+
+    def _of_experts(self, name: str, change: Tensor, dtype: torch.dtype) -> Iterator[_Change]:
+        """The experts of a packed parameter that changed, one by one."""
+        assert self._modules is not None  # it says which parameters are packed
+        numbers = [number for number, one in enumerate(change) if one.any()]
+        self.changed += len(numbers) - 1
+        for number in numbers:
+            one = change[number].T if self._modules.packed[name] else change[number]
+            yield _Change(expert_name(name, number, len(change)), one, (), dtype)
+
+    def _is_packed(self, name: str) -> bool:
+        """Whether a parameter holds the experts that peft's layout has a place for."""
+        return self._layout == "peft" and self._modules is not None and name in self._modules.packed
+
+    def _is_own_embedding(self, name: str, module: str) -> bool:
+        """Whether an embedding is to be in the LoRA: attention's own, such as T5's, or a chosen one."""
+        if self._layout != "peft" or not self._is_embedding(name) or not name.endswith(".weight"):
+            return False
+        return _POSITION.search(module) is not None or (self._chosen is not None and module in self._chosen)
 
     def _difference(self, name: str, before: Tensor, after: Tensor) -> Tensor | None:
         """Return the change, or None without one; added rows are left out and listed."""
@@ -286,8 +315,12 @@ class _Extraction:
             embeds = _EMBEDDING.fullmatch(module) is not None
         else:
             embeds = module in self._modules.embeddings
-        if embeds:
-            return "an embedding, which no linear LoRA changes"
+        if embeds and not self._is_own_embedding(name, module):
+            peft = self._layout == "peft" and self._modules is not None
+            chosen = "; --modules that name it would have it" if peft else ""
+            return f"an embedding, which no linear LoRA changes{chosen}"
+        if embeds or self._is_packed(name):
+            return None
         if change.ndim < 2:
             if kind != "bias" or self._layout == "peft":
                 return "a norm or another vector" if kind != "bias" else "a bias, which peft's LoRA has no place for"
@@ -296,8 +329,10 @@ class _Extraction:
                 return "a norm or another vector"
             return None
         if self._modules is not None and module not in self._modules.shapes:
-            packed = change.ndim == 3 and name in self._modules.parameters
-            return "experts packed into one tensor" if packed else "not the weight of a linear layer or convolution"
+            packed = name in self._modules.packed
+            if packed:
+                return "experts packed into one tensor, which only peft's layout has a place for"
+            return "not the weight of a linear layer or convolution"
         if kind != "weight" or (self._modules is None and change.ndim == 3 and "conv" not in name):
             return "experts packed into one tensor" if change.ndim == 3 else "not the weight of a module"
         return None

@@ -13,6 +13,7 @@ from netweight.hf.model_modules import ModelModules, model_modules
 from netweight.nn.lora import Adapter
 from netweight.store.lora_formats.model_names import ModelNames
 from netweight.store.lora_formats.naming import Naming, naming_called, namings
+from netweight.store.lora_formats.targets import EMBEDDING, expert_of, parameter_of
 
 
 @final
@@ -51,11 +52,10 @@ def named_model(model: str | None) -> NamedModel:
 
 def with_model(model: NamedModel) -> ModelNames | None:
     """The model's names of modules, for reading files whose names do not say enough."""
-    return (
-        None
-        if model.modules is None
-        else ModelNames([*model.modules.shapes, *(name.rpartition(".")[0] for name in model.modules.parameters)])
-    )
+    if model.modules is None:
+        return None
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in model.modules.parameters)
+    return ModelNames([*model.modules.shapes, *owners], tuple(model.modules.parameters))
 
 
 def checked_modules(adapter: Adapter, model: NamedModel) -> None:
@@ -69,14 +69,40 @@ def checked_modules(adapter: Adapter, model: NamedModel) -> None:
         return
     shapes: Mapping[str, tuple[int, int]] = model.modules.shapes
     for name, change in adapter.factors.items():
+        if (stored := _stored_otherwise(name, model.modules)) is not None:
+            if stored != change.shape:
+                raise _other_shape(name, change.shape, stored)
+            continue
         if name not in shapes:
             near = ", ".join(nearest_names(name, shapes))
             raise NameNotFound(
                 f"The model has no module {name!r}.", cure=f"It is of another model; the nearest names are {near}."
             )
         if shapes[name] != change.shape:
-            raise UsageError(
-                f"The change of {name} is {change.shape[0]} × {change.shape[1]}, the model's module "
-                f"{shapes[name][0]} × {shapes[name][1]}.",
-                cure="Name the model that the adapter was trained on (--model).",
-            )
+            raise _other_shape(name, change.shape, shapes[name])
+
+
+def parameters_of(model: NamedModel) -> tuple[str, ...] | None:
+    """The model's parameters in their order, or None where no model was named."""
+    return None if model.modules is None else tuple(model.modules.parameters)
+
+
+def _stored_otherwise(name: str, modules: ModelModules) -> tuple[int, int] | None:
+    """Rows and columns of an embedding, or of an expert of a packed parameter; None for other names."""
+    parameter, expert = parameter_of(name), expert_of(name)
+    if expert is None and not name.endswith(EMBEDDING):
+        return None
+    shape = modules.parameters.get(parameter)
+    if shape is None or (expert and (parameter not in modules.packed or shape[0] != expert[2])):
+        near = ", ".join(nearest_names(parameter, modules.parameters))
+        raise NameNotFound(f"The model has no {name}.", cure=f"It is of another model; the nearest names are {near}.")
+    if expert and modules.packed[parameter]:
+        return shape[2], shape[1]
+    return shape[-2], shape[-1]
+
+
+def _other_shape(name: str, own: tuple[int, int], model: tuple[int, int]) -> UsageError:
+    return UsageError(
+        f"The change of {name} is {own[0]} × {own[1]}, the model's module {model[0]} × {model[1]}.",
+        cure="Name the model that the adapter was trained on (--model).",
+    )

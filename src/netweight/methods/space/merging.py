@@ -14,13 +14,20 @@ import torch
 from netweight.core.names import Select
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.methods.space.lora_files import checked_modules, named_model, with_model
+from netweight.methods.space.lora_files import checked_modules, named_model, parameters_of, with_model
 from netweight.methods.space.settings import MergeSettings
 from netweight.nn.lora import Adapter, LowRank, side_by_side, truncate
 from netweight.store.lora_formats import metadata as headers
 from netweight.store.lora_formats.parts import AdapterPlan
 from netweight.store.lora_formats.reading import load_plan, plan_adapter
-from netweight.store.lora_formats.writing import Exported, Style, layout_for, layout_like, write_exported
+from netweight.store.lora_formats.writing import (
+    Exported,
+    Style,
+    certain_naming,
+    layout_for,
+    layout_like,
+    write_exported,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,10 +69,10 @@ def merge_files(adapters: Sequence[Path], path: Path, how: MergeSettings, *, ove
         adapter, path, error=kept.relative_error, layout=layout, overwrite=overwrite,
         base=how.base or next((plan.base for plan in plans if plan.base), None),
         kernels={name: kernel for plan in plans for name, kernel in plan.kernels.items()},
-        naming=next((plan.naming for plan in plans if plan.naming), None),
+        naming=next((naming for plan in plans if (naming := certain_naming(plan, layout))), None),
         metadata=headers.union([(plan.path, plan.metadata) for plan in plans], weights),
         style=Style(first.kohya_ends, first.has_alphas) if layout == first.layout == "comfyui" else None,
-        transposed=any(plan.transposed for plan in plans),
+        transposed=any(plan.transposed for plan in plans), parameters=parameters_of(model),
     )  # fmt: skip
     remarks = dict.fromkeys(remark for plan in plans for remark in plan.remarks)
     return replace(written, remarks=(*remarks, *written.remarks))

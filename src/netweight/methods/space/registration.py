@@ -191,6 +191,16 @@ COMMANDS: tuple[Entry, ...] = (
         arguments=(Argument("adapter", "path"), _DST, OVERWRITE),
     ),
     Command(
+        "space resize",
+        lazy(f"{_SETTINGS}:ResizeSettings"),
+        run=lazy(f"{_COMMANDS}:convert"),
+        summary="Make an adapter smaller: convert it to a lower rank in its own layout.",
+        description="Each module gets the leading components of its change, at most --rank of them or as many as keep "
+        "--energy of its square. The error is printed. `space convert` also changes layout and kind.",
+        example="netweight space resize lora.safetensors smaller.safetensors --rank 8",
+        arguments=(Argument("adapter", "path"), _DST, OVERWRITE),
+    ),
+    Command(
         "space extract",
         lazy(f"{_SETTINGS}:ExtractSettings"),
         run=lazy(f"{_COMMANDS}:extract"),

@@ -125,6 +125,11 @@ class BaseWeights:
             )
         return found[0]
 
+    def tensor_called(self, name: str) -> str | None:
+        """The one tensor of the files that has this name, or one that ends in it; None if there is none."""
+        ends = [tensor for tensor in self.tensors if tensor == name or tensor.endswith(f".{name}")]
+        return ends[0] if len(ends) == 1 else None
+
     def parameter(self, name: str) -> Tensor:
         """Read a parameter as the values that it means; fp8 with scales becomes fp32."""
         import torch
@@ -140,6 +145,39 @@ class BaseWeights:
             whole = dequantized(place.store, place.tensor, self._names[id(place.store)])
             pieces += [whole[start:stop] for start, stop in place.rows] if place.rows else [whole]
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+    def blocks(self, parameter: str) -> dict[str, tuple[int, int]] | None:
+        """Find where the tensors of files lie in a parameter that several of them make up, such as one expert each.
+
+        Args:
+            parameter: The parameter, with its component.
+
+        Returns:
+            Tensor → expert, and number of the block of rows that it is there; None where tensors are no such blocks.
+        """
+        import torch
+
+        component, own = component_of(parameter)
+        conversion = self._conversions.get(component)
+        names = [place.tensor for place in self.places[parameter]]
+        if conversion is None:
+            return None
+        # Small tensors of numbers that occur once are assembled as the large ones would be.
+        probes = {name: torch.arange(6.0).view(2, 3) + 6 * number for number, name in enumerate(names)}
+        try:
+            whole = conversion.assemble(own, probes)
+        except (RuntimeError, ValueError, IndexError):
+            return None
+        if whole.ndim != 3 or whole.numel() != 6 * len(names) or whole.shape[1] % 2 or whole.shape[2] != 3:
+            return None
+        found: dict[str, tuple[int, int]] = {}
+        for expert, matrix in enumerate(whole):
+            for block, rows in enumerate(matrix.split(2)):
+                name = names[int(rows[0, 0]) // 6]
+                if not torch.equal(rows, probes[name]):
+                    return None
+                found[name] = expert, block
+        return found if len(found) == len(names) else None
 
     def read(self, tensor: str) -> Tensor:
         """Read a tensor of the files as the values that it means."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
 
@@ -38,6 +38,8 @@ _DENOISERS = (
     "model.diffusion_model.", "diffusion_model.", "transformer_2.", "transformer.", "unet.", "pipe.dit.", "dit.",
     "conditional_transformer.", "module.", "net.",
 )  # fmt: skip
+_NOTED = 1000  # points of a table that the trainer's note in the header names
+_COMPONENTS = ("transformer_2.", "transformer.", "unet.")
 # Names of layers that transformers' language models share with some diffusion models.
 _BODY = (
     r"transformer\.(h|encoder|wte|wpe|word_embeddings)\b.*"
@@ -76,8 +78,8 @@ class Identity:
     """How the file writes most names."""
     unknown: tuple[str, ...] = ()
     """Modules of a diffusion model in no table, which keep their names."""
-    others: tuple[str, ...] = ()
-    """Titles of further architectures that call all these modules alike."""
+    others: tuple[Naming, ...] = ()
+    """The tables of further architectures in which all these names mean the same modules."""
 
     def sentence(self) -> str:
         """Say what was recognized."""
@@ -89,8 +91,14 @@ class Identity:
                 f"Architecture unknown: {len(self.unknown)} modules such as {first} are in no table of names, and keep "
                 "their names."
             )
-        alike = f" (or {', '.join(self.others)}, which call these modules alike)" if self.others else ""
-        kept = f"; {len(self.unknown)} modules such as {first} are not in its table, and keep their names"
+        alike = (
+            f" (or {', '.join(each.title for each in self.others)}, which call these modules alike)"
+            if self.others
+            else ""
+        )
+        several = len(self.unknown) > 1
+        kept = f"; {len(self.unknown)} modules such as {first} are" if several else f"; the module {first} is"
+        kept += f" not in its table, and {'keep their names' if several else 'keeps its name'}"
         return f"Architecture: {self.naming.title}{alike}{kept if self.unknown else ''}."
 
 
@@ -151,7 +159,7 @@ def identify(
     rest = [each for each in written if not each.encoder]
     pieces: dict[str, tuple[Piece, ...]] = {}
     chosen: Naming | None = None
-    others: tuple[str, ...] = ()
+    others: tuple[Naming, ...] = ()
     unknown: list[str] = []
     if model is not None:
         for each in list(rest):
@@ -160,11 +168,22 @@ def identify(
                 rest.remove(each)
     if rest:
         chosen, others = _choose(rest, shapes, where, notes or {}, naming, whole_model)
+        # Names without a prefix are of one model: all of a diffusion model's authors, or all of another model.
+        bare = [each for each in rest if not each.denoises and not each.flattened]
+        authors = chosen is None and any(map(_authors_name, bare))
+        authors = authors and not any(_LANGUAGE.fullmatch(each.paths[-1]) for each in bare)
+        if authors:
+            chosen, others = _choose(
+                [replace(each, denoises=True) for each in rest], shapes, where, notes or {}, naming, whole_model
+            )
+            spelled = [] if chosen is None else [match for each in rest if (match := _match(each, chosen)) is not None]
+            if any(match.names == "diffusers" and not match.is_authors for match in spelled):
+                chosen, others, authors = None, (), False  # a mixture of both spellings is of neither
         for each in rest:
             found = None if chosen is None else _pieces(each, chosen, shapes[each.name])
             if found:
                 pieces[each.name] = found
-            elif chosen is None and not each.denoises and not each.flattened and not _authors_name(each):
+            elif chosen is None and not each.denoises and not each.flattened and not authors:
                 pieces[each.name] = (Piece(_own_name(each, component)),)
             else:
                 pieces[each.name] = (Piece(_kept(each, where, chosen, model)),)
@@ -210,11 +229,13 @@ def _read(name: str, component: str | None) -> _Written:
     while following := next((each for each in _DENOISERS if names[-1].startswith(each)), None):
         names.append(names[-1].removeprefix(following))
         start = start or following
+        if following in _COMPONENTS:
+            break  # what follows a component is a module's own name, whatever it begins with
     # Language models call their body `transformer`, too, and wrappers call what they hold `module`.
     says = start not in ("", "module.", "net.") and not (start == "transformer." and _LANGUAGE_BODY.fullmatch(plain))
     spelling: Spelling = "peft"
     if says:
-        spelling = "diffusers" if start in ("transformer.", "transformer_2.", "unet.") else "comfyui"
+        spelling = "diffusers" if start in _COMPONENTS else "comfyui"
     own = "transformer_2" if start == "transformer_2." else ""
     kind = {"unet.": "unet", "transformer.": "transformer", "transformer_2.": "transformer"}.get(
         start if says else "", ""
@@ -242,7 +263,7 @@ def _choose(
     notes: Mapping[str, str],
     naming: Naming | None,
     whole_model: bool,
-) -> tuple[Naming | None, tuple[str, ...]]:
+) -> tuple[Naming | None, tuple[Naming, ...]]:
     """Choose the table that knows the names, and name the others that say the same."""
     tables = [naming] if naming else [each for each in namings() if not each.component.startswith("text_encoder")]
     fitting = {
@@ -274,10 +295,17 @@ def _choose(
     best = [key for key, found in fitting.items() if len(found) == most]
     ranked = sorted(best, key=lambda key: -_evidence(by_key[key], fitting[key], written, shapes, notes))
     first = ranked[0]
+    # Behind a component of diffusers, a name that diffusers gives comes before one that authors give.
+    if same := [key for key in ranked if _keeps_all(written, fitting[key])]:
+        first, ranked = same[0], same
+    level = _evidence(by_key[first], fitting[first], written, shapes, notes)
     if most < len(written) and not whole_model:
         _refuse_two(first, fitting, by_key, written, where)
-    level = _evidence(by_key[first], fitting[first], written, shapes, notes)
-    equal = [key for key in ranked if _evidence(by_key[key], fitting[key], written, shapes, notes) == level]
+        if level < _NOTED and _like_diffusers(by_key[first], fitting[first], written):
+            return None, ()
+    # How a file is usually written decides which table comes first, and does not exclude another one.
+    known = {key: _evidence(by_key[key], fitting[key], written, shapes, notes) for key in ranked}
+    equal = [key for key in ranked if known[key] == level]
     differing = next((key for key in equal if _contradict(fitting[key], fitting[first])), None)
     if differing is not None:
         both = [each for each in fitting[first] if each in fitting[differing]]
@@ -287,7 +315,28 @@ def _choose(
             f"{by_key[differing].title} ({fitting[differing][name][0].module}).",
             cure=f"Say which (--model {first} or --model {differing}).",
         )
-    return by_key[first], tuple(by_key[key].title for key in equal[1:])
+    alike = [key for key in ranked if key != first and known[key] // 2 == level // 2
+             and not _contradict(fitting[key], fitting[first])]  # fmt: skip
+    return by_key[first], tuple(by_key[key] for key in alike)
+
+
+def _keeps_all(written: list[_Written], found: Mapping[str, tuple[Piece, ...]]) -> bool:
+    """Whether a table knows all names of a file of diffusers as they are."""
+    return all(
+        each.kind and [piece.module for piece in found.get(each.name, ())] == [each.name.removeprefix(_PEFT)]
+        for each in written
+    )
+
+
+def _like_diffusers(naming: Naming, found: Mapping[str, tuple[Piece, ...]], written: list[_Written]) -> bool:
+    """Whether names are those that diffusers gives an architecture that no table has, some of which one table knows.
+
+    Such names stay as they are. Only U-Nets with the authors' names behind `unet.` are of their table nevertheless.
+    """
+    if not all(each.kind for each in written):
+        return False
+    matches = [match for each in written if each.name in found and (match := _match(each, naming)) is not None]
+    return naming.component != "unet" or any(match.names == "diffusers" for match in matches)
 
 
 def _contradict(one: Mapping[str, tuple[Piece, ...]], other: Mapping[str, tuple[Piece, ...]]) -> bool:
@@ -303,11 +352,15 @@ def _refuse_two(
     where: Path,
 ) -> None:
     """Refuse a file in which some modules are of one architecture alone, and others of another one alone."""
+    names = {each.name for each in written}
+    numbered = {each.name for each in written if re.search(r"\.\d+\.", each.paths[-1]) or each.flattened}
     for each in written:
-        if each.name in fitting[best]:
+        if each.name in fitting[best] or each.name not in numbered:
             continue
-        key = next((key for key, found in fitting.items() if each.name in found), None)
-        alone = key and next((name for name in fitting[best] if name not in fitting[key]), None)
+        # An architecture that no table has may share some names with one, and some with another.
+        whole = (key for key, found in fitting.items() if each.name in found and names <= {*found, *fitting[best]})
+        key = next(whole, None)
+        alone = key and next((name for name in fitting[best] if name not in fitting[key] and name in numbered), None)
         if key is not None and alone:
             raise CorruptBlob(
                 f"{where} holds modules of two architectures: {alone} of {tables[best].title}, and {each.name} of "
@@ -326,7 +379,7 @@ def _evidence(
     """Return the evidence for a table among those that know the names: the trainer's note first, then shapes."""
     family = notes.get("ss_base_model_version") or notes.get("modelspec.architecture", "").partition("/")[0]
     points = 10_000 * (notes.get(ARCHITECTURE) == naming.key)
-    points += 1000 * (family != "" and any(re.fullmatch(pattern, family.lower()) for pattern in naming.families))
+    points += _NOTED * (family != "" and any(re.fullmatch(pattern, family.lower()) for pattern in naming.families))
     for each in written:
         match = _match(each, naming) if each.name in found else None
         if match is None:
@@ -337,7 +390,21 @@ def _evidence(
         for index, pattern in enumerate(match.entry.diffusers):
             if (widths := naming.columns.get(pattern)) and (match.names == "authors" or index == match.index):
                 points += 1 if columns in widths else 0
-    return 2 * points + (naming.usual != "" and all(re.fullmatch(naming.usual, each.name) for each in written))
+    return 2 * points + written_as_usual(naming, [each.name for each in written])
+
+
+def written_as_usual(naming: Naming, names: Sequence[str]) -> bool:
+    """Whether all names are written as files of an architecture usually are.
+
+    Behind peft's prefix only the authors' names count: trainers write these so with scale 1, and peft itself writes
+    the names of diffusers, whose scale lies in its settings.
+    """
+    if not naming.usual or not all(re.fullmatch(naming.usual, name) for name in names):
+        return False
+    if not any(name.startswith(_PEFT) for name in names):
+        return True
+    matches = (_match(_read(name, None), naming) for name in names)
+    return all(match is None or match.is_authors for match in matches)
 
 
 def _authors_name(each: _Written) -> bool:

@@ -16,10 +16,13 @@ class ModelNames:
 
     Args:
         modules: The names.
+        parameters: The names of all parameters, in the order in which the model declares them, if they are known.
     """
 
-    def __init__(self, modules: Iterable[str]) -> None:
+    def __init__(self, modules: Iterable[str], parameters: Sequence[str] | None = None) -> None:
         self._names = set(modules)
+        self.parameters = parameters
+        """The names of all parameters in their order; None where they are not known."""
         self._older = {name.replace(_TEXT_MODEL, ".", 1): name for name in self._names}
         self._flat: dict[str, list[str]] = {}
         for name in sorted(self._names):

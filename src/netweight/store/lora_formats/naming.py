@@ -108,6 +108,11 @@ class Match:
         return [Piece(module, ((end - share, end),)) for module, share, end in zip(modules, shares, ends, strict=True)]
 
     @property
+    def is_authors(self) -> bool:
+        """Whether the authors call the module so, whoever else does."""
+        return self.names == "authors" or self.entry.authors == self.entry.diffusers[self.index]
+
+    @property
     def authors(self) -> str:
         """The authors' name of the module."""
         return _filled(self.entry.authors, self.numbers)
@@ -195,7 +200,8 @@ def namings() -> tuple[Naming, ...]:
     import yaml
 
     folder = Path(__file__).parent / "namings"
-    tables = [_read(path, yaml.safe_load(path.read_text("utf-8"))) for path in sorted(folder.glob("*.yaml"))]
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, where PyYAML was built with it
+    tables = [_read(path, yaml.load(path.read_text("utf-8"), Loader=loader)) for path in sorted(folder.glob("*.yaml"))]
     order = {key: place for place, key in enumerate(_FIRST)}
     return tuple(sorted(tables, key=lambda each: order.get(each.key, len(order))))
 

@@ -214,11 +214,6 @@ _CONVERTIBLE = (
 _KINDS = (
     (r"\.(oft|boft)_|\.oft_blocks|\.vera_lambda|\.ia3_", "no LoRA (OFT, VeRA or IA³)", _TRAIN),
     (r"\.set_weight", "weights that replace the model's own", _TRAIN),
-    (
-        r"lora_embedding_[AB]",
-        "a LoRA of an embedding, which is a matrix the other way round",
-        "Leave embeddings out of target_modules and train again.",
-    ),
 )
 _ANY = re.compile("|".join(f"(?:{pattern})" for pattern, _, _ in (*_CONVERTIBLE, *_KINDS)))
 

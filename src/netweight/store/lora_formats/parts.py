@@ -65,6 +65,8 @@ class Part:
     """Sides of a convolution's kernel; empty for a linear layer."""
     rows: Rows = ()
     """Ranges of the file's rows that are this module's, in order; empty for all as they are."""
+    expert: tuple[int, int] | None = None
+    """Of a packed parameter, whose factors are those of all experts: which one, and of how many."""
 
     @property
     def converts(self) -> bool:
@@ -108,6 +110,8 @@ class AdapterPlan:
     """Parameter name → where its change lies, for biases, norms and others that are not matrices."""
     naming: Naming | None = None
     """The names of its architecture, if it is a known one."""
+    alike: tuple[Naming, ...] = ()
+    """Further architectures in which the file's names mean the same modules of diffusers."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The file's own metadata, whole."""
     remarks: tuple[str, ...] = ()
@@ -197,6 +201,11 @@ def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
 
 def _pair(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path) -> Structure:
     """The structure of a LoRA, or of one with Tucker's core."""
+    if "embedding_A" in shapes and "embedding_B" in shapes:
+        tokens, sides = shapes["embedding_A"], shapes["embedding_B"]  # (rank, tokens) and (width, rank)
+        if len(tokens) != 2 or len(sides) != 2 or tokens[0] != sides[1] or not tokens[0]:
+            raise CorruptBlob(f"{file}: the factors of the embedding {name} have shapes {tokens} and {sides}.")
+        return Structure(tokens[0], (tokens[1], sides[0]), ())
     if "down" not in shapes or "up" not in shapes:
         lacking = "down (lora_A)" if "down" not in shapes else "up (lora_B)"
         raise CorruptBlob(f"{file}: {name} has no {lacking} factor.", cure="The file is incomplete: fetch it again.")
@@ -226,6 +235,10 @@ def load_part(
     from netweight.nn.lora import LowRank
 
     tensors = {role: _plain(store.get(name)) for role, name in part.tensors.items() if role not in ("alpha", "up_bias")}
+    if tensors.keys() == {"embedding_A", "embedding_B"}:
+        tensors = {"down": tensors["embedding_B"].T, "up": tensors["embedding_A"].T}
+    if part.expert is not None:
+        tensors = _own_expert(tensors, *part.expert)
     if tensors.keys() == {"down", "up"}:
         down, up = tensors["down"].flatten(1), tensors["up"].flatten(1)
         if down.dtype != up.dtype:
@@ -303,6 +316,13 @@ def dense_change(store: Store, name: str, part: Part, weight: Tensor) -> Tensor:
     if values.numel() != weight.shape[0 if of_rows else 1]:
         raise CorruptBlob(f"{part.file}: the magnitude of {name} has shape {tuple(values.shape)}.")
     return with_magnitude(change, weight, values, by_row=of_rows)
+
+
+def _own_expert(tensors: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
+    """The factors of one expert; peft puts those of all below each other in `down`, and takes turns in `up`."""
+    down, up = tensors["down"], tensors["up"]
+    rank = len(down) // count
+    return {"down": down[number * rank : (number + 1) * rank], "up": up.reshape(-1, rank, count)[:, :, number]}
 
 
 def _own_rows(change: LowRank, rows: Rows) -> LowRank:

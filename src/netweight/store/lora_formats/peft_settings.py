@@ -27,7 +27,6 @@ _OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ do
     "use_dora": CONVERT_DORA,
     "modules_to_save": "Train without modules_to_save: these modules are whole, no low-rank change.",
     "trainable_token_indices": "Train without trainable_token_indices.",
-    "target_parameters": "Train with target_modules instead.",
     "layer_replication": "Train without layer_replication.",
     "alora_invocation_tokens": "Train without alora_invocation_tokens.",
     "use_qalora": "Train with use_qalora=False.",
@@ -62,6 +61,10 @@ class LoraSettings:
     """The model's name, if it is known."""
     transposed: bool = False
     """Whether the model stores these weights as (inputs, outputs), as GPT-2's `Conv1D` does (`fan_in_fan_out`)."""
+    parameters: tuple[str, ...] = ()
+    """Names of the parameters, or their ends, that are changed without a module (`target_parameters`)."""
+    unsloth: bool = False
+    """Whether Unsloth trained it, some releases of which arrange the factors of experts otherwise than peft."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: Path, *, converts: bool = False) -> Self:
@@ -97,6 +100,8 @@ class LoraSettings:
             bool(values.get("use_rslora")),
             base if isinstance(base, str) else None,
             bool(values.get("fan_in_fan_out")),
+            tuple(map(str, values.get("target_parameters") or ())),
+            "unsloth" in str(values.get("auto_mapping")),
         )
 
     @classmethod
@@ -107,10 +112,14 @@ class LoraSettings:
         except ValueError as error:
             raise CorruptBlob(f"{path} is not a JSON ({error}).", cure="Fetch the file again.") from error
 
+    def rank_of(self, module: str) -> int:
+        """Return a module's rank."""
+        return int(_matching(self.ranks, module, self.rank))
+
     def scale(self, module: str, rank: int | None, where: Path) -> float:
         """Return a module's scale."""
         # `rank`: None where its tensors do not tell it
-        stated = int(_matching(self.ranks, module, self.rank))
+        stated = self.rank_of(module)
         rank = stated if rank is None else rank
         if stated != rank:
             raise CorruptBlob(
@@ -122,26 +131,34 @@ class LoraSettings:
 
     def to_json(self, modules: list[str]) -> dict[str, Any]:
         """Return the fields of peft's `LoraConfig` for these modules."""
-        return {
-            "peft_type": "LORA",
-            "base_model_name_or_path": self.base,
-            "r": self.rank,
-            "lora_alpha": _plain(self.alpha),
-            "rank_pattern": dict(self.ranks),
-            "alpha_pattern": {name: _plain(alpha) for name, alpha in self.alphas.items()},
-            "target_modules": modules,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "use_rslora": self.root,
-            "fan_in_fan_out": self.transposed,
-            "inference_mode": True,
-        } | ({"task_type": "CAUSAL_LM"} if any(_LANGUAGE.match(name) for name in modules) else {})
+        return (
+            {
+                "peft_type": "LORA",
+                "base_model_name_or_path": self.base,
+                "r": self.rank,
+                "lora_alpha": _plain(self.alpha),
+                "rank_pattern": dict(self.ranks),
+                "alpha_pattern": {name: _plain(alpha) for name, alpha in self.alphas.items()},
+                "target_modules": [name for name in modules if name not in self.parameters],
+                "lora_dropout": 0.0,
+                "bias": "none",
+                "use_rslora": self.root,
+                "fan_in_fan_out": self.transposed,
+                "inference_mode": True,
+            }
+            | ({"target_parameters": list(self.parameters)} if self.parameters else {})
+            | ({"task_type": "CAUSAL_LM"} if any(_LANGUAGE.match(name) for name in modules) else {})
+        )
 
 
 def settings_for(
-    scales: Mapping[str, tuple[float, int]], base: str | None = None, *, transposed: bool = False
+    scales: Mapping[str, tuple[float, int]],
+    base: str | None = None,
+    *,
+    transposed: bool = False,
+    parameters: tuple[str, ...] = (),
 ) -> LoraSettings:
-    """Find the settings that give modules their scales."""
+    """Find the settings that give modules, and parameters among them, their scales."""
     if not scales:
         raise UsageError("An adapter needs at least one module.")
     alphas = {name: alpha_of(scale, rank) for name, (scale, rank) in scales.items()}
@@ -154,6 +171,7 @@ def settings_for(
         {_pattern(name, scales): own for name, own in alphas.items() if own != alpha},
         base=base,
         transposed=transposed,
+        parameters=parameters,
     )
 
 

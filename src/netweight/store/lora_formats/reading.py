@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +15,7 @@ from netweight.nn.lora import Adapter, LowRank, Truncation
 from netweight.store.lora_formats import metadata as headers
 from netweight.store.lora_formats import peft_settings as peft
 from netweight.store.lora_formats.base_weights import BaseWeights
-from netweight.store.lora_formats.identify import COMPONENTS, Identity, identify
+from netweight.store.lora_formats.identify import COMPONENTS, Identity, identify, written_as_usual
 from netweight.store.lora_formats.model_names import ModelNames
 from netweight.store.lora_formats.naming import Naming, Piece
 from netweight.store.lora_formats.other_kinds import Conversion, refuse_kinds
@@ -30,6 +29,15 @@ from netweight.store.lora_formats.parts import (
     refuse_pickle,
     take_rows,
     with_rows,
+)
+from netweight.store.lora_formats.targets import (
+    EMBEDDING,
+    expert_name,
+    expert_of,
+    in_order,
+    module_of,
+    nested_names,
+    targeted,
 )
 from netweight.store.lora_formats.tensor_names import Role, take_all_apart
 from netweight.store.reader import Store, open_store
@@ -184,9 +192,7 @@ def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
             model=task.model,
         )
         # Some trainers write peft's prefix into files of scale 1; their tables say so.
-        usual = identity.naming is not None and bool(
-            identity.naming.usual and re.match(identity.naming.usual, names[0])
-        )
+        usual = identity.naming is not None and written_as_usual(identity.naming, list(located))
         without_scale = identity.spelling != "comfyui" and not usual
         if without_scale and any(name.startswith(peft.PREFIX) for name in names):
             raise UsageError(
@@ -209,7 +215,7 @@ def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
         identity = replace(identity, unknown=tuple(name for name in identity.unknown if name not in bare))
         return AdapterPlan(
             path, layout, parts, bases.pop() if len(bases) == 1 else headers.base_model(header),
-            headers.summary(header), None, vectors, identity.naming, header,
+            headers.summary(header), None, vectors, identity.naming, identity.others, header,
             tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends, has_alphas,
         )  # fmt: skip
 
@@ -292,6 +298,8 @@ def _rough_shape(store: Store, roles: Mapping[Role, str]) -> tuple[int, int]:
     shapes = {role: store.info(name).shape for role, name in roles.items()}
     if "up" in shapes and "down" in shapes and len(shapes["up"]) > 1 and len(shapes["down"]) > 1:
         return shapes["up"][0], math.prod(shapes["down"][1:])
+    if "embedding_A" in shapes and "embedding_B" in shapes:
+        return shapes["embedding_A"][-1], shapes["embedding_B"][0]
     if "hada_w1_a" in shapes and "hada_w1_b" in shapes:
         side = 1 if "hada_t1" in shapes else 0
         return shapes["hada_w1_a"][side], math.prod(shapes["hada_w1_b"][1:])
@@ -329,6 +337,7 @@ def _parts(
             first = pieces[0].module
             whole = plan_part(file, store, written, factors, partial(scales.of, first, roles), conversion)
             scale = whole.scale
+            embeds = EMBEDDING if "embedding_A" in factors else ""
             for piece in pieces:
                 if piece.module in parts:
                     other = next(iter(parts[piece.module].tensors.values()))
@@ -336,7 +345,7 @@ def _parts(
                         f"{file} holds {piece.module} under two names: {other} and {next(iter(factors.values()))}.",
                         cure="Fetch the file again, or remove one of the two.",
                     )
-                parts[piece.module] = with_rows(whole, piece.rows)
+                parts[piece.module + embeds] = with_rows(whole, piece.rows)
         elif not flat:
             raise CorruptBlob(
                 f"{file}: {written} has no down (lora_A) factor and no up (lora_B) factor, but {roles['alpha']!r}.",
@@ -384,21 +393,84 @@ def _plan_peft(file: Path, task: _Task) -> AdapterPlan:
         header = store.files[0].metadata
         inside = header.get(headers.COMPONENT)
         component = inside or (file.parent.name if file.parent.name in COMPONENTS else None)
-        identity = identify(
-            {name: _rough_shape(store, roles) for name, roles in located.items()},
-            file,
-            notes=header,
-            naming=task.naming,
-            model=task.model,
-            component=component,
-        )
-        scales = _PeftScales(config, settings, {piece.module: name for name, pieces in identity.pieces.items()
-                                                for piece in pieces})  # fmt: skip
-        parts, vectors = _parts(file, store, located, identity, scales, task.conversion)
+        experts = _experts(file, store, located, settings, task)
+        identity = Identity(None, {}, "peft")
+        vectors: dict[str, VectorPart] = {}
+        parts: dict[str, Part] = {}
+        if located:
+            identity = identify(
+                {name: _rough_shape(store, roles) for name, roles in located.items()},
+                file,
+                notes=header,
+                naming=task.naming,
+                model=task.model,
+                component=component,
+            )
+            scales = _PeftScales(config, settings, {piece.module: name for name, pieces in identity.pieces.items()
+                                                    for piece in pieces})  # fmt: skip
+            parts, vectors = _parts(file, store, located, identity, scales, task.conversion)
+        parts |= experts
+        if experts and settings.unsloth:
+            remarks.append(
+                "Unsloth trained this adapter of experts. It is read as peft defines the file; releases of Unsloth "
+                "that arrange lora_B by experts mean another change, and the file does not say which release it was."
+            )
     return AdapterPlan(
-        file.parent, "peft", parts, settings.base, {}, None, vectors, identity.naming, header,
+        file.parent, "peft", parts, settings.base, {}, None, vectors, identity.naming, identity.others, header,
         tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends, transposed=settings.transposed,
     )  # fmt: skip
+
+
+def _experts(
+    file: Path,
+    store: Store,
+    located: dict[str, dict[Role, str]],
+    settings: peft.LoraSettings,
+    task: _Task,
+) -> dict[str, Part]:
+    """Plan the experts of packed parameters (`target_parameters`), and take their tensors out of `located`."""
+    owners: dict[str, list[str]] = {}
+    for written in located:
+        if found := targeted(written.removeprefix(peft.PREFIX), settings.parameters):
+            owners.setdefault(found[0], []).append(written)
+    lacking = [pattern for pattern in settings.parameters
+               if not any(targeted(owner, [pattern]) for owner in owners)]  # fmt: skip
+    if lacking:
+        raise CorruptBlob(
+            f"{file} holds no factors of {lacking[0]}, which its settings name among target_parameters.",
+            cure=f"Fetch {peft.CONFIG} and {peft.WEIGHTS} again.",
+        )
+    order = None if task.model is None else task.model.parameters
+    parts: dict[str, Part] = {}
+    for owner, names in owners.items():
+        found = targeted(owner, settings.parameters)
+        assert found is not None  # it was above
+        parameters = list(found[2])
+        if len(names) != len(parameters):
+            raise CorruptBlob(
+                f"{file}: {owner} has {len(names)} pairs of factors for {len(parameters)} parameters: "
+                f"{', '.join(parameters)}.",
+                cure=f"Fetch {peft.CONFIG} and {peft.WEIGHTS} again.",
+            )
+        nested = nested_names(in_order(parameters, order, file.parent))
+        for parameter in parameters:
+            written = next(name for name in names if name.removeprefix(peft.PREFIX) == nested[parameter])
+            roles = located.pop(written)
+            rank = settings.rank_of(parameter)
+            whole = plan_part(file, store, parameter, roles, lambda _: 1.0, None)
+            if whole.rank % rank:
+                raise CorruptBlob(
+                    f"{file}: {parameter} has factors of {whole.rank} ranks, which its rank {rank} does not divide.",
+                    cure=f"Fetch {peft.CONFIG} and {peft.WEIGHTS} again.",
+                )
+            count, scale = whole.rank // rank, settings.scale(parameter, rank, file)
+            if count == 1 and parameter.endswith(".weight"):
+                parts[parameter.removesuffix(".weight")] = replace(whole, scale=scale)
+                continue
+            for number in range(count):
+                one = replace(whole, scale=scale, rank=rank, expert=(number, count))
+                parts[expert_name(parameter, number, count)] = one
+    return parts
 
 
 class _PeftScales(_Scales):
@@ -444,6 +516,10 @@ def _only_file(folder: Path) -> Path:
 
 
 def _own(model: ModelNames, name: str, where: Path) -> str:
+    if expert_of(name) or name.endswith(EMBEDDING):
+        module = module_of(name)
+        if (own := model.own(module)) is not None:
+            return own + name.removeprefix(module)
     own = model.own(name)
     if own is None:
         error = model.not_found(name)

@@ -3,6 +3,7 @@
 ….lora_A.weight  ….lora_A.default.weight  ….lora_down.weight  ….lora.down.weight  ….to_q_lora.down.weight     down
 ….lora_B.weight  ….lora_up.weight  ….lora_linear_layer.up.weight                                             up
 ….alpha                                                                                                     alpha
+….lora_embedding_A  ….lora_embedding_B                     factors of an embedding, the other way round
 ….diff_b  ….diff  ….w_norm  ….b_norm  ….diff_m                  changes of vectors and other whole parameters
 ….lora_B.bias                                                                      a change of a bias, scaled
 ….hada_w1_a  ….lokr_w1  ….dora_scale  …                                          other kinds (`other_kinds`)
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 from typing import final
 
 Role = str
-"""`down`, `up`, `alpha`, `up_bias`, or the name that a tensor of another kind has (`hada_w1_a`, `diff_b`, …)."""
+"""`down`, `up`, `alpha`, `up_bias`, `embedding_A`, `embedding_B`, or the name that a tensor of another kind has
+(`hada_w1_a`, `diff_b`, …)."""
 
 _OTHER = re.compile(
     r"(?P<module>.+)\.(?P<role>hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|lora_mid|dora_scale"
     r"|lora_magnitude_vector|diff_b|diff_m|diff|w_norm|b_norm)(?:\.weight|\.[^.]+\.weight|\.default)?"
 )
+_EMBEDDING = re.compile(r"(?P<module>.+)\.lora_(?P<role>embedding_[AB])(?:\.[^.]+)?")
 _BIAS = re.compile(r"(?P<module>.+)\.(?:lora_B(?:\.[^.]+)?|lora_up|lora\.up|lora_linear_layer\.up)\.bias")
 _FACTOR = re.compile(
     r"(?P<module>.+?)(?:\.lora_(?P<side>[AB])(?:\.(?!weight$)[^.]+)?"
@@ -57,6 +60,8 @@ def take_apart(name: str) -> TensorName | None:
         return TensorName(f"{head}.{stream}.{what}", way)
     name = name.replace(".processor.", ".")
     if match := _OTHER.fullmatch(name):
+        return TensorName(match["module"], match["role"])
+    if match := _EMBEDDING.fullmatch(name):
         return TensorName(match["module"], match["role"])
     if match := _BIAS.fullmatch(name):
         return TensorName(match["module"], "up_bias")

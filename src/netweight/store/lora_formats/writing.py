@@ -10,13 +10,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.core.files import refuse_existing, whole_file
-from netweight.errors import CorruptBlob, UsageError
+from netweight.errors import CorruptBlob, NetweightError, UsageError
 from netweight.nn.lora import Adapter, LowRank, truncate
 from netweight.store.lora_formats import metadata as headers
 from netweight.store.lora_formats import peft_settings as peft
@@ -28,10 +28,12 @@ from netweight.store.lora_formats.identify import (
     identify,
     identify_modules,
 )
-from netweight.store.lora_formats.naming import Match, Naming, flat
+from netweight.store.lora_formats.model_names import ModelNames
+from netweight.store.lora_formats.naming import Match, Naming, flat, namings
 from netweight.store.lora_formats.parts import AdapterPlan, Layout, take_rows
 from netweight.store.lora_formats.reading import load_plan, plan_adapter
 from netweight.store.lora_formats.scales import alpha_of, scaled_up
+from netweight.store.lora_formats.targets import EMBEDDING, expert_of, experts_joined, in_order, module_of, nested_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,6 +90,7 @@ def write_adapter(
     metadata: Mapping[str, str] | None = None,
     style: Style | None = None,
     transposed: bool = False,
+    parameters: Sequence[str] | None = None,
 ) -> Path:
     """Write one adapter, each file whole or not at all, and read it back.
 
@@ -105,6 +108,7 @@ def write_adapter(
         metadata: Entries of the file's header, such as trigger words.
         style: How ComfyUI's layout writes factors; by default `lora_A`, `lora_B` and no alphas.
         transposed: Whether the model stores these weights as (inputs, outputs), for peft.
+        parameters: The model's parameters in their order, which decides on how peft nests adapters of packed ones.
 
     Returns:
         The file, or peft's folder.
@@ -117,16 +121,29 @@ def write_adapter(
     """
     path, kernels, metadata = Path(path), dict(kernels or {}), dict(metadata or {})
     _check_kernels(adapter, kernels)
-    adapter = _in_names_of_diffusers(adapter, naming)
+    adapter, naming = _in_names_of_diffusers(adapter, naming)
     layout = layout or layout_for(adapter)
     if layout == "peft":
-        written = _write_peft(adapter, path, kernels, base, overwrite, metadata, transposed)
-        _read_back(adapter, written, None)
+        written = _write_peft(adapter, path, kernels, base, overwrite, metadata, transposed, parameters)
+        _read_back(adapter, written, None, parameters)
         return written
+    if special := next((name for name in adapter.factors if name.endswith("]")), None):
+        kind = "an expert of a packed parameter" if expert_of(special) else "an embedding"
+        raise UsageError(
+            f"{special.partition('[')[0]} is {kind}, which the layout {layout} has no place for.",
+            cure="Choose --layout peft, or bake the adapter into the model (netweight space bake).",
+        )
     file = path if path.suffix == ".safetensors" else path / peft.DIFFUSERS_WEIGHTS
     if layout == "diffusers":
         tensors, own = _diffusers_content(adapter, kernels, base)
     elif layout in ("kohya", "comfyui"):
+        unknown = [name for name in adapter.factors if component_of(name)[0] == AUTHORS]
+        if layout == "kohya" and unknown:
+            raise UsageError(
+                f"{component_of(unknown[0])[1]} is in no table of names, so its dots could not be found again in "
+                "kohya's flattened names.",
+                cure="Keep its name (--layout comfyui), or say the architecture (--model NAME).",
+            )
         style = style or Style(layout == "kohya", layout == "kohya")
         naming = naming or _naming_for(adapter, layout)
         tensors = _authors_tensors(adapter, kernels, naming, flattened=layout == "kohya", style=style)
@@ -137,22 +154,39 @@ def write_adapter(
     if file != path:
         path.mkdir(parents=True, exist_ok=True)
     _write_safetensors(file, tensors, {"format": "pt"} | metadata | own, overwrite)
-    _read_back(adapter, file, naming if layout != "diffusers" else None)
+    try:
+        _read_back(adapter, file, naming if layout != "diffusers" else None)
+    except NetweightError:
+        file.unlink()  # a file that means something else is worse than none
+        raise
     return file
 
 
-def _in_names_of_diffusers(adapter: Adapter, naming: Naming | None) -> Adapter:
-    """Rename and split modules that are in their authors' names, where a table knows them."""
+def is_known(module: str, naming: Naming | None) -> bool:
+    """Whether a table knows a module of a pipeline, so that its flattened name can be read again."""
+    component, rest = component_of(module)
+    if component.startswith("text_encoder"):
+        table = next(each for each in namings() if each.component == "text_encoder")
+        return table.match(rest) is not None
+    return naming is not None and naming.of_diffusers(module) is not None
+
+
+def _in_names_of_diffusers(adapter: Adapter, naming: Naming | None) -> tuple[Adapter, Naming | None]:
+    """Rename and split modules that are in their authors' names, where a table knows them, and name that table."""
     own = {name: change.shape for name, change in adapter.factors.items() if component_of(name)[0] == AUTHORS}
+    if naming is not None:
+        own = {name: shape for name, shape in own.items() if naming.match(component_of(name)[1]) is not None}
+    elif any(component_of(name)[0] in _DENOISERS for name in adapter.factors):
+        own = {}  # those that are left are in no table
     if not own:
-        return adapter
+        return adapter, naming
     identity = identify(own, Path("adapter"), naming=naming)
     factors = {name: change for name, change in adapter.factors.items() if name not in own}
     for name in own:
         change = adapter.factors[name]
         for piece in identity.pieces[name]:
             factors[piece.module] = LowRank(change.down, take_rows(change.up, piece.rows), change.scale)
-    return Adapter(factors, adapter.vectors)
+    return Adapter(factors, adapter.vectors), identity.naming
 
 
 def layout_for(adapter: Adapter) -> Layout:
@@ -161,6 +195,28 @@ def layout_for(adapter: Adapter) -> Layout:
     if AUTHORS in components:
         return "comfyui"
     return "peft" if "" in components else "diffusers"
+
+
+def certain_naming(plan: AdapterPlan, layout: Layout) -> Naming | None:
+    """The table for what is made of a file, where a layout in the authors' names needs one that is certain.
+
+    Raises:
+        UsageError: The file may be of two architectures, whose authors call these modules differently.
+    """
+    naming = plan.naming
+    if naming is None or layout not in ("comfyui", "kohya") or layout == plan.layout or naming.component == "unet":
+        return naming
+    for other in plan.alike:
+        for module in plan.parts:
+            one, two = naming.of_diffusers(module), other.of_diffusers(module)
+            written = flat if layout == "kohya" else str
+            if one is not None and two is not None and written(one.authors) != written(two.authors):
+                raise UsageError(
+                    f"{plan.path} may be of {naming.title} or of {other.title}: both call its modules alike in "
+                    f"diffusers, and their authors call {module} {one.authors} and {two.authors}.",
+                    cure=f"Say which (--model {naming.key} or --model {other.key}).",
+                )
+    return naming
 
 
 def layout_like(plan: AdapterPlan, adapter: Adapter, path: Path) -> Layout:
@@ -200,10 +256,11 @@ def export_adapter(
 
 def write_exported(adapter: Adapter, path: str | Path, *, error: float, **how: Any) -> Exported:
     """Write an adapter and say what was written; `how` are arguments of `write_adapter`."""
-    adapter = _in_names_of_diffusers(adapter, how.get("naming"))
+    adapter, naming = _in_names_of_diffusers(adapter, how.get("naming"))
     layout = how.get("layout") or layout_for(adapter)
-    adapter, left_out = _without_unsaid(adapter, layout)
-    written = write_adapter(adapter, path, **{**how, "layout": layout})
+    naming = naming or (_naming_for(adapter, layout) if layout == "kohya" else None)
+    adapter, left_out = _without_unsaid(adapter, layout, naming)
+    written = write_adapter(adapter, path, **{**how, "layout": layout, "naming": naming})
     ranks = [change.rank for change in adapter.factors.values()]
     changed = len(adapter.factors) + len(adapter.vectors) + len(left_out)
     return Exported(
@@ -211,10 +268,16 @@ def write_exported(adapter: Adapter, path: str | Path, *, error: float, **how: A
     )
 
 
-def _without_unsaid(adapter: Adapter, layout: Layout) -> tuple[Adapter, dict[str, str]]:
+def _without_unsaid(adapter: Adapter, layout: Layout, naming: Naming | None) -> tuple[Adapter, dict[str, str]]:
     """Leave out vectors that a layout has no names for: all of peft's, and those of no module in diffusers'."""
-    if not adapter.vectors or layout in ("kohya", "comfyui"):
+    if not adapter.vectors or layout == "comfyui":
         return adapter, {}
+    if layout == "kohya":
+        # Behind flattened names, dots are found again only for names in a table.
+        unsaid = {name for name in adapter.vectors if not is_known(name.rpartition(".")[0], naming)}
+        reason = "no table knows its module, so its flattened name could not be read again"
+        kept = {name: change for name, change in adapter.vectors.items() if name not in unsaid}
+        return Adapter(adapter.factors, kept), dict.fromkeys(sorted(unsaid), reason)
     kept = {}
     if layout == "diffusers":
         biases = {name for name in adapter.vectors if name.endswith(".bias")}
@@ -398,6 +461,11 @@ def _place(
     if naming is None or component.startswith("text_encoder") or component == AUTHORS:
         return component, rest, None
     match = naming.of_diffusers(name)
+    if component == f"{naming.component}_2":
+        raise UsageError(
+            f"{name} is of the pipeline's second denoiser, and files in the authors' names are of one model.",
+            cure="Choose --layout diffusers, which keeps both.",
+        )
     if match is None:
         raise UsageError(
             f"{name} is not in the table of {naming.title}, so what its authors call it is not known.",
@@ -514,14 +582,20 @@ def _write_peft(
     overwrite: bool,
     metadata: Mapping[str, str],
     transposed: bool,
+    parameters: Sequence[str] | None,
 ) -> Path:
     if path.suffix == ".safetensors":
         raise UsageError(f"peft keeps an adapter in a folder, and {path} is a file.", cure="Name a folder.")
     scales: dict[str, dict[str, tuple[float, int]]] = {}
     parts: dict[str, tuple[str, str]] = {}
-    for module, change in adapter.factors.items():
-        parts[module] = component_of(module)
-        scales.setdefault(parts[module][0], {})[parts[module][1]] = (change.scale, change.rank)
+    packed = experts_joined({name: change for name, change in adapter.factors.items() if expert_of(name)})
+    plain = {name: change for name, change in adapter.factors.items() if not expert_of(name)}
+    for name, change in plain.items():
+        parts[name] = component_of(name.removesuffix(EMBEDDING))
+        scales.setdefault(parts[name][0], {})[parts[name][1]] = (change.scale, change.rank)
+    for name, (change, rank) in packed.items():
+        parts[name] = component_of(name)
+        scales.setdefault(parts[name][0], {})[parts[name][1]] = (change.scale, rank)
     folders = {part: path if len(scales) == 1 else path / (part or "model") for part in scales}
     path.mkdir(parents=True, exist_ok=True)
     for folder in folders.values():
@@ -530,14 +604,27 @@ def _write_peft(
             refuse_existing(folder / name, overwrite=overwrite)
     for component, folder in folders.items():
         tensors: dict[str, Tensor] = {}
-        for module, change in adapter.factors.items():
+        for module, change in plain.items():
             if parts[module][0] == component:
                 name = f"{peft.PREFIX}{parts[module][1]}"
+                if module.endswith(EMBEDDING):
+                    tensors[f"{name}.lora_embedding_A"], tensors[f"{name}.lora_embedding_B"] = (
+                        change.up.T,
+                        change.down.T,
+                    )
+                    continue
                 down, up = _shaped(change, kernels.get(module, ()))
                 tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = down, up
+        own_packed = [parts[name][1] for name in packed if parts[name][0] == component]
+        for name, (change, _) in packed.items():
+            if parts[name][0] == component:
+                same = [each for each in own_packed if each.rpartition(".")[0] == parts[name][1].rpartition(".")[0]]
+                nested = nested_names(in_order(same, parameters, path))[parts[name][1]]
+                tensors[f"{peft.PREFIX}{nested}.lora_A.weight"] = change.down
+                tensors[f"{peft.PREFIX}{nested}.lora_B.weight"] = change.up
         own = {headers.COMPONENT: component} if component else {}
         _write_safetensors(folder / peft.WEIGHTS, tensors, {"format": "pt"} | dict(metadata) | own, overwrite)
-        settings = peft.settings_for(scales[component], base, transposed=transposed)
+        settings = peft.settings_for(scales[component], base, transposed=transposed, parameters=tuple(own_packed))
         values = settings.to_json(sorted(scales[component]))
         with whole_file(folder / peft.CONFIG, overwrite=overwrite) as file:
             file.write(json.dumps(values, indent=2, sort_keys=True).encode())
@@ -553,10 +640,12 @@ def _write_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapp
         out.write(safetensors.torch.save(plain, dict(metadata)))
 
 
-def _read_back(adapter: Adapter, written: Path, naming: Naming | None) -> None:
+def _read_back(adapter: Adapter, written: Path, naming: Naming | None, parameters: Sequence[str] | None = None) -> None:
     """Read what was written and compare every module, so that no file is left that means something else."""
+    nested = parameters is not None and any(expert_of(name) for name in adapter.factors)
+    model = ModelNames(map(module_of, adapter.factors), parameters) if nested else None
     try:
-        plan = plan_adapter(written)
+        plan = plan_adapter(written, model)
     except UsageError:  # names that several architectures have; the file was made of one that was said
         plan = plan_adapter(written, naming=naming)
     if not all(change.down.isfinite().all() and change.up.isfinite().all() for change in adapter.factors.values()):
@@ -568,9 +657,9 @@ def _read_back(adapter: Adapter, written: Path, naming: Naming | None) -> None:
     missing = sorted(name for name in (*adapter.factors, *adapter.vectors) if _plain_name(name) not in present)
     if missing:
         raise CorruptBlob(
-            f"{written} was written, but reading it back finds no {missing[0]}"
-            + (f", nor {len(missing) - 1} others." if len(missing) > 1 else "."),
-            cure="Do not use the file; choose another layout (--layout diffusers).",
+            f"{written} cannot hold this adapter: what was written lacks {missing[0]} when it is read back"
+            + (f", and {len(missing) - 1} others." if len(missing) > 1 else "."),
+            cure="Choose another layout (--layout diffusers).",
         )
     for name, change in adapter.factors.items():
         _compare(written, name, change, factors[_plain_name(name)])
@@ -585,6 +674,6 @@ def _compare(written: Path, name: str, change: LowRank, again: LowRank) -> None:
     difference = square + again.inner(again) - 2 * change.inner(again) if change.shape == again.shape else math.inf
     if difference > max(_TOLERANCE**2 * square, 1e-12 * square):
         raise CorruptBlob(
-            f"{written} was written, but reading it back finds another change of {name}.",
-            cure="Do not use the file; choose another layout (--layout diffusers).",
+            f"{written} cannot hold this adapter: what was written has another change of {name} when it is read back.",
+            cure="Choose another layout (--layout diffusers).",
         )
