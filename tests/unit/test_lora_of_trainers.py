@@ -196,7 +196,7 @@ def test_what_is_no_factor_is_named(tmp_path):
     file = tmp_path / "ia3.safetensors"
     name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to"
     save_file(factors({f"{name}_k": ONE}, KOHYA, alpha=2) | {f"{name}_q.on_input": torch.ones(1)}, file)
-    with pytest.raises(Unsupported, match="on_input' is no factor of a LoRA"):
+    with pytest.raises(Unsupported, match="on_input' is not a factor of a LoRA"):
         plan_adapter(file)
 
 
