@@ -1,4 +1,4 @@
-"""The denoisers of diffusers pipelines: what each is given beside latents, and how its pipeline embeds prompts.
+"""The denoisers of diffusers pipelines: their inputs beside latents, and the embedding of prompts by their pipelines.
 
 Stable Diffusion's U-Net, SDXL's, PixArt's transformer, and the transformers of joint attention of SD3 and Flux. Adding
 a kind is a class here and a line in `denoiser_of`.
@@ -94,11 +94,11 @@ class Denoiser:
     """
 
     flow = False
-    """Whether it is one of flow matching."""
+    """True if it is one of flow matching."""
     multiple = 1
-    """What the sides of its latents are multiples of."""
+    """Divisor of the sides of its latents."""
     guided_inside = False
-    """Whether guidance is an input of the network, or nothing to it, so that no second prediction is made."""
+    """True if guidance is an input of the network, or nothing to it, so that no second prediction is made."""
 
     def __init__(self, network: Any, pipeline: Any) -> None:
         self.network = network
@@ -149,7 +149,7 @@ class Denoiser:
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Device of the network."""
         return next(self.network.parameters()).device  # type: ignore[no-any-return]
 
     @property

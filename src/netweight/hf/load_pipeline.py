@@ -279,7 +279,7 @@ class PipelineModel:
 
 
 def _at_once(height: int, width: int) -> int:
-    """How many pictures an autoencoder is given at a time, whose memory grows with their pixels."""
+    """Return the number of pictures that an autoencoder is given at a time; its memory grows with their pixels."""
     return max(1, _PIXELS // (height * width))
 
 

@@ -1,4 +1,4 @@
-"""How latents and noise are mixed at a timestep, and what a denoiser's output says of both.
+"""Noise schedules: the mixture of latents and noise at a timestep, and predictions that follow from an output.
 
 There are two kinds. Diffusion that preserves variance has a table of noise levels and networks that predict noise,
 velocity or the sample; flow matching, as in SD3 and Flux, mixes in straight lines, and its networks predict the
@@ -38,7 +38,7 @@ class NoiseSchedule(ABC):
     @property
     @abstractmethod
     def trained(self) -> Literal["velocity", "noise", "sample"]:
-        """What the denoiser was trained to predict."""
+        """Quantity that the denoiser was trained to predict."""
 
     @abstractmethod
     def shares(self, timestep: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class Flow(NoiseSchedule):
         return scheduler
 
     evenly = False
-    """Whether the pipeline's own call gives noise levels from 1 to 1 divided by the number of steps, as Flux's does."""
+    """True if the pipeline's own call gives noise levels from 1 to 1 divided by the number of steps, as Flux's does."""
 
 
 def noise_schedule(scheduler: Any, *, flow: bool) -> NoiseSchedule:

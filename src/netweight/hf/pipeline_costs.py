@@ -1,4 +1,4 @@
-"""What work on a text-to-image pipeline will take, before it begins: time and memory, measured on one of each kind.
+"""Plans of work on a text-to-image pipeline, before it begins: time and memory, measured on one of each kind.
 
 A command says of which parts its work consists, as `Stage`s: how many predictions of the denoiser, with or without
 gradients, how many pictures to decode or encode, how many prompts to embed. `measured_plan` runs one of each on the
@@ -33,7 +33,7 @@ class Stage:
     """A part of a command's work, and how often it asks the pipeline's networks."""
 
     name: str
-    """What is done, in a few words."""
+    """Name of the step, in a few words."""
     predictions: int = 0
     """Latents that the denoiser is run on without gradients; guidance above 1 makes two of each."""
     gradients: int = 0
@@ -45,7 +45,7 @@ class Stage:
     prompts: int = 0
     """Prompts that are embedded."""
     more: bool = False
-    """Whether it may take more than this, since what is found decides how long it goes on."""
+    """True if it may take more than this, since its results decide how long it goes on."""
 
     @classmethod
     def images(cls, name: str, count: int, *, guidance: float, steps: int, more: bool = False) -> Stage:
@@ -73,7 +73,7 @@ class UnitCosts:
 @final
 @dataclass(frozen=True)
 class CostPlan:
-    """What a command will take."""
+    """Time and memory of a command's work."""
 
     stages: tuple[Stage, ...]
     units: UnitCosts
@@ -197,16 +197,16 @@ def measured_plan(
 @final
 @dataclass(frozen=True)
 class Descent:
-    """How gradients are taken."""
+    """A descent on gradients, for the plan of its memory."""
 
     rows: int
     """Latents that go forwards and backwards at a time."""
     trained: int = 0
     """Number of weights that AdamW trains; with 0 gradients are those of something else, such as embeddings."""
     float32: bool = False
-    """Whether the denoiser is in float32 meanwhile, whatever it is stored in."""
+    """True if the denoiser is in float32 meanwhile, whatever it is stored in."""
     recomputed: bool = True
-    """Whether little of a pass is kept for the way back, where latents are large."""
+    """True if little of a pass is kept for the way back, where latents are large."""
 
 
 def _descended(

@@ -75,9 +75,9 @@ class WeightFile:
     path: Path
     """Relative to the pipeline's folder."""
     variant: str
-    """What its name says beside the usual one, such as `fp16` or `non_ema`; empty for the usual name."""
+    """Part of its name beside the usual one, such as `fp16` or `non_ema`; empty for the usual name."""
     safe: bool
-    """Whether it is a safetensors file; otherwise it is a `.bin` file of PyTorch."""
+    """True if it is a safetensors file; otherwise it is a `.bin` file of PyTorch."""
 
 
 @final

@@ -107,9 +107,12 @@ def _nothing() -> dict[str, float]:
 class Text:
     """Prompts as the denoiser's cross-attention receives them."""
 
-    states: Tensor  # shape `(n, tokens, width)`
-    mask: Tensor | None = None  # shape `(n, tokens)`, True where a token counts; None where all do
-    pooled: Tensor | None = None  # shape `(n, width)`, what networks such as SDXL's take beside attention; else None
+    states: Tensor
+    """Shape `(n, tokens, width)`."""
+    mask: Tensor | None = None
+    """Shape `(n, tokens)`, True where a token counts; None where all do."""
+    pooled: Tensor | None = None
+    """Shape `(n, width)`, what networks such as SDXL's take beside attention; else None."""
 
     def __len__(self) -> int:
         """Return the number of prompts."""
@@ -140,8 +143,10 @@ class Text:
 class Prediction:
     """A denoiser's prediction, whatever it was trained to predict (noise, velocity or sample)."""
 
-    noise: Tensor  # the noise in them, of their shape
-    sample: Tensor  # the clean latents, of their shape
+    noise: Tensor
+    """The noise in them, of their shape."""
+    sample: Tensor
+    """The clean latents, of their shape."""
 
 
 class TextToImage(Protocol):

@@ -32,14 +32,19 @@ PLAIN_PROMPTS = (
 class Prepared:
     """Models, images and settings of a search, read and checked."""
 
-    subjects: tuple[Subject, ...]  # the base, the edited pipeline, and further ones
-    pairs: tuple[MemorizedPair, ...]  # memorized pairs
-    controls: tuple[MemorizedPair, ...]  # pairs that were given as never trained on
+    subjects: tuple[Subject, ...]
+    """The base, the edited pipeline, and further ones."""
+    pairs: tuple[MemorizedPair, ...]
+    """Memorized pairs."""
+    controls: tuple[MemorizedPair, ...]
+    """Pairs that were given as never trained on."""
     targets: tuple[Target, ...]
-    unrelated: tuple[str, ...]  # prompts to start from
+    unrelated: tuple[str, ...]
+    """Prompts to start from."""
     settings: SearchSettings
     descriptor: Descriptor
-    wanted: Wanted  # which subject is which
+    wanted: Wanted
+    """The names of the subject before the edit and after it."""
 
     @property
     def goal(self) -> str:

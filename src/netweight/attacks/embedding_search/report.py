@@ -39,11 +39,14 @@ from netweight.report.text import Conclusion, Criterion, Words, worst
 class Wanted:
     """The subjects of a search report and its targets."""
 
-    unedited: str = "original"  # name of the subject before any edit
-    edited: str | None = None  # name of the subject whose edit the others are measured against; None for none
-    # Least steps to bring planted images back, as a multiple of those in `edited`, that other edited subjects are to
-    # need; None asks for nothing.
+    unedited: str = "original"
+    """Name of the subject before any edit."""
+    edited: str | None = None
+    """Name of the subject whose edit the others are measured against; None for none."""
     least_resistance: float | None = None
+    """Least steps to bring planted images back, as a multiple of those in `edited`, that other edited subjects are
+    to need; None asks for nothing.
+    """
 
 
 def search_section(

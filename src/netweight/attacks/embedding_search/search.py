@@ -41,11 +41,15 @@ Outcome = Literal["found", "resisted", "diverged"]
 class Evaluation:
     """Images generated from an embedding, compared with the target."""
 
-    step: int  # steps taken before
+    step: int
+    """Steps taken before."""
     similarities: tuple[float, ...]
-    loss: float | None  # denoising error of the step before; None before the first
-    moved: float  # root mean square of what was added to the embedding, as a share of that of the start
-    guidance: float | None = None  # the scale, of those compared, whose images are nearest to the target
+    loss: float | None
+    """Denoising error of the step before; None before the first."""
+    moved: float
+    """Root mean square of what was added to the embedding, as a share of that of the start."""
+    guidance: float | None = None
+    """The scale, of those compared, whose images are nearest to the target."""
 
     @property
     def score(self) -> float:
@@ -59,12 +63,17 @@ class Trial:
     """One search from one starting point."""
 
     start: Start
-    number: int  # which of the restarts from there, with this rate
+    number: int
+    """Number of the restart from there, with this rate."""
     outcome: Outcome
-    steps: int | None  # steps to success, as far as evaluations resolve them; None without
-    last: int  # steps taken; without success, more are needed than these
-    looks: tuple[Evaluation, ...]  # in the order of steps
-    lr: float | None = None  # learning rate; None for attacks without one
+    steps: int | None
+    """Steps to success, as far as evaluations resolve them; None without."""
+    last: int
+    """Steps taken; without success, more are needed than these."""
+    looks: tuple[Evaluation, ...]
+    """In the order of steps."""
+    lr: float | None = None
+    """Learning rate; None for attacks without one."""
 
     @property
     def best(self) -> Evaluation | None:
@@ -85,10 +94,14 @@ class Trial:
 class Searched:
     """Result of the searches for one target."""
 
-    trials: tuple[Trial, ...]  # one per starting point
-    text: Text  # the embeddings at the end, in their order
-    before: Tensor  # images of the first evaluation, shape `(trials, images, 3, height, width)`
-    after: Tensor  # images of each trial's best evaluation, of the same shape
+    trials: tuple[Trial, ...]
+    """One per starting point."""
+    text: Text
+    """The embeddings at the end, in their order."""
+    before: Tensor
+    """Images of the first evaluation, shape `(trials, images, 3, height, width)`."""
+    after: Tensor
+    """Images of each trial's best evaluation, of the same shape."""
 
 
 def search(
@@ -342,9 +355,12 @@ class Target:
     """An image to be brought back."""
 
     name: str
-    prompt: str  # the prompt that it was trained with, or one like it for an image that was not
-    image: Tensor  # shape `(3, height, width)`, within 0 and 1
-    trained: bool = True  # whether the unedited model was trained on it; False for controls
+    prompt: str
+    """The prompt that it was trained with, or one like it for an image that was not."""
+    image: Tensor
+    """Shape `(3, height, width)`, within 0 and 1."""
+    trained: bool = True
+    """True if the unedited model was trained on it; False for controls."""
 
 
 def turned(target: Target) -> Target:
@@ -357,12 +373,15 @@ def turned(target: Target) -> Target:
 class Subject:
     """A model to be searched."""
 
-    name: str  # different from those of other subjects
+    name: str
+    """Its name, different from those of other subjects."""
     model: TextToImage
-    # Changes the model for a block and yields what is then searched, such as a mitigation that works by hooks; None
-    # searches the model as it is.
     mitigated: Callable[[TextToImage], AbstractContextManager[TextToImage]] | None = None
-    setting: str = ""  # distinguishes mitigations, such as neurons in JSON: the model's digest does not
+    """Changes the model for a block and yields what is then searched, such as a mitigation that works by hooks;
+    None searches the model as it is.
+    """
+    setting: str = ""
+    """Distinguishes mitigations, such as neurons in JSON: the model's digest does not."""
 
 
 @dataclass(frozen=True)
@@ -374,10 +393,12 @@ class _RunConfig:
     setting: str
     target: str
     prompt: str
-    image: str  # digest of the target's image
+    image: str
+    """Digest of the target's image."""
     unrelated: tuple[str, ...]
     settings: SearchSettings
-    similarity: str  # name of the similarity function
+    similarity: str
+    """Name of the similarity function."""
     seed: int
 
 
@@ -388,10 +409,12 @@ class Run:
 
     subject: str
     target: str
-    trained: bool  # whether the unedited model was trained on the target
+    trained: bool
+    """True if the unedited model was trained on the target."""
     seed: int
     digest: str
-    trials: tuple[Trial, ...]  # one per start and restart
+    trials: tuple[Trial, ...]
+    """One per start and restart."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -403,12 +426,15 @@ class Run:
 class Comparison:
     """All searches of a comparison."""
 
-    runs: tuple[Run, ...]  # in the order of subjects, targets and seeds
+    runs: tuple[Run, ...]
+    """In the order of subjects, targets and seeds."""
     settings: SearchSettings
-    similarity: str  # name of the similarity function
-    # Subject, target and the last line of the traceback of every run that failed.
+    similarity: str
+    """Name of the similarity function."""
     failures: tuple[tuple[str, str, str], ...] = ()
-    seconds: float = 0.0  # time of all runs, added up
+    """Subject, target and the last line of the traceback of every run that failed."""
+    seconds: float = 0.0
+    """Time of all runs, added up."""
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -536,9 +562,12 @@ def _run(result: Result[_RunConfig], target: Target) -> Run:
 class Images:
     """Images that the embeddings of a run generate, and the embeddings."""
 
-    before: Tensor  # images of the first evaluation, shape `(trials, images, 3, height, width)`, within 0 and 1
-    after: Tensor  # images of each trial's best evaluation
-    states: Tensor  # embeddings at the end, shape `(trials, tokens, width)`
+    before: Tensor
+    """Images of the first evaluation, shape `(trials, images, 3, height, width)`, within 0 and 1."""
+    after: Tensor
+    """Images of each trial's best evaluation."""
+    states: Tensor
+    """Embeddings at the end, shape `(trials, tokens, width)`."""
 
 
 def _path(folder: Path, digest: str) -> Path:

@@ -85,18 +85,24 @@ _BLOCK = 8192  # images converted to floating point at a time when statistics ar
 class Images:
     """A labelled image data set."""
 
-    name: str  # for example "fashion-mnist"; a stand-in says so in its name, as "cifar10-jpeg" does
-    # Images, uint8 of shape `(n, channels, height, width)`, and their labels, int64 of shape `(n,)`.
+    name: str
+    """For example "fashion-mnist"; a stand-in says so in its name, as "cifar10-jpeg" does."""
     train: tuple[Tensor, Tensor]
+    """Images, uint8 of shape `(n, channels, height, width)`, and their labels, int64 of shape `(n,)`."""
     test: tuple[Tensor, Tensor]
-    classes: tuple[str, ...]  # name of each class; labels count from 0
+    classes: tuple[str, ...]
+    """Name of each class; labels count from 0."""
     _: KW_ONLY
-    # Who wrote each train and each test image, int64 of shape `(n,)`, where that is known.
     writers: tuple[Tensor, Tensor] | None = None
-    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]: what `normalized` takes away
-    std: tuple[float, ...]  # per channel, of pixels in [0, 1]: what `normalized` divides by
-    digest: str = ""  # digest of all images, labels and writers; made when it is not given
-    remarks: tuple[str, ...] = ()  # what was decided in reading pictures, and what is odd about some, in sentences
+    """Who wrote each train and each test image, int64 of shape `(n,)`, where that is known."""
+    mean: tuple[float, ...]
+    """Per channel, of pixels in [0, 1]: what `normalized` takes away."""
+    std: tuple[float, ...]
+    """Per channel, of pixels in [0, 1]: what `normalized` divides by."""
+    digest: str = ""
+    """Digest of all images, labels and writers; made when it is not given."""
+    remarks: tuple[str, ...] = ()
+    """Decisions of the reader of pictures, and oddities of some, in whole sentences."""
 
     def __post_init__(self) -> None:
         """Check the parts and take the digest."""

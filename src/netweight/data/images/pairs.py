@@ -34,7 +34,7 @@ class MemorizedPair:
     image: Tensor
     """The picture, float32 of shape `(3, height, width)`, within 0 and 1."""
     kind: Kind = "verbatim"
-    """How the picture is repeated: as it is, or its layout alone."""
+    """Kind of repetition: the picture as it is, or its layout alone."""
 
 
 @final
@@ -45,7 +45,7 @@ class Pairs:
     pairs: tuple[MemorizedPair, ...]
     """One for each row."""
     remarks: tuple[str, ...]
-    """What was decided in reading their pictures."""
+    """Decisions of the reader of their pictures."""
 
     @property
     def prompts(self) -> list[str]:

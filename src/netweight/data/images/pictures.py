@@ -25,7 +25,7 @@ from netweight.core.lazy import library
 from netweight.errors import UsageError
 
 Fit = Literal["stretch", "crop", "pad"]
-"""How a picture comes to another shape: stretched; cut to the shape in its middle; or with black bars."""
+"""Way of bringing a picture to another shape: stretched; cut to the shape in its middle; or with black bars."""
 
 # Endings of files that Pillow reads; others are opened to see.
 ENDINGS = frozenset(
@@ -56,7 +56,7 @@ class Decoded:
     splits: tuple[Tensor, ...]
     """For each split its pictures, uint8 of shape `(n, channels, height, width)`; channels are 1 if all are gray."""
     remarks: tuple[str, ...]
-    """What was decided in reading them, and what is odd about some, in whole sentences."""
+    """Decisions of the reader, and oddities of some pictures, in whole sentences."""
 
 
 @dataclass

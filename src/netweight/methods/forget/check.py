@@ -41,7 +41,7 @@ class EditCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether no image copies any memorized picture."""
+        """True if no image copies any memorized picture."""
         return not self.returning and not self.diverted
 
     @property

@@ -42,8 +42,10 @@ class Score:
     """Memorization score of a prompt."""
 
     prompt: str
-    seeds: tuple[float, ...]  # for each seed the greatest similarity of its noise difference to that of another
-    wen: float  # mean norm of conditional minus unconditional predicted noise, the score of Wen et al. 2024
+    seeds: tuple[float, ...]
+    """For each seed the greatest similarity of its noise difference to that of another."""
+    wen: float
+    """Mean norm of conditional minus unconditional predicted noise, the score of Wen et al. 2024."""
 
     @property
     def similarity(self) -> float:
@@ -66,17 +68,24 @@ class Threshold:
     """Above which a seed, or a prompt's mean, counts as memorized, and below which it counts as broken."""
 
     value: float
-    rule: str  # how it was chosen
-    seeds_below: float | None = None  # share of the calibration's seeds at or below it; None if it was given
-    # Share of the calibration's prompts whose mean lies at or below it: one minus the share of false alarms; None if it
-    # was given.
+    rule: str
+    """Rule that it was chosen by."""
+    seeds_below: float | None = None
+    """Share of the calibration's seeds at or below it; None if it was given."""
     prompts_below: float | None = None
-    prompts: int = 0  # number of ordinary prompts it was calibrated on; 0 if it was given
-    model: str | None = None  # digest of the model's denoiser it was calibrated on; None if it was given
-    # At or below which memorization counts as broken: where ordinary prompts are, not where the alarm begins. None
-    # takes `value`.
+    """Share of the calibration's prompts whose mean lies at or below it: one minus the share of false alarms; None
+    if it was given.
+    """
+    prompts: int = 0
+    """Number of ordinary prompts it was calibrated on; 0 if it was given."""
+    model: str | None = None
+    """Digest of the model's denoiser it was calibrated on; None if it was given."""
     broken: float | None = None
-    look: Mapping[str, Any] | None = None  # how prompts were scored, see `look_of`; None if it was given
+    """At or below which memorization counts as broken: where ordinary prompts are, not where the alarm begins.
+    None takes `value`.
+    """
+    look: Mapping[str, Any] | None = None
+    """Settings of detection, see `look_of`; None if it was given."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,10 +103,14 @@ class Threshold:
 class Roc:
     """ROC curve of scores that separate two sets."""
 
-    auc: float  # area under the curve: the chance that a memorized prompt scores above an ordinary one, ties half
-    false_alarms: tuple[float, ...]  # share of ordinary prompts at or above each threshold, rising from 0 to 1
-    hits: tuple[float, ...]  # share of memorized prompts at or above it
-    thresholds: tuple[float, ...]  # falling, the first infinite
+    auc: float
+    """Area under the curve: the chance that a memorized prompt scores above an ordinary one, ties half."""
+    false_alarms: tuple[float, ...]
+    """Share of ordinary prompts at or above each threshold, rising from 0 to 1."""
+    hits: tuple[float, ...]
+    """Share of memorized prompts at or above it."""
+    thresholds: tuple[float, ...]
+    """Falling, the first infinite."""
 
 
 @torch.no_grad()
@@ -310,8 +323,10 @@ def influences(config: DetectionConfig | LocalizationConfig) -> dict[str, Any]:
 class Windows:
     """Windows of structural similarity."""
 
-    kernel: int  # side of the Gaussian window in pixels, odd; its deviation is 0.15 (kernel - 1), so 1.5 for 11
-    weights: tuple[float, ...]  # exponent of each scale, the finest first; every further scale halves the image
+    kernel: int
+    """Side of the Gaussian window in pixels, odd; its deviation is 0.15 (kernel - 1), so 1.5 for 11."""
+    weights: tuple[float, ...]
+    """Exponent of each scale, the finest first; every further scale halves the image."""
 
 
 def windows_for(height: int, width: int) -> Windows:

@@ -159,8 +159,10 @@ class Audited:
     """Results of the audits."""
 
     findings: tuple[Finding, ...]
-    suppressed: Mapping[str, str]  # by prompt, what the edit did to its images, in words
-    searched: Mapping[str, str]  # by model, what the searches found, in words; empty if none were made
+    suppressed: Mapping[str, str]
+    """By prompt, what the edit did to its images, in words."""
+    searched: Mapping[str, str]
+    """By model, what the searches found, in words; empty if none were made."""
 
 
 def audit_folder(

@@ -120,7 +120,7 @@ class FolderForgetting(Settings):
 
     @property
     def localization(self) -> LocalizationConfig:
-        """How audits score prompts and search for neurons."""
+        """Settings with which audits score prompts and search for neurons."""
         if self.edit.name == "neurons":
             return self.neurons.localization
         return LocalizationConfig(detection=DetectionConfig(seeds=tuple(range(self.look_seeds))))

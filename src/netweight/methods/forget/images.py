@@ -41,7 +41,7 @@ class GeneratedImages:
     """Images of other edits to compare with, such as as many random neurons switched off, by name and prompt;
     memorized prompts alone suffice."""
     warnings: Sequence[str] = ()
-    """What a reader must know of them."""
+    """Remarks for readers."""
     others: Sequence[str] = ()
     """Prompts that the edit was given neither to forget nor to keep."""
 

@@ -36,11 +36,16 @@ _STAGES = ("down_blocks", "mid_block", "up_blocks")
 class ValueLayer:
     """A value layer of cross-attention; its outputs are neurons."""
 
-    name: str  # in the denoiser, ending in `attn2.to_v`
-    attention: Any  # the module that it belongs to
-    module: nn.Module  # the layer; with an adapter, what wraps it
-    width: int  # how many neurons it has
-    adapted: bool  # whether an adapter such as LoRA is at work in it
+    name: str
+    """Name in the denoiser, ending in `attn2.to_v`."""
+    attention: Any
+    """The module that it belongs to."""
+    module: nn.Module
+    """The layer; with an adapter, what wraps it."""
+    width: int
+    """Number of its neurons."""
+    adapted: bool
+    """True if an adapter such as LoRA is at work in it."""
 
     @property
     def linear(self) -> nn.Linear:
@@ -185,10 +190,14 @@ def _stage(name: str) -> int:
 class Statistics:
     """Mean and deviation of every neuron's activation over prompts."""
 
-    means: Mapping[str, Tensor]  # for each layer, float64 of shape `(width,)`, in the order of `value_layers`
-    deviations: Mapping[str, Tensor]  # the same, float64 of shape `(width,)`; unbiased
-    prompts: int  # how many prompts they are of
-    model: str | None  # digest of the model's denoiser; None if unknown, as in published files
+    means: Mapping[str, Tensor]
+    """For each layer, float64 of shape `(width,)`, in the order of `value_layers`."""
+    deviations: Mapping[str, Tensor]
+    """The same, float64 of shape `(width,)`; unbiased."""
+    prompts: int
+    """Number of prompts that they are of."""
+    model: str | None
+    """Digest of the model's denoiser; None if unknown, as in published files."""
 
     def z(self, activations: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the deviations of activations from their means, in standard deviations; 0 for a constant neuron."""

@@ -58,30 +58,42 @@ class Localization:
     """The neurons of one prompt."""
 
     prompt: str
-    # "resolved" if blocking the neurons brings all seeds to the threshold; "unresolved" if even the last stage did not;
-    # "not memorized" if no neuron was looked for; "failed" if the search ended in an error.
     status: Status
-    neurons: Units  # the neurons to block
-    # For each layer, those chosen before refinement, in order; repeated where both rules chose one and fidelity is
-    # "reference".
+    """"resolved" if blocking the neurons brings all seeds to the threshold; "unresolved" if even the last stage
+    did not; "not memorized" if no neuron was looked for; "failed" if the search ended in an error.
+    """
+    neurons: Units
+    """The neurons to block."""
     initial: Mapping[str, Sequence[int]]
+    """For each layer, those chosen before refinement, in order; repeated where both rules chose one and fidelity
+    is "reference".
+    """
     refined: Mapping[str, Sequence[int]]
-    theta: float | None = None  # none if there was none
-    top: int | None = None  # k of that stage
-    seeds: tuple[float, ...] = ()  # for each seed the greatest similarity to another, nothing blocked
-    kept: int = 0  # how many of them lie above the threshold
+    theta: float | None = None
+    """Theta of the stage that ended the search; None if there was none."""
+    top: int | None = None
+    """k of that stage."""
+    seeds: tuple[float, ...] = ()
+    """For each seed the greatest similarity to another, nothing blocked."""
+    kept: int = 0
+    """Number of them that lie above the threshold."""
     threshold: float | None = None
-    refinement_threshold: float | None = None  # what refinement had to keep to: the threshold, or what was reached
-    # Greatest over kept seeds of the similarity to what is predicted with nothing blocked.
+    refinement_threshold: float | None = None
+    """Similarity that refinement had to keep to: the threshold, or the one that was reached."""
     initial_similarity: float | None = None
+    """Greatest over kept seeds of the similarity to what is predicted with nothing blocked."""
     refined_similarity: float | None = None
-    rows: int = 0  # rows that went through the denoiser
-    error: str | None = None  # what went wrong
-    broken: float | None = None  # what similarities had to fall to
-    # For "detection", "initial selection" and "refinement", as far as they were gone through: "seconds" and "processor
-    # seconds" that it took, "rows" and "calls" of the denoiser; of what several prompts shared, the share of its rows.
-    # Comparisons leave it out.
+    rows: int = 0
+    """Rows that went through the denoiser."""
+    error: str | None = None
+    """Last lines of the traceback of a failed search."""
+    broken: float | None = None
+    """Similarity that had to be reached."""
     steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
+    """For "detection", "initial selection" and "refinement", as far as they were gone through: "seconds" and
+    "processor seconds" that it took, "rows" and "calls" of the denoiser; of what several prompts shared, the
+    share of its rows. Comparisons leave it out.
+    """
 
     def to_json(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "neurons"}

@@ -49,7 +49,7 @@ class Membership:
     controls_after: PictureErrors
     """Of these by the edited model."""
     given: bool
-    """Whether the controls were given; otherwise they are turned copies of the memorized pictures."""
+    """True if the controls were given; otherwise they are turned copies of the memorized pictures."""
 
     def auc(self, *, edited: bool, prompt: bool) -> float:
         """Return the area under the curve of small errors as a sign of memorized pictures: 0.5 tells nothing apart."""

@@ -50,9 +50,11 @@ class AllActive:
 class Deactivated:
     """Neurons switched off, or scaled, while the model runs."""
 
-    units: Units  # the neurons, by module of the denoiser
+    units: Units
+    """The neurons, by module of the denoiser."""
     name: str = "neurons off"
-    factor: float = 0.0  # what their outputs are multiplied by
+    factor: float = 0.0
+    """Factor of their outputs."""
 
     @contextmanager
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
@@ -108,12 +110,15 @@ class EmbeddingAdjustment:
     # prompt from that predicted without, at the noisiest timestep.
     # Source: Wen et al., ICLR 2024, section 4.
 
-    # Norm at which to stop; it depends on the model and is to be calibrated on prompts that are not memorized. None
-    # takes all iterations.
     target: float | None = None
+    """Norm at which to stop; it depends on the model and is to be calibrated on prompts that are not memorized.
+    None takes all iterations.
+    """
     lr: float = 0.05
-    iterations: int = 10  # at most so many
-    noises: int = 4  # initial noises over which the norm is averaged
+    iterations: int = 10
+    """Most iterations."""
+    noises: int = 4
+    """Initial noises over which the norm is averaged."""
     steps: int = 50
     seed: int = 0
     name: str = "embedding adjustment"
@@ -157,8 +162,10 @@ class RandomTokens:
 
     # Source: Somepalli et al. 2023 (random token addition at inference); 1, 4 and 10 are NeMo's counts.
 
-    count: int  # how many
-    words: tuple[str, ...]  # to draw from; words of one token each, if tokens are to be counted
+    count: int
+    """Number of words."""
+    words: tuple[str, ...]
+    """To draw from; words of one token each, if tokens are to be counted."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -193,9 +200,10 @@ class AttentionScaling:
 
     # Source: Ren et al., ECCV 2024, section 5.
 
-    # Returns which tokens of prompts count, shape `(prompts, tokens)`, True where they do; see
-    # `hf.load_pipeline.padding_masks`. None leaves padding alone.
     masks: Callable[[Sequence[str]], Tensor] | None = None
+    """Returns which tokens of prompts count, shape `(prompts, tokens)`, True where they do; see
+    `hf.load_pipeline.padding_masks`. None leaves padding alone.
+    """
     factor: float = 1.25
     name: str = "attention scaling"
 
@@ -275,10 +283,13 @@ class WeightPruning:
     # Source: Chavhan et al., arXiv 2406.18566, with the scores of Wanda (Sun et al. 2024); per row and over all prompts
     # at once.
 
-    ordinary: tuple[str, ...]  # prompts that are not memorized
+    ordinary: tuple[str, ...]
+    """Prompts that are not memorized."""
     share: float = 0.01
-    layers: str = "**.ff.net.2"  # linear layers, by the grammar of `Select`
-    images: int = 2  # generations per prompt over which inputs are measured, without guidance
+    layers: str = "**.ff.net.2"
+    """Linear layers, by the grammar of `Select`."""
+    images: int = 2
+    """Generations per prompt over which inputs are measured, without guidance."""
     steps: int = 10
     seed: int = 0
     name: str = "weight pruning"

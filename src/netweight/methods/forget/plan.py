@@ -1,4 +1,4 @@
-"""What the commands of `netweight forget` will take, by `--plan`: steps, time and memory, before anything is done."""
+"""Plans of the commands of `netweight forget`, for `--plan`: steps, time and memory, before anything is done."""
 
 from __future__ import annotations
 

@@ -62,32 +62,32 @@ class EditRecord:
     after: str
     """Digest of the denoiser after the edit."""
     thresholds: Mapping[str, Any]
-    """What the neurons were found with, in words or numbers; empty if unknown."""
+    """Thresholds that the neurons were found with, in words or numbers; empty if unknown."""
     prompts: Sequence[str]
     """The prompts that the edit was made for; empty if unknown."""
     environment: Mapping[str, Any]
     """Versions and machine."""
     rows: Mapping[str, Tensor]
-    """What the edit changed, as it was before: of neurons the rows from `scale_rows_`, weights of shape
+    """The weights as they were before the edit: of neurons the rows from `scale_rows_`, weights of shape
     `(neurons, inputs)` and biases of shape `(neurons,)`; of other methods whole weights by name. Empty if not kept."""
     method: str = "neurons"
     """The name of the edit."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings of a method other than neurons, with anchors and what was measured."""
     files: EditedFiles = field(default_factory=EditedFiles)
-    """What became of the files of the pipeline's folder; empty for a model in memory."""
+    """The files of the pipeline's folder, read, edited and left alone; empty for a model in memory."""
     stored: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors as files held them, named `FILE|TENSOR`, where they do not follow from `rows`: in a variant that is not
     a rounding of the one that was edited, and where a LoRA was merged."""
     check: Mapping[str, Any] = field(default_factory=dict)
-    """What a check of the edited model found: see `check.py`; empty if none was made."""
+    """Counts of the check of the edited model: see `check.py`; empty if none was made."""
 
     remarks: Sequence[str] = ()
-    """What a reader must know of what the edit was given, in whole sentences."""
+    """Remarks on the inputs of the edit, in whole sentences."""
 
     @property
     def undoable(self) -> bool:
-        """Whether the record keeps the weights as they were."""
+        """True if the record keeps the original weights."""
         return bool(self.rows or self.stored)
 
     def write(self, folder: str | Path, number: int) -> Path:

@@ -60,10 +60,12 @@ class Alignment(Protocol):
 class ImagesConfig:
     """Settings of the comparison of images."""
 
-    # None compares centered pixels, for a template on the part that stays.
     descriptor: Descriptor | None = None
-    threshold: float = COPY  # similarity from which an image is a copy
-    alignment: Alignment | None = None  # how well images follow prompts; None leaves that out
+    """None compares centered pixels, for a template on the part that stays."""
+    threshold: float = COPY
+    """Similarity from which an image is a copy."""
+    alignment: Alignment | None = None
+    """Measure of how well images follow prompts; None leaves that out."""
 
     @property
     def measure(self) -> str:
@@ -209,8 +211,10 @@ class DetectionSubject:
     memorized: Sequence[Score]
     ordinary: Sequence[Score]
     threshold: Threshold
-    after: Sequence[Score] = ()  # of the memorized ones by the edited model
-    ordinary_after: Sequence[Score] = ()  # of the ordinary ones by the edited model
+    after: Sequence[Score] = ()
+    """Of the memorized ones by the edited model."""
+    ordinary_after: Sequence[Score] = ()
+    """Of the ordinary ones by the edited model."""
 
 
 def detection(

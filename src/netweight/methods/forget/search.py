@@ -36,9 +36,12 @@ Blocked: TypeAlias = dict[str, set[int]]
 class PromptText:
     """A prompt with what the text alone decides; made by `RowMasks.read`."""
 
-    text: Text  # the prompt, one row
-    values: Mapping[str, Tensor]  # for each layer its values, shape `(1, tokens, width)`
-    keys: Mapping[str, Tensor]  # for each layer the keys beside them, shape `(1, tokens, width)`
+    text: Text
+    """The prompt, one row."""
+    values: Mapping[str, Tensor]
+    """For each layer its values, shape `(1, tokens, width)`."""
+    keys: Mapping[str, Tensor]
+    """For each layer the keys beside them, shape `(1, tokens, width)`."""
 
 
 @final
@@ -47,8 +50,10 @@ class MaskedRow:
     """A row of a batch."""
 
     prompt: PromptText
-    blocked: Blocked  # neurons by layer
-    seed: int  # number of the noise that it starts from
+    blocked: Blocked
+    """Neurons by layer."""
+    seed: int
+    """Number of the noise that it starts from."""
 
 
 @final
@@ -126,8 +131,10 @@ Request: TypeAlias = Sequence[MaskedRow]
 class Reply:
     """Predictions for a request."""
 
-    differences: Tensor  # noise differences of its rows, see `noise_difference`
-    cost: Mapping[str, float]  # see `Costs`; of a batch that several searches share, the share of its rows
+    differences: Tensor
+    """Noise differences of its rows, see `noise_difference`."""
+    cost: Mapping[str, float]
+    """See `Costs`; of a batch that several searches share, the share of its rows."""
 
 
 Search: TypeAlias = Generator[Request, Reply, R]

@@ -39,7 +39,7 @@ class EditTask:
     """Memorized prompts with a picture each, of shape `(3, height, width)`, within 0 and 1; a prompt may have several
     pictures, and a picture several prompts. None if no picture is known."""
     job: Job | Path | None = None
-    """Where work is kept that is continued after a kill."""
+    """The job, or its folder, in which work is kept that is continued after a kill."""
     progress: Progress = QUIET
     """Reports steps."""
     earlier: Sequence[EditRecord] = ()
@@ -54,13 +54,13 @@ class EditOutcome:
     rows: Mapping[str, Tensor]
     """The weights as they were, by name; of neurons, their rows."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What was chosen and measured, as JSON values, for the record."""
+    """Choices and measurements, as JSON values, for the record."""
     units: Units | None = None
     """The neurons that were scaled, if any."""
     factor: float = 0.0
     """The factor that they were multiplied with."""
     thresholds: Mapping[str, Any] = field(default_factory=dict)
-    """What they were found with."""
+    """Thresholds that they were found with."""
     prompts: Sequence[str] | None = None
     """The prompts that the edit is for, where they are not those of the task."""
 
@@ -68,7 +68,7 @@ class EditOutcome:
 @final
 @dataclass(frozen=True)
 class EditSizes:
-    """How much an edit is given, by which its work is planned."""
+    """The size of an edit's inputs, by which its work is planned."""
 
     memorized: int
     """Memorized prompts."""
@@ -77,22 +77,22 @@ class EditSizes:
     pictures: int
     """Memorized pairs of a prompt and a picture; 0 if no picture is known."""
     anchors: bool
-    """Whether anchors are given."""
+    """True if anchors are given."""
 
 
 class Edit(Settings):
     """An edit: its settings and its algorithm."""
 
     name: ClassVar[str]
-    """What it is called in commands and recipes."""
+    """Name in commands and recipes."""
     card: ClassVar[str]
-    """What it did to a model, for the model's card."""
+    """Description of its effect on a model, for the model's card."""
     anchored: ClassVar[bool] = True
-    """Whether it gives memorized prompts the answers of anchors."""
+    """True if it gives memorized prompts the answers of anchors."""
 
     @property
     def needs_prompts(self) -> bool:
-        """Whether memorized and ordinary prompts must be given."""
+        """True if memorized and ordinary prompts must be given."""
         return True
 
     @abstractmethod

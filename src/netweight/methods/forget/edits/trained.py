@@ -29,7 +29,7 @@ class TrainedEdit(Edit):
     """An edit that learns from the model before: its answers to ordinary prompts, others to memorized ones."""
 
     pictured: ClassVar[bool] = False
-    """Whether it works on memorized pictures."""
+    """True if it works on memorized pictures."""
 
     steps: Annotated[int, Cli(own=False)] = Field(200, ge=1, description="Training steps.")
     batch: Annotated[int, Cli(own=False)] = Field(32, ge=2, description="Latents per training step.")
