@@ -80,6 +80,31 @@ def test_a_plan_counts_what_the_command_does(name, folder, monkeypatch):
         assert counts[False] == predictions
 
 
+def test_the_plan_of_an_audit_counts_scores_errors_images_and_searches(folder, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
+    run(*COMMANDS["closed form"], "--no-check")
+    audit = [
+        "forget", "audit", "edited", "--base", "pipeline", "--targets", "targets.csv", "--ordinary", "ordinary.txt",
+        "--out", "audit", "--per-prompt", 1, "--look-seeds", 2, "--noises", 3,
+    ]  # fmt: skip
+    for key, value in {
+        "steps": 1, "draws": 2, "images": 1, "generation_steps": 2, "starts": "[original,unrelated]", "looks": "[1]",
+        "threshold": 2.0, "guidance": 3.0,
+    }.items():  # fmt: skip
+        audit += ["--set", f"search.search.{key}={value}"]
+    stages = {each["name"]: each for each in run(*audit, "--plan", code=(0,))["plan"]["stages"]}
+    forward, counts = diffusers.UNet2DConditionModel.forward, {True: 0, False: 0}
+
+    def counted(self, sample, *arguments, **named):
+        counts[torch.is_grad_enabled()] += len(sample)
+        return forward(self, sample, *arguments, **named)
+
+    monkeypatch.setattr(diffusers.UNet2DConditionModel, "forward", counted)
+    run(*audit)
+    assert counts[True] == sum(each["gradients"] for each in stages.values())
+    assert counts[False] == sum(each["predictions"] for each in stages.values())
+
+
 def test_undo_is_planned_by_the_bytes_that_it_copies(folder):
     run(*COMMANDS["closed form"])
     plan = run("forget", "undo", "edited", "restored", "--plan", code=(0,))["plan"]

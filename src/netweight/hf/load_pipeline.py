@@ -169,7 +169,7 @@ class PipelineModel:
         """Return clean latents of images, shape `(n, 3, height, width)`, within 0 and 1: the encoder's most likely."""
         parts = []
         with self._decoder() as vae:
-            for part in images.split(_at_once(*images.shape[-2:])):
+            for part in torch.split(images, _at_once(*images.shape[-2:])):
                 encoded = vae.encode((part * 2 - 1).to(device=self._device, dtype=vae.dtype))
                 parts.append(encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latents)
         latents = torch.cat(parts)
@@ -241,7 +241,7 @@ class PipelineModel:
         latents = self._unscaled(latents)
         count = _at_once(*(side * self._kind.scale for side in latents.shape[-2:]))
         with self._decoder() as vae:
-            parts = [vae.decode(part.to(vae.dtype), return_dict=False)[0] for part in latents.split(count)]
+            parts = [vae.decode(part.to(vae.dtype), return_dict=False)[0] for part in torch.split(latents, count)]
         return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1).cpu()
 
     @contextmanager

@@ -221,7 +221,7 @@ def _descended(
     count, moved = sum(each.numel() for each in weights), latents.clone().requires_grad_()
 
     def descend() -> None:
-        model.predict(moved, step, text).sample.sum().backward()
+        model.predict(moved, step, text).sample.sum().backward()  # type: ignore[no-untyped-call]
 
     try:
         if descent.float32:

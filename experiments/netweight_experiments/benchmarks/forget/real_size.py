@@ -130,7 +130,7 @@ def commands():
         "layers": "**.attn2", "steps": 2, "batch": 4, "at_once": 1, "images": 1, "generation_steps": 2, "turned": 1,
         "compared": 1, "lr": 1e-5,
     }  # fmt: skip
-    search = {"steps": 1, "draws": 1, "images": 1, "generation_steps": 2, "starts": "original", "looks": 1}
+    search = {"steps": 1, "draws": 1, "images": 1, "generation_steps": 2, "starts": "[original]", "looks": "[1]"}
     lines = {
         "forget statistics": "forget statistics pipeline --prompts ordinary.txt --out statistics.safetensors",
         "forget detect": "forget detect pipeline --prompts memorized.txt --ordinary ordinary.txt --out detection "

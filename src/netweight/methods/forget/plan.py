@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from netweight.data.images.pairs import pair_prompts
+from netweight.data.images.pairs import image_files, pair_prompts
 from netweight.data.prompts import read_prompts
 from netweight.hf.load_pipeline import open_pipeline
 from netweight.hf.pipeline_costs import Descent, Stage, duration, folder_bytes, measured_plan
@@ -56,7 +56,7 @@ def plan_apply(settings: FolderForgetting, pipeline: Path) -> Result:
     model, edit = open_pipeline(pipeline, settings.pipeline), settings.edit
     memorized = pair_prompts([settings.targets]) if settings.targets is not None else []
     ordinary = read_prompts(settings.ordinary, column=settings.column) if settings.ordinary is not None else []
-    pictures = len(memorized)
+    pictures = len(image_files(settings.targets)) if settings.targets is not None else 0
     sizes = EditSizes(len(memorized), len(ordinary), pictures, settings.anchors is not None)
     stages = list(edit.stages(sizes))
     if settings.verify and memorized:
@@ -95,22 +95,23 @@ def plan_undo(pipeline: Path) -> Result:
 def plan_audit(settings: FolderAudit, edited: Path) -> Result:
     """Plan `forget audit`: scores, errors, images and searches, by the model before the edit and by the edited one."""
     search, how = settings.search, settings.search.search
-    planted, others = len(pair_prompts([search.targets])), 0
+    prompts, planted, others = len(pair_prompts([search.targets])), len(image_files(search.targets)), 0
     ordinary = len(read_prompts(settings.ordinary, column=settings.column))
     if settings.others is not None:
         others = len(read_prompts(settings.others, column=settings.column))
-    controls = planted if search.controls is None else len(pair_prompts([search.controls]))
+    controls = planted if search.controls is None else len(image_files(search.controls))
     models = 2 + len(search.also)
+    groups = 3 if any(record.units for record in read_records(edited)) else 2  # random neurons, where neurons are off
     shown = {"guidance": how.guidance, "steps": how.generation_steps}
     stages = [
-        Stage("scores", predictions=settings.look_seeds * (ordinary + 2 * planted + ordinary // 2 + 3)),
+        Stage("scores", predictions=settings.look_seeds * (ordinary + 2 * prompts + ordinary // 2 + 4)),
         Stage(
             "errors on pictures", predictions=4 * settings.noises * (planted + controls),
             encoded=2 * (planted + controls),
         ),
         Stage.images(
-            "images before and after, and with random neurons off",
-            settings.images * (3 * planted + 2 * (min(_SHOWN, ordinary) + others)), **shown,
+            "images before and after the edit",
+            settings.images * (groups * prompts + 2 * (min(_SHOWN, ordinary) + others)), **shown,
         ),
     ]  # fmt: skip
     if settings.searched:
