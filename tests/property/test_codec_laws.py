@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from blobs_under_test import BY_NAME, KINDS, LEVELS, handmade, skewed, tensor_data
+from blobs_under_test import BY_NAME, KINDS, LEVELS, handmade, repeated, skewed, tensor_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,6 +105,21 @@ def test_rare_symbols_are_patched_alike(width, count, level, seed):
     assert len(blobs) == 1
     for path in PATHS:
         assert codec.decode_raw(*blobs, check=True, path=path).tobytes() == elements.tobytes()
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(["BF16", "F32", "F64"]), st.sampled_from([8192, 8193, 9000, 16_500, 70_001]),
+    st.lists(st.sampled_from([0.0, -0.0, 1.0, -0.5, float("inf"), 1e30]), max_size=4),
+    st.sampled_from(["high", "max"]), seeds,
+)  # fmt: skip
+def test_repeated_values_are_coded_and_decoded_alike(dtype, count, values, level, seed):
+    data = repeated(dtype, count, values, np.random.default_rng(seed))
+    paths = PATHS if count < 20_000 else PATHS[:-1]  # Python takes its time
+    blobs = {codec.encode_raw(data, dtype, (count,), level=level, path=path) for path in paths}
+    assert len(blobs) == 1
+    for path in PATHS:
+        assert codec.decode_raw(*blobs, check=True, path=path).tobytes() == data
 
 
 @given(st.integers(1, 3000), st.integers(10, 12), st.data())

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import xxhash
-from blobs_under_test import encoded, handmade, index_of, mutated
+from blobs_under_test import encoded, handmade, index_of, joint_blobs, mutated
 
 from netweight import codec
 from netweight.codec.backend import best
@@ -66,6 +66,32 @@ def test_damage_is_refused_or_decoded_alike_on_all_paths(blobs, part):
         assert checked == (results[0] if fits(blob, results[0]) else CorruptBlob), (part, number)
     assert refused > MUTATIONS // PARTS // 2
     assert decoded > MUTATIONS // PARTS // 20
+
+
+def test_damage_in_joint_planes_is_refused_or_decoded_alike(blobs):
+    rng = np.random.default_rng(98)
+    joint = list(joint_blobs(rng))
+    assert all(
+        codec.info(blob).version > 1 and 9 in blob[codec.info(blob).chunk_offsets[0] :][:1] for blob in joint[:2]
+    )
+    decoded = 0
+    for number in range(2000):
+        original = joint[number % len(joint)]
+        blob = mutated(original, joint[int(rng.integers(0, len(joint)))], rng)
+        if number % 2:  # where the lists and the first fields are
+            at = codec.info(original).chunk_offsets[0] + int(rng.integers(0, 200))
+            blob = original[:at] + rng.bytes(1) + original[at + 1 :]
+        if declared(blob) > 1 << 20:
+            continue
+        results = [outcome(lambda b, path=path: codec.decode_raw(b, path=path), blob) for path in PATHS]
+        if number % 10 < 2:
+            results.append(outcome(lambda b: codec.decode_raw(b, path="python"), blob))
+        assert all(result == results[0] for result in results), number
+        if not isinstance(results[0], type):
+            decoded += 1
+            checked = outcome(lambda b: codec.decode_raw(b, check=True), blob)
+            assert checked == (results[0] if fits(blob, results[0]) else CorruptBlob), number
+    assert decoded > 100
 
 
 def test_the_decoder_in_python_refuses_the_same(blobs):

@@ -165,6 +165,24 @@ def encoded(rng) -> Iterator[tuple[str, bytes, bytes]]:
                 yield f"{dtype}-{level}-{kind}", blob, data
 
 
+def repeated(dtype, count, values, rng):
+    """The bytes of `count` floats of wide or narrow spread, of which each of `values` makes up a share."""
+    numbers = rng.standard_normal(count) * 10.0 ** rng.integers(-6, 2) * np.exp(rng.choice([0, 2]) * rng.random(count))
+    for value in values:
+        numbers[rng.random(count) < rng.choice([0.002, 0.02, 0.1])] = value
+    number = BY_NAME[dtype].number_bytes
+    if number == 8:
+        return numbers.astype("<f8").tobytes()
+    return numbers.astype("<f4").view("u1").reshape(-1, 4)[:, 4 - number :].tobytes()
+
+
+def joint_blobs(rng) -> Iterator[bytes]:
+    """Blobs of whose planes some are of the mode joint, small ones."""
+    for dtype in ("BF16", "BF16", "F32", "F64"):
+        data = repeated(dtype, 1 << 13, (0.0, -0.0, 1.0), rng)
+        yield codec.encode_raw(data, dtype, (1 << 13,), level="high")
+
+
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 

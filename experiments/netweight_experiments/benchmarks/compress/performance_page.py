@@ -52,6 +52,20 @@ decoding fp16 and fp8, 1.5 for encoding bf16; of portable code 1; of checks 0.9.
 
 """
 DENSE_HEAD = ("N(0, 0.02)", "decode", "decode, portable", "encode", "checked / unchecked")
+PEERS_HEAD = """
+## Levels and peers
+
+Sizes, as plain bytes per compressed byte, of netweight's levels and of other compressors on the same tensors: first all
+tensors of a set joined, then each tensor alone. Netweight always compresses each tensor alone. Measured on {date} on
+{machine} ([result](../benchmarks/results/{name}), {versions}).
+
+"""
+PEERS_SPEED = """
+The same contenders on {data} ({dtype}), one thread, processor time, medians of {rounds} rounds in turns within one
+process. **The machine was busy** (load average {load:.0f} on {cores} cores), so only the ratios to `default`, which are
+taken within rounds, can be compared with other tables. A ratio of 2 means twice the time of `default`.
+
+"""
 FOLDER_TARGETS = (
     ("folder", "two threads against one, wall", "≥ 1.8"),
     ("folder", "one thread against zipnn, processor", "≥ 3"),
@@ -98,7 +112,7 @@ def page(result: Result, name: str) -> str:
                 rows = [line for line in part.lines if line[0] not in LEFT_OUT]
                 lines = [tuple(line[number] for number in kept) for line in (part.headers, *rows)]
                 text += f"\n## {part.title}, {each.environment['cpu']}\n\n{table(lines[0], lines[1:])}"
-    return text + skewed_part() + memory_part() + folder_part() + HOW + foot(result)
+    return text + peers_part() + skewed_part() + memory_part() + folder_part() + HOW + foot(result)
 
 
 def results(*patterns: str) -> list[dict[str, Any]]:
@@ -126,6 +140,39 @@ def folder_part() -> str:
     return f"\nFolders in memory, and 10,000 small tensors, at a load of {load:.0f} ({where}):\n\n" + table(
         ("what", "target", "measured", "rounds"), rows
     )
+
+
+def peers_part() -> str:
+    """Return what peers.py found last: sizes on every set, and speeds on the first; empty without a result."""
+    known = results("compress/peers-*.json")
+    if not known:
+        return ""
+    found = known[-1]
+    environment, parts = found["environment"], found["sets"]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    where = {"date": found["created"][:10], "machine": environment["cpu"], "name": found["file"]}
+    heads = ("ratio", *(f"{part['name']} ({part['dtype']})" for part in parts))
+    names = list(dict.fromkeys(name for part in parts for name in part["rows"]))
+    rows = []
+    for name in names:
+        ratios = (part["rows"].get(name, {}).get("ratio") for part in parts)
+        rows.append((name, *("–" if ratio is None else f"{ratio:.4f}" for ratio in ratios)))
+    text = PEERS_HEAD.format(**where, versions=versions) + table(heads, rows)
+    first, load = parts[0], max(found["load_average"][0], found["load_average_after"][0])
+    text += PEERS_SPEED.format(
+        data=first["name"],
+        dtype=first["dtype"],
+        rounds=found["options"]["rounds"],
+        load=load,
+        cores=environment["cores"],
+    )
+    speeds = []
+    for name, row in first["rows"].items():
+        cells = (f"{row[f'{way} GB/s']:.2f}" for way in ("encode", "decode"))
+        times = (f"{row[f'{way}, times of netweight default']:.2f}" for way in ("encode", "decode"))
+        speeds.append((name, f"{row['ratio']:.4f}", *cells, *times))
+    head = ("", "ratio", "encode GB/s", "decode GB/s", "encode, times of default", "decode, times of default")
+    return text + table(head, speeds)
 
 
 def skewed_part() -> str:
