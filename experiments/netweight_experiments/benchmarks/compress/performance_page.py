@@ -6,6 +6,7 @@ Without RESULT the newest file in benchmarks/results/ is taken.
 """
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,15 @@ tensors of a set joined, then each tensor alone. Netweight always compresses eac
 {machine} ([result](../benchmarks/results/{name}), {versions}).
 
 """
+WHOLE_FILES = """
+## Whole files against lmzip
+
+Files of models compressed by `netweight compress --threads 1` and `lmz compress -j 1` (lmzip {version}). Times are
+processor times, of the user and of the system, with the start of Python and the reading and writing of files. Measured
+on {date} on {machine} ([result](../benchmarks/results/{name})),
+at a load average of up to {load:.0f}: {how}.
+
+"""
 PEERS_SPEED = """
 The same contenders on {data} ({dtype}), one thread, processor time, medians of {rounds} rounds in turns within one
 process. **The machine was busy** (load average {load:.0f} on {cores} cores), so only the ratios to `default`, which are
@@ -112,7 +122,7 @@ def page(result: Result, name: str) -> str:
                 rows = [line for line in part.lines if line[0] not in LEFT_OUT]
                 lines = [tuple(line[number] for number in kept) for line in (part.headers, *rows)]
                 text += f"\n## {part.title}, {each.environment['cpu']}\n\n{table(lines[0], lines[1:])}"
-    return text + peers_part() + skewed_part() + memory_part() + folder_part() + HOW + foot(result)
+    return text + whole_files_part() + peers_part() + skewed_part() + memory_part() + folder_part() + HOW + foot(result)
 
 
 def results(*patterns: str) -> list[dict[str, Any]]:
@@ -173,6 +183,31 @@ def peers_part() -> str:
         speeds.append((name, f"{row['ratio']:.4f}", *cells, *times))
     head = ("", "ratio", "encode GB/s", "decode GB/s", "encode, times of default", "decode, times of default")
     return text + table(head, speeds)
+
+
+def whole_files_part() -> str:
+    """Return what whole_files.py found last; empty without a result."""
+    known = results("compress/whole-files-*.json")
+    if not known:
+        return ""
+    found = known[-1]
+    rows = []
+    for file in found["files"]:
+        for name, row in file["rows"].items():
+            times = row.get("compress seconds")
+            seconds = "not measured" if times is None else f"{statistics.median(times):.2f} s"
+            share = row.get("times of lmzip", {}).get("compress seconds")
+            against = "not measured" if share is None else f"{share:.2f}"
+            rows.append((file["file"], name, f"{row['nbytes']:,}", f"{row['ratio']:.4f}", seconds, against))
+    text = WHOLE_FILES.format(
+        version=found["versions"]["lmzip"],
+        date=found["created"][:10],
+        machine=found["environment"]["cpu"],
+        name=found["file"],
+        how=found["options"].get("note") or f"medians of {found['options']['rounds']} runs in turns",
+        load=max(found["load_average"][0], found["load_average_after"][0]),
+    )
+    return text + table(("file", "", "bytes", "ratio", "time to compress", "times of lmzip"), rows)
 
 
 def skewed_part() -> str:
