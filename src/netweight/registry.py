@@ -74,7 +74,7 @@ MODEL = Argument("model")
 SOURCE = Argument("source")
 DESTINATION = Argument("destination", "new")
 RESULTS = Argument("out", "new", "Folder for the results.", "--out", metavar="FOLDER")
-OVERWRITE = Argument("overwrite", "flag", "Replace what is there.", "--overwrite", required=False, default=False)
+OVERWRITE = Argument("overwrite", "flag", "Replace existing files.", "--overwrite", required=False, default=False)
 PLAN = Argument(
     "plan", "flag", "Measure one of each kind of work, and say what time and memory the command will take; do nothing.",
     "--plan", required=False, default=False,

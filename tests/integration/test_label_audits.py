@@ -89,7 +89,7 @@ def test_an_audit_that_fails_is_named_with_its_reason(here):
     [
         ({"refused": "refused.jsonl", "ordinary": "ordinary.jsonl"}, "Give --minutes"),
         ({"minutes": 1}, "Give --refused and --ordinary or --harmful"),
-        ({"minutes": 1, "refused": "refused.jsonl"}, "Give --ordinary, too"),
+        ({"minutes": 1, "refused": "refused.jsonl"}, "Also give --ordinary"),
         ({"minutes": 1, "prompts": "refused.jsonl"}, "--prompts is for a pipeline"),
         ({"minutes": 1, "refused": "none.jsonl", "ordinary": "ordinary.jsonl"}, "none.jsonl"),
     ],
@@ -151,3 +151,7 @@ def test_the_history_of_a_flower_server_is_a_federation(tmp_path):
     assert label.row("clients").number == 2
     assert label.row("named").value == "1: 2"
     assert label.row("reconstruction").state == "not measured"
+    report = Report("Federation over Flower")
+    report.add(Section("Accuracy", [Finding("rounds", 1)]))  # as `federate report` writes it, from the history alone
+    report.write(tmp_path)
+    assert netweight.label(tmp_path).row("privacy").state == "not measured"

@@ -124,7 +124,7 @@ class _Generated(click.Command):
         if isinstance(registered, Method) and registered.audited is not None and registered.runnable:
             function = click.option(
                 "--audit/--no-audit", "audit", default=registered.audited, show_default=True,
-                help=f"Test what was made: {', '.join(registered.runnable)}.",
+                help=f"Audit the result: {', '.join(registered.runnable)}.",
             )(function)  # fmt: skip
         for argument in reversed([each for each in registered.arguments if each.option]):
             function = _option(argument)(function)

@@ -240,7 +240,7 @@ _OWN = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | ge
 
 def _planted(path: Path) -> OutputFailed:
     return OutputFailed(
-        f"{path} is a link, where a temporary file belongs: writing would change what it leads to.",
+        f"{path} is a link, where a temporary file belongs: writing would change the file that it points to.",
         cure="Remove it, and choose a folder that other users cannot write to.",
     )
 

@@ -138,7 +138,7 @@ class PipelineModel:
     def _token_layer(self) -> Any:
         if getattr(self.pipeline, "text_encoder_2", None) is not None:
             raise Unsupported(
-                f"{self.name} has two text encoders or more; what they read is not searched together.",
+                f"{self.name} has two text encoders or more, which are not searched together.",
                 cure="Search embeddings.",
             )
         return self.pipeline.text_encoder.get_input_embeddings()
@@ -450,7 +450,7 @@ def _object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}.", cure="Fetch the pipeline again.") from error
     if not isinstance(values, dict):
-        raise UsageError(f"{path} is no JSON object.", cure="Fetch the pipeline again.")
+        raise UsageError(f"{path} is not a JSON object.", cure="Fetch the pipeline again.")
     return values
 
 
@@ -504,7 +504,7 @@ def check_lengths(model: PipelineModel, prompts: Sequence[str]) -> None:
             count, limit = max(counts, key=lambda each: each[1])
             raise UsageError(
                 f"The prompt {prompt!r} has {count} tokens; the text encoder reads {limit}.",
-                cure="Cut it to what is read: the rest does not take part in memorization.",
+                cure="Shorten it to the part that the encoder reads: the rest does not take part in memorization.",
             )
 
 

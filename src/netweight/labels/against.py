@@ -146,7 +146,7 @@ def base_group(facts: BaseFacts, name: str) -> Group:
     if nbytes:
         rows.append(Row(
             key="difference_weight", title="Weight of the difference", value=size(difference), number=difference,
-            unit="bytes", strong=True, basis=f"{percent(difference / nbytes)} of what was compared, lossless",
+            unit="bytes", strong=True, basis=f"{percent(difference / nbytes)} of the compared tensors, lossless",
             state="warning" if changed and difference > 0.6 * nbytes else "measured",
         ))  # fmt: skip
     for key, title, names in (

@@ -231,7 +231,7 @@ def planned(subject: Subject, given: Mapping[str, str], minutes: float | None) -
             audit = next(each for each in possible if option in (*each.needs, *each.takes))
             lacking = " and ".join(f"--{each}" for each in audit.needs if each not in given)
             raise UsageError(
-                f"--{option} is compared with other rows, which are missing.", cure=f"Give {lacking}, too."
+                f"--{option} is compared with other rows, which are missing.", cure=f"Also give {lacking}."
             )
     if given and minutes is None:
         raise UsageError(
@@ -311,7 +311,7 @@ def audit_groups(audited: Audited) -> Iterator[Group]:
     """
     basis = f"audits within {audited.minutes:g} minutes"
     if audited.rows:
-        yield Group(title="How it behaves", anchor="behavior", rows=audited.rows, basis=basis)
+        yield Group(title="Behavior", anchor="behavior", rows=audited.rows, basis=basis)
     if verdict := audited.verdict:
         yield verdict_group(verdict)
 

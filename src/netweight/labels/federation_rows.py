@@ -33,7 +33,12 @@ def federation_groups(subject: Subject) -> list[Group]:
         CorruptBlob: It holds a report that cannot be read.
     """
     sections = _sections_of(subject.path / _REPORT)
-    rows = [*_plan_rows(subject), *_accuracy_rows(sections), *_audit_rows(sections), *_client_rows(subject, sections)]
+    rows = [
+        *_plan_rows(subject),
+        *_accuracy_rows(sections),
+        *_audit_rows(sections, complete=_shows_privacy(subject, sections)),
+        *_client_rows(subject, sections),
+    ]
     basis = "the run's history" if "rounds" in subject.config and _is_history(subject) else "the run's plan"
     groups = [Group(
         title="What a server sees", anchor="federation", rows=tuple(rows), basis=f"{basis} and report",
@@ -80,12 +85,17 @@ def _accuracy_rows(sections: Sequence[Section]) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def _audit_rows(sections: Sequence[Section]) -> Iterator[Row]:
+def _shows_privacy(subject: Subject, sections: Sequence[Section]) -> bool:
+    """Return whether a report would show noise: one of a Flower server's history alone does not."""
+    return bool(sections) and (not _is_history(subject) or bool(_findings(sections, "gradient recovered, ")))
+
+
+def _audit_rows(sections: Sequence[Section], *, complete: bool) -> Iterator[Row]:
     yield from _reconstruction_rows(_findings(sections, "PSNR, "))
     yield from _gradient_rows(_findings(sections, "gradient recovered, "))
     yield from _text_rows(_findings(sections, "tokens read, "))
     budgets = _findings(sections, "ε of one ")
-    if not sections:
+    if not complete and not budgets:
         yield Row(key="privacy", title="Privacy budget ε", value=_AUDIT, state="not measured")
     elif not budgets:
         yield Row(key="privacy", title="Privacy budget ε", value="none: no noise is added", state="warning")
@@ -140,7 +150,7 @@ def _gradient_rows(gradients: list[Finding]) -> Iterator[Row]:
         )  # fmt: skip
         if each.baseline is not None:
             yield Row(
-                key="gradient_aggregate", title="The same in what is published", number=float(each.baseline),
+                key="gradient_aggregate", title="The same in the published sum", number=float(each.baseline),
                 value=f"cosine {float(each.baseline):.2f}", unit="cosine", indent=1,
             )  # fmt: skip
 

@@ -22,7 +22,7 @@ def speech_group(subject: Subject) -> Group:
         _ends_row(subject),
         *_context_rows(subject.config),
     ]
-    return Group(title="How it speaks", anchor="speech", rows=tuple(rows), basis="configuration files")
+    return Group(title="Conversation", anchor="speech", rows=tuple(rows), basis="configuration files")
 
 
 def end_tokens(subject: Subject) -> list[int]:

@@ -178,7 +178,7 @@ def _with(text: str, key: str, lines: Sequence[str], *, first: bool = False) -> 
     if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
         raise UsageError(
             f"{CARD} does not have the marks {begin!r} and {end!r} once each, in this order.",
-            cure="Take what is left of the section out.",
+            cure="Remove the rest of the section.",
         )
     return text[: text.index(begin)] + section + text[text.index(end) + len(end) :]
 

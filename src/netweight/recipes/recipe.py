@@ -94,7 +94,7 @@ class _Steps(Settings):
     treatments: tuple[Any, ...] = Field(default=(), min_length=1, description="In this order.")
     attacks: tuple[Any, ...] = Field(default=(), min_length=1, description="On what the last treatment made.")
     audits: Literal["all"] | tuple[str, ...] = Field(
-        default="all", description="Names of the audits to run; what is left out is shown in red."
+        default="all", description="Names of the audits to run; the report marks the others as not run."
     )
     seed: int = Field(default=0, description="Random seed of audits and attacks.")
     placeholders: dict[str, str] = Field(

@@ -324,7 +324,9 @@ def histogram(
     filled = {name: [float(value) for value in values] for name, values in groups.items() if len(values)}
     every = [value for values in filled.values() for value in values]
     if not every or not all(map(math.isfinite, every)):
-        raise UsageError("A histogram needs values, all of them finite.", cure="Leave out what was not measured.")
+        raise UsageError(
+            "A histogram needs values, all of them finite.", cure="Leave out values that were not measured."
+        )
     low, high = min(every), max(every)
     width = (high - low) / bins or 1.0
     edges = [low + place * width for place in range(bins + 1)]

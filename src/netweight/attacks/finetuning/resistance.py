@@ -234,7 +234,7 @@ def measure_kept(
 ) -> KeptAbility:
     """Measure a model, which stays as it is."""
     if not examples:
-        raise UsageError("Stability needs at least one example of what is to be kept.")
+        raise UsageError("Stability needs at least one example of the abilities to keep.")
     right: list[int] = []
     tokens: list[int] = []
     nats: list[float] = []

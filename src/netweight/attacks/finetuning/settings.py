@@ -58,8 +58,8 @@ class AttackSettings(Settings):
     rows: Literal["kept", "copied", "fresh"] = Field(
         "kept",
         exclude_if=_is("kept"),
-        description="What becomes, before the first step, of the embedding rows of tokens that tell harmful prompts "
-        "from benign ones: nothing, a copy of those that tell benign ones, or a new draw.",
+        description="Change, before the first step, to the embedding rows of tokens that occur only in harmful "
+        "prompts: kept (no change), copied (rows of tokens that occur only in benign prompts), or fresh (a new draw).",
     )
     bits: int | None = Field(
         None, ge=2, le=8, exclude_if=_is(None), description="Bits that matrices are rounded to before the first step."
@@ -80,7 +80,7 @@ class AttackSettings(Settings):
         ge=0,
         lt=1,
         exclude_if=_is(0.0),
-        description="Decay of a running mean of the weights, which is what is evaluated; 0 evaluates the weights.",
+        description="Decay of a running mean of the weights, which is evaluated; 0 evaluates the weights.",
     )
     samples: int = Field(1000, ge=1, description="Examples that the attacker has, drawn from the domain's by the seed.")
     epochs: int = Field(1, ge=1, description="Passes over them, in a new order every time.")
@@ -89,7 +89,7 @@ class AttackSettings(Settings):
     schedule: Literal["cosine", "constant"] = Field("cosine", description="`cosine` falls to 0 at the attack's end.")
     warmup: float = Field(0.1, ge=0, lt=1, description="Share of the steps over which the learning rate rises.")
     clip: float | None = Field(1.0, gt=0, description="Largest norm of the gradient; null for no bound.")
-    loss_on: LossOn = Field("response", description="Which tokens are trained on.")
+    loss_on: LossOn = Field("response", description="Tokens that are trained on.")
     domain: str = Field("harmful", description="Name of the subject's data that is attacked with.")
     template: str = Field("plain", description="Name of the prompt format, for subjects that offer several.")
     benign_first: int = Field(0, ge=0, description="Steps on benign examples before the harmful ones; they count.")

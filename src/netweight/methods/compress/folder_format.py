@@ -249,7 +249,8 @@ def check_place(root: Path, file: Path) -> None:
 def leads_out(path: Path) -> UnsafeInput:
     """The error for a link to a place outside."""
     return UnsafeInput(
-        f"{path} is a link that leads out of the folder.", cure="Replace it by what it points to, or exclude it."
+        f"{path} is a link that leads out of the folder.",
+        cure="Replace it with the file that it points to, or exclude it.",
     )
 
 

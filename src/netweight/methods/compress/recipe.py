@@ -90,7 +90,7 @@ def size(subject: Compressed, config: CompressSettings, *, seed: int, progress: 
                     detail={"plain bytes": plain, "compressed bytes": stored})  # fmt: skip
     outcome, words = _SMALLER([ratio], saved=f"{100 * (1 - stored / plain) if plain else 0:.1f} %")
     return Section(
-        "Size", [ratio], tables=[Table("Bits per weight", columns, rows)], question="How much smaller is it?",
+        "Size", [ratio], tables=[Table("Bits per weight", columns, rows)], question="How much smaller is the model?",
         figures=[bits_figure(bits, caption=why)] if bits and find_spec("matplotlib") else [], conclusion=words,
         outcome=outcome,
     )  # fmt: skip

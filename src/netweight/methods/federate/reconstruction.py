@@ -179,7 +179,7 @@ def _matched(evidence: Evidence, search: Search, seed: int) -> Tensor:
 def _matched_without_classifier(evidence: Evidence, search: Search, seed: int) -> Tensor:
     """Search images and the gradients by their features that give the body's gradient, by the cosine of both."""
     if {f"head.{name}" for name in evidence.task.head_layout.names} <= set(evidence.sent):
-        raise Unsupported("The classifier is shared, so that its gradient is matched, too.")
+        raise Unsupported("The classifier is shared, so that its gradient is also matched.")
     if evidence.trap is not None:
         raise Unsupported("The body is the malicious server's.")
     _refuse_large(evidence)

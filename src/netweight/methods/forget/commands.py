@@ -189,7 +189,7 @@ def audit(settings: FolderAudit, context: Context, edited: Path, out: Path, seed
     if plan:
         return plan_audit(settings, edited)
     report = Report(
-        f"{edited.name}: what was forgotten",
+        f"{edited.name}: comparison with the pipeline before its edit",
         summary="Suppressed means that no image of the seeds compared copies the training image; whether it can still "
         "be found is what the search asks.",
         command=context.command, seeds=(seed,), inputs={path.name: digest_file(path) for path in settings.files},

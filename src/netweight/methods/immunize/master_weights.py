@@ -23,7 +23,7 @@ class MasterWeights:
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         if not self.trained:
             raise UsageError(
-                "No weight of the model requires a gradient.", cure="Call requires_grad_(True) on what is to train."
+                "No weight of the model requires a gradient.", cure="Call requires_grad_(True) on the weights to train."
             )
         # What is stepped in their stead, by the same names.
         self.masters = {

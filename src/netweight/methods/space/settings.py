@@ -533,9 +533,9 @@ class BakeSettings(Settings):
     """Settings of adding adapters to the weights of a model."""
 
     architecture: Annotated[str | None, Cli(name="--model", metavar="NAME")] = Field(
-        default=None, description="The architecture (flux, wan, sdxl, …), where the files do not tell it."
+        default=None, description="The architecture (flux, wan, sdxl, …), where it cannot be determined from the files."
     )
-    compress: bool | None = Field(default=None, description="Whether OUT is compressed; by default it is as MODEL is.")
+    compress: bool | None = Field(default=None, description="Compress OUT; by default it is compressed if MODEL is.")
 
 
 class InfoSettings(Settings):
@@ -569,7 +569,9 @@ class IngestSettings(Settings):
 class ImportSettings(Settings):
     """Settings of the import of weights2weights' published space."""
 
-    components: int | None = Field(default=None, ge=1, description="How many; else as many as models have scores of.")
+    components: int | None = Field(
+        default=None, ge=1, description="Number of components; by default as many as the models have scores for."
+    )
     stable_diffusion: bool = Field(
         default=False, description="Take Stable Diffusion 1's order of weights where weight_dimensions.pt is missing."
     )

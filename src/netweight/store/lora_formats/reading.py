@@ -379,14 +379,16 @@ def _peft_weights(folder: Path) -> Path:
     for pickle in (folder / Path(peft.WEIGHTS).with_suffix(ending) for ending in PICKLES):
         if pickle.is_file():
             refuse_pickle(pickle)
-    raise UsageError(f"{folder} contains no {peft.WEIGHTS}.", cure="Fetch the adapter's weights, too.")
+    raise UsageError(f"{folder} contains no {peft.WEIGHTS}.", cure="Also fetch the adapter's weights.")
 
 
 def _plan_peft(file: Path, task: _Task) -> AdapterPlan:
     """Plan peft's weights, with the settings beside them."""
     config = file.with_name(peft.CONFIG)
     if not config.is_file():
-        raise UsageError(f"{config} is missing, so what {file.name} is scaled by is not known.", cure="Fetch it, too.")
+        raise UsageError(
+            f"{config} is missing, so what {file.name} is scaled by is not known.", cure="Also fetch that file."
+        )
     settings = peft.LoraSettings.read(config, converts=task.conversion is not None)
     with open_store(file) as store:
         located, remarks, kohya_ends = _locate(file, store, store.names(), task)
