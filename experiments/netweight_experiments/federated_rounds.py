@@ -56,7 +56,7 @@ def dense_fedavg(task: Task, training: LocalTraining, *, seed: int) -> Callable[
             optimizer = _sgd(model.parameters(), training.lr, training)
             for inputs, targets in draws.batches(client, training.epochs):
                 optimizer.zero_grad()
-                task.loss(model(inputs), targets).backward()
+                task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             _add(average, model, share)
         server.load_state_dict(average)
@@ -85,7 +85,7 @@ def dense_hyperfl(task: Task, training: LocalTraining, *, seed: int) -> Callable
             with torch.no_grad():
                 features = functional_call(body, weights, (inputs,))
             optimizer.zero_grad()
-            task.loss(heads[client](features), targets).backward()
+            task.loss(heads[client](features), targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     def train_generator(client: int) -> Hypernetwork:
@@ -94,7 +94,7 @@ def dense_hyperfl(task: Task, training: LocalTraining, *, seed: int) -> Callable
         for inputs, targets in draws.batches(client, training.epochs):
             optimizer.zero_grad()
             features = functional_call(body, layout.split(network(embedding)), (inputs,))
-            task.loss(head(features), targets).backward()
+            task.loss(head(features), targets).backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(network.parameters(), training.clip)
             nn.utils.clip_grad_norm_([embedding], training.clip)
             optimizer.step()

@@ -223,7 +223,8 @@ def real_training(visit: Visit) -> dict[str, Any]:
     result: dict[str, Any] = {"steps": steps, "tokens": ids.shape[1], "optimizer": "AdamW"}
     for name, way in {"plain": VANILLA, "LOMO": LOMO, "fixed": FIXED, "codec": COMPRESSED}.items():
         let_go(visit.place)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(visit.place).train()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model.to(visit.place).train()
         model.activation_checkpointing_enable({"use_reentrant": False})
         states = {"states": "compressed"} if name in ("fixed", "codec") else {}
         optimizer = arrange(way, model, torch.optim.AdamW, lr=1e-5, **states)
