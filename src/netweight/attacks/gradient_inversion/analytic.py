@@ -34,10 +34,12 @@ from netweight.nn.hypernetwork import hidden_code
 class LayerInputs:
     """Inputs of a layer that its rows agree on, the best supported first."""
 
-    inputs: Tensor  # shape `(found, features)`
-    # How many rows of the gradient say so, for each. Two and more are proof, for no two mixtures of images agree by
-    # accident; one may be a mixture.
+    inputs: Tensor
+    """Shape `(found, features)`."""
     rows: tuple[int, ...]
+    """How many rows of the gradient say so, for each. Two and more are proof, for no two mixtures of images agree
+    by accident; one may be a mixture.
+    """
 
 
 def layer_input(weight_gradient: Tensor, bias_gradient: Tensor) -> Tensor:
@@ -113,19 +115,26 @@ _ONE = 1 - 1e-4  # share of a change of rank one; the rest is rounding
 class RecoveredGradient:
     """Gradient recovered from one client's change of the hypernetwork; all vectors are float64."""
 
-    # The loss's gradient by the generated vector θ, shape `(P,)`: exact up to a positive factor (the client's clipping)
-    # after one step; after several, the weighted sum of the steps' gradients.
     gradient: Tensor
-    # The best estimate of the first step's gradient, shape `(P,)`: `gradient` after one step; after several, what
-    # belongs to the code at the start and not to that at the end.
+    """The loss's gradient by the generated vector θ, shape `(P,)`: exact up to a positive factor (the client's
+    clipping) after one step; after several, the weighted sum of the steps' gradients.
+    """
     first: Tensor
-    code: Tensor  # the hidden code m at the start, shape `(H,)`, exact after one step
-    embedding: Tensor  # the private embedding, shape `(E,)`; after several steps, an average
-    generated: Tensor  # θ as the client generated it from the state it received, shape `(P,)`
-    movement: Tensor  # how θ moved, `θ after - θ before`, shape `(P,)`
-    # Share of the change's energy in each of its singular values, shape `(k,)`, largest first; after one step all of it
-    # is in the first, and the spread over the others is what further steps hide.
+    """The best estimate of the first step's gradient, shape `(P,)`: `gradient` after one step; after several, what
+    belongs to the code at the start and not to that at the end.
+    """
+    code: Tensor
+    """The hidden code m at the start, shape `(H,)`, exact after one step."""
+    embedding: Tensor
+    """The private embedding, shape `(E,)`; after several steps, an average."""
+    generated: Tensor
+    """Θ as the client generated it from the state it received, shape `(P,)`."""
+    movement: Tensor
+    """How θ moved, `θ after - θ before`, shape `(P,)`."""
     energies: Tensor
+    """Share of the change's energy in each of its singular values, shape `(k,)`, largest first; after one step all
+    of it is in the first, and the spread over the others is what further steps hide.
+    """
 
     @property
     def rank_one(self) -> bool:

@@ -34,11 +34,15 @@ _CURE = "Peeling needs convolutions, max pooling and (leaky) ReLU in a chain; ma
 class Block:
     """One convolution with what follows it, up to the next."""
 
-    name: str  # module name of the convolution
+    name: str
+    """Module name of the convolution."""
     stride: int
-    padding: int  # its zero padding
-    pool: int  # side of the square, non-overlapping windows of max pooling; 1 without pooling
-    slope: float  # slope of the activation below zero; 1 without activation
+    padding: int
+    """Its zero padding."""
+    pool: int
+    """Side of the square, non-overlapping windows of max pooling; 1 without pooling."""
+    slope: float
+    """Slope of the activation below zero; 1 without activation."""
 
 
 @final
@@ -46,8 +50,10 @@ class Block:
 class Chain:
     """The blocks in order, and the name of the first linear layer, which sees their flattened result."""
 
-    blocks: tuple[Block, ...]  # the convolutional blocks
-    linear: str  # full name of the layer
+    blocks: tuple[Block, ...]
+    """The convolutional blocks."""
+    linear: str
+    """Full name of the layer."""
 
 
 def read_chain(body: nn.Module) -> Chain:
@@ -321,11 +327,14 @@ def solve_in_box(
 class Imprinted:
     """Parameters that a malicious server sends, and what it keeps to read the reply."""
 
-    state: dict[str, Tensor]  # the hypernetwork's state with chosen heads; names and shapes as given
-    # The network that every client will generate from it, whatever its embedding (with `share` 1). Tensors by name.
+    state: dict[str, Tensor]
+    """The hypernetwork's state with chosen heads; names and shapes as given."""
     parameters: dict[str, Tensor]
-    decoder: Tensor  # from features and a one to pixels, `(features + 1, c·h·w)`, fitted to the public images
-    traps: int  # how many rows of the first linear layer are traps; they come first
+    """The network that every client will generate from it, whatever its embedding (with `share` 1). Tensors by name."""
+    decoder: Tensor
+    """From features and a one to pixels, `(features + 1, c·h·w)`, fitted to the public images."""
+    traps: int
+    """How many rows of the first linear layer are traps; they come first."""
 
 
 def imprint(

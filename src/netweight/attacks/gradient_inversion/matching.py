@@ -44,11 +44,14 @@ _HISTORY = 100  # points of a history
 class Descended:
     """End point of a descent."""
 
-    # Those of the best restart, each of the shape that was searched, without the axis of restarts.
     variables: tuple[Tensor, ...]
-    objectives: tuple[float, ...]  # the objective of every restart at its end
-    best: int  # the restart with the least objective
-    history: tuple[float, ...]  # objectives of the best restart over time
+    """Those of the best restart, each of the shape that was searched, without the axis of restarts."""
+    objectives: tuple[float, ...]
+    """The objective of every restart at its end."""
+    best: int
+    """The restart with the least objective."""
+    history: tuple[float, ...]
+    """Objectives of the best restart over time."""
 
     def reconstruction(self, images: Tensor, labels: Tensor, *, steps: int, attack: str) -> Reconstruction:
         """Return the outcome of the attack that searched."""
@@ -151,19 +154,28 @@ Term: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 class MatchingConfig:
     """Settings of IG's search."""
 
-    steps: int = 4800  # steps of Adam per restart
-    lr: float = 0.1  # its learning rate, which falls by `schedule`
-    signed: bool = True  # whether only the signs of the gradient are used
-    total_variation: float = 0.01  # weight of the mean absolute difference between neighboring pixels
-    # Whether that weight falls with the cube root of the learning rate: smooth at first, then true to the update. The
-    # paper keeps it.
+    steps: int = 4800
+    """Steps of Adam per restart."""
+    lr: float = 0.1
+    """Its learning rate, which falls by `schedule`."""
+    signed: bool = True
+    """Whether only the signs of the gradient are used."""
+    total_variation: float = 0.01
+    """Weight of the mean absolute difference between neighboring pixels."""
     annealed: bool = True
-    # "cosine" compares directions, as the paper does; "squared" is half the squared distance over the squared length of
-    # the observed update: the same for equal lengths, and else it counts the length too.
+    """Whether that weight falls with the cube root of the learning rate: smooth at first, then true to the update.
+    The paper keeps it.
+    """
     distance: Literal["cosine", "squared"] = "cosine"
-    restarts: int = 1  # starting points; the one with the least objective is kept
-    tensors: str | tuple[str, ...] | None = None  # patterns (`netweight.Select`) of the tensors to compare; None: all
-    schedule: Schedule = "steps"  # "steps" lowers the rate tenfold after 3/8, 5/8 and 7/8 of the steps
+    """"cosine" compares directions, as the paper does; "squared" is half the squared distance over the squared
+    length of the observed update: the same for equal lengths, and else it counts the length too.
+    """
+    restarts: int = 1
+    """Starting points; the one with the least objective is kept."""
+    tensors: str | tuple[str, ...] | None = None
+    """Patterns (`netweight.Select`) of the tensors to compare; None: all."""
+    schedule: Schedule = "steps"
+    """"steps" lowers the rate tenfold after 3/8, 5/8 and 7/8 of the steps."""
 
     def __post_init__(self) -> None:
         """Refuse what is not valid."""
@@ -286,9 +298,12 @@ PostProcessing: TypeAlias = Callable[[Tensor], Tensor]
 class ROGConfig:
     """Settings of ROG's search."""
 
-    steps: int = 100  # steps of Adam per restart
-    lr: float = 0.05  # its learning rate; lowered to a tenth along a cosine
-    factor: int = 4  # how much coarser than the images the latent is, in each direction
+    steps: int = 100
+    """Steps of Adam per restart."""
+    lr: float = 0.05
+    """Its learning rate; lowered to a tenth along a cosine."""
+    factor: int = 4
+    """How much coarser than the images the latent is, in each direction."""
     restarts: int = 1
 
     def __post_init__(self) -> None:
@@ -381,8 +396,10 @@ def _polished(images: Tensor, network: PostProcessing) -> Tensor:
 class DLGConfig:
     """Settings of DLG's search."""
 
-    steps: int = 300  # steps of L-BFGS per restart
-    restarts: int = 1  # starting points, on which DLG depends; the one with the least objective is kept
+    steps: int = 300
+    """Steps of L-BFGS per restart."""
+    restarts: int = 1
+    """Starting points, on which DLG depends; the one with the least objective is kept."""
 
     def __post_init__(self) -> None:
         """Refuse what is not valid."""

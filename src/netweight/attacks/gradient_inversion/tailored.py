@@ -37,14 +37,20 @@ _PEELED = 2
 class PeelingConfig:
     """Settings of peeling, which inverts one block after the other."""
 
-    softening: int = 26  # steps from soft to sharp guesses of the winners, for each block
-    rounds: int = 16  # rounds over all blocks after that
-    prior: float = 0.5  # weight of what the image says about a hidden map, against its equations
-    # Weight of squared differences between neighboring pixels, at the first descent; it falls with it.
+    softening: int = 26
+    """Steps from soft to sharp guesses of the winners, for each block."""
+    rounds: int = 16
+    """Rounds over all blocks after that."""
+    prior: float = 0.5
+    """Weight of what the image says about a hidden map, against its equations."""
     smoothness: float = 0.01
-    steps: int = 400  # of the search that takes over where there are too many blocks to be undone
-    variation: float = 2.0  # weight of the mean difference of neighboring pixels there; it falls to a tenth
-    restarts: int = 1  # starting points; the one whose image imitates the gradient best is kept
+    """Weight of squared differences between neighboring pixels, at the first descent; it falls with it."""
+    steps: int = 400
+    """Of the search that takes over where there are too many blocks to be undone."""
+    variation: float = 2.0
+    """Weight of the mean difference of neighboring pixels there; it falls to a tenth."""
+    restarts: int = 1
+    """Starting points; the one whose image imitates the gradient best is kept."""
 
     def __post_init__(self) -> None:
         """Refuse what is not valid."""
@@ -312,10 +318,14 @@ def _roughness(size: tuple[int, int, int]) -> Tensor:
 class TailoredConfig:
     """Settings of the joint search."""
 
-    steps: int = 2000  # steps of Adam per restart
-    lr: float = 0.1  # learning rate, the same for image, embedding and classifier
-    total_variation: float = 0.01  # weight of the mean absolute difference between neighboring pixels
-    restarts: int = 1  # starting points
+    steps: int = 2000
+    """Steps of Adam per restart."""
+    lr: float = 0.1
+    """Learning rate, the same for image, embedding and classifier."""
+    total_variation: float = 0.01
+    """Weight of the mean absolute difference between neighboring pixels."""
+    restarts: int = 1
+    """Starting points."""
 
     def __post_init__(self) -> None:
         """Refuse what is not valid."""

@@ -41,13 +41,18 @@ class PrivateStep:
     """A client's step, whose examples' gradients are clipped over all that is trained together."""
 
     model: LocalModel
-    body: Tensor  # shape `(P,)`
-    head: Tensor  # shape `(Q,)`
+    body: Tensor
+    """Shape `(P,)`."""
+    head: Tensor
+    """Shape `(Q,)`."""
     batch: Batch
-    mask: Tensor  # which examples count, shape `(n,)`; the others fill the batch up
+    mask: Tensor
+    """Which examples count, shape `(n,)`; the others fill the batch up."""
     trains: Trains
-    clip: float  # largest norm of an example's gradient
-    state: LayerState | None = None  # what the client's layers keep
+    clip: float
+    """Largest norm of an example's gradient."""
+    state: LayerState | None = None
+    """What the client's layers keep."""
 
     def halves(self, body: Any, head: Any) -> tuple[Any, Any]:
         """Return what is said of each half, None for one that is not trained."""
@@ -64,10 +69,14 @@ class PrivateStep:
 class Clipped:
     """Clipped gradients of a batch, summed."""
 
-    body: Tensor | None  # shape `(P,)`, or None if not asked for
-    head: Tensor | None  # shape `(Q,)`, or None if not asked for
-    loss: Tensor  # mean loss of the examples, a scalar; 0 if there is none
-    norms: Tensor  # norm of each example's gradient before clipping, shape `(n,)`; of no meaning where masked
+    body: Tensor | None
+    """Shape `(P,)`, or None if not asked for."""
+    head: Tensor | None
+    """Shape `(Q,)`, or None if not asked for."""
+    loss: Tensor
+    """Mean loss of the examples, a scalar; 0 if there is none."""
+    norms: Tensor
+    """Norm of each example's gradient before clipping, shape `(n,)`; of no meaning where masked."""
 
 
 def clipped_sum(step: PrivateStep) -> Clipped:
@@ -330,9 +339,12 @@ def _backward(step: PrivateStep, layers: Mapping[str, nn.Module]) -> tuple[dict[
 class _Call:
     """One call of a layer while it was watched."""
 
-    inputs: Tensor  # shape `(n, …)`
-    output: GradientEdge  # where its output stands in the graph
-    shape: torch.Size  # the output's
+    inputs: Tensor
+    """Shape `(n, …)`."""
+    output: GradientEdge
+    """Where its output stands in the graph."""
+    shape: torch.Size
+    """The output's."""
 
 
 @contextmanager

@@ -332,12 +332,16 @@ class FederationPlan(_Asked):
 class Entry:
     """A method of the catalog."""
 
-    home: str  # module and name of what makes the method
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # its arguments
-    # Its local training; None where that is of another kind than HyperFL's.
+    home: str
+    """Module and name of what makes the method."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Its arguments."""
     training: LocalTraining | None = LocalTraining()
-    private: bool = False  # whether local training is differentially private: it then takes a noise multiplier
-    has_epsilon: bool = True  # whether some ε holds for a private method
+    """Its local training; None where that is of another kind than HyperFL's."""
+    private: bool = False
+    """Whether local training is differentially private: it then takes a noise multiplier."""
+    has_epsilon: bool = True
+    """Whether some ε holds for a private method."""
 
 
 # A step moves a weight that a code m generates (1 + |m|²) times as far as it would move the weight itself, about 25

@@ -29,10 +29,13 @@ _Trained = tuple[list[Weights], list[float]]  # each client's weights and mean l
 class Learner:
     """A client before a stretch of local training."""
 
-    number: int  # its number in the task
+    number: int
+    """Its number in the task."""
     weights: Weights
-    seed: int  # of its draws
-    extra: Extra | None = None  # added to the gradients of plain steps of body and head
+    seed: int
+    """Of its draws."""
+    extra: Extra | None = None
+    """Added to the gradients of plain steps of body and head."""
 
 
 def learners_of(method: Method, task: Task, clients: Sequence[Client], *, round: int, seed: int) -> list[Learner]:
@@ -326,9 +329,12 @@ def padded(index: Tensor, multiple: int = 8) -> tuple[Tensor, Tensor]:
 class Gradients:
     """Gradients of K clients."""
 
-    body: Tensor | None  # shape `(K, P)`, or None if not asked for
-    head: Tensor | None  # shape `(K, Q)`, or None if not asked for
-    losses: Tensor  # shape `(K,)`; 0 for an empty batch, whose gradients are 0 too
+    body: Tensor | None
+    """Shape `(K, P)`, or None if not asked for."""
+    head: Tensor | None
+    """Shape `(K, Q)`, or None if not asked for."""
+    losses: Tensor
+    """Shape `(K,)`; 0 for an empty batch, whose gradients are 0 too."""
 
 
 # Takes the model, bodies `(K, P)`, heads `(K, Q)`, a batch per client, what is asked for, and what layers keep.

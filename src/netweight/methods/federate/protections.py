@@ -38,8 +38,10 @@ class UpdateNoise:
     # Source: McMahan et al., "Learning differentially private recurrent language models" (arXiv 1710.06963), with the
     # noise added by clients.
 
-    clip: float  # largest norm of the change over all shared tensors together, above 0
-    multiplier: float  # standard deviation of the noise on each value, as a multiple of `clip`; at least 0
+    clip: float
+    """Largest norm of the change over all shared tensors together, above 0."""
+    multiplier: float
+    """Standard deviation of the noise on each value, as a multiple of `clip`; at least 0."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -58,9 +60,10 @@ class Hardened(Wrapped):
     # A client that will not take part sends nothing, and the log says why: the engine then goes on without it.
 
     noise: UpdateNoise | None = None
-    minimum_steps: int = 1  # fewest local steps that a client agrees to
-    # What a client accepts of a hypernetwork it is sent; None to accept everything.
+    minimum_steps: int = 1
+    """Fewest local steps that a client agrees to."""
     refusal: RefusalLimits | None = None
+    """What a client accepts of a hypernetwork it is sent; None to accept everything."""
 
     @property
     def name(self) -> str:

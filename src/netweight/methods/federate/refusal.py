@@ -24,14 +24,16 @@ from netweight.nn.hypernetwork import ParameterLayout, hidden_code
 class RefusalLimits:
     """The most that a client accepts; the defaults leave room above every state of the honest federations measured."""
 
-    # Kurtosis of the worst generated weight tensor; 3 for normal values, 25 for kernels with one entry.
     peaked: float = 12.0
-    repeated: float = 0.02  # share of rows, in the trunk or a generated weight, that repeat another row or are zero
-    # Share of rows of the first linear layer that exactly one of the client's images activates; the default was
-    # measured with batches of 50, and batches of a few images need more.
+    """Kurtosis of the worst generated weight tensor; 3 for normal values, 25 for kernels with one entry."""
+    repeated: float = 0.02
+    """Share of rows, in the trunk or a generated weight, that repeat another row or are zero."""
     lonely: float = 0.25
-    # Change of the shared state since the last round, as a multiple of the client's own in that round.
+    """Share of rows of the first linear layer that exactly one of the client's images activates; the default was
+    measured with batches of 50, and batches of a few images need more.
+    """
     change: float = 3.0
+    """Change of the shared state since the last round, as a multiple of the client's own in that round."""
 
 
 _WORDS = {

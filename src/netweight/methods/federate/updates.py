@@ -27,9 +27,12 @@ class LowRank:
 
     # That is what local SGD makes of a linear layer whose input is one vector, exactly: each step adds one rank.
 
-    scale: float  # factor of the server's matrix W₀, which weight decay makes less than 1
-    left: Tensor  # shape `(rows, rank)`
-    right: Tensor  # shape `(columns, rank)`
+    scale: float
+    """Factor of the server's matrix W₀, which weight decay makes less than 1."""
+    left: Tensor
+    """Shape `(rows, rank)`."""
+    right: Tensor
+    """Shape `(columns, rank)`."""
 
     @property
     def shape(self) -> torch.Size:

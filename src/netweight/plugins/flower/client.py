@@ -52,9 +52,12 @@ def _job_of(folder: str | Path, client: int, *, reading: bool = False) -> Abstra
 class Kept:
     """A client's private tensors after some rounds."""
 
-    client: int  # whose they are
-    federation: str  # digest of the federation's settings; empty for tensors that may begin any
-    after: Mapping[int, Tensors]  # round → the private tensors after it; 0 for those before the first. By name.
+    client: int
+    """Whose they are."""
+    federation: str
+    """Digest of the federation's settings; empty for tensors that may begin any."""
+    after: Mapping[int, Tensors]
+    """Round → the private tensors after it; 0 for those before the first. By name."""
 
     def at(self, federation: str, round: int) -> Tensors | None:
         """Return the tensors after a round, or None if there are none yet and the round is 0."""

@@ -80,13 +80,18 @@ def _tensor(array: Array) -> Tensor:
 class Order:
     """Request of a server to a client."""
 
-    federation: str  # digest of the federation's settings
-    round: int  # the round under way, from 1
-    seed: int  # the federation's seed
-    evaluate: bool  # whether accuracies are wanted
-    # The last round in which the server took this client's update; 0 for none. The client goes on from the private
-    # tensors that it had after it, so that a round that was lost or refused leaves no trace.
+    federation: str
+    """Digest of the federation's settings."""
+    round: int
+    """The round under way, from 1."""
+    seed: int
+    """The federation's seed."""
+    evaluate: bool
+    """Whether accuracies are wanted."""
     go_on_from: int
+    """The last round in which the server took this client's update; 0 for none. The client goes on from the
+    private tensors that it had after it, so that a round that was lost or refused leaves no trace.
+    """
 
     def to_record(self) -> ConfigRecord:
         """Return it as a record."""

@@ -44,10 +44,14 @@ from netweight.methods.federate.updates import Tensors, Update
 class DirectMethod:
     """Clients train the model's weights themselves; the server averages those halves that are shared."""
 
-    name: str  # as the command line calls it
-    halves: tuple[Literal["body", "head"], ...]  # which halves leave a client: both, the body alone, or none
-    phases: tuple[Phase, ...]  # local training of a round
-    training: LocalTraining = LocalTraining()  # batch size, momentum and weight decay of all phases
+    name: str
+    """As the command line calls it."""
+    halves: tuple[Literal["body", "head"], ...]
+    """Which halves leave a client: both, the body alone, or none."""
+    phases: tuple[Phase, ...]
+    """Local training of a round."""
+    training: LocalTraining = LocalTraining()
+    """Batch size, momentum and weight decay of all phases."""
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -201,7 +205,8 @@ class FedProx(Wrapped):
     """FedAvg whose clients are held near the model that they received. Source: Li et al. (arXiv 1812.06127)."""
 
     method: DirectMethod = field(default_factory=fedavg)
-    strength: float = 0.1  # μ
+    strength: float = 0.1
+    """Μ."""
     name: str = "fedprox"
 
     def train(
@@ -219,7 +224,8 @@ class Ditto(Wrapped):
     """FedAvg, and beside it a personal model of each client, held near the shared one. Source: arXiv 2012.04221."""
 
     method: DirectMethod = field(default_factory=fedavg)
-    strength: float = 0.1  # λ
+    strength: float = 0.1
+    """Λ."""
     name: str = "ditto"
 
     def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
@@ -306,8 +312,8 @@ def _statistics(private: Tensors) -> dict[str, Tensor]:
 class Scaffold(Wrapped):
     """SCAFFOLD: clients correct their gradients by how theirs differ from everyone's. Source: arXiv 1910.06378."""
 
-    # Option II of its algorithm; local steps are plain SGD, as control variates assume.
     method: DirectMethod = field(default_factory=lambda: fedavg(LocalTraining(momentum=0.0)))
+    """Option II of its algorithm; local steps are plain SGD, as control variates assume."""
     name: str = "scaffold"
 
     @property

@@ -169,11 +169,14 @@ def rows_of_body(state: Tensors, size: int) -> dict[str, Tensor]:
 class Generated:
     """A client after local training of its hypernetwork."""
 
-    # The shared tensors; the heads' weights as `LowRank` unless there were too many steps.
     hypernetwork: Mapping[str, Tensor | LowRank]
-    embedding: Tensor  # shape `(E,)`
-    weights: Weights  # the personal model that these generate
-    loss: float  # mean loss of the steps
+    """The shared tensors; the heads' weights as `LowRank` unless there were too many steps."""
+    embedding: Tensor
+    """Shape `(E,)`."""
+    weights: Weights
+    """The personal model that these generate."""
+    loss: float
+    """Mean loss of the steps."""
 
 
 def train_generated(

@@ -48,15 +48,24 @@ class PFedHN:
     """
 
     name: str = "pfedhn"
-    local_head: bool = False  # keep the head with the client, which trains it together with the generated body
-    steps: int = 50  # local steps in a round; passes over the examples follow each other until then
-    training: LocalTraining = _TRAINING  # local learning rate, batch size, momentum and weight decay
-    hidden: tuple[int, ...] = (100, 100, 100)  # widths of the hypernetwork's hidden layers, each followed by ReLU
-    embedding: int | None = None  # length of an embedding; None takes 1 + N/4 for N clients
-    lr: float = 1e-2  # the server's learning rate
-    momentum: float = 0.9  # the server's
-    weight_decay: float = 1e-3  # the server's; it takes hold of all embeddings in every step
-    clip: float = 50.0  # largest norm of a step's whole gradient
+    local_head: bool = False
+    """Keep the head with the client, which trains it together with the generated body."""
+    steps: int = 50
+    """Local steps in a round; passes over the examples follow each other until then."""
+    training: LocalTraining = _TRAINING
+    """Local learning rate, batch size, momentum and weight decay."""
+    hidden: tuple[int, ...] = (100, 100, 100)
+    """Widths of the hypernetwork's hidden layers, each followed by ReLU."""
+    embedding: int | None = None
+    """Length of an embedding; None takes 1 + N/4 for N clients."""
+    lr: float = 1e-2
+    """The server's learning rate."""
+    momentum: float = 0.9
+    """The server's."""
+    weight_decay: float = 1e-3
+    """The server's; it takes hold of all embeddings in every step."""
+    clip: float = 50.0
+    """Largest norm of a step's whole gradient."""
 
     def __post_init__(self) -> None:
         """Check the values."""
