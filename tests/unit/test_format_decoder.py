@@ -251,6 +251,30 @@ def sparse(source, width, count, depth, read_rest):
     return [next(rest) if mark else common for mark in marks[:count]]
 
 
+def joint(source, count, depth):
+    raw, place, _ = split(source, 2)
+    coarser = source.number(1)
+    assert raw >= 1
+    assert coarser >= 1
+    assert raw + coarser <= 8
+    symbols, values, coarse = source.numbers(3, 1)
+    named = source.numbers(symbols + values + coarse, 2)
+    completed, sharpened = source.number(3), source.number(3)
+
+    def bits_of(elements, bits):
+        return iter([f for _ in range(-(-elements // 64)) for f in fields(source.take(8 * bits), bits)])
+
+    lowest, middle, out = bits_of(completed, raw), bits_of(sharpened, coarser), []
+    for number in plane(source, 1, count, depth - 1):
+        what = named[number]
+        if symbols <= number < symbols + values:
+            out.append(what)
+        else:
+            symbol = what if number < symbols else what << coarser | next(middle)
+            out.append(place(symbol, next(lowest)))
+    return out
+
+
 def plane(source, width, count, depth):
     assert depth >= 0
     mode = source.number(1)
@@ -269,6 +293,8 @@ def plane(source, width, count, depth):
     if mode == 7:
         values = source.numbers(source.number(1) + 1, 2)
         return [values[i] for i in plane(source, 1, count, depth - 1)]
+    if mode == 9:
+        return joint(source, count, depth)
     assert mode == 8
     upper = plane(source, 1, count, depth - 1)
     return [a << 8 | b for a, b in zip(upper, plane(source, 1, count, depth - 1), strict=True)]
