@@ -38,7 +38,7 @@ def shrink():
     chapters = recipe["chapters"]
     chapters["forget"]["treatments"][0]["forget"] |= {"neurons": {"seeds": 3}, "steps": 4}
     chapters["siss"]["treatments"][0]["forget"] |= {"steps": 4}
-    chapters["federate"]["treatments"][0]["federate"]["rounds"] = 1
+    chapters["federate"]["treatments"][0]["federate"] |= {"rounds": 1, "model": "tiny_networks:halves"}
     chapters["federate"]["attacks"][0]["server"] |= {
         "images": 1, "softening": 1, "rounds": 1, "search_steps": 4
     }  # fmt: skip
