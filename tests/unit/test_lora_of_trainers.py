@@ -121,6 +121,18 @@ def test_files_of_trainers_are_read_and_converted_to_diffusers(name, tmp_path):
         torch.testing.assert_close(after[module], change, atol=1e-5, rtol=1e-5)
 
 
+def test_a_layout_of_which_diffusers_loads_nothing_is_said(tmp_path):
+    mixin = pytest.importorskip("diffusers.loaders.lora_pipeline", reason="diffusers is not installed")
+    file = tmp_path / "ltx.safetensors"
+    save_file(factors({f"diffusion_model.transformer_blocks.{n}.attn1.to_q": (16, 2048, 4) for n in range(2)}), file)
+    for layout, loads in (("kohya", False), ("comfyui", True), ("diffusers", True)):
+        made = convert_file(file, tmp_path / f"{layout}.safetensors", ConvertSettings(layout=layout, model="ltx"),
+                            overwrite=False)  # fmt: skip
+        assert any("diffusers loads no module" in each for each in made.remarks) is not loads
+        found = mixin.LTXVideoLoraLoaderMixin.lora_state_dict(str(tmp_path), weight_name=made.path.name)
+        assert any(name.startswith("transformer.") for name in found) is loads
+
+
 def test_whole_kronecker_factors_have_no_rank_that_alpha_is_divided_by(tmp_path):
     draw = torch.Generator().manual_seed(0)
     one, two = torch.randn(4, 4, generator=draw), torch.randn(12, 4, generator=draw)

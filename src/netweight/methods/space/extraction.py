@@ -112,7 +112,7 @@ def extract_files(
     if modules is None:
         remarks.append("No config lies beside the weights, so modules were not checked against the model's own names.")
     count = task.changed
-    return replace(written, changed=count, modules=task.taken, left_out=left_out, remarks=tuple(remarks))
+    return replace(written, changed=count, modules=task.taken, left_out=left_out, remarks=(*remarks, *written.remarks))
 
 
 class _Extraction:

@@ -143,6 +143,8 @@ class Naming:
     """Module of diffusers → columns in the published models."""
     t5: str
     """The component that the T5 text encoder is."""
+    unread: tuple[str, ...]
+    """Layouts of this architecture of which diffusers loads no module, without an error."""
     entries: tuple[Entry, ...]
     """The table."""
     _dotted: dict[str, list[tuple[tuple[str, ...], Entry, Names, int]]] = field(default_factory=dict, repr=False)
@@ -253,6 +255,7 @@ def _read(path: Path, values: Mapping[str, Any]) -> Naming:
         {each: tuple(ratio) for key, ratio in values.get("ratios", {}).items() for each in alternatives(key)},
         {each: tuple(widths) for key, widths in values.get("columns", {}).items() for each in alternatives(key)},
         values.get("t5", "text_encoder_3"),
+        tuple(values.get("unread", ())),
         tuple(entry(own, theirs) for own, theirs in lines),
     )
 

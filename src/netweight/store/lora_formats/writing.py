@@ -264,7 +264,22 @@ def write_exported(adapter: Adapter, path: str | Path, *, error: float, **how: A
     ranks = [change.rank for change in adapter.factors.values()]
     changed = len(adapter.factors) + len(adapter.vectors) + len(left_out)
     return Exported(
-        written, layout, (min(ranks), max(ranks)), error, len(adapter.factors), changed if left_out else 0, left_out
+        written, layout, (min(ranks), max(ranks)), error, len(adapter.factors), changed if left_out else 0, left_out,
+        _unread(naming or _naming_of(adapter), layout),
+    )  # fmt: skip
+
+
+def _naming_of(adapter: Adapter) -> Naming | None:
+    return identify_modules({name: change.shape for name, change in adapter.factors.items()})
+
+
+def _unread(naming: Naming | None, layout: Layout) -> tuple[str, ...]:
+    """Say that diffusers loads nothing of a file, where that is known."""
+    if naming is None or layout not in naming.unread:
+        return ()
+    return (
+        f"diffusers loads no module of a {naming.title} file in this layout, and only warns of it; "
+        "for diffusers, choose --layout diffusers.",
     )
 
 
