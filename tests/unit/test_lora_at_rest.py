@@ -273,6 +273,7 @@ def test_adapters_of_packed_experts_are_converted_and_baked_as_peft_merges_them(
     base = moe(kind)
     base.save_pretrained(tmp_path / "base")
     names = [f"mlp.experts.{name}" for name in targets]
+    names += ["mlp.gate.weight"] * (kind == "qwen3_moe")  # the router, whose matrix is no linear layer's
     patterns = {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"layers.1.mlp.experts.down_proj": 5}}
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=names, **patterns)
     randomized(peft.get_peft_model(copy.deepcopy(base), config)).save_pretrained(tmp_path / "lora")
@@ -280,7 +281,7 @@ def test_adapters_of_packed_experts_are_converted_and_baked_as_peft_merges_them(
 
     made = convert_file(tmp_path / "lora", tmp_path / "new", ConvertSettings(model=str(tmp_path / "base")),
                         overwrite=False)  # fmt: skip
-    assert made.modules == 2 + 2 * 4 * len(targets)
+    assert made.modules == 2 + 2 * 4 * len(targets) + 2 * (kind == "qwen3_moe")
     again = parameters(peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "new").merge_and_unload())
     bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
     baked = parameters(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "baked"))

@@ -228,7 +228,7 @@ class _Baking:
             if (tensor := self._base.tensor_called(parameter)) is not None:
                 return _TENSOR + tensor
             raise UsageError(
-                f"{plan.path} changes {name}, which {self._base.path} does not hold.",
+                f"{plan.path} changes {name}, which {self._base.path} does not contain.",
                 cure="Name the model that it was trained on; or say the architecture of both (--model NAME).",
             ) from error
 
@@ -379,6 +379,10 @@ class _Baking:
             up = up[start : start + len(result)]
             if up.shape[0] != len(result) or down.shape[1] != result.shape[1]:
                 raise _other_shape(plan, name, part.shape, tuple(result.shape))
+            result.addmm_(up.to(result), down.to(result), alpha=scale * factor)
+            return
+        if result.ndim == 2 and count == 1 and tuple(result.shape) == part.shape:
+            down, up, scale = self._factors(part)
             result.addmm_(up.to(result), down.to(result), alpha=scale * factor)
             return
         if result.ndim != 3 or len(result) != count:

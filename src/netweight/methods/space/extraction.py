@@ -257,6 +257,9 @@ class _Extraction:
         if self._is_own_embedding(name, module):
             yield _Change(module + EMBEDDING, change, (), self._dtype(after.dtype))
             return
+        if self._is_own_parameter(name, module):
+            yield _Change(expert_name(name, 0, 1), change, (), self._dtype(after.dtype))
+            return
         kernel = tuple(change.shape[2:])
         change = change.T if self.is_transposed(module) else change.flatten(1)
         yield _Change(module, change, kernel, self._dtype(after.dtype))
@@ -273,6 +276,12 @@ class _Extraction:
     def _is_packed(self, name: str) -> bool:
         """Whether a parameter holds the experts that peft's layout has a place for."""
         return self._layout == "peft" and self._modules is not None and name in self._modules.packed
+
+    def _is_own_parameter(self, name: str, module: str) -> bool:
+        """Whether a matrix is a parameter of a module that is not a linear layer, such as a router of experts."""
+        if self._layout != "peft" or self._modules is None or module in self._modules.shapes:
+            return False
+        return len(self._modules.parameters.get(name, ())) == 2 and not self._is_embedding(name)
 
     def _is_own_embedding(self, name: str, module: str) -> bool:
         """Whether an embedding is to be in the LoRA: attention's own, such as T5's, or a chosen one."""
@@ -319,7 +328,7 @@ class _Extraction:
             peft = self._layout == "peft" and self._modules is not None
             chosen = "; --modules that name it would have it" if peft else ""
             return f"an embedding, which no linear LoRA changes{chosen}"
-        if embeds or self._is_packed(name):
+        if embeds or self._is_packed(name) or (change.ndim == 2 and self._is_own_parameter(name, module)):
             return None
         if change.ndim < 2:
             if kind != "bias" or self._layout == "peft":

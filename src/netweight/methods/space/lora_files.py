@@ -93,6 +93,8 @@ def _stored_otherwise(name: str, modules: ModelModules) -> tuple[int, int] | Non
     if expert is None and not name.endswith(EMBEDDING):
         return None
     shape = modules.parameters.get(parameter)
+    if shape is not None and len(shape) == 2 and expert and expert[1:] == (0, 1):
+        return shape[0], shape[1]
     if shape is None or (expert and (parameter not in modules.packed or shape[0] != expert[2])):
         near = ", ".join(nearest_names(parameter, modules.parameters))
         raise NameNotFound(f"The model has no {name}.", cure=f"It is of another model; the nearest names are {near}.")

@@ -120,7 +120,7 @@ class BaseWeights:
         if len(set(found)) != 1:
             shown = name.removesuffix(".weight")
             raise NameNotFound(
-                f"{self.path} holds {len(found) or 'no'} weight{'s' if found else ''} of {shown}.",
+                f"{self.path} contains {len(found) or 'no'} weight{'s' if found else ''} of {shown}.",
                 cure="Name the base model that it was trained on, as diffusers, transformers or ComfyUI keep it.",
             )
         return found[0]

@@ -439,7 +439,7 @@ def _experts(
                if not any(targeted(owner, [pattern]) for owner in owners)]  # fmt: skip
     if lacking:
         raise CorruptBlob(
-            f"{file} holds no factors of {lacking[0]}, which its settings name among target_parameters.",
+            f"{file} contains no factors of {lacking[0]}, which its settings name among target_parameters.",
             cure=f"Fetch {peft.CONFIG} and {peft.WEIGHTS} again.",
         )
     order = None if task.model is None else task.model.parameters
@@ -466,9 +466,6 @@ def _experts(
                     cure=f"Fetch {peft.CONFIG} and {peft.WEIGHTS} again.",
                 )
             count, scale = whole.rank // rank, settings.scale(parameter, rank, file)
-            if count == 1 and parameter.endswith(".weight"):
-                parts[parameter.removesuffix(".weight")] = replace(whole, scale=scale)
-                continue
             for number in range(count):
                 one = replace(whole, scale=scale, rank=rank, expert=(number, count))
                 parts[expert_name(parameter, number, count)] = one

@@ -2,6 +2,7 @@
 
 model.layers.0.self_attn.q_proj              the weight of a linear layer or convolution
 model.layers.0.mlp.experts.gate_up_proj[3/8]  expert 3 of the 8 that one parameter holds (peft's `target_parameters`)
+model.layers.0.mlp.gate.weight[0/1]           a matrix of a module that is not a linear layer, such as a router
 model.embed_tokens[embedding]                 an embedding, whose rows are tokens
 
 peft writes the adapter of a packed parameter as one pair of factors per parameter, on the module that owns it. Where
