@@ -100,7 +100,7 @@ def name_of(path: Path) -> str:
 
 MAX_HEADER = 100_000_000  # bytes; the safetensors library's own bound
 # Bytes of a header that is read or written here. Parsing takes four times its size, so that this bounds the memory that
-# a file can take; 100,000 tensors have headers of some 12 MB.
+# a file can take; 65,536 tensors have headers of some 8 MB.
 LONGEST_HEADER = 20_000_000
 # Bounds of what one file may declare, checked before anything is allocated for it. The largest mixtures of experts have
 # fewer than 1,000 tensors in a shard.
