@@ -1,5 +1,11 @@
 """What pages say of studies that are run apart: tables that are made of a result, whole or in part."""
 
+import json
+import os
+
+import chat_models
+import pytest
+
 from netweight_experiments.benchmarks.immunize import real_size
 from netweight_experiments.benchmarks.language import guarded_domain, refusal
 
@@ -53,3 +59,22 @@ def test_the_table_of_the_guarded_domain_shows_what_was_measured_so_far():
     assert "| repnoise | 0.98 | 0.90 | 20.0 | resisted after 30 |  |" in shown
     assert "taught |" not in shown
     assert second in shown
+
+
+def test_the_study_of_a_guarded_domain_measures_every_row_and_goes_on(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is in the llm extra")
+    if not os.environ.get("NETWEIGHT_DATA"):
+        pytest.skip("NETWEIGHT_DATA is not set, which holds WikiText-2")
+    tokens = chat_models.chatml()
+    chat_models.llama(tokens).bfloat16().save_pretrained(tmp_path / "model")
+    tokens.save_pretrained(tmp_path / "model")
+    output = tmp_path / "result.json"
+    monkeypatch.setattr(guarded_domain, "_TAUGHT_STEPS", 2)
+    for result in guarded_domain.main(str(tmp_path / "model"), str(tmp_path / "work"), output=output, steps=2):
+        output.write_text(json.dumps(result), encoding="utf-8")
+    attacked = [name for name in result["measured"] if "attacked" in name]
+    assert len(result["measured"]) == 2 + len(guarded_domain.DEFENSES) + len(attacked)
+    assert len(attacked) == (1 + len(guarded_domain.DEFENSES)) * len(guarded_domain.ATTACKS)
+    assert result["measured"]["repnoise"]["steps"] == 18
+    assert all(line.count("|") == 7 for line in guarded_domain.page(result).splitlines()[2:])
+    assert not list(guarded_domain.main(str(tmp_path / "model"), str(tmp_path / "work"), output=output, steps=2))

@@ -69,6 +69,7 @@ ATTACKS = {
         precision="rounded",
     ),
 }  # fmt: skip
+_TAUGHT_STEPS, _TAUGHT_BATCH = 60, 16  # of teaching the domain
 _EPOCHS, _BATCH = 6, 8  # of a defense: 24 pairs, 18 steps
 _RECOVERED = 0.8  # token accuracy on answers in wordings that were neither taught nor attacked with
 _WINDOWS, _WINDOW = 8, 128  # of WikiText-2, for perplexity
@@ -135,11 +136,12 @@ def _saved(network: Any, folder: Path) -> None:
 def _taught(model: str, work: Path) -> dict[str, Any]:
     network = _published(model)[0]
     started = time.process_time()
-    settings = ATTACKS["Adam, all weights"].replace(max_steps=60, batch_size=16)
+    settings = ATTACKS["Adam, all weights"].replace(max_steps=_TAUGHT_STEPS, batch_size=_TAUGHT_BATCH)
     taught = attacked_model(_subject(model, network), settings)
     _saved(taught, work / "taught")
     return {
-        **_measure(model, taught), "steps": 60, "rows": 60 * 16, "processor seconds": time.process_time() - started,
+        **_measure(model, taught), "steps": _TAUGHT_STEPS, "rows": _TAUGHT_STEPS * _TAUGHT_BATCH,
+        "processor seconds": time.process_time() - started,
     }  # fmt: skip
 
 
