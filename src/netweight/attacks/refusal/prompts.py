@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -56,7 +56,7 @@ class Questions:
 
 def read_questions(
     rows: Rows,
-    kind: Literal["refused", "ordinary"],
+    kind: str,
     network: Any,
     tokenizer: PreTrainedTokenizerBase,
     settings: RefusalSettings,
@@ -64,7 +64,7 @@ def read_questions(
     seed: int,
     report: Callable[[str], object],
 ) -> list[Question]:
-    """Return different prompts of a kind in an order of the seed, at most `settings.prompts`.
+    """Return different prompts of a kind (refused or ordinary) in an order of the seed, at most `settings.prompts`.
 
     The order does not depend on where the rows are stored, so that a second call recognizes them elsewhere.
 

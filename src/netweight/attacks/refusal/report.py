@@ -52,10 +52,7 @@ def refusal_section(
         before=f"{before.share:.0%}",
         left=f"{worst.measured.share:.0%}" if worst is not None and worst.measured else "",
         edit="" if worst is None else f"{worst.edit.kind}, {worst.edit.label}",
-        helped=worst is None
-        or worst.measured is None
-        or worst.measured.helps is not None
-        or worst.measured.answered is not None,
+        unmeasured=_unmeasured(worst),
     )
     return Section(
         "Refusal removed without training", findings, tables=[_table(before, edits, best)], intro=INTRO,
@@ -110,12 +107,16 @@ def _share(name: str, refusal: Refusal, seed: int, before: Refusal | None = None
     )  # fmt: skip
 
 
-def _words(held: bool, *, before: str, left: str, edit: str, helped: bool) -> Words:
-    told = f"The model refuses {before} of the prompts before and {left} after the best edit ({edit})."
-    if not helped:
-        told += (
-            " Whether the answers then help was not measured, since no rows have a response and --helps names no judge."
-        )
+def _unmeasured(worst: ScoredEdit | None) -> str:
+    """Return a sentence that says that nothing is known of whether answers help; empty where something is."""
+    after = None if worst is None else worst.measured
+    if after is None or after.helps is not None or after.answered is not None:
+        return ""
+    return " Whether the answers then help was not measured, since no rows have a response and --helps names no judge."
+
+
+def _words(held: bool, *, before: str, left: str, edit: str, unmeasured: str) -> Words:
+    told = f"The model refuses {before} of the prompts before and {left} after the best edit ({edit}).{unmeasured}"
     return ("holds", f"Refusal remains. {told}") if held else ("broken", f"Refusal falls. {told}")
 
 
