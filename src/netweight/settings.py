@@ -1036,7 +1036,15 @@ def _value(leaf: Leaf, given: Any) -> Any:
         return dict(given)
     if origin is Literal:
         return next((choice for choice in get_args(leaf.kind) if str(choice) == given), given)
-    return _scalar(given) if isinstance(given, str) and origin in (Union, UnionType) else given
+    read = isinstance(given, str) and origin in (Union, UnionType) and not _is_text(leaf.kind)
+    return _scalar(given) if read else given
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a field takes any text as it is written: strings, paths, or both."""
+    return kind in (str, Path) or (
+        get_origin(kind) in (Union, UnionType) and {*get_args(kind)} <= {str, Path, NoneType}
+    )
 
 
 def _scalar(text: str) -> Any:
@@ -1064,7 +1072,7 @@ def _assignment(text: str, fields: Mapping[str, Leaf], values: Mapping[str, Any]
         if outer is None:
             raise _no_such_setting(text, place, fields, values)
         return outer.path[: place.count(".") + 1], _scalar(value)
-    as_written = known[place].kind in (str, Path) and value != "null"
+    as_written = _is_text(known[place].kind) and value != "null"
     return known[place].path, value if as_written or known[place].variants else _scalar(value)
 
 

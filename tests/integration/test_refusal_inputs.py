@@ -1,6 +1,7 @@
 """Models and rows as people have them, through `attack refusal`: right, or refused by name with a cure that it has."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 import chat_models
 
+from netweight.attacks.refusal.settings import RefusalSettings
 from netweight.cli import netweight
 
 
@@ -64,6 +66,15 @@ def test_conversations_null_prompts_and_other_columns_are_read_or_named(curly, t
     assert before(answer) == 100
     answer = call(curly, tmp_path / "goals", "--columns", "prompt=gaol", refused="goals.jsonl")
     assert "no file has a column 'gaol'" in answer.output
+
+
+def test_a_file_may_be_named_like_a_number(curly, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "2024.jsonl").write_bytes((curly / "refused.jsonl").read_bytes())
+    answer = call(curly, tmp_path / "out", refused="2024")
+    assert "There is no file" in answer.output
+    settings = RefusalSettings(refused="2024.jsonl", ordinary=str(curly / "ordinary.jsonl"))
+    assert settings.files == [Path("2024.jsonl"), curly / "ordinary.jsonl"]
 
 
 def test_judges_may_be_first_tokens_or_a_function(curly, tmp_path):

@@ -170,7 +170,7 @@ def test_the_plan_is_json():
     plan = Plan.of(read_recipe(write(GOOD), output="elsewhere")).to_json()
     assert json.loads(json.dumps(plan))["steps"][1] == {
         "treatment": "repeat",
-        "settings": {"times": 3, "letters": "", "more": None},
+        "settings": {"times": 3, "letters": "", "more": None, "rows": [], "inner": {"file": None}},
         "audits": ["length", "start"],
         "left_out": [],
     }
