@@ -233,7 +233,13 @@ def test_what_is_wrong_is_named(text, expected):
 def test_yaml_may_merge_mappings():
     text = GOOD.replace("{times: 3}", "{<<: *often, letters: z}").replace("- repeat\n", "- repeat: &often {times: 5}\n")
     recipe = read_recipe(write(text))
-    assert recipe.treatments[1].settings == {"times": 5, "letters": "z", "more": None}
+    assert recipe.treatments[1].settings == {
+        "times": 5,
+        "letters": "z",
+        "more": None,
+        "rows": [],
+        "inner": {"file": None},
+    }
 
 
 def test_a_recipe_that_is_not_there():
