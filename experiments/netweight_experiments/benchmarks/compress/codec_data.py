@@ -341,7 +341,7 @@ PEERS = (
     Peer("OpenZL", "openzl", "openzl", _openzl, tuple(_WIDTHS)),
     Peer("lmzip", "lmz", "lmzip", _lmzip, tuple(_WIDTHS)),
     Peer("glyd max", "glyd", "glyd", _glyd),
-    Peer("pcodec", "pcodec", "pcodec", _pcodec, tuple(_WIDTHS)),
+    Peer("pcodec", "pcodec", "pcodec", _pcodec, ("BF16", "F16", "F32")),  # it advises against types of one byte
 )
 
 
