@@ -65,7 +65,7 @@ def find_base(file: Path, note: BaseNote) -> Path:
         if path.is_file() or (path / note.within).is_dir():
             return path
     raise UsageError(
-        f"{file} holds differences from {note.name} (digest {note.digest}), which is not at hand.",
+        f"{file} holds differences from {note.name} (digest {note.digest}), which was not found.",
         cure=f"Give it (base=, --base, or the variable {_GIVEN}), or put it beside the folder.",
     )
 

@@ -45,7 +45,7 @@ def _add_noise_(victim: nn.Module, settings: AttackSettings) -> None:
 @torch.no_grad()
 def _mix_(victim: nn.Module, subject: Subject, share: float) -> None:
     if subject.other is None:
-        raise UsageError("The attack mixes another model in, and the subject has none.", cure="Bring one.")
+        raise UsageError("The attack mixes another model in, and the subject has none.", cure="Give the other model.")
     for name, parameter in victim.named_parameters():
         if parameter.is_floating_point():
             parameter.lerp_(subject.other[name].to(parameter), share)

@@ -48,7 +48,7 @@ def rounds_section(rounds: Sequence[Round], method: str, *, seed: int) -> Sectio
     return Section(
         "Accuracy", findings, figures=figures, tables=odd_clients(rounds),
         question="How well does the personalized model do?",
-        intro="From the history that the server of a Flower run keeps. Accuracies are what clients reported.",
+        intro="This section comes from the history of the Flower server. Clients reported the accuracies.",
     )  # fmt: skip
 
 

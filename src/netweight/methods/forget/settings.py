@@ -71,7 +71,9 @@ class DetectionConfig(Settings):
 class LocalizationConfig(Settings):
     """Settings of the search for the neurons of a memorized prompt."""
 
-    detection: DetectionConfig = Field(default=DetectionConfig(), description="How predictions are made and compared.")
+    detection: DetectionConfig = Field(
+        default=DetectionConfig(), description="Settings of the predictions and their comparison."
+    )
     scope: Scope = _SCOPE
     theta: Annotated[float, Cli(own=False)] = Field(
         5.0, description="Deviations from its mean from which a neuron is out of distribution, at the first stage."
@@ -157,7 +159,7 @@ class FolderDetection(Settings):
         "standard deviation.",
     )  # fmt: skip
     column: str = _COLUMN
-    detection: DetectionConfig = Field(default=DetectionConfig(), description="How prompts are scored.")
+    detection: DetectionConfig = Field(default=DetectionConfig(), description="Settings of the scores of prompts.")
     pipeline: PipelineSettings = _PIPELINE
 
     def check(self) -> None:
@@ -178,5 +180,7 @@ class FolderLocalization(Settings):
         description="threshold.json of netweight forget detect, or a number."
     )
     column: str = _COLUMN
-    localization: LocalizationConfig = Field(default=LocalizationConfig(), description="How neurons are searched for.")
+    localization: LocalizationConfig = Field(
+        default=LocalizationConfig(), description="Settings of the search for neurons."
+    )
     pipeline: PipelineSettings = _PIPELINE

@@ -213,11 +213,14 @@ def _masks(masks: Tensor, images: Tensor, latents: Tensor) -> Tensor:
             cure="Give one per image, of its height and width.",
         )
     if not (masks.isfinite().all() and masks.min() >= 0 and masks.max() <= 1):
-        raise UsageError("Masks hold values outside of 0 and 1, or NaN.", cure="1 is what counts.")
+        raise UsageError("Masks hold values outside of 0 and 1, or NaN.", cure="Give 1 where the image counts, else 0.")
     small = F.interpolate(masks.flatten(0, 1)[:, None], latents.shape[2:], mode="bilinear", antialias=True)
     empty = (small.flatten(1).sum(1) == 0).nonzero()[:, 0].tolist()
     if empty:
-        raise UsageError(f"The mask of image {empty[0]} has nothing that counts.", cure="1 is what counts.")
+        raise UsageError(
+            f"The mask of image {empty[0]} has nothing that counts.",
+            cure="Give 1 where the image counts, else 0.",
+        )
     return small.to(latents)
 
 

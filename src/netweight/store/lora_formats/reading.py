@@ -283,7 +283,9 @@ def _locate(
 
 def _no_part(file: Path, name: str) -> Unsupported:
     if name.endswith(".bias"):
-        return Unsupported(f"{file}: tensor {name!r} is a bias that was trained along.", cure='Train with bias="none".')
+        return Unsupported(
+            f"{file}: tensor {name!r} is a bias, which a LoRA does not have.", cure='Train with bias="none".'
+        )
     if name.endswith(".weight"):
         return Unsupported(
             f"{file}: tensor {name!r} is a whole weight, no factor of a LoRA.",

@@ -142,7 +142,7 @@ def write_adapter(
             raise UsageError(
                 f"{component_of(unknown[0])[1]} is in no table of names, so its dots could not be found again in "
                 "kohya's flattened names.",
-                cure="Keep its name (--layout comfyui), or say the architecture (--model NAME).",
+                cure="Keep its name (--layout comfyui), or name the architecture (--model NAME).",
             )
         style = style or Style(layout == "kohya", layout == "kohya")
         naming = naming or _naming_for(adapter, layout)
@@ -304,7 +304,7 @@ def _without_unsaid(adapter: Adapter, layout: Layout, naming: Naming | None) -> 
 def _finite(changes: Iterable[tuple[str, LowRank]]) -> Iterable[tuple[str, LowRank]]:
     for name, change in changes:
         if not (change.down.isfinite().all() and change.up.isfinite().all()):
-            raise UsageError(f"The change of {name} holds NaN or infinity.", cure="Look at the point's scores.")
+            raise UsageError(f"The change of {name} holds NaN or infinity.", cure="Check the point's scores.")
         yield name, change
 
 
@@ -340,7 +340,7 @@ def _diffusers_content(
         if component == AUTHORS:
             raise UsageError(
                 f"{rest} is in no table of names, so what diffusers calls it is not known.",
-                cure="Keep its name (--layout comfyui), or say the architecture (--model NAME).",
+                cure="Keep its name (--layout comfyui), or name the architecture (--model NAME).",
             )
         if not component:
             raise UsageError(
@@ -373,7 +373,7 @@ def _naming_for(adapter: Adapter, layout: Layout) -> Naming | None:
     if naming is None and (own := [name for name in shapes if component_of(name)[0] in _DENOISERS]):
         raise UsageError(
             f"{own[0]} is in no table of names, so what its authors call it is not known.",
-            cure=f"Choose --layout diffusers, or say the architecture (--model NAME) for --layout {layout}.",
+            cure=f"Choose --layout diffusers, or name the architecture (--model NAME) for --layout {layout}.",
         )
     return naming
 
