@@ -455,8 +455,8 @@ def _encoder(each: _Written, naming: Naming | None, where: Path, model: ModelNam
         if model is not None:
             raise model.not_found(each.name)
         raise Unsupported(
-            f"{where}: the name {each.name!r} does not belong to a known text encoder, so the positions of its dots are "
-            "ambiguous.",
+            f"{where}: the name {each.name!r} does not belong to a known text encoder, so the positions of its dots "
+            "are ambiguous.",
             cure="Name the model's folder (--model PATH), or save the adapter with dotted names.",
         )
     [piece] = match.pieces(1, 1, component) or []
