@@ -122,8 +122,8 @@ def test_the_command_times_rounds_side_by_side(tmp_path):
 
 def test_table_1_measures_the_runs_asked_for_at_the_rate_found_for_them(tmp_path, monkeypatch):
     monkeypatch.setattr(federations, "SEEDS", (520,))
-    monkeypatch.setattr(federations, "FACTORS", (1e-6, 1e-3))
-    monkeypatch.setattr(federations, "STEP", 1e3)
+    monkeypatch.setattr(federations, "FACTORS", (1e-6, 0.25))
+    monkeypatch.setattr(federations, "STEP", 4.0)
     monkeypatch.setattr(federations, "WIDEST", 1.0)
     result = run_table("hyperfl-table1", out=tmp_path, options={"only": "digits-20-local-*", "rounds": 2})
     values = measured(result)
