@@ -160,10 +160,13 @@ def measured_plan(
 
     picture = torch.full((1, 3, *model.image_size), 0.5)
     seconds: dict[str, float] = {"prompt": _timed(lambda: model.embed(["a photo"]))[0]}
+    asked = any(stage.predictions or stage.gradients for stage in stages)
+    if asked:
+        predict()  # brings the weights, which may lie in a mapped file, into memory
     before = _resident(model)
-    seconds["prediction"], row = _timed(predict)
+    seconds["prediction"], row = _timed(predict, again=False) if asked else (0.0, 0)
     together = min(most_rows(model, rows), _TOGETHER)
-    if seconds["prediction"] < _QUICK and together > 1:  # several at a time are quicker, in small networks
+    if asked and seconds["prediction"] < _QUICK and together > 1:  # several at a time are quicker, in small networks
         latents, text = latents.repeat(together, 1, 1, 1), text.rows([0] * together)
         seconds["prediction"] = _timed(predict)[0] / together
         latents = latents[:1]
