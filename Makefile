@@ -9,6 +9,7 @@
 # make study      Run the slow studies: faults of a federation's processes, fuzzing, and the papers' tables. They resume.
 # make bench      Measure the codec and its peers on this machine, and write docs/performance.md.
 # make bench-generation  Measure generation of the language model in MODEL on this CPU, and write the pages' figures.
+# make bench-language  Measure attacks and defenses on the chat model in MODEL, and write the pages' figures; it resumes.
 # make bench-gpu  Measure everything that needs a GPU, in ten minutes: MODEL=FOLDER OUTPUT=FILE DRY_RUN=1 are options.
 # make clean      Remove what was built, except downloaded packages.
 
@@ -30,7 +31,7 @@ COG := $(BIN)/cog --verbosity=0 -I scripts -p 'from figures import *'
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-.PHONY: help tour quick test check check-types check-the-rest figures docs study bench bench-generation bench-gpu clean
+.PHONY: help tour quick test check check-types check-the-rest figures docs study bench bench-generation bench-language bench-gpu clean
 
 tour: $(VENV)/tour.stamp
 	$(BIN)/netweight tour
@@ -104,6 +105,17 @@ bench: $(VENV)/dev.stamp
 bench-generation: $(VENV)/dev.stamp
 	$(BIN)/python -m netweight_experiments.benchmarks compress.generation $(MODEL) \
 		--output benchmarks/results/compress/generation.json
+	$(MAKE) figures
+
+# About an hour of two cores and 9 GB; scores and models are kept in WORK, by default the folder work-language.
+WORK ?= work-language
+bench-language: $(VENV)/dev.stamp
+	$(BIN)/python -m netweight_experiments.benchmarks language.refusal $(MODEL) $(WORK)/refusal \
+		--output benchmarks/results/language/refusal.json
+	$(BIN)/python -m netweight_experiments.benchmarks immunize.real_size $(MODEL) --threads 1 \
+		--output benchmarks/results/immunize/real-size.json
+	$(BIN)/python -m netweight_experiments.benchmarks language.guarded_domain $(MODEL) $(WORK)/guarded \
+		--output benchmarks/results/language/guarded-domain.json
 	$(MAKE) figures
 
 # On a GPU machine with torch for CUDA and the extras bench, llm, evidence and cuda; what is there already is used. The

@@ -70,11 +70,11 @@ def test_the_study_of_a_guarded_domain_measures_every_row_and_goes_on(tmp_path, 
     tokens.save_pretrained(tmp_path / "model")
     output = tmp_path / "result.json"
     monkeypatch.setattr(guarded_domain, "_TAUGHT_STEPS", 2)
-    for result in guarded_domain.main(str(tmp_path / "model"), str(tmp_path / "work"), output=output, steps=2):
+    for result in guarded_domain.main(tmp_path / "model", tmp_path / "work", output=output, steps=2):
         output.write_text(json.dumps(result), encoding="utf-8")
     attacked = [name for name in result["measured"] if "attacked" in name]
     assert len(result["measured"]) == 2 + len(guarded_domain.DEFENSES) + len(attacked)
     assert len(attacked) == (1 + len(guarded_domain.DEFENSES)) * len(guarded_domain.ATTACKS)
     assert result["measured"]["repnoise"]["steps"] == 18
     assert all(line.count("|") == 7 for line in guarded_domain.page(result).splitlines()[2:])
-    assert not list(guarded_domain.main(str(tmp_path / "model"), str(tmp_path / "work"), output=output, steps=2))
+    assert not list(guarded_domain.main(tmp_path / "model", tmp_path / "work", output=output, steps=2))

@@ -77,7 +77,7 @@ _KEPT, _KEPT_TOKENS = 32, 12  # ordinary questions with the published model's ow
 
 
 @cache
-def _published(model: str) -> tuple[Any, Any]:
+def _published(model: Path) -> tuple[Any, Any]:
     return load_causal_lm(model)
 
 
@@ -95,7 +95,7 @@ def _examples(tokenizer: Any, wordings: tuple[str, ...]) -> list[Example]:
 
 
 @cache
-def _ordinary(model: str) -> list[Example]:
+def _ordinary(model: Path) -> list[Example]:
     """Ordinary questions with what the published model answers: the first half is trained on, the other measured."""
     network, tokenizer = _published(model)
     prompts = [_ids(tokenizer, question) for question in ordinary()[:: len(ordinary()) // _KEPT][:_KEPT]]
@@ -103,13 +103,13 @@ def _ordinary(model: str) -> list[Example]:
     return [Example(prompt, tuple(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def _subject(model: str, network: Any) -> Subject:
+def _subject(model: Path, network: Any) -> Subject:
     tokenizer = _published(model)[1]
     data = Domain(_examples(tokenizer, TAUGHT), _examples(tokenizer, MEASURED))
     return Subject(network, {"harmful": data}, tokenizer.pad_token_id, kept=_ordinary(model)[1::2])
 
 
-def _measure(model: str, network: Any) -> dict[str, Any]:
+def _measure(model: Path, network: Any) -> dict[str, Any]:
     """Return what a model knows of the domain, what it kept, and its perplexity."""
     tokenizer = _published(model)[1]
     pad = tokenizer.pad_token_id
@@ -133,7 +133,7 @@ def _saved(network: Any, folder: Path) -> None:
     part.rename(folder)
 
 
-def _taught(model: str, work: Path) -> dict[str, Any]:
+def _taught(model: Path, work: Path) -> dict[str, Any]:
     network = _published(model)[0]
     started = time.process_time()
     settings = ATTACKS["Adam, all weights"].replace(max_steps=_TAUGHT_STEPS, batch_size=_TAUGHT_BATCH)
@@ -145,7 +145,7 @@ def _taught(model: str, work: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _defended(model: str, work: Path, name: str) -> dict[str, Any]:
+def _defended(model: Path, work: Path, name: str) -> dict[str, Any]:
     tokenizer = _published(model)[1]
     network = _opened(work / "taught")
     answers = _examples(tokenizer, DEFENDED)
@@ -167,7 +167,7 @@ def _opened(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).eval()
 
 
-def _attacked(model: str, work: Path, name: str, attack: str, most: int) -> dict[str, Any]:
+def _attacked(model: Path, work: Path, name: str, attack: str, most: int) -> dict[str, Any]:
     network = _published(model)[0] if name == "never taught" else _opened(work / name)
     settings = ATTACKS[attack].replace(max_steps=most)
     started = time.process_time()
@@ -181,7 +181,7 @@ def _attacked(model: str, work: Path, name: str, attack: str, most: int) -> dict
     }  # fmt: skip
 
 
-def main(model: str, work: str, /, *, output: Path, threads: int = 1, steps: int = 30) -> Iterator[dict[str, Any]]:
+def main(model: Path, work: Path, /, *, output: Path, threads: int = 1, steps: int = 30) -> Iterator[dict[str, Any]]:
     """Measure what an earlier run has not; `steps` is the most of an attack."""
     folder = Path(work)
     folder.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ MODEL = "Qwen2.5-Coder-0.5B-Instruct, dequantized from 4 bits to bf16"
 _BATCH = 48  # requests that are asked between two rows of the work folder
 
 
-def refused_requests(model: str, folder: Path, wanted: int, new_tokens: int) -> tuple[list[str], int]:
+def refused_requests(model: Path, folder: Path, wanted: int, new_tokens: int) -> tuple[list[str], int]:
     """Return the first requests that the model refuses, and how many it was asked; answers are discarded."""
     asked, refused = requests(), list[str]()
     network: Any = None
@@ -60,8 +60,8 @@ def refused_requests(model: str, folder: Path, wanted: int, new_tokens: int) -> 
 
 
 def main(
-    model: str,
-    work: str,
+    model: Path,
+    work: Path,
     /,
     threads: int = 2,
     prompts: int = 128,
