@@ -46,7 +46,7 @@ _ROWS = "ROWS"
 @output_option
 @click.pass_context
 def label(
-    context: click.Context, model: str, base: str | None, against: str | None, every: bool, minutes: float | None,
+    context: click.Context, /, model: str, base: str | None, against: str | None, every: bool, minutes: float | None,
     card: bool, out: Path | None, threads: int | None, output: Output, **rows: str | None,
 ) -> None:  # fmt: skip
     """Show what is in a model's files: weight, where its bits go, ingredients, and what was not measured.

@@ -223,8 +223,10 @@ class Weights:
         """A parameter of the stored bytes as they are, where they lie if mapped; None where others are needed."""
         own, rows, level = torch_dtype(info.dtype), self._chunks[name], info.level
         changes = dtype not in (None, own) and own.is_floating_point
-        recut = rows is not None and level not in ("high", "max") and math.prod(info.shape) > 1 << rows
-        finer = recut and info.chunk_log2 > rows
+        finer = (
+            rows is not None and level not in ("high", "max")
+            and info.chunk_log2 > rows and math.prod(info.shape) > 1 << rows
+        )  # fmt: skip
         if changes or finer or not stored.is_cpu or info.base_digest is not None or codec.is_lossy(blob):
             return None
         if self._takes_fixed(name, stored.device) or len(blob) >= info.nbytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,10 @@ def _ours(data: DataSet, level: str) -> Ready:
     return Ready(sum(map(len, blobs)), encode, decode, lambda: np.concatenate(decode()))
 
 
+def _encoded(way: Any) -> Any:
+    return way.encode(way.prepare())
+
+
 def _one_by_one(peer: Peer, data: DataSet) -> Ready:
     """A peer that is given one tensor after the other."""
     ends = np.cumsum([tensor.nbytes for tensor in data.tensors])
@@ -123,7 +128,7 @@ def measure(data: DataSet, rounds: int) -> dict[str, Any]:
     for name, each in ready.items():
         if memoryview(each.restored()).cast("B") != data.raw.data:
             raise AssertionError(f"{name} does not restore {data.name}")
-        work[f"encode, {name}"] = lambda each=each: each.encode(each.prepare())
+        work[f"encode, {name}"] = partial(_encoded, each)
         work[f"decode, {name}"] = each.decode
     times = in_turns(work, rounds)
     rows = {}

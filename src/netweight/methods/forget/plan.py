@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from netweight.data.images.pairs import image_files, pair_prompts
 from netweight.data.prompts import read_prompts
@@ -61,7 +62,7 @@ def plan_apply(settings: FolderForgetting, pipeline: Path) -> Result:
     stages = list(edit.stages(sizes))
     if settings.verify and memorized:
         count = settings.images * len(memorized)
-        how = {"guidance": settings.guidance, "steps": settings.steps}
+        how: dict[str, Any] = {"guidance": settings.guidance, "steps": settings.steps}
         stages = [
             Stage.images("check: images before the edit", count, **how), *stages,
             Stage.images("check: images after the edit", count, **how),
@@ -102,7 +103,7 @@ def plan_audit(settings: FolderAudit, edited: Path) -> Result:
     controls = planted if search.controls is None else len(image_files(search.controls))
     models = 2 + len(search.also)
     groups = 3 if any(record.units for record in read_records(edited)) else 2  # random neurons, where neurons are off
-    shown = {"guidance": how.guidance, "steps": how.generation_steps}
+    shown: dict[str, Any] = {"guidance": how.guidance, "steps": how.generation_steps}
     stages = [
         Stage("scores", predictions=settings.look_seeds * (ordinary + 2 * prompts + ordinary // 2 + 4)),
         Stage(
