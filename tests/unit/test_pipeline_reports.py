@@ -146,7 +146,7 @@ def test_a_word_that_was_added_to_a_tokenizer_alone_is_named(number):
 
 
 def test_a_quantized_part_is_named(folder):
-    """diffusers 9165 and ComfyUI's nf4 and GGUF files: weights that are codes of numbers."""
+    """Files of nf4 and GGUF: weights that are codes of numbers."""
     config = folder / "unet" / "config.json"
     about = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
     config.write_text(json.dumps(about))
@@ -175,7 +175,7 @@ def test_a_pipeline_of_code_of_its_own_is_not_run(folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["EDMEulerScheduler", "FlowMatchEulerDiscreteScheduler"])
 def test_a_scheduler_of_another_kind_of_diffusion_is_named(kind, folder):
-    """Playground 2.5 in diffusers 7242: EDM's noise levels have no table of products."""
+    """EDM's noise levels, as of Playground 2.5, have no table of products."""
     getattr(diffusers, kind)().save_pretrained(folder / "scheduler")
     index = folder / "model_index.json"
     about = json.loads(index.read_text())
@@ -185,7 +185,7 @@ def test_a_scheduler_of_another_kind_of_diffusion_is_named(kind, folder):
 
 
 def test_a_network_of_latent_consistency_is_named():
-    """LCM's U-Net takes guidance as an embedding (diffusers 5438)."""
+    """LCM's U-Net takes guidance as an embedding."""
     pipeline = stable_diffusion()
     pipeline.unet.register_to_config(time_cond_proj_dim=8)
     with pytest.raises(Unsupported, match="time_cond_proj_dim"):
@@ -211,7 +211,7 @@ def test_images_by_a_tiny_autoencoder_are_the_pipelines_own():
 
 
 def test_an_edit_of_a_network_in_half_precision_stays_finite():
-    """UCE 14, erasing 27: least squares in fp16 gave black images."""
+    """Least squares in fp16 would give black images."""
     pipeline = stable_diffusion().to(torch.float16)
     model = text_to_image(pipeline)
     forget(model, [PROMPT], ORDINARY, edit=ClosedForm(rounds=1, images=1, generation_steps=2))
