@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 LINK = re.compile(r"\[([^\]]*)\]\((\.\./[^)#]+)(#[^)]*)?\)")
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)  # programs of figures, among others, whose files may not exist yet
 log = logging.getLogger("mkdocs.hooks.site_links")  # mkdocs counts what is logged under its name
 
 
@@ -26,7 +27,7 @@ def outside_links(text: str, folder: Path) -> list[str]:
     Returns:
         The targets that do not exist, in their order.
     """
-    return [target for _, target, _ in LINK.findall(text) if not (folder / target).exists()]
+    return [target for _, target, _ in LINK.findall(COMMENT.sub("", text)) if not (folder / target).exists()]
 
 
 def named(nav: Any) -> set[str]:

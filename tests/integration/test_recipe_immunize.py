@@ -88,7 +88,7 @@ output: out
     answer = run("recipe.yaml")
     assert answer.exit_code == 2
     for expected in (
-        "treatments.0.immunize.pairs: 'nowhere.jsonl' is not an existing file",
+        "treatments.0.immunize.pairs: There is no file nowhere.jsonl.",
         "treatments.0.immunize.epochs: must be at least 1, not 0",
         "treatments.1.immunize.defense: there is no defense 'repnoize'. Nearest: repnoise",
         "treatments.2.immunize.pears: there is no such key. Nearest: pairs",

@@ -54,7 +54,7 @@ def test_an_interrupted_tour_goes_on_and_leaves_only_its_report(toured):
     out, result = toured
     assert result["taken over"][:2] == ["federate: federate", "federate: server"]
     assert "forget: forget" in result["taken over"]
-    assert sorted(path.name for path in out.iterdir()) == ["report.html", "report.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["labels.html", "report.html", "report.json"]
     assert result["report"] == str(out / "report.html")
     chapters = [title.split(":")[0] for title in result["verdicts"]]
     assert chapters == ["federate", "forget", "forget", "immunize", "space", "space", "compress", "compress"]

@@ -252,7 +252,7 @@ def test_prompts_longer_than_the_window_are_named(tmp_path):
     settings = FolderForgetting(targets=tmp_path / "targets.jsonl", ordinary=tmp_path / "ordinary.txt")
     with pytest.raises(UsageError, match=r"'a the red.* has 17 tokens; the text encoder reads 10") as caught:
         forget_folder(tmp_path / "pipeline", tmp_path / "edited", settings)
-    assert "Cut it" in caught.value.cure
+    assert "Shorten it" in caught.value.cure
     assert not (tmp_path / "edited").exists()
 
 
