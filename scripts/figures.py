@@ -152,5 +152,6 @@ def loading() -> None:
         f"average {result['load_average'][0]:.1f}). The first token, at which weights are checked, then takes "
         f"{medians['compressed']['first token, seconds']:.2f} seconds against "
         f"{medians['dense']['first token, seconds']:.2f}. "
-        f"Resident memory rises to {result['peak above compressed bytes'] / 1e6:.0f} MB above the compressed bytes."
+        f"Until then resident memory rises by {medians['compressed']['peak'] / 1e6:.0f} MB, with the dense folder by "
+        f"{medians['dense']['peak'] / 1e6:.0f} MB."
     )
