@@ -58,7 +58,7 @@ check: $(VENV)/dev.stamp
 	$(MAKE) --jobs 2 --output-sync=target check-types check-the-rest
 
 check-types:
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 
 check-the-rest:
 	$(BIN)/ruff check .
