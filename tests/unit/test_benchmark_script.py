@@ -115,3 +115,9 @@ def test_scripts_and_commands_are_one_suite():
     assert answer.exit_code == 0, answer.output
     assert "--tokens" in answer.output
     assert CliRunner().invoke(netweight, ["benchmark", "compress.nothing"]).exit_code == 2
+
+
+def test_results_name_no_folder_of_the_machine(tmp_path):
+    options = {"model": str(tmp_path / "my-model"), "work": tmp_path / "work", "banks": [str(tmp_path / "bank")]}
+    told = script.about("space.tries", "A measurement.", options | {"id": "owner/name", "level": "high"})["options"]
+    assert told == {"model": "my-model", "work": "work", "banks": ["bank"], "id": "owner/name", "level": "high"}

@@ -110,9 +110,11 @@ def about(name: str, doc: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _told(value: Any) -> Any:
-    """An option as it is written: of a path, which says where something lies, its name."""
+    """An option as it is written: of a path, which says where something lies, its name, also where it came as text."""
     if isinstance(value, list | tuple):
         return [_told(each) for each in value]
+    if isinstance(value, str) and Path(value).is_absolute():
+        value = Path(value)
     return value.name if isinstance(value, Path) else value
 
 
