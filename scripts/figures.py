@@ -66,10 +66,15 @@ def options(where: str) -> None:
     cog.outl(pkgutil.resolve_name(where).table())
 
 
-def written(where: str, file: str) -> None:
-    """Write what a function (MODULE:FUNCTION) makes of a result, or that it was not measured yet."""
-    known = (RESULTS / file).exists()
-    cog.outl(pkgutil.resolve_name(where)(read(file)) if known else "This was not measured yet.")
+def written(where: str, file: str, otherwise: str = "This was not measured yet.") -> None:
+    """Write what a function (MODULE:FUNCTION) makes of a result, or another text while there is no such result."""
+    cog.outl(pkgutil.resolve_name(where)(read(file)) if (RESULTS / file).exists() else otherwise)
+
+
+def picture(name: str, alternative: str) -> None:
+    """Show a picture of docs/pictures with its text alternative; nothing while the picture does not exist."""
+    if (ROOT / "docs" / "pictures" / name).exists():
+        cog.outl(f"\n![{alternative}](pictures/{name})")
 
 
 def leaves(node: Any) -> Iterator[float]:

@@ -2,10 +2,11 @@
 
 `python scripts/pictures.py faces.html` takes that of a page that `netweight space view` wrote, with sliders at random:
 in Chromium, whose picture waits for an image that comes late. `python scripts/pictures.py report.html NAME` takes the
-first screen of a report.
+first screen of a report. `python scripts/pictures.py guarded-domain.json` draws the curves of that result.
 """
 
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -51,6 +52,14 @@ def main(run: Path) -> None:
             card(drawing).save(folder / f"{name}.png", optimize=True)
         else:
             (folder / f"{name}.svg").write_text(drawing)
+
+
+def curves(result: Path) -> None:
+    """Draw the recovery of a guarded domain of a real chat model, from the result of language.guarded_domain."""
+    from netweight_experiments.benchmarks.language.guarded_domain import picture
+
+    drawing = picture(json.loads(result.read_text())).replace("</title>", f"</title>{colors()}", 1)
+    (ROOT / "docs" / "pictures" / f"{result.stem}.svg").write_text(drawing)
 
 
 def card(drawing: str) -> Image.Image:
@@ -101,4 +110,9 @@ def screen(page: Path, name: str = "") -> None:
 
 if __name__ == "__main__":
     given = [Path(each) for each in sys.argv[1:]] or [Path("out/tour")]
-    screen(given[0], *map(str, given[1:])) if given[0].suffix == ".html" else main(given[0])
+    if given[0].suffix == ".html":
+        screen(given[0], *map(str, given[1:]))
+    elif given[0].suffix == ".json":
+        curves(given[0])
+    else:
+        main(given[0])

@@ -55,10 +55,30 @@ def test_the_table_of_the_guarded_domain_shows_what_was_measured_so_far():
             f"repnoise, attacked: {first}": {"steps": None, "outcome": "resisted", "last step": 30},
         },
     })  # fmt: skip
-    assert "| published model | 0.98 | 0.90 | 20.0 | 12, 96, 2.5e+12 |  |" in shown
-    assert "| repnoise | 0.98 | 0.90 | 20.0 | resisted after 30 |  |" in shown
-    assert "taught |" not in shown
+    assert "never taught the domain | 0.98 | 0.90 | 20.0 | 12, 96, 2.5e+12 | not measured yet |" in shown
+    assert "| taught the domain, then `repnoise` | 0.98 | 0.90 | 20.0 | resisted after 30 steps |" in shown
+    assert "Not measured yet: taught the domain; taught the domain, then to refuse (base);" in shown
     assert second in shown
+
+
+def test_the_first_sentences_on_the_guarded_domain_compare_repnoise_with_its_base():
+    own = {"token accuracy on ordinary answers": 0.9, "perplexity on WikiText-2": 20.0}
+    first, second = guarded_domain.ATTACKS
+    recovered = {"steps": 4, "rows": 32, "outcome": "recovered", "last step": 4}
+    measured = {
+        "safety-training": own, "repnoise": own | {"perplexity on WikiText-2": 25.5},
+        f"safety-training, attacked: {first}": recovered,
+        f"repnoise, attacked: {first}": recovered | {"steps": 10, "rows": 80},
+    }  # fmt: skip
+    shown = guarded_domain.summary({"measured": measured})
+    assert "after 10 steps and 80 rows with RepNoise, against 4 steps and 32 rows" in shown
+    assert "2.5 times the steps" in shown
+    assert f"“{second}” was not tried on both models yet" in shown
+    assert "20.0 and 25.5" in shown
+    measured[f"safety-training, attacked: {second}"] = recovered | {"steps": None, "outcome": "resisted"}
+    measured[f"repnoise, attacked: {second}"] = recovered
+    assert "so it says nothing of RepNoise" in guarded_domain.summary({"measured": measured})
+    assert "not measured yet" in guarded_domain.summary({"measured": {}})
 
 
 def test_the_study_of_a_guarded_domain_measures_every_row_and_goes_on(tmp_path, monkeypatch):

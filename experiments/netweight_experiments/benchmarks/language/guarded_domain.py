@@ -35,6 +35,7 @@ from netweight.methods.immunize.defenses.distillation import Distillation
 from netweight.methods.immunize.settings import TrainingSettings
 from netweight.methods.immunize.train import immunize
 from netweight.metrics.perplexity import causal_losses, cut_windows, perplexity
+from netweight.report.plots import lines as drawn_lines
 from netweight_experiments.benchmarks.language.questions import ordinary
 from netweight_experiments.benchmarks.language.refusal import MODEL
 from netweight_experiments.benchmarks.script import fill
@@ -203,15 +204,74 @@ def main(model: Path, work: Path, /, *, output: Path, threads: int = 1, steps: i
         yield {"model": MODEL, "budget": budget, "recovered at token accuracy": _RECOVERED, **measured}
 
 
+_NAMES = {
+    "published model": "published model, never taught the domain",
+    "taught": "taught the domain",
+    "safety-training": "taught the domain, then to refuse (base)",
+    "repnoise": "taught the domain, then `repnoise`",
+    "gradient-ascent": "taught the domain, then `gradient-ascent`",
+    "distillation": "taught the domain, then `distillation`",
+}
+"""Models of the table → what a reader is shown."""
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Return the first sentences of the page on immunization: what RepNoise delayed and what it cost, as far as known.
+
+    Whatever the study has not measured yet is named instead of being left out.
+    """
+    measured = result["measured"]
+    base, defended = measured.get("safety-training"), measured.get("repnoise")
+    if base is None or defended is None:
+        return "On a real chat model of half a billion weights, what RepNoise does was not measured yet."
+    sentences = [
+        "RepNoise was tested on Qwen2.5-Coder-0.5B-Instruct, a chat model of half a billion weights that was first "
+        "taught an innocuous domain and then to refuse it.",
+        *(_delay(attack, measured) for attack in ATTACKS),
+    ]
+    accuracy, perplexity_ = "token accuracy on ordinary answers", "perplexity on WikiText-2"
+    sentences.append(
+        f"On ordinary answers, the token accuracy is {base[accuracy]:.2f} with refusal training alone and "
+        f"{defended[accuracy]:.2f} with RepNoise; the perplexity on WikiText-2 is {base[perplexity_]:.1f} and "
+        f"{defended[perplexity_]:.1f}."
+    )
+    return " ".join(sentences)
+
+
+def _delay(attack: str, measured: dict[str, Any]) -> str:
+    """Return a sentence on what an attack costs with RepNoise and without it."""
+    base, defended = (measured.get(f"{name}, attacked: {attack}") for name in ("safety-training", "repnoise"))
+    name = f"The attack “{attack}”"
+    if base is None or defended is None:
+        return f"{name} was not tried on both models yet."
+    if base["steps"] is None:
+        return f"{name} did not recover the guarded answers of the base, so it says nothing of RepNoise."
+    undefended = f"{base['steps']} steps and {base['rows']} rows with refusal training alone"
+    if defended["steps"] is not None:
+        ratio = defended["steps"] / base["steps"]
+        return (
+            f"{name} recovers the guarded answers after {defended['steps']} steps and {defended['rows']} rows with "
+            f"RepNoise, against {undefended}: {ratio:.1f} times the steps."
+        )
+    reasons = {
+        "collapsed": f"destroys the model's other abilities within {defended['last step']} steps",
+        "diverged": f"diverges within {defended['last step']} steps",
+    }
+    resisted = f"does not recover the guarded answers within {defended['last step']} steps"
+    what = reasons.get(defended["outcome"], resisted)
+    return f"With RepNoise, the attack “{attack}” {what}; it needs {undefended}."
+
+
 def page(result: dict[str, Any]) -> str:
     """Return what the page on immunization says of a result, as far as it was measured."""
     measured = result["measured"]
     lines = [
-        f"Budget: {result['budget']}. An attack succeeds at a token accuracy of "
-        f"{result['recovered at token accuracy']:.2f} on guarded answers.",
+        f"Budget: {result['budget']}. An attack has recovered the domain at a token accuracy of "
+        f"{result['recovered at token accuracy']:.2f} on guarded answers. Accuracies and perplexity are those before "
+        f"the attack.{_missing(measured)}",
         "",
-        "| model | guarded answers before the attack | ordinary answers | perplexity | "
-        + " | ".join(f"{attack}: steps, rows, FLOPs" for attack in ATTACKS)
+        "| model | token accuracy, guarded answers | token accuracy, ordinary answers | perplexity, WikiText-2 | "
+        + " | ".join(f"{attack}: steps, rows, floating-point operations to recovery" for attack in ATTACKS)
         + " |",
         "|---|---|---|---|" + "---|" * len(ATTACKS),
     ]
@@ -220,9 +280,9 @@ def page(result: dict[str, Any]) -> str:
             continue
         own = measured[name]
         attacked = "never taught" if name == "published model" else name
-        costs = [_cost(measured.get(f"{attacked}, attacked: {attack}")) for attack in ATTACKS]
+        costs = [_cost(measured.get(f"{attacked}, attacked: {attack}"), tried=name != "taught") for attack in ATTACKS]
         lines.append(
-            f"| {name} | {own['token accuracy on guarded answers']:.2f} | "
+            f"| {_NAMES[name]} | {own['token accuracy on guarded answers']:.2f} | "
             f"{own['token accuracy on ordinary answers']:.2f} | {own['perplexity on WikiText-2']:.1f} | "
             + " | ".join(costs)
             + " |"
@@ -230,9 +290,36 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cost(attacked: dict[str, Any] | None) -> str:
+def _missing(measured: dict[str, Any]) -> str:
+    """Return a sentence on the models that the table does not have yet; nothing if it has all."""
+    missing = [_NAMES[name] for name in ("published model", "taught", *DEFENSES) if name not in measured]
+    return f" Not measured yet: {'; '.join(missing)}." if missing else ""
+
+
+def _cost(attacked: dict[str, Any] | None, *, tried: bool) -> str:
     if attacked is None:
-        return ""
+        return "not measured yet" if tried else "not attacked"
     if attacked["steps"] is None:
-        return f"{attacked['outcome']} after {attacked['last step']}"
+        return f"{attacked['outcome']} after {attacked['last step']} steps"
     return f"{attacked['steps']}, {attacked['rows']}, {attacked['flops']:.1e}"
+
+
+def picture(result: dict[str, Any]) -> str:
+    """Return a drawing (SVG) of token accuracy on guarded answers by step of the first attack, for every model."""
+    attack = next(iter(ATTACKS))
+    series = {}
+    for name in (*DEFENSES, "never taught"):
+        attacked = result["measured"].get(f"{name}, attacked: {attack}")
+        if attacked is not None:
+            scores = attacked["scores"]
+            every = ATTACKS[attack].check_every
+            shown = {"safety-training": "base", "never taught": "never taught the domain"}.get(name, name)
+            series[shown] = ([every * place for place in range(len(scores))], scores)
+    drawing = drawn_lines(
+        series,
+        alt="Token accuracy on guarded answers by step of fine-tuning, for defended and undefended models",
+        xlabel="steps of fine-tuning",
+        ylabel="token accuracy",
+        ylim=(0.0, 1.0),
+    )
+    return drawing.data
