@@ -1,8 +1,8 @@
-"""What clients' protections withstand and what they cost: HyperFL on Fashion-MNIST, each attacked by who knows it.
+"""Protections of clients under attack and their cost in accuracy: HyperFL on Fashion-MNIST, by informed attackers.
 
     NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.protections
 
-writes the table of docs/gradient-inversion.md; `--accuracy` trains each protection from the same seed and schedule. The
+measures the table of docs/gradient-inversion.md; `--accuracy` trains each protection from one seed and schedule. The
 attacks are those of `netweight federate audit --threat`, on the first round, whose state is the method's start.
 Secure sums change nothing but the rounding of what clients send (docs/flower.md), which is done here in one process in
 the same steps; the protocol itself is tested elsewhere. A run that is stopped goes on from its last round in `--work`;
@@ -28,7 +28,7 @@ from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.threats import ThreatModel
 from netweight.methods.federate.updates import dense_tensors
-from netweight_experiments.benchmarks.script import RESULTS, fill, put
+from netweight_experiments.benchmarks.script import RESULTS, fill
 
 CLIP, TARGET_RANGE = 2.0, 2**22  # of integrations/flower/secure_sum.py and of Flower's SecAgg+
 SUMS = "secure sums, refusal, at least 60 steps"
@@ -61,7 +61,6 @@ ROWS = (
     ("refusal", {"refuse": True}, {**STEP, "batch_size": 50, "server": "malicious"}, SUMS),
     ("secure sum, refusal", {"refuse": True}, {**SUM, "batch_size": 50, "server": "thresholds"}, SUMS),
 )  # fmt: skip
-PAGE, MARKS = Path("docs") / "gradient-inversion.md", ("<!-- protections -->", "<!-- end of protections -->")
 
 
 def attacked(data, changes, threat, images, seed):
@@ -82,20 +81,23 @@ def attacked(data, changes, threat, images, seed):
 
 def table(rows, accuracy):
     """Return the table of the docs."""
-    columns = "protection | the server | cosine | aggregate | PSNR, dB | a guess | holds? | costs"
+    columns = (
+        "protection | what the server observes | cosine of the gradient | cosine of the average | PSNR, dB | "
+        "PSNR of a guess, dB | withstands the attack | accuracy lost, points"
+    )
     lines = [f"| {columns} |", "|---" * 8 + "|"]
     last = {arm: list(found["before and after"].values())[-1][1] for arm, found in accuracy.items()}
     for protection, arm, row in rows:
         cost = f"{last['plain'] - last[arm]:.2f}" if {arm, "plain"} <= last.keys() and arm != "plain" else ""
         label = row["label"].removesuffix(", first round")
         if not row["cosines"]:
-            lines.append(f"| {protection} | {label} | the client takes no part | | | | **yes** | {cost} |")
+            lines.append(f"| {protection} | {label} | the client refuses to answer | | | | yes | {cost} |")
             continue
         interval = row["findings"][0]["ci95"]
         spread = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval and interval[1] - interval[0] > 0.002 else ""
         guess = max(mean(row["random_psnr"]), mean(row["average_psnr"])) if row["psnr"] else None
         images = (f"{mean(row['psnr']):.1f}", f"{guess:.1f}") if row["psnr"] else ("", "")
-        holds = {"broken": "**no**", "partly": "partly", "told": "**yes**"}[row["verdict"][0]]
+        holds = {"broken": "no", "partly": "partly", "told": "yes"}[row["verdict"][0]]
         cosine, anyway = mean(row["cosines"]), mean(row["aggregate"])
         lines.append(f"| {protection} | {label} | {cosine:.3f}{spread} | {anyway:.3f} | "
                      f"{images[0]} | {images[1]} | {holds} | {cost} |")  # fmt: skip
@@ -143,14 +145,14 @@ def run(arm, rounds, work):
     return {"before and after": curve, "missing": sum(len(r.refused) for r in done.rounds)}
 
 
-def write_page(found):
-    """Write the table of attacks and of what protections cost into the page."""
+def page(result):
+    """Return the table of attacks, and of the accuracy that protections cost, from a result."""
     accuracy = json.loads(sorted(RESULTS.glob("federate*/protections-accuracy-*.json"))[-1].read_text())["arms"]
     curves = json.loads((RESULTS / "federated" / "fashion-mnist-curves.json").read_text())["runs"]
     plain = {round: values for round, *values in curves["fashion-mnist-20-hyperfl-520"]["curve"] if round <= ROUNDS}
     accuracy = {"plain": {"before and after": plain}} | accuracy
-    rows = [(p, arm, found[f"{p}: {json.dumps(threat)}"]) for p, _, threat, arm in ROWS]
-    put(PAGE, *MARKS, table(rows, accuracy))
+    rows = result["rows"]
+    return table([(name, arm, rows[f"{name}: {json.dumps(threat)}"]) for name, _, threat, arm in ROWS], accuracy)
 
 
 def main(
@@ -159,7 +161,7 @@ def main(
     images: int = 5,
     seed: int = 0,
     data: str = "fashion-mnist",
-    only: Annotated[str, "attack rows alone whose name holds this; the page stays"] = "",
+    only: Annotated[str, "only the attack rows whose name contains this"] = "",
     rounds: int = ROUNDS,
     arms: Annotated[tuple[str, ...], ARMS] = tuple(ARMS),
     work: Path = Path("runs/protections"),
@@ -170,5 +172,3 @@ def main(
         return
     named = {f"{row[0]}: {json.dumps(row[2])}": partial(attacked, data, *row[1:3], images, seed) for row in ROWS}
     yield from fill(output, "rows", ((name, attack) for name, attack in named.items() if only in name))
-    if not only:
-        write_page(json.loads(output.read_text())["rows"])
