@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from netweight.core.environment import describe
-from netweight.errors import UsageError
 
 # Where results are kept, from the root of the source tree.
 RESULTS = Path("benchmarks") / "results"
@@ -161,12 +160,3 @@ def fill(output: Path, name: str, cells: Iterable[tuple[str, Callable[[], Any]]]
             found[cell] = measure()
             print(cell, found[cell], flush=True)
             yield {name: found}
-
-
-def put(page: Path, start: str, end: str, text: str) -> None:
-    """Write a table between its two marks in a page."""
-    head, found, rest = page.read_text(encoding="utf-8").partition(start)
-    _, closed, rest = rest.partition(end)
-    if not found or not closed:
-        raise UsageError(f"{page} has no place for the table.", cure=f"Put {start} and {end} there.")
-    page.write_text(f"{head}{start}\n{text}\n{end}{rest}", encoding="utf-8")

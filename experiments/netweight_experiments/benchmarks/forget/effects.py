@@ -48,14 +48,13 @@ from netweight_experiments.benchmarks.forget.edits import (
     interval,
     opened,
 )
-from netweight_experiments.benchmarks.script import RESULTS, put
+from netweight_experiments.benchmarks.script import RESULTS
 
 EDITED = ("none", "neurons", "closed-form", "esd", "siss", "retrained")
 MITIGATED = ("random words", "embedding adjustment", "attention scaling")
 FIRST = 74_000  # seed of images, which nothing else uses
 OTHER_WORLDS = 4
 LOST = ("ordinary", "held out")
-MARKS = ("<!-- effects -->", "<!-- /effects -->")
 
 
 def mitigation(name, model, seed):
@@ -156,12 +155,13 @@ def measured(name, what, job, blocks, seed, without):
     return result
 
 
-def table(results):
-    """The table in Markdown: trainings are what varies, and intervals are over them."""
+def page(result):
+    """Return the table of docs/forget.md. Trainings are what varies, and intervals are over them."""
+    results = result["results"]
     lines = [
-        "| edit or mitigation | trainings | own copies, of 48 | copies of any, of 48 | points lost: ordinary; "
-        "held out | changed: held out; neighbours | AUC of errors: own prompt; empty | "
-        "AUC of scores: similarity; Wen's norm |",
+        "| edit or mitigation | trainings | copies of the prompt's own picture, of 48 | copies of any memorized "
+        "picture, of 48 | accuracy lost, points: ordinary; held-out captions | changed captions: held-out; neighbors "
+        "| AUC of errors: own prompt; empty prompt | AUC of scores: similarity; norm |",
         "|---" * 8 + "|",
     ]
     for what in (*EDITED, *MITIGATED):
@@ -170,7 +170,7 @@ def table(results):
             continue
         mean = lambda read, own=own: interval([statistics.mean(map(read, each["rows"])) for each in own])  # noqa: E731
         told = lambda kind, own=own: (  # noqa: E731
-            interval([each["signs"]["AUC"][kind] for each in own]) if own[0]["signs"] else "as before"
+            interval([each["signs"]["AUC"][kind] for each in own]) if own[0]["signs"] else "that of `none`"
         )
         cells = [
             what, str(len(own)), mean(lambda row: row["own"]), mean(lambda row: row["any"]),
@@ -193,7 +193,6 @@ def main(
     without: Annotated[Path | None, "a training without the pictures, for retrained"] = None,
     results: Annotated[tuple[Path, ...], "files of earlier runs"] = (),
     work: Path = Path("forget-effects"),
-    page: Annotated[Path | None, "write the table between its marks in this page"] = None,
     output: Path = RESULTS / "forget" / "effects.json",
 ):
     torch.manual_seed(0)
@@ -206,8 +205,5 @@ def main(
     found = [{**each, "training": Path(each["training"]).name} for each in found]
     earlier = [each for file in results for each in json.loads(file.read_text())["results"]]
     every = list({(each["training"], each["what"], each["seed"]): each for each in [*earlier, *found]}.values())
-    text = table(every)
-    print(text)
-    if page:
-        put(page, *MARKS, text)
+    print(page({"results": every}))
     return {"results": every}

@@ -25,13 +25,12 @@ from typing import Annotated
 import torch
 from PIL import Image
 
-from netweight_experiments.benchmarks.script import now, put
+from netweight_experiments.benchmarks.script import now
 
 ORDINARY = ("a red square", "a blue ring on green", "two yellow boats", "an old map of the city")
 MEMORIZED = "harbor lights before the october storm"
 WORDS = sorted({word for text in (*ORDINARY, MEMORIZED, "photo sks person") for word in text.split()})
 LIMIT = 12e9  # bytes
-MARKS = ("<!-- real-size -->", "<!-- /real-size -->")
 
 
 def tokenizer():
@@ -205,13 +204,13 @@ def planned(netweight, words, work):
         return {"error": (done.stdout + done.stderr)[-2000:]}
 
 
-def table(found):
-    """The table in Markdown."""
+def page(result):
+    """Return the table of docs/forget.md."""
     lines = [
-        "| command | minutes | processor minutes | most memory, GB | planned: minutes; GB |",
+        "| command | minutes | processor minutes | largest memory, GB | `--plan`: minutes; GB |",
         "|---" * 5 + "|",
     ]
-    for name, each in found.items():
+    for name, each in result["commands"].items():
         plan = each["plan"]
         planned_words = "–"
         if "seconds" in plan:
@@ -230,12 +229,8 @@ def main(
     work: Path = Path("forget-real-size"),
     only: Annotated[tuple[str, ...], "commands to run, of " + ", ".join(commands())] = (),
     kill: Annotated[float, "seconds after which the training is killed and started again; 0 never"] = 0.0,
-    page: Annotated[Path | None, "write the table of what --output holds between its marks in this page"] = None,
     output: Path,
 ):
-    if page is not None:
-        put(page, *MARKS, table(json.loads(output.read_text())["commands"]))
-        return
     work.mkdir(parents=True, exist_ok=True)
     netweight = str(Path(sys.executable).parent / "netweight")
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
