@@ -112,10 +112,11 @@ def page(result: dict[str, Any]) -> str:
     findings = {each["name"]: each for each in result["findings"]}
     before = findings.pop("refusals before")
     lines = [
-        f"{result['requests asked']} requests were asked until the model had refused {result['requests refused']}. "
-        f"{result['conclusion']}{took}",
+        f"To find {result['requests refused']} requests that the model refuses, {result['requests asked']} were tried. "
+        f"The attack's conclusion: “{result['conclusion']}”{took}",
         "",
-        "| edit | refused | divergence on ordinary prompts | perplexity on ordinary prompts | counts |",
+        "| best edit of each kind | prompts refused | divergence, ordinary prompts | perplexity, ordinary prompts "
+        "| counts |",
         "|---|---|---|---|---|",
         f"| none | {before['value']:.0f} % of {before['n']} | 0 | 1.00 × | |",
     ]
