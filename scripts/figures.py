@@ -120,8 +120,9 @@ def generation() -> None:
     where = result["environment"]
     wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in (where.get("cpu_flags") or ())]
     cog.outl(
-        f"Speed of generation relative to the dense model (1.0), {result['turns']} turns of {result['tokens']} tokens, "
-        f"{where['cpu']} ({', '.join(wide)}), {result['date'][:10]}, load average {result['load_average'][0]:.1f}:"
+        "Speed of generation, dense = 1.00; in parentheses, the slowest and the fastest of "
+        f"{result['turns']} turns of {result['tokens']} tokens ({where['cpu']} with {', '.join(wide)}, "
+        f"{result['date'][:10]}, load average {result['load_average'][0]:.1f}):"
     )
     cog.outl("\n| | codec's form | fixed-length form | tokens equal to the dense model's |\n|---|---:|---:|---|")
     for setting, row in result["settings"].items():
@@ -144,7 +145,7 @@ def generation_in_short() -> None:
     cog.outl(
         f"On a CPU the codec's form is the default. One sequence on one thread is then generated at {codec:.2f} × the "
         f'speed of the dense model, and at {fixed:.2f} × in the fixed-length form (`prefer="speed"`). With 8 sequences '
-        f"or two threads both run at {least:.2f} to {most:.2f} × ([compress](docs/compress.md); Qwen2.5-Coder-0.5B, "
+        f"or two threads, the two forms run at {least:.2f} to {most:.2f} × that speed ([compress](docs/compress.md); Qwen2.5-Coder-0.5B, "
         f"{result['environment']['cpu']}, {result['date'][:10]})."
     )
 
@@ -156,12 +157,13 @@ def loading() -> None:
     result = read("compress/loading.json")
     medians = result["medians"]
     cog.outl(
-        f"Qwen2.5-Coder-0.5B ({result['dense bytes'] / 1e9:.2f} GB, {result['compressed bytes'] / 1e6:.0f} MB "
-        f"compressed) loads in {medians['compressed']['seconds']:.2f} seconds, where the dense folder takes "
-        f"{medians['dense']['seconds']:.2f} (one thread, {result['environment']['cpu']}, {result['date'][:10]}, load "
-        f"average {result['load_average'][0]:.1f}). The first token, at which weights are checked, then takes "
-        f"{medians['compressed']['first token, seconds']:.2f} seconds against "
-        f"{medians['dense']['first token, seconds']:.2f}. "
-        f"Until then resident memory rises by {medians['compressed']['peak'] / 1e6:.0f} MB, with the dense folder by "
-        f"{medians['dense']['peak'] / 1e6:.0f} MB."
+        "For example, Qwen2.5-Coder-0.5B takes "
+        f"{result['dense bytes'] / 1e9:.2f} GB dense and {result['compressed bytes'] / 1e6:.0f} MB compressed. Loading "
+        f"takes {medians['dense']['seconds']:.2f} seconds from the dense folder and "
+        f"{medians['compressed']['seconds']:.2f} seconds from the compressed one. The first token, for which every "
+        f"weight is read and the compressed ones are checked, then takes "
+        f"{medians['dense']['first token, seconds']:.2f} and {medians['compressed']['first token, seconds']:.2f} "
+        f"seconds. Up to this token, resident memory grows by {medians['dense']['peak'] / 1e6:.0f} MB with the dense "
+        f"folder and by {medians['compressed']['peak'] / 1e6:.0f} MB with the compressed one (one thread, "
+        f"{result['environment']['cpu']}, {result['date'][:10]}, load average {result['load_average'][0]:.1f})."
     )
