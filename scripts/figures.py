@@ -145,8 +145,8 @@ def generation_in_short() -> None:
     cog.outl(
         f"On a CPU the codec's form is the default. One sequence on one thread is then generated at {codec:.2f} × the "
         f'speed of the dense model, and at {fixed:.2f} × in the fixed-length form (`prefer="speed"`). With 8 sequences '
-        f"or two threads, the two forms run at {least:.2f} to {most:.2f} × that speed ([compress](docs/compress.md); Qwen2.5-Coder-0.5B, "
-        f"{result['environment']['cpu']}, {result['date'][:10]})."
+        f"or two threads, the two forms run at {least:.2f} to {most:.2f} × that speed ([compress](docs/compress.md); "
+        f"Qwen2.5-Coder-0.5B, {result['environment']['cpu']}, {result['date'][:10]})."
     )
 
 

@@ -38,7 +38,7 @@ LoRA adapters | compress | integration/test_compress_folders.py::test_every_file
 LoRA adapters | immunize | unit/test_immunize_training.py::test_adapters_alone_are_trained_where_they_alone_require_gradients
 LoRA adapters | forget | unit/test_forget_localization.py::test_adapters_are_hooked_but_must_be_merged_to_be_edited
 LoRA adapters | space | unit/test_adapter_bank.py::test_a_folder_becomes_a_bank
-flow matching | compress | integration/test_families.py::test_every_family_is_the_same_or_refused[Stable Diffusion 3]
+flow matching | compress | integration/test_families.py::test_every_family_gives_the_dense_results[Stable Diffusion 3]
 flow matching | forget | unit/test_forget_pipelines.py::test_joint_attention_is_edited_and_restored
 """  # noqa: E501
 TESTS = {

@@ -37,7 +37,7 @@ def test_compressed_is_dense_to_the_last_bit(name, tmp_path):
 
 @pytest.mark.study
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_the_same_or_refused(name, tmp_path):
+def test_every_family_gives_the_dense_results(name, tmp_path):
     found = tried(FAMILIES[name], tmp_path)
     assert {how.split(":")[0] for how in found.values()} <= {"same", "–", "refused"}, found
 
