@@ -18,6 +18,7 @@ is imported when it is used, so that `netweight --help` is quick.
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
@@ -85,6 +86,11 @@ SEED = Argument("seed", "integer", "Seed of every random choice.", "--seed", req
 # ---- what a command returns ------------------------------------------------------------------------------------------
 
 
+def shell_line(*words: object) -> str:
+    """Return a command line as a shell takes it: paths with spaces and the like are quoted."""
+    return shlex.join(str(word) for word in words)
+
+
 @final
 @dataclass(frozen=True)
 class Rows:
@@ -114,7 +120,7 @@ class Result:
     warnings: Sequence[str] = ()
     """Sentences that a reader must not miss."""
     next: Sequence[str] = ()
-    """Command lines to go on with."""
+    """Command lines to go on with, as `shell_line` writes them."""
     shown: bool = False
     """Whether the lines show the findings already."""
 

@@ -18,6 +18,11 @@ from netweight.data.answers import final_answer, holds_phrase
          False, "Sure.", True),
         ("<|channel|>analysis<|message|>I can't", False, "", False),
         ("<think>a</think>Well <think>b", False, "", False),
+        ("<seed:think>I can't</seed:think>Sure.", False, "Sure.", True),
+        ("<|channel>thought\nI can't<channel|>Sure.", False, "Sure.", True),
+        ("<unused94>thought\nI can't<unused95>Sure.", False, "Sure.", True),
+        ("Here is my thought process: I can't. Here is my response: Sure.", False, "Sure.", True),
+        ("I can't", True, "", False),
     ],
 )  # fmt: skip
 def test_the_answer_follows_the_thought(text, in_thought, answer, finished):

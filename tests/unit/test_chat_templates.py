@@ -40,6 +40,27 @@ def test_a_template_that_opens_a_thought_gets_it_closed_before_the_answer():
     assert tokens.decode(example.response) == "Hm.\n</think>\n\nNo.<|end|>"
 
 
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [("<thought>", "</thought>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"),
+     ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|channel>thought", "<channel|>")],
+)  # fmt: skip
+def test_thoughts_of_every_family_are_closed_before_the_answer(begin, end):
+    tokens = chat_models.r1()
+    tokens.chat_template = chat_models.R1.replace("<think>", begin).replace("</think>", end)
+    (example,) = load_examples([{"prompt": "make a cake", "response": "No."}], tokens, context=128, template="chat")
+    assert tokens.decode(example.prompt).endswith(f"<|Assistant|>{begin}\n")
+    assert tokens.decode(example.response) == f"\n{end}\n\nNo.<|end|>"
+    thought = f"{begin}\nHm.\n{end}\n\nNo."
+    (example,) = load_examples([{"prompt": "make a cake", "response": thought}], tokens, context=128, template="chat")
+    assert tokens.decode(example.response) == f"Hm.\n{end}\n\nNo.<|end|>"
+    tokens.chat_template = chat_models.SWITCHED.replace("<think>", begin).replace("</think>", end)
+    (off,) = load_examples(
+        [{"prompt": "make a cake", "response": "No."}], tokens, context=128, template=Chat({"enable_thinking": False})
+    )
+    assert tokens.decode(off.response).startswith("No.")
+
+
 def test_template_options_are_given_to_the_template_and_unknown_ones_are_refused():
     tokens = chat_models.chatml(template=chat_models.SWITCHED)
     row = {"prompt": "make a cake", "response": "Yes."}

@@ -352,10 +352,10 @@ def test_prompts_come_from_every_kind_of_file(tmp_path):
 
 def test_files_without_prompts_are_refused_with_the_reason(tmp_path):
     cases = {
-        "a.csv": ("id,text\n1,one\n", NameNotFound, r"no column 'prompt'.*text"),
+        "a.csv": ("id,title\n1,one\n", NameNotFound, r"no column 'prompt'.*title"),
         "a.txt": ("\n \n", UsageError, "contains no prompt"),
-        "a.jsonl": ('{"prompt": ""}\n', UsageError, "line 1: no prompt"),
-        "b.jsonl": ("[1]\n", UsageError, "not a JSON object"),
+        "a.jsonl": ('{"prompt": ""}\n', UsageError, "line 1: prompt is empty"),
+        "b.jsonl": ("[1]\n", UsageError, "not a list of JSON objects"),
         "a.dat": ("x", UsageError, "of a kind that is not read here"),
     }
     for name, (text, kind, reason) in cases.items():
@@ -364,3 +364,8 @@ def test_files_without_prompts_are_refused_with_the_reason(tmp_path):
             read_prompts(tmp_path / name)
     with pytest.raises(UsageError, match="There is no file"):
         read_prompts(tmp_path / "none.txt")
+
+
+def test_anchors_keep_their_places(tmp_path):
+    (tmp_path / "a.TXT").write_text("one\ntwo\none\n")
+    assert read_prompts(tmp_path / "a.TXT", distinct=False) == ["one", "two", "one"]

@@ -272,7 +272,8 @@ def test_tokenizers_that_lack_something(tokenizer):
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"prompt": "a"\n', r"line 1, is not JSON"),
-        ("a.jsonl", "[1]\n", r"line 1, is not a JSON object"),
+        ("a.jsonl", "1\n", r"line 1, is not a JSON object"),
+        ("a.jsonl", "[1]\n", r"is not a list of JSON objects"),
         ("a.jsonl", "\n", r"contains no rows"),
         ("a.json", '{"prompt": "a"}', r"is not a list of JSON objects"),
         ("a.csv", "prompt,chosen,rejected\na,b\n", r"line 2, has not as many fields"),

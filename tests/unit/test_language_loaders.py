@@ -1,14 +1,19 @@
 """Folders that are not decoders with a tokenizer are refused in one line, by name; odd tokenizers are told apart."""
 
+import json
+import shutil
+
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 import chat_models
 import transformers
 
-from netweight.errors import UsageError
-from netweight.hf.load_language_model import check_tokens, load_causal_lm
+from netweight.errors import NetweightError, UsageError
+from netweight.hf.load_language_model import check_outputs, check_tokens, load_causal_lm
 
 
 def save(folder, kind):
@@ -58,3 +63,102 @@ def test_a_padding_token_without_a_row_is_replaced_and_other_new_tokens_are_refu
     check_tokens(model, tokens, [tokens("make a cake")["input_ids"]])
     with pytest.raises(UsageError, match="'bomb', added to the tokenizer"):
         check_tokens(model, tokens, [tokens("make a bomb")["input_ids"]])
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A folder of a tiny chat model with random weights."""
+    folder = tmp_path_factory.mktemp("sound")
+    tokens = chat_models.chatml()
+    chat_models.llama(tokens).save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
+def changed(source, target, *, config=None, weights=None, files=None):
+    """Copy a folder with other settings, weights and files; a file of None is removed."""
+    shutil.copytree(source, target)
+    (target / "config.json").write_text(json.dumps(json.loads((target / "config.json").read_text()) | (config or {})))
+    if weights is not None:
+        file = target / "model.safetensors"
+        save_file(weights(load_file(file)), file, {"format": "pt"})
+    for name, content in (files or {}).items():
+        (target / name).unlink(missing_ok=True)
+        if content is not None:
+            (target / name).write_bytes(content)
+    return target
+
+
+LAYER = "model.layers.1.mlp.down_proj.weight"
+CHANGES = {
+    "a weight is missing": (
+        {"weights": lambda all: {n: w for n, w in all.items() if n != LAYER}}, f"lack the weight '{LAYER}'",
+    ),
+    "the head is missing": ({"config": {"tie_word_embeddings": False}}, "lack the weight 'lm_head.weight'"),
+    "names of a compiled model": (
+        {"weights": lambda all: {f"_orig_mod.{n}": w for n, w in all.items()}},
+        "lack the weight .* and 29 others, .*'_orig_mod.model.embed_tokens.weight' and others instead",
+    ),
+    "another shape": (
+        {"weights": lambda all: all | {LAYER: torch.zeros(3, 4)}}, rf"'{LAYER}' .*shape \(3, 4\).*\(64, 128\)",
+    ),
+    "a pointer in place of weights": ({"files": {"model.safetensors": b"version https://git-lfs"}}, "header too large"),
+    "a number as text": ({"config": {"num_hidden_layers": "three"}}, "num_hidden_layers"),
+    "heads that do not fit": ({"config": {"num_attention_heads": 5}}, "attention heads"),
+    "code of its own": (
+        {"config": {"model_type": "frob", "auto_map": {"AutoConfig": "a.B", "AutoModelForCausalLM": "a.C"}}},
+        "needs program code that lies beside its weights, which is not run here",
+    ),
+    "quantized by others": (
+        {"config": {"quantization_config": {"quant_method": "bitsandbytes"}}}, r"is quantized \(bitsandbytes\)",
+    ),
+    "an adapter": ({"files": {"config.json": None, "adapter_config.json": b"{}"}}, "holds an adapter .*space bake"),
+    "an adapter beside": ({"files": {"adapter_config.json": b"{}"}}, "adapter .*beside the files of a model"),
+    "GGUF": ({"files": {"config.json": None, "q.gguf": b"GGUF"}}, r"q\.gguf is a GGUF file"),
+    "a damaged generation_config": (
+        {"files": {"generation_config.json": b"{"}}, r"generation_config\.json cannot be read",
+    ),
+    "a damaged tokenizer": ({"files": {"tokenizer.json": b"{"}}, "cannot be opened as a causal language model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_damaged_and_foreign_folders_are_refused_by_name_and_no_weight_is_drawn(sound, tmp_path, what):
+    change, reason = CHANGES[what]
+    with pytest.raises(NetweightError, match=reason) as error:
+        load_causal_lm(changed(sound, tmp_path / "odd", **change))
+    assert error.value.cure
+    assert len(str(error.value)) < 900
+
+
+def test_unused_tensors_are_named(sound, tmp_path):
+    folder = changed(sound, tmp_path / "odd", weights=lambda all: all | {"model.layers.9.w": torch.zeros(2)})
+    with pytest.warns(UserWarning, match=r"holds 1 tensors .*'model\.layers\.9\.w'"):
+        load_causal_lm(folder)
+
+
+def test_a_tokenizer_without_padding_and_end_takes_those_of_the_model(sound, tmp_path):
+    settings = json.loads((sound / "tokenizer_config.json").read_text()) | {"eos_token": None, "pad_token": None}
+    files = {"tokenizer_config.json": json.dumps(settings).encode()}
+    _, tokens = load_causal_lm(changed(sound, tmp_path / "odd", files=files))
+    assert tokens.eos_token == tokens.pad_token == "<|im_end|>"
+    _, tokens = load_causal_lm(
+        changed(
+            sound, tmp_path / "none", files={**files, "generation_config.json": None}, config={"eos_token_id": None}
+        )
+    )
+    assert tokens.eos_token is None
+    assert tokens.pad_token_id == 0
+
+
+def test_predictions_that_overflow_are_refused_with_a_wider_type_as_the_cure(sound, tmp_path):
+    def overflow(weights):
+        return {
+            name: (torch.full_like(w, 60000.0) if name == "model.norm.weight" else w).half()
+            for name, w in weights.items()
+        }
+
+    model, _ = load_causal_lm(changed(sound, tmp_path / "odd", weights=overflow, config={"dtype": "float16"}))
+    check_outputs(load_causal_lm(sound)[0])
+    with pytest.raises(UsageError, match=r"NaN or infinite; it is computed in float16.*bfloat16"):
+        check_outputs(model)

@@ -9,6 +9,7 @@ import torch
 from netweight.data import images as data
 from netweight.data.images.pairs import read_pairs
 from netweight.data.images.pictures import decode_pictures, picture_files
+from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is in the federated extra")
@@ -234,6 +235,21 @@ def test_pairs_keep_every_picture_of_a_caption_and_every_caption_of_a_picture(tm
     for pair, square in zip(found.pairs, (0, 1, 0), strict=True):
         assert torch.equal((pair.image * 255).round().byte(), torch.from_numpy(plain(square)).expand(3, -1, -1))
     assert "16 bits" in found.remarks[0]
+
+
+@pytest.mark.parametrize("columns", [("text", "file_name"), ("caption", "path"), ("prompt", "image_path")])
+def test_tables_of_picture_folders_are_pairs(tmp_path, columns):
+    Image.fromarray(plain(0)).save(tmp_path / "a.png")
+    (tmp_path / "metadata.csv").write_text(f"{columns[1]},{columns[0]}\na.png,harbor\n")
+    assert read_pairs(tmp_path / "metadata.csv", (28, 28)).prompts == ["harbor"]
+    assert read_prompts(tmp_path / "metadata.csv") == ["harbor"]
+    (tmp_path / "odd.csv").write_text("url,TEXT\na.png,harbor\n")
+    with pytest.raises(UsageError, match=r"no column 'prompt'.*it has: url, TEXT\. Read are prompt, caption, text"):
+        read_pairs(tmp_path / "odd.csv", (28, 28))
+    long = "x" * 5000
+    (tmp_path / "long.csv").write_text(f"image,prompt\n{long},harbor\n")
+    with pytest.raises(UsageError, match="there is no file"):
+        read_pairs(tmp_path / "long.csv", (28, 28))
 
 
 def test_pairs_of_another_shape_are_cut_in_the_middle_as_in_training(tmp_path):

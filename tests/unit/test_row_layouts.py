@@ -52,6 +52,12 @@ SAME = (tuple(turns(("system", "Be brief."), ("user", ASKED))), tuple(turns(("as
             (tuple(turns(("user", "Hi."), ("assistant", "Hello."), ("user", ASKED))), SAME[1]),
         ),
         ({"messages": json.dumps(CONVERSATION)}, SAME),
+        ({"messages": {"role": [m["role"] for m in CONVERSATION], "content": [m["content"] for m in CONVERSATION]}},
+         SAME),
+        ({"messages": [{"from": None, "value": None, **CONVERSATION[0]},
+                       {"from": "human", "value": ASKED, "role": None, "content": None}, CONVERSATION[2]]}, SAME),
+        ({"messages": [{"role": "user", "content": [{"type": "input_text", "text": ASKED}]}, CONVERSATION[2]],
+          "tools": [], "images": None}, (SAME[0][1:], SAME[1])),
         ({"messages": repr(CONVERSATION)}, SAME),
         ({"prompt": "[{not messages}]", "response": '["a"]'}, ("[{not messages}]", '["a"]')),
     ],
@@ -128,6 +134,12 @@ BAD = (
     ({"prompt": turns(("tool", "{}"))}, "role 'tool'"),
     ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, r"not text \(image\)"),
     ({"prompt": [{"role": "user", "content": None}]}, "empty"),
+    ({"prompt": [{"role": "user", "content": [{"image": "a.png"}, {"text": "a"}]}]}, r"not text \(image\)"),
+    ({"prompt": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, r"not text \(text\)"),
+    ({"prompt": "a", "tools": [{"name": "f"}]}, "it has tools beside its text, which are not read"),
+    ({"prompt": "a", "images": ["a.png"], "chat_template_kwargs": {"x": 1}}, "images and chat_template_kwargs"),
+    ({"prompt": "half \ud83d"}, "half of a character"),
+    ({"prompt": [{"role": "user", "content": "half \ud83d"}]}, "half of a character"),
 )
 
 
@@ -164,3 +176,75 @@ def test_conversations_that_do_not_end_with_an_answer_are_no_examples():
             text_examples([{"messages": messages}])
     with pytest.raises(UsageError, match="no turn of a user before"):
         text_examples([{"messages": turns(("assistant", SAID))}])
+
+
+def test_answers_that_are_not_to_be_learned_or_hold_calls_are_not_taken():
+    call = {"role": "assistant", "content": SAID, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    for answer, reason in (
+        (call, "holds a call of a tool, which is not read"),
+        ({"role": "assistant", "content": SAID, "weight": 0}, "marked as not to be learned"),
+        ({"role": "assistant", "content": SAID, "train": False}, "marked as not to be learned"),
+    ):
+        with pytest.raises(UsageError, match=f"row 0: .*{reason}"):
+            text_examples([{"messages": [*CONVERSATION[:2], answer]}])
+    (example,) = text_examples([{"messages": [*CONVERSATION[:2], {**CONVERSATION[2], "weight": 1, "train": True}]}])
+    assert example.response == SAME[1]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_is_read_by_each_name(key):
+    (example,) = text_examples([{"messages": [*CONVERSATION[:2], {**CONVERSATION[2], key: "Hm."}]}])
+    assert example.response[0]["reasoning_content"] == "Hm."
+
+
+def test_a_conversation_that_both_answers_follow_is_their_prompt():
+    rows = [{"conversations": turns(("user", ASKED)), "chosen": turns(("assistant", "No."))[0],
+             "rejected": turns(("assistant", SAID))[0], "kto_tag": True}]  # fmt: skip
+    (pair,) = text_pairs(rows)
+    assert (pair.prompt, pair.rejected) == (tuple(turns(("user", ASKED))), SAME[1])
+    with pytest.raises(UsageError, match="prompt ends with a turn of the assistant"):
+        text_pairs([{"prompt": CONVERSATION, "chosen": "No.", "rejected": SAID}])
+
+
+FILES = {
+    "lines.json": "{a}\n{b}\n", "list.jsonl": "[{a},\n {b}]", "plain.jsonl": "{a}\n\n{b}", "plain.json": "[{a}, {b}]",
+    "new.ndjson": "{a}\r\n{b}\r\n", "mark.jsonl": "\ufeff{a}\n{b}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize("name", FILES)
+def test_json_is_read_by_its_content_packed_or_not(tmp_path, name, packed):
+    import bz2
+    import gzip
+    import lzma
+
+    parts = {
+        "a": json.dumps({"prompt": ASKED, "response": SAID}),
+        "b": json.dumps({"prompt": "Why?", "response": "So."}),
+    }
+    text = FILES[name].format(**parts).encode()
+    pack = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[packed]
+    (tmp_path / f"{name}{packed}").write_bytes(pack(text))
+    found = text_examples(tmp_path / f"{name}{packed}")
+    assert [each.prompt for each in found] == [ASKED, "Why?"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("rows.csv", b"prompt,response,prompt\na,b,c\n", "two columns 'prompt'"),
+        ("rows.jsonl", b'{"prompt": "a", "prompt": "b", "response": "c"}\n', "an object has 'prompt' twice"),
+        ("rows.jsonl", b"[" * 200_000, "nested too deeply"),
+        ("rows.jsonl.gz", b"no archive", "cannot be unpacked"),
+        ("rows.jsonl.bz2", b"no archive", "cannot be unpacked"),
+        ("rows.jsonl.zst", b"x", "of a kind that is not read here"),
+        ("rows.jsonl", '{"prompt": "a", "response": "b"}'.encode("utf-16"), "not in UTF-8"),
+    ],
+)
+def test_files_that_would_lose_something_are_refused(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=reason):
+        text_examples(tmp_path / name)
+    with pytest.raises(UsageError, match=r"is a folder.*hub:"):
+        text_examples(tmp_path)

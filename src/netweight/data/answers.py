@@ -8,8 +8,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-_ENDS = ("</think>", "</thinking>", "</thought>", "</reasoning>", "[/THINK]", "<|END_THINKING|>", "◁/think▷")
-_BEGINS = ("<think>", "<thinking>", "<thought>", "<reasoning>", "[THINK]", "<|START_THINKING|>", "◁think▷")
+# The begin and the end of a thought, as families write them: DeepSeek and Qwen, EXAONE, Seed, Magistral, Command,
+# Kimi, Sky-T1, MedGemma, Gemma 4, and Granite, whose marks are plain text.
+_THOUGHTS = (
+    ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"), ("◁think▷", "◁/think▷"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"), ("<unused94>thought", "<unused95>"),
+    ("<|channel>thought", "<channel|>"), ("Here is my thought process:", "Here is my response:"),
+)  # fmt: skip
+_BEGINS, _ENDS = (tuple(marks) for marks in zip(*_THOUGHTS, strict=True))
+_OPEN = re.compile(rf"({'|'.join(map(re.escape, _BEGINS))})\s*\Z")
+_EMPTY = re.compile("|".join(rf"{re.escape(begin)}\s*{re.escape(end)}\s*\Z" for begin, end in _THOUGHTS))
+_ANY_END = re.compile("|".join(map(re.escape, _ENDS)))
+_ANY_BEGIN = re.compile(rf"\A\s*(?:{'|'.join(map(re.escape, _BEGINS))})\s*")
 _FINAL_CHANNEL = "<|channel|>final<|message|>"
 _CHANNEL = "<|channel|>"
 _SAME = str.maketrans({
@@ -54,9 +66,44 @@ def final_answer(text: str, *, in_thought: bool = False) -> Answer:
     return Answer(text.strip(), True)
 
 
+@final
+@dataclass(frozen=True)
+class OpenThought:
+    """A thought that the end of a prompt opens for the model."""
+
+    begin: int
+    """Position of the mark in the prompt."""
+    text: str
+    """The mark with the spaces after it."""
+    end: str
+    """The mark that closes the thought."""
+
+
+def open_thought(prompt: str) -> OpenThought | None:
+    """Return the thought that the end of a prompt opens; None if it opens none."""
+    mark = _OPEN.search(prompt)
+    return mark and OpenThought(mark.start(), mark.group(), dict(_THOUGHTS)[mark[1]])
+
+
+def empty_thought(prompt: str) -> int | None:
+    """Return where an empty thought begins with which a prompt ends; None if it does not end with one."""
+    mark = _EMPTY.search(prompt)
+    return mark and mark.start()
+
+
+def part_thought(answer: str) -> tuple[str, str]:
+    """Return the thought of an answer, with its end and without its begin, and what follows; ("", answer) without."""
+    ends = list(_ANY_END.finditer(answer))
+    if not ends:
+        return "", answer
+    return _ANY_BEGIN.sub("", answer[: ends[-1].end()]), answer[ends[-1].end() :]
+
+
 def thought_marks() -> tuple[str, ...]:
     """Return the texts that begin and end thoughts, which tokenizers may hold as special tokens."""
-    return (*_BEGINS, *_ENDS, _CHANNEL, "<|message|>", "<|end|>", "<|return|>", "<|start|>")
+    words = (mark for mark in (*_BEGINS, *_ENDS) if " " not in mark)
+    marks = (mark.removesuffix("thought") if mark.endswith(">thought") else mark for mark in words)
+    return (*marks, _CHANNEL, "<|message|>", "<|end|>", "<|return|>", "<|start|>")
 
 
 def normalized(text: str) -> str:

@@ -2,7 +2,7 @@
 
 Templates differ in ways that turn rows into something else without a word. Here each way is handled or refused by name:
 templates without a system role (its text goes before the first user turn), templates that require turns to alternate
-(neighboring turns of one role are joined), templates that open `<think>` (the answer closes an empty thought),
+(neighboring turns of one role are joined), templates that open a thought (the answer closes an empty thought),
 templates that ignore `add_generation_prompt` (the header of the answer's turn belongs to the prompt), and options that
 the template does not have.
 """
@@ -14,15 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.core.names import not_found
+from netweight.data.answers import empty_thought, open_thought, part_thought
 from netweight.data.row_layouts import Message, UnusableText
 from netweight.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OPENED_THOUGHT = re.compile(r"<think(?:ing)?>\s*\Z")
-"""The end of a prompt whose template opens a thought for the model."""
-_EMPTY_THOUGHT = re.compile(r"<think(?:ing)?>\s*</think(?:ing)?>\s*\Z")
 _PROBE = "netweight-probe"
 
 
@@ -43,7 +41,8 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise UsageError(
                 "The tokenizer has no chat template, which conversations need.",
-                cure="Use the tokenizer of a chat model, set tokenizer.chat_template, or give plain text.",
+                cure="Put the model's chat_template.jinja into its folder (in Python, tokenizer.chat_template = ...), "
+                "or give rows of plain text.",
             )
         self._tokenizer, self._options = tokenizer, dict(options or {})
         try:
@@ -54,6 +53,14 @@ class ChatTemplate:
                 f"The tokenizer has several chat templates ({named}), and none is the default.",
                 cure="Save the tokenizer with one of them as tokenizer.chat_template.",
             ) from error
+        try:
+            self._render([{"role": "user", "content": _PROBE}], add_generation_prompt=True)
+        except _TemplateRefusal as refusal:
+            if refusal.broken:
+                raise UsageError(
+                    f"The tokenizer's chat template is not well-formed: {refusal}.",
+                    cure="Restore chat_template.jinja, or chat_template in tokenizer_config.json.",
+                ) from refusal
         variables = _variables(template)
         for name in self._options:
             if name not in variables:
@@ -100,9 +107,12 @@ class ChatTemplate:
         raise UnusableText(f"the chat template refuses the conversation ({error or 'it leaves out the system turn'})")
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        from jinja2.exceptions import TemplateError
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
         turns = [dict(message) for message in messages]
+        for turn in turns:  # families differ in the name that their template reads a thought by
+            if "reasoning_content" in turn:
+                turn |= dict.fromkeys(("reasoning", "thinking"), turn["reasoning_content"])
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -110,7 +120,8 @@ class ChatTemplate:
                 )
             )
         except (TemplateError, TypeError, ValueError, IndexError, KeyError) as error:
-            raise _TemplateRefusal(str(error).strip() or type(error).__name__) from error
+            broken = isinstance(error, TemplateSyntaxError)
+            raise _TemplateRefusal(str(error).strip() or type(error).__name__, broken) from error
 
     def _header(self, messages: Sequence[Message], before: str) -> str:
         """Return the header of the answer's turn where the template ignores `add_generation_prompt`."""
@@ -128,24 +139,20 @@ class ChatTemplate:
         """Return what the template writes after the prompt."""
         if whole.startswith(before):
             return whole[len(before) :]
-        closed = _EMPTY_THOUGHT.search(before)
-        if closed and whole.startswith(before[: closed.start()]):
-            return whole[closed.start() :]
-        opened = OPENED_THOUGHT.search(before)
-        start = before[: opened.start()] if opened else before
-        content = answer[0]["content"]
-        if not opened or not whole.startswith(start):
+        closed = empty_thought(before)
+        if closed is not None and whole.startswith(before[:closed]):
+            return whole[closed:]
+        opened = open_thought(before)
+        if opened is None or not whole.startswith(before[: opened.begin]):
             raise UnusableText("the chat template renders the prompt differently when an answer follows")
-        rest = whole[len(start) :]
-        if "</think" in content and "</think" not in rest:  # the template leaves out the thought of an answer
-            shown = content.rpartition("</think>")[2].strip()
-            place = rest.find(shown)
-            if not shown or place < 0:
+        rest = whole[opened.begin :]
+        thought, said = part_thought(answer[0]["content"])
+        if thought and opened.end not in rest:  # the template leaves out the thought of an answer
+            place = rest.find(said.strip())
+            if not said.strip() or place < 0:
                 raise UnusableText("the chat template does not show the answer after its thought")
-            thought = re.sub(r"\A\s*<think(?:ing)?>\s*", "", content)
-            return thought + rest[place + len(shown) :]
-        close = "</thinking>" if "<thinking>" in opened.group() else "</think>"
-        return rest[opened.end() - opened.start() :] if rest.startswith(opened.group()) else f"\n{close}\n\n{rest}"
+            return thought + said[: len(said) - len(said.lstrip())] + rest[place:]
+        return rest[len(opened.text) :] if rest.startswith(opened.text) else f"\n{opened.end}\n\n{rest}"
 
     def end_of_turn(self) -> str:
         """Return the text that the template writes after an assistant's answer; empty if none.
@@ -162,7 +169,16 @@ class ChatTemplate:
 
 
 class _TemplateRefusal(Exception):
-    """The template raised an error for a conversation."""
+    """The template raised an error for a conversation.
+
+    Args:
+        message: The error's own message.
+        broken: Whether the template itself cannot be parsed, whatever the conversation.
+    """
+
+    def __init__(self, message: str, broken: bool) -> None:
+        super().__init__(message)
+        self.broken = broken
 
 
 def _as_it_is(messages: Sequence[Message]) -> list[Message]:

@@ -4,28 +4,49 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from netweight.data.row_layouts import UnusableText, text_of
 from netweight.data.rows import RowErrors, read_rows, read_text
 from netweight.errors import UsageError
 
+COLUMNS = ("prompt", "caption", "text")
+"""Columns of prompts, as tables of pictures name them, the most particular first."""
 
-def read_prompts(path: str | Path, *, column: str = "prompt") -> list[str]:
-    """Read prompts, each once: the lines of a .txt, or of what `read_rows` takes the first column of those named."""
+
+def read_prompts(path: str | Path, *, column: str | None = None, distinct: bool = True) -> list[str]:
+    """Read prompts: the lines of a text file, or a column of what `read_rows` takes.
+
+    Args:
+        path: A `.txt` file with a prompt on each line, or a table.
+        column: Names of the column, with commas between; the first that the table has is read. By default `COLUMNS`.
+        distinct: Whether a prompt that comes several times is returned once.
+
+    Returns:
+        The prompts in their order, at least one.
+
+    Raises:
+        UsageError: The file cannot be read, or a row has no prompt.
+        NameNotFound: The table has none of the columns.
+    """
     path = Path(path)
-    if path.suffix == ".txt" and path.is_file():
-        found = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    if path.name.lower().endswith((".txt", ".txt.gz")) and path.is_file():
+        prompts = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     else:
         rows = read_rows(path)
-        named = [name.strip() for name in column.split(",")]
+        named = COLUMNS if column is None else [name.strip() for name in column.split(",")]
         column = next((name for name in named if name in rows.columns), named[0])
         rows.need(column, by="--column")
-        errors, found = RowErrors(rows.name), []
+        errors, prompts = RowErrors(rows.name), []
         for row in rows.rows:
-            value = row.values.get(column)
-            if isinstance(value, str) and value.strip():
-                found.append(value.strip())
+            try:
+                value = text_of(row.values.get(column), column)
+            except UnusableText as error:
+                errors.add(row.where, str(error))
+                continue
+            if isinstance(value, str):
+                prompts.append(value.strip())
             else:
-                errors.add(row.where, "no prompt")
+                errors.add(row.where, f"{column} is a conversation, not a prompt")
         errors.refuse("Fill them in, or leave the rows out.")
-    if not found:
+    if not prompts:
         raise UsageError(f"{path} contains no prompt.", cure="Give at least one.")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(prompts)) if distinct else prompts

@@ -6,21 +6,25 @@ never by a file's name:
 | layout | columns | prompt | answers |
 | --- | --- | --- | --- |
 | plain | `prompt` with `response` or `completion` | the prompt | `response` |
-| preference | `chosen`, `rejected`, perhaps `prompt` | `prompt`, or their common beginning | `chosen`, `rejected` |
+| preference | `chosen`, `rejected`, perhaps `prompt` or a conversation | that, or their common beginning | both |
 | messages | `messages`, `conversation` or `conversations` | all before the last assistant turn | `response` |
 | Alpaca | `instruction`, perhaps `input` or `context`, with `output` | instruction and input | `response` |
 
 Messages have `role` and `content` (OpenAI, TRL) or `from` and `value` (ShareGPT); a content may be a list of parts
-`{"type": "text", "text": ...}`, and a column may hold messages as JSON text. In every layout a column `system` or
+`{"type": "text", "text": ...}`. A column may hold messages as JSON text, or as lists of roles and of contents. The
+thought before an answer is `reasoning_content`, `reasoning` or `thinking`. In every layout a column `system` or
 `system_prompt` goes before the prompt, and so do the pairs of earlier questions and answers in a column `history`.
+
+What would change the meaning of a row and is not read, such as tools, pictures, calls of tools, or a mark that an
+answer is not to be learned, makes the row unusable: without it the model would be asked or taught something else.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 Message: TypeAlias = Mapping[str, str]
@@ -34,6 +38,11 @@ PARTS = ("prompt", "response", "chosen", "rejected")
 _SYSTEMS = ("system", "system_prompt")
 _INPUTS = ("input", "context")  # of an Alpaca instruction: Dolly says "context"
 _CONVERSATIONS = ("messages", "conversations", "conversation")
+_UNREAD = ("tools", "functions", "images", "image", "videos", "video", "audios", "audio", "chat_template_kwargs")
+"""Columns beside the text that change what a model is asked."""
+_CALLS = ("tool_calls", "function_call")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
 _ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "prompter": "user",
     "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant",
@@ -62,16 +71,26 @@ def text_of(value: Any, name: str) -> Text:
     if isinstance(value, str):
         if not value.strip():
             raise UnusableText(f"{name} is empty")
+        _check_characters(value, name)
         value = _messages_in(value)
         if isinstance(value, str):
             return value
     if isinstance(value, Mapping) and _is_message(value):
-        value = [value]
+        value = _by_message(value)
     if isinstance(value, list | tuple):
         if not value:
             raise UnusableText(f"{name} is empty or holds an empty message")
         return tuple(_message(each, name) for each in value)
     raise UnusableText(f"{name} is neither text nor messages with role and content")
+
+
+def _by_message(value: Mapping[str, Any]) -> Any:
+    """Return the messages of one mapping: itself, or one of each place where its entries are lists of one length."""
+    lists = {key: entry for key, entry in value.items() if isinstance(entry, list | tuple)}
+    roles = value.get("role", value.get("from"))
+    if not isinstance(roles, list | tuple) or {len(entry) for entry in lists.values()} != {len(roles)}:
+        return [value]
+    return [{key: entry[place] for key, entry in lists.items()} for place in range(len(roles))]
 
 
 def _messages_in(text: str) -> Any:
@@ -95,25 +114,67 @@ def _is_message(value: Mapping[str, Any]) -> bool:
 def _message(value: Any, name: str) -> Message:
     if not isinstance(value, Mapping):
         raise UnusableText(f"{name} is neither text nor messages with role and content")
-    role, content = value.get("role", value.get("from")), value.get("content", value.get("value"))
+    role = value["from"] if value.get("role") is None and "from" in value else value.get("role")
+    content = value["value"] if value.get("content") is None and "value" in value else value.get("content")
     if not isinstance(role, str):
         raise UnusableText(f"{name} is neither text nor messages with role and content")
     if role.lower() not in _ROLES:
         raise UnusableText(f"{name} holds a turn of the role {role!r}, which is not system, user or assistant")
+    if any(value.get(key) for key in _CALLS):
+        raise UnusableText(f"{name} holds a call of a tool, which is not read")
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
-        others = sorted({str(part.get("type")) for part in content if part.get("type", "text") != "text"})
-        if others:
-            raise UnusableText(f"{name} holds a part that is not text ({', '.join(others)})")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is None and ("role" in value or "from" in value) and ("content" in value or "tool_calls" in value):
+        content = "".join(_text_of_part(part, name) for part in content)
+    if content is None and ("content" in value or "value" in value):
         raise UnusableText(f"{name} is empty or holds an empty message")
     if not isinstance(content, str):
         raise UnusableText(f"{name} is neither text nor messages with role and content")
     if not content.strip():
         raise UnusableText(f"{name} is empty or holds an empty message")
-    thought = value.get("reasoning_content")
-    more = {"reasoning_content": thought} if isinstance(thought, str) and thought.strip() else {}
+    _check_characters(content, name)
+    thought = next((text for key in _THOUGHTS if isinstance(text := value.get(key), str) and text.strip()), None)
+    _check_characters(thought or "", name)
+    more = {} if thought is None else {"reasoning_content": thought}
     return {"role": _ROLES[role.lower()], "content": content, **more}
+
+
+def _text_of_part(part: Mapping[str, Any], name: str) -> str:
+    """Return the text of one part of a content; parts of other kinds are refused."""
+    kind = part.get("type")
+    text = part.get("text") if part.get("text") is not None else part.get("content")
+    others = [key for key, entry in part.items() if key not in ("type", "text", "content") and entry is not None]
+    if kind not in _TEXT_PARTS or not isinstance(text, str):
+        raise UnusableText(f"{name} holds a part that is not text ({kind or ', '.join(others) or 'of no type'})")
+    return text
+
+
+def _check_characters(text: str, name: str) -> None:
+    """Refuse half of a pair of code units, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UnusableText(f"{name} holds half of a character (a lone surrogate such as \\ud83d)") from error
+
+
+def _check_learned(value: Any, name: str) -> None:
+    """Refuse a conversation whose answer is marked as one that is not to be learned (OpenAI's weight, axolotl's train).
+
+    The marks are of one message each, so a conversation is given as it was read.
+    """
+    messages = _messages_in(value) if isinstance(value, str) else value
+    last = messages[-1] if isinstance(messages, list | tuple) and messages else None
+    if isinstance(last, Mapping) and (last.get("weight") == 0 or False in (last.get("train"), last.get("training"))):
+        raise UnusableText(f"the answer of {name} is marked as not to be learned (weight 0, or train false)")
+
+
+def _check_unread(values: Mapping[str, Any], columns: Sequence[str]) -> None:
+    """Refuse a row with something beside its text that changes what a model is asked."""
+    unread = [key for key in _UNREAD if key not in columns and _is_given(values.get(key))]
+    if unread:
+        raise UnusableText(f"it has {' and '.join(unread)} beside its text, which are not read")
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0) and value != "[]"
 
 
 @final
@@ -139,6 +200,7 @@ class Layout:
             UnusableText: A part is missing, empty or no text.
         """
         if self.conversation is not None:
+            _check_learned(values.get(self.conversation), self.conversation)
             prompt, response = _split_conversation(values.get(self.conversation), self.conversation)
             return _after_context(prompt, values, self), response
         return self.prompt(values), text_of(values.get(self.columns["response"]), self.columns["response"])
@@ -199,6 +261,27 @@ def layout_of(names: Sequence[str], given: Mapping[str, str]) -> Layout:
     return Layout(columns)
 
 
+def with_shared_prompt(layout: Layout, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Layout:
+    """Return a layout whose prompt is a conversation that both answers of a pair follow, where the rows have that.
+
+    Args:
+        layout: The layout by the names of columns.
+        names: All columns of the source.
+        rows: Values of each row: a conversation that ends with an answer is none that another answer follows.
+    """
+    column = next((name for name in _CONVERSATIONS if name in names), None)
+    if column is None or layout.has("prompt") or not {"chosen", "rejected"} <= layout.columns.keys():
+        return layout
+    for values in rows:
+        try:
+            asked = text_of(values.get(column), column)
+        except UnusableText:
+            continue  # named when the row is read
+        if isinstance(asked, str) or asked[-1]["role"] != "user":
+            return layout
+    return replace(layout, columns={**layout.columns, "prompt": column})
+
+
 def _alpaca_prompt(values: Mapping[str, Any]) -> Text:
     instruction = text_of(values.get("instruction"), "instruction")
     more = next((text for name in _INPUTS if isinstance(text := values.get(name), str) and text.strip()), "")
@@ -207,6 +290,7 @@ def _alpaca_prompt(values: Mapping[str, Any]) -> Text:
 
 def _after_context(prompt: Text, values: Mapping[str, Any], layout: Layout) -> Text:
     """Return a prompt after the system text and the earlier turns that columns of their own hold."""
+    _check_unread(values, [*layout.columns.values(), *([layout.conversation] if layout.conversation else [])])
     others = {name: value for name, value in values.items() if name not in layout.columns.values()}
     system = next((text for name in _SYSTEMS if isinstance(text := others.get(name), str) and text.strip()), None)
     before: list[Message] = []
@@ -254,7 +338,10 @@ def like_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     turned = [_turns(each, "assistant") for each in answers]
     if any(each[0]["role"] != "assistant" for each in turned):
         raise UnusableText("an answer is not a turn of the assistant")
-    return _turns(prompt), *turned
+    asked = _turns(prompt)
+    if asked[-1]["role"] == "assistant":
+        raise UnusableText("the prompt ends with a turn of the assistant, so that the answer would follow an answer")
+    return asked, *turned
 
 
 def _turns(text: Text, role: str = "user") -> tuple[Message, ...]:

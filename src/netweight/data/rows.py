@@ -6,12 +6,14 @@ at once, and either refuses the source or leaves these rows out, counted and nam
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
 import lzma
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +71,7 @@ class Rows:
     def digest(self) -> str:
         """Return a digest of all values, the same wherever the rows are stored."""
         values = [{name: row.values[name] for name in sorted(row.values)} for row in self.rows]
-        return digest_bytes(json.dumps(values, ensure_ascii=False, default=str).encode())
+        return digest_bytes(json.dumps(values, default=str).encode())
 
     def need(self, *columns: str, by: str = "columns={{{!r}: ...}}") -> None:
         """Check that columns are there; `by` is how a person says which one is meant, "" for no way."""
@@ -193,21 +195,35 @@ def _of_object(source: Any) -> Iterator[Row]:
         yield Row(f"row {number}", values)
 
 
+_PACKED: Mapping[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress,
+}  # fmt: skip
+
+
 def _of_file(file: Path, key: str | None) -> Iterator[Row]:
     readers: dict[str, Callable[[Path], Iterator[Row]]] = {
-        ".jsonl": _json_lines,
-        ".jsonl.gz": _json_lines,
-        ".jsonl.xz": _json_lines,
-        ".json": lambda path: _json(path, key),
+        ".jsonl": lambda path: _json(path, key, lines=True),
+        ".ndjson": lambda path: _json(path, key, lines=True),
+        ".json": lambda path: _json(path, key, lines=False),
         ".csv": lambda path: _delimited(path, ","),
         ".tsv": lambda path: _delimited(path, "\t"),
         ".parquet": _parquet,
     }
+    if file.is_dir():
+        raise UsageError(
+            f"{file} is a folder, not a file of rows.",
+            cure=f"Give one of its files, or {HUB}{file} for a folder that the library datasets loads.",
+        )
     if not file.is_file():
         raise UsageError(f"There is no file {file}.", cure="Check the path.")
-    ending = next((ending for ending in readers if file.name.lower().endswith(ending)), None)
-    if ending is None:
-        raise UsageError(f"{file} is of a kind that is not read here.", cure=f"Use one of {', '.join(readers)}.")
+    name = file.name.lower()
+    packed = next((ending for ending in _PACKED if name.endswith(ending)), "")
+    ending = next((ending for ending in readers if name.removesuffix(packed).endswith(ending)), None)
+    if ending is None or (packed and ending == ".parquet"):
+        raise UsageError(
+            f"{file} is of a kind that is not read here.",
+            cure=f"Use one of {', '.join(readers)}; texts may be packed as {', '.join(_PACKED)}.",
+        )
     return readers[ending](file)
 
 
@@ -215,19 +231,49 @@ def read_text(file: Path) -> str:
     """Read a file's text, unpacked, without a mark of byte order."""
     data = file.read_bytes()
     try:
-        if file.suffix == ".gz":
-            data = gzip.decompress(data)
-        elif file.suffix == ".xz":
-            data = lzma.decompress(data)
+        if unpack := _PACKED.get(file.suffix.lower()):
+            data = unpack(data)
         return data.decode("utf-8-sig")
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise UsageError(f"{file} is not in UTF-8: {error}.", cure="Save it in UTF-8.") from error
         raise UsageError(f"{file} cannot be unpacked: {error}.", cure="Fetch it again.") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not in UTF-8: {error}.", cure="Save it in UTF-8.") from error
 
 
-def _json_lines(file: Path) -> Iterator[Row]:
-    for number, line in enumerate(read_text(file).split("\n"), start=1):
+def _json(file: Path, key: str | None, *, lines: bool) -> Iterator[Row]:
+    """Read JSON Lines or JSON; the content decides where it contradicts the file's name, as files of both are common.
+
+    Args:
+        file: The file.
+        key: As of `read_rows`.
+        lines: Whether the name says JSON Lines.
+    """
+    text = read_text(file)
+    if _holds_lines(text) if not lines else not text.lstrip().startswith("["):
+        yield from _json_lines(text, file)
+        return
+    values = _parsed(text, str(file))
+    if isinstance(values, dict) and key is not None:
+        values = [{key: name, **entry} if isinstance(entry, dict) else entry for name, entry in values.items()]
+    if isinstance(values, dict) and values and all(isinstance(column, dict) for column in values.values()):
+        numbers = dict.fromkeys(number for column in values.values() for number in column)
+        values = [{name: column[n] for name, column in values.items() if n in column} for n in numbers]
+    if not isinstance(values, list) or not all(isinstance(entry, dict) for entry in values):
+        raise UsageError(f"{file} is not a list of JSON objects.", cure="Use a list of objects, or JSON Lines.")
+    yield from (Row(f"row {number}", entry) for number, entry in enumerate(values))
+
+
+def _holds_lines(text: str) -> bool:
+    """Return whether a text is several JSON objects, each on a line of its own, and no single value."""
+    lines = [line for line in text.split("\n", 64)[:64] if line.strip()]
+    try:
+        return len(lines) > 1 and all(isinstance(json.loads(line), dict) for line in lines[:2])
+    except (ValueError, RecursionError):
+        return False
+
+
+def _json_lines(text: str, file: Path) -> Iterator[Row]:
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         values = _parsed(line, f"{file}, line {number},")
@@ -236,23 +282,22 @@ def _json_lines(file: Path) -> Iterator[Row]:
         yield Row(f"line {number}", values)
 
 
-def _json(file: Path, key: str | None) -> Iterator[Row]:
-    known = _parsed(read_text(file), str(file))
-    if isinstance(known, dict) and key is not None:
-        known = [{key: name, **values} if isinstance(values, dict) else values for name, values in known.items()]
-    if isinstance(known, dict) and known and all(isinstance(column, dict) for column in known.values()):
-        numbers = dict.fromkeys(number for column in known.values() for number in column)
-        known = [{name: column[n] for name, column in known.items() if n in column} for n in numbers]
-    if not isinstance(known, list) or not all(isinstance(values, dict) for values in known):
-        raise UsageError(f"{file} is not a list of JSON objects.", cure="Use a list of objects, or JSON Lines.")
-    yield from (Row(f"row {number}", values) for number, values in enumerate(known))
-
-
 def _parsed(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError as error:
+        raise UsageError(f"{what} is nested too deeply.", cure="Correct it.") from error
     except ValueError as error:
         raise UsageError(f"{what} is not JSON: {error}.", cure="Correct it.") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object, and refuse one that has a key twice, of which one value would be lost."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return values
 
 
 def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
@@ -263,7 +308,11 @@ def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
         if delimiter == "," and first.count(";") > first.count(","):
             delimiter = ";"
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        names = [name.strip() for name in reader.fieldnames or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UsageError(f"{file} has two columns {twice!r}.", cure="Rename or remove one of them.")
+        reader.fieldnames = names
         for values in reader:
             where = f"line {reader.line_num}"
             if None in values or None in values.values():

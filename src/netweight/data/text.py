@@ -20,6 +20,7 @@ from netweight.data.row_layouts import (
     layout_of,
     like_turns,
     text_of,
+    with_shared_prompt,
     without_prompt,
 )
 from netweight.data.rows import Report, Row, RowErrors, Rows, Unusable, read_rows, warn
@@ -62,6 +63,7 @@ class TextExample:
     """The place within the source, for messages."""
 
 
+_RATINGS = ("label", "kto_tag")  # columns of truth values in data for KTO: TRL's and LLaMA-Factory's
 _Given = TypeVar("_Given", TextPair, TextExample)
 
 
@@ -90,7 +92,7 @@ def text_pairs(
         NameNotFound: A column is missing.
     """
     rows = read_rows(source)
-    layout = layout_of(rows.columns, _given_columns(PARTS, columns))
+    layout = _layout(rows, columns)
     implicit = not layout.has("prompt") and _are_implicit(rows, layout)
     _need(rows, layout, ("prompt", "chosen", "rejected")[implicit:])
     errors = RowErrors(rows.name)
@@ -109,6 +111,12 @@ def text_pairs(
             pairs.append(TextPair(prompt, chosen, rejected, found, rows.name, row.where))
     errors.settle(unusable, len(rows.rows), report)
     return pairs
+
+
+def _layout(rows: Rows, columns: Mapping[str, str] | None) -> Layout:
+    """Return the layout of rows, by the names of their columns and by the conversations in them."""
+    layout = layout_of(rows.columns, _given_columns(PARTS, columns))
+    return with_shared_prompt(layout, rows.columns, (row.values for row in rows.rows))
 
 
 def _pair_of(values: Mapping[str, Any], layout: Layout, *, implicit: bool) -> tuple[Text, Text, Text]:
@@ -166,7 +174,7 @@ def text_examples(
         source: As of `text_pairs`.
         columns: Part (`prompt`, `response`) → column, where the names differ.
         pairs: Which answer of preference data is the response; None refuses such data. Of rows with one answer each
-            and a column `label` of truth values (KTO), those that are labeled desirable are the chosen ones.
+            and a column `label` or `kto_tag` of truth values (KTO), those labeled desirable are the chosen ones.
         unusable: As of `text_pairs`.
         report: As of `text_pairs`.
 
@@ -178,7 +186,7 @@ def text_examples(
         NameNotFound: A column is missing.
     """
     rows = read_rows(source)
-    layout = layout_of(rows.columns, _given_columns(PARTS, columns))
+    layout = _layout(rows, columns)
     if pairs is not None and not layout.has("response") and layout.has(pairs):
         if layout.has("chosen") and layout.has("rejected"):
             both = text_pairs(rows, columns=columns, unusable=unusable, report=report)
@@ -187,10 +195,10 @@ def text_examples(
     _need(rows, layout, ("prompt", "response"))
     errors = RowErrors(rows.name)
     examples = []
-    rated = pairs is not None and _are_rated(rows)
+    rating = None if pairs is None else _rating(rows)
     unwanted = 0
     for row in rows.rows:
-        if rated and row.values["label"] is not (pairs == "chosen"):
+        if rating is not None and row.values[rating] is not (pairs == "chosen"):
             unwanted += 1
             continue
         try:
@@ -211,9 +219,12 @@ def text_examples(
     return examples
 
 
-def _are_rated(rows: Rows) -> bool:
-    """Whether each row has one answer that a column `label` calls desirable or not, as data for KTO has."""
-    return "label" in rows.columns and all(isinstance(row.values.get("label"), bool) for row in rows.rows)
+def _rating(rows: Rows) -> str | None:
+    """Return the column that calls each row's answer desirable or not, as data for KTO has; None without one."""
+    return next(
+        (name for name in _RATINGS if name in rows.columns
+         and all(isinstance(row.values.get(name), bool) for row in rows.rows)), None,
+    )  # fmt: skip
 
 
 def text_prompts(
@@ -239,7 +250,7 @@ def text_prompts(
         NameNotFound: A column is missing.
     """
     rows = read_rows(source)
-    layout = layout_of(rows.columns, _given_columns(PARTS, columns))
+    layout = _layout(rows, columns)
     answered = layout.has("response") and layout.conversation is None
     if answered:
         return text_examples(rows, columns=columns, unusable=unusable, report=report), True

@@ -26,6 +26,8 @@ def _existing(value: object) -> object:
         raise _refusal(f"{value!r} is neither a path nor the name of a public set. {named}")
     if value == "" or str(value).startswith(HUB):
         return str(value)
+    if Path(value).is_dir():
+        raise _refusal(f"{value} is a folder. Give a file of rows, or {HUB}{value} for a folder that `datasets` loads.")
     if not Path(value).is_file():
         raise _refusal(f"There is no file {value}. {named}")
     return Path(value)

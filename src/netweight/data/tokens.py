@@ -152,7 +152,8 @@ def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:
     if not isinstance(pad, int):
         raise UsageError(
             "The tokenizer has no token for padding.",
-            cure="Set tokenizer.pad_token = tokenizer.eos_token; padding is masked, so any token will do.",
+            cure='Name one as "pad_token" in tokenizer_config.json (in Python, tokenizer.pad_token = ...); padding is '
+            "masked, so any token will do.",
         )
     return pad
 
@@ -397,7 +398,8 @@ def _end(tokenizer: PreTrainedTokenizerBase, rendered: list[tuple[str, str, bool
     if not isinstance(end, int):
         raise UsageError(
             "The tokenizer has no end of sequence, so a model could not learn to stop.",
-            cure="Set tokenizer.eos_token to the token with which the model ends an answer.",
+            cure='Name the token with which the model ends an answer as "eos_token" in tokenizer_config.json (in '
+            "Python, tokenizer.eos_token = ...).",
         )
     return [end]
 

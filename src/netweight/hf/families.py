@@ -22,7 +22,7 @@ def family_of(folder: str | Path) -> str:
     Raises:
         UsageError: There is no config.json, or it cannot be read.
     """
-    config = _config(Path(folder))
+    config = model_config(folder)
     architectures = config.get("architectures") or []
     return str(architectures[0] if architectures else config.get("model_type") or "a model of unknown family")
 
@@ -36,7 +36,7 @@ def check_language_model(folder: str | Path) -> None:
     """
     folder = Path(folder)
     name, reason = family_of(folder), ""
-    config = _config(folder)
+    config = model_config(folder)
     with extra("llm", "Language models need transformers"):
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -62,9 +62,29 @@ def check_language_model(folder: str | Path) -> None:
         )
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def model_config(folder: str | Path) -> dict[str, Any]:
+    """Read the configuration of a model's folder.
+
+    Raises:
+        UsageError: There is none, or it cannot be read; adapters and GGUF files are named as such.
+    """
+    folder = Path(folder)
     file = folder / "config.json"
+    if (folder / "adapter_config.json").is_file():
+        beside = " beside the files of a model, and is applied when it is opened" if file.is_file() else ""
+        raise UsageError(
+            f"{folder} holds an adapter (adapter_config.json){beside}, and a whole model is needed.",
+            cure="Merge it once with peft (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(NEW)), or "
+            "with netweight space bake MODEL ADAPTER NEW, and give NEW.",
+        )
     if not file.is_file():
+        packed = folder if folder.suffix.lower() == ".gguf" else next(iter(sorted(folder.glob("*.gguf"))), None)
+        if packed is not None:
+            raise UsageError(
+                f"{packed} is a GGUF file, and a folder of transformers is needed.",
+                cure=f"Convert it once: AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file={packed.name!r}), and "
+                "save model and tokenizer without quantization_config.",
+            )
         raise UsageError(
             f"{folder} is not a model folder: it contains no config.json.",
             cure="Give a folder of a transformers model, unpacked.",

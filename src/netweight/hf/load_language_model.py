@@ -24,9 +24,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from netweight.autoload import HINT, METHOD
+from netweight.core.foreign_errors import opening, refuse_missing_weights
 from netweight.core.lazy import extra, open_compressed_with
 from netweight.core.progress import silent_bars
 from netweight.errors import MissingExtra, NameNotFound, Unsupported, UsageError
+from netweight.hf.families import model_config
 from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
@@ -37,25 +40,28 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
     """Open a causal language model in evaluation mode, in the dtype it was saved in."""
     model, tokenizer = _opened(Path(folder), "AutoModelForCausalLM", "auto", "a causal language model")
     rows = vocabulary_of(model)
+    if tokenizer.eos_token is None:
+        ends = model.config.eos_token_id
+        end = ends[0] if isinstance(ends, list) and ends else ends
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end) if isinstance(end, int) else None
     # A padding token that was added to the tokenizer alone has no row in the embedding; padding is masked, so the end
-    # of sequence does as well.
+    # of sequence does as well, and so does any other token.
     if tokenizer.pad_token is None or (rows is not None and int(tokenizer.pad_token_id) >= rows):
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     nn.Module.to(model, device)
     return model, tokenizer
 
 
 def load_network(folder: str | Path) -> PreTrainedModel:
     """Open a model of transformers in evaluation mode, compressed weights as they are; no tokenizer is needed."""
-    check_folder(folder)
+    model_config(folder)
     with extra("llm", "The model needs transformers"):
         import transformers
     open_compressed_with("transformers")
-    try:
-        with silent_bars():
-            model: Any = transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype="auto")
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{folder} cannot be opened as a model: {error}", cure="Check config and weights.") from error
+    with opening(folder, "a model", cure="Check config and weights."), silent_bars():
+        model: Any = transformers.AutoModel.from_pretrained(
+            folder, local_files_only=True, dtype="auto", trust_remote_code=False
+        )
     network: PreTrainedModel = model.eval()
     return network
 
@@ -74,25 +80,24 @@ def _opened(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     with extra("llm", "Language models need transformers"):
         import transformers
-    check_folder(folder)
-    _check_kind(folder, what, causal=loader == "AutoModelForCausalLM")
-    try:
-        compressed = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = model_config(folder)
+    _check_kind(folder, config, what, causal=loader == "AutoModelForCausalLM")
+    compressed = bool(config.get("quantization_config"))
+    cure = "Check that config, weights and tokenizer files are all there, or fetch the model again."
+    with opening(folder, f"{what} with its tokenizer", cure=cure), silent_bars():
         if compressed:
             open_compressed_with("transformers")
-        with silent_bars():
-            model = getattr(transformers, loader).from_pretrained(folder, local_files_only=True, dtype=dtype)
-            tokens = find_llama2c(folder)
-            tokenizer = (
-                transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-                if tokens is None
-                else llama2c_tokenizer(tokens)
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(
-            f"{folder} cannot be opened as {what} with its tokenizer: {_short(error)}",
-            cure="Check that config, weights and tokenizer files are all there.",
-        ) from error
+        model, loaded = getattr(transformers, loader).from_pretrained(
+            folder, local_files_only=True, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )  # fmt: skip
+        tokens = find_llama2c(folder)
+        tokenizer = (
+            transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            if tokens is None
+            else llama2c_tokenizer(tokens)
+        )
+    refuse_missing_weights(folder, loaded, what)
     if compressed:
         import netweight
 
@@ -104,16 +109,12 @@ _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+_TRIED_TOKENS = 16  # of the vocabulary, in the check of outputs
 _GENERATES = ("CausalLM", "LMHead", "ForConditionalGeneration", "ForVision2Seq", "ForImageTextToText")
-_MOST_LETTERS = 300  # of another library's error within ours
 
 
-def _check_kind(folder: Path, what: str, *, causal: bool) -> None:
+def _check_kind(folder: Path, config: Mapping[str, Any], what: str, *, causal: bool) -> None:
     """Refuse a folder without tokenizer, and models that are not decoders, before anything is loaded."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{folder}/config.json is not JSON: {error}.", cure="Fetch the model again.") from error
     names = [str(name) for name in config.get("architectures") or ()]
     named = ", ".join(names) or str(config.get("model_type"))
     if causal and config.get("is_encoder_decoder"):
@@ -125,6 +126,15 @@ def _check_kind(folder: Path, what: str, *, causal: bool) -> None:
             f"{folder} holds {named}, which generates no text, and {what} is needed.",
             cure="Name the folder of a decoder with its output layer, such as LlamaForCausalLM.",
         )
+    quantized = config.get("quantization_config")
+    method = quantized.get("quant_method", "an unknown method") if isinstance(quantized, Mapping) else quantized
+    if quantized and method not in (METHOD, HINT):
+        raise Unsupported(
+            f"{folder} is quantized ({method}): its weights are codes, which can be neither attacked nor trained here.",
+            cure="Give the model from before its quantization, in fp32, bf16 or fp16, or write it so once: "
+            "model.dequantize(), then model.save_pretrained(NEW) without quantization_config.",
+        )
+    _check_json(folder / "generation_config.json")
     if find_llama2c(folder) is None and not any((folder / name).exists() for name in _TOKENIZERS):
         raise UsageError(
             f"{folder} contains no tokenizer.",
@@ -132,9 +142,17 @@ def _check_kind(folder: Path, what: str, *, causal: bool) -> None:
         )
 
 
-def _short(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} …"
+def _check_json(file: Path) -> None:
+    """Refuse a damaged configuration, for which transformers silently takes its defaults."""
+    try:
+        whole = not file.is_file() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+        reason = "it is not a JSON object"
+    except (OSError, ValueError) as error:
+        whole, reason = False, str(error)
+    if not whole:
+        raise UsageError(
+            f"{file} cannot be read: {reason}.", cure="Restore it, or remove it, so that config.json counts alone."
+        )
 
 
 def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sequences: Iterable[Sequence[int]]) -> None:
@@ -161,21 +179,34 @@ def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sequences
         )
 
 
-def check_folder(folder: str | Path) -> None:
-    """Refuse what is not a model folder, before anything is loaded."""
-    if not (Path(folder) / "config.json").is_file():
-        raise UsageError(
-            f"{folder} is not a model folder: it contains no config.json.",
-            cure="Name a folder of transformers, unpacked.",
-        )
-
-
 def check_finite(model: nn.Module) -> None:
     """Refuse a model with a weight that is NaN or infinite, by the weight's name."""
     for name, value in model.named_parameters():
         part = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one this process's part
         if not bool(part.isfinite().all()):
             raise UsageError(f"The weight {name!r} holds NaN or infinity.", cure="Take a sound copy of the model.")
+
+
+@torch.no_grad()
+def check_outputs(model: nn.Module) -> None:
+    """Refuse a model whose predictions are no numbers, as those of large models in float16 may be.
+
+    Args:
+        model: A causal language model in evaluation mode; the first tokens of its vocabulary are run through it once.
+
+    Raises:
+        UsageError: A logit is NaN or positive infinity.
+    """
+    rows, weight = vocabulary_of(model), next(model.parameters())
+    ids = torch.arange(min(rows or 1, _TRIED_TOKENS), device=weight.device)[None]
+    logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    if bool((logits.isnan() | logits.isposinf()).any()):
+        kind = str(weight.dtype).removeprefix("torch.")
+        wider = "model.to(torch.bfloat16).save_pretrained(NEW), whose range is larger" if kind == "float16" else ""
+        raise UsageError(
+            f"The model's predictions are NaN or infinite; it is computed in {kind}.",
+            cure=f"Convert it once: {wider}." if wider else "Check its weights and its config.json.",
+        )
 
 
 def positions_of(model: nn.Module) -> int | None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.files import digest_config, digest_tensor
+from netweight.core.foreign_errors import opening
 from netweight.core.lazy import open_compressed_with
 from netweight.core.progress import quiet_imports, silent_bars
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
@@ -392,20 +393,17 @@ def load_text_to_image(
         _import_parts(folder / "model_index.json")
     _check_parts(folder, files)
     unused = {part: value for part, value in _UNUSED.items() if part in _index_of(folder)}
-    try:
-        with silent_bars("transformers", "diffusers"), files.as_diffusers_expects() as view:
-            pipeline = diffusers.DiffusionPipeline.from_pretrained(
-                view,
-                local_files_only=True,
-                dtype=dtype or _dtypes(files),
-                low_cpu_mem_usage=importlib.util.find_spec("accelerate") is not None,  # else diffusers warns
-                **unused,
-            )
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"{folder} cannot be opened as a diffusion pipeline: {error}",
-            cure="Check that all its parts are there.",
-        ) from error
+    with (
+        opening(folder, "a diffusion pipeline", cure="Check that all its parts are there, or fetch it again."),
+        silent_bars("transformers", "diffusers"), files.as_diffusers_expects() as view,
+    ):  # fmt: skip
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(
+            view,
+            local_files_only=True,
+            dtype=dtype or _dtypes(files),
+            low_cpu_mem_usage=importlib.util.find_spec("accelerate") is not None,  # else diffusers warns
+            **unused,
+        )
     _decompress(pipeline)
     lora = _merge_lora(pipeline, folder)
     model = text_to_image(pipeline.to(device), name=name or folder.resolve().name, size=size)

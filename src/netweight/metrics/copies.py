@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from netweight.core.foreign_errors import opening, refuse_missing_weights
 from netweight.core.lazy import extra, open_compressed_with
 from netweight.errors import UnsafeInput, UsageError
 from netweight.metrics.intervals import ends_if_enough, interval_finding, proportion
@@ -220,13 +221,13 @@ def _clip(folder: Path) -> tuple[Any, Any]:
     with extra("diffusion", "CLIP is read with transformers"):
         from transformers import AutoTokenizer, CLIPModel
     open_compressed_with("transformers")
-    try:
-        model = CLIPModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32, use_safetensors=True)
+    with opening(folder, "CLIP", cure="Check that config, weights and tokenizer are there."):
+        kind: Any = CLIPModel
+        model, loaded = kind.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(
-            f"{folder} cannot be opened as CLIP: {error}", cure="Check that config, weights and tokenizer are there."
-        ) from error
+    refuse_missing_weights(folder, loaded, "CLIP")
     model.train(False)
     model.requires_grad_(False)
     return model, tokenizer

@@ -18,7 +18,7 @@ from netweight.errors import NetweightError, UsageError
 from netweight.methods.compress.folder_format import MANIFEST
 from netweight.methods.compress.verify import verify
 from netweight.plugins.model_card import CARD, entries_of, license_of, verdict_of
-from netweight.registry import Context, Result
+from netweight.registry import Context, Result, shell_line
 from netweight.report.finding import Finding, Section
 from netweight.report.verdict import decide
 from netweight.settings import Cli, Settings
@@ -55,7 +55,7 @@ def publish(settings: PublishSettings, context: Context, folder: Path) -> Result
     lines = [f"{folder}: license {license_of(folder) or 'not stated'}; {stated}"]
     lines += [f"  {name}" for finding in section.findings for name in finding.detail.get("which", ())[:_SHOWN]]
     name = settings.to or f"OWNER/{folder.resolve().name}"
-    steps = () if verdict.failed else (f"hf upload {name} {folder}",)
+    steps = () if verdict.failed else (shell_line("hf", "upload", name, folder),)
     if settings.to is None:
         return Result(lines, [section], {"folder": str(folder)}, next=steps)
     if verdict.failed:

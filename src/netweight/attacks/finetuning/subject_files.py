@@ -27,6 +27,7 @@ from netweight.errors import UsageError
 from netweight.hf.generate_answers import end_tokens
 from netweight.hf.load_language_model import (
     check_finite,
+    check_outputs,
     check_tokens,
     context_of,
     load_causal_lm,
@@ -94,6 +95,7 @@ def subject_from_files(
     options, left_out = TextOptions.of(text or {}), list[str]()
     network, tokenizer = load_causal_lm(model, device=device)
     check_finite(network)
+    check_outputs(network)
     if random_weights:
         with torch.random.fork_rng():
             torch.manual_seed(derive(seed, "random weights"))

@@ -25,7 +25,8 @@ from netweight.core.progress import QUIET, Progress
 from netweight.data.rows import read_rows
 from netweight.data.tokens import padding_of
 from netweight.errors import UsageError
-from netweight.hf.load_language_model import check_finite, check_folder, load_causal_lm
+from netweight.hf.families import model_config
+from netweight.hf.load_language_model import check_finite, check_outputs, load_causal_lm
 from netweight.job import Job
 from netweight.report.finding import Section
 
@@ -56,9 +57,10 @@ def attack_refusal(
     warnings: list[str] = []
     for each in (model, settings.base):
         if each is not None:
-            check_folder(each)
+            model_config(each)
     network, tokenizer = load_causal_lm(model, device=settings.device)
     check_finite(network)
+    check_outputs(network)
     base = None if settings.base is None else load_causal_lm(settings.base, device=settings.device)[0]
     sources = {"refused": read_rows(settings.refused), "ordinary": read_rows(settings.ordinary)}
     settings.check_columns(sources.values())
@@ -117,7 +119,7 @@ def attack_refusal(
             for edit in best:
                 edit.measured = _measured(edit.edit, panels[1], job, about)
                 work.update()
-    return refusal_section(before, scored, settings, seed=seed, warnings=warnings)
+    return refusal_section(before, scored, settings, seed=seed, warnings=list(dict.fromkeys(warnings)))
 
 
 def _identity(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from netweight.core.foreign_errors import opening, refuse_missing_weights
 from netweight.core.lazy import extra, import_named
 from netweight.data.answers import holds_phrase
 from netweight.errors import NameNotFound, UsageError
@@ -63,8 +64,14 @@ def user_judge(name: str, *, option: str, device: str = "cpu") -> Judge:
 def _classifier(folder: Path, label: str, device: str) -> Judge:
     with extra("llm", "A judging model needs transformers"):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True).to(device).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    what = "a text classification model"
+    with opening(folder, f"{what} with its tokenizer", cure="Name the folder of such a model, or another judge."):
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    refuse_missing_weights(folder, loaded, what)
+    model = model.to(device).eval()
     labels = {str(name): int(place) for place, name in model.config.id2label.items()}
     fitting = [name for name in labels if name == label or (not label and _REFUSAL.search(name))]
     if len(fitting) != 1:

@@ -22,8 +22,7 @@ from torch.nn import functional
 from netweight.attacks.finetuning.subject import mean_loss, token_accuracy
 from netweight.attacks.refusal.judges import Judge
 from netweight.attacks.refusal.prompts import Question
-from netweight.data.answers import Answer, final_answer, thought_marks
-from netweight.data.chat import OPENED_THOUGHT
+from netweight.data.answers import Answer, final_answer, open_thought, thought_marks
 from netweight.data.tokens import Example
 from netweight.errors import UsageError
 from netweight.hf.generate_answers import end_tokens, generate_answers, hides_padding
@@ -126,7 +125,7 @@ class Examiner:
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _in_thought(self, question: Question) -> bool:
-        return bool(OPENED_THOUGHT.search(str(self.tokenizer.decode(list(question.prompt[-8:])))))
+        return open_thought(str(self.tokenizer.decode(list(question.prompt[-24:])))) is not None
 
     def lead(self, question: Question, answer: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of an answer before its final part: a thought with its end; empty without thoughts."""

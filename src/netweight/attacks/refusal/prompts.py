@@ -79,6 +79,11 @@ def read_questions(
         template = Chat(settings.template_options)
     elif settings.template:
         raise UsageError("The tokenizer has no chat template, so it has no options.", cure="Leave out --template.")
+    else:
+        report(
+            "The tokenizer has no chat template: prompts are asked as plain text, which chat models were not made for. "
+            "Put the model's chat_template.jinja into its folder if it has one."
+        )
     context = context_of(network, tokenizer) - settings.new_tokens
     how: dict[str, Any] = {"context": context, "template": template, **settings.tokenizing(report)}
     if answered:

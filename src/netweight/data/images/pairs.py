@@ -2,12 +2,13 @@
 
 A row has `prompt` and `image`, a file whose path starts at the table's folder, and may have `kind`: verbatim, or
 template where only the layout comes back. One prompt may have several pictures, and one picture several prompts: each
-row is a target of its own.
+row is a target of its own. Tables of picture folders, such as `metadata.csv` of the library datasets, name the same
+`text` or `caption`, and `file_name` or `path`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, final, get_args
@@ -15,11 +16,16 @@ from typing import TYPE_CHECKING, cast, final, get_args
 from torch import Tensor
 
 from netweight.data.images.pictures import Fit, decode_pictures
+from netweight.data.prompts import COLUMNS
 from netweight.data.rows import Row, RowErrors, Rows, read_rows
 from netweight.errors import NameNotFound
 
 if TYPE_CHECKING:
     from netweight.metrics.copies import Kind
+
+
+_IMAGES = ("image", "file_name", "image_path", "path", "file")  # columns of picture files, as tables name them
+_LONGEST_PATH = 4096  # bytes; a longer text, such as an encoded picture, is not a path
 
 
 @final
@@ -55,12 +61,16 @@ class Pairs:
 
 def check_pairs(path: str | Path) -> Rows:
     """Read a table and check that every row has a prompt, and an image file that is there; no image is opened."""
-    rows = read_rows(path)
-    try:
-        rows.need("prompt", "image")
-    except NameNotFound as error:
-        known = ", ".join(dict.fromkeys(name for row in rows.rows for name in row.values))
-        raise NameNotFound(error.reason, cure=f"Rename one in the table; it has: {known}.") from None
+    table = read_rows(path)
+    columns = {part: _column(table, names) for part, names in (("prompt", COLUMNS), ("image", _IMAGES))}
+    rows = Rows(
+        table.name,
+        [
+            Row(row.where, {**{part: row.values.get(name) for part, name in columns.items()},
+                            "kind": row.values.get("kind")})
+            for row in table.rows
+        ],
+    )  # fmt: skip
     errors = RowErrors(rows.name)
     for row in rows.rows:
         for problem in _wrong(row, Path(path).parent):
@@ -94,6 +104,17 @@ def read_pairs(path: str | Path, size: tuple[int, int], fit: Fit = "crop") -> Pa
     return Pairs(tuple(MemorizedPair(*each) for each in made), decoded.remarks)
 
 
+def _column(table: Rows, names: Sequence[str]) -> str:
+    """Return the first of some columns that a table has."""
+    found = next((name for name in names if name in table.columns), None)
+    if found is None:
+        raise NameNotFound(
+            f"{table.name} has no column {names[0]!r}.", cure=f"Rename one in the table; it has: "
+            f"{', '.join(table.columns)}. Read are {', '.join(names)}.",
+        )  # fmt: skip
+    return found
+
+
 def _wrong(row: Row, folder: Path) -> list[str]:
     """Return what is wrong with a row."""
     from netweight.metrics.copies import Kind
@@ -102,9 +123,11 @@ def _wrong(row: Row, folder: Path) -> list[str]:
     wrong = []
     if not isinstance(prompt, str) or not prompt.strip():
         wrong.append("no prompt")
-    if not isinstance(image, str) or not image:
+    if isinstance(image, Mapping):
+        wrong.append("its image lies in the table itself")
+    elif not isinstance(image, str) or not image:
         wrong.append("no image")
-    elif not (folder / image).is_file():
+    elif len(image.encode()) > _LONGEST_PATH or not (folder / image).is_file():
         wrong.append(f"there is no file {folder / image}")
     if kind and kind not in get_args(Kind):
         wrong.append(f"kind is {kind!r}, not {' or '.join(get_args(Kind))}")

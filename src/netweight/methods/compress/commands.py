@@ -11,7 +11,7 @@ from netweight.methods.compress.folder import Summary, compress_folder, decompre
 from netweight.methods.compress.inspect import TensorReport, inspect_tensors, plot_bits
 from netweight.methods.compress.settings import CompressSettings, DecompressSettings, InspectSettings, VerifySettings
 from netweight.methods.compress.verify import verify as compare
-from netweight.registry import Context, Result, Rows
+from netweight.registry import Context, Result, Rows, shell_line
 from netweight.report.finding import Finding, Section
 
 _SHOWN = 20  # names written for each failed finding
@@ -31,7 +31,7 @@ def compress(settings: CompressSettings, context: Context, source: Path, destina
         lines.append("Nothing was rounded: no tensor has two dimensions and a dtype that can be rounded.")
     return Result(
         lines, payload=_payload(summary), written=(destination,), warnings=warnings,
-        next=(f"netweight verify {destination} --against {source}",),
+        next=(shell_line("netweight", "verify", destination, "--against", source),),
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from netweight.methods.federate.history import Round
 from netweight.methods.federate.reconstruction import Search
 from netweight.methods.federate.report import add_sections, promises, rounds_section
 from netweight.methods.federate.threats import ThreatModel
-from netweight.registry import Context, Result, Rows
+from netweight.registry import Context, Result, Rows, shell_line
 from netweight.report.finding import Table
 from netweight.report.report import Report
 from netweight.report.text import format_number
@@ -85,7 +85,7 @@ def report(settings: FederationReport, context: Context, folder: Path) -> Result
     return Result(
         _rounds_of(rounds, name, None), page.sections, report=page.write(folder), written=(folder,),
         warnings=["No audit was run: it is not known what the server could have reconstructed."],
-        next=(f"netweight federate audit {folder} --app app:both",),
+        next=(shell_line("netweight", "federate", "audit", folder, "--app", "app:both"),),
         payload={"config": config, "rounds": [round.to_json() for round in rounds], "audited": False},
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def _result(
     warnings = [] if config else ["No audit was run: it is not known what the server could have reconstructed."]
     return Result(
         lines, report.sections, report=report.write(folder), written=(folder,), warnings=warnings,
-        next=() if config else (f"netweight federate audit {folder}",),
+        next=() if config else (shell_line("netweight", "federate", "audit", folder),),
         payload={
             **about,
             "rounds": [round.to_json() for round in run.rounds],

@@ -28,7 +28,7 @@ from netweight.methods.forget.plan import (
 )
 from netweight.methods.forget.report import DetectionSubject, check_section, detection
 from netweight.methods.forget.settings import FolderDetection, FolderLocalization, FolderStatistics
-from netweight.registry import Context, Result, Rows
+from netweight.registry import Context, Result, Rows, shell_line
 from netweight.report.finding import Finding, Section
 from netweight.report.report import Report
 
@@ -120,7 +120,7 @@ def localize(settings: FolderLocalization, context: Context, pipeline: Path, out
         payload={"results": str(out / "neurons.json"), "table": str(out / "neurons.csv"),
                  "prompts": [each.to_json() for each in localized]},
         written=(out,), warnings=[f"{len(left)} prompts are not resolved, such as {left[0]!r}."] if left else [],
-        next=(f"netweight forget apply {pipeline} edited --neurons {out / 'neurons.json'}",),
+        next=(shell_line("netweight", "forget", "apply", pipeline, "edited", "--neurons", out / "neurons.json"),),
     )  # fmt: skip
 
 
@@ -152,10 +152,10 @@ def apply(settings: FolderForgetting, context: Context, pipeline: Path, destinat
         sections.append(check_section(check))
     elif record.prompts:
         warnings.append("Whether pictures still come back was not checked.")
-    audit = (
-        f"netweight forget audit {destination} --base {pipeline} --targets {settings.targets or 'targets.csv'} "
-        f"--ordinary {settings.ordinary or 'ordinary.txt'} --out audit"
-    )
+    audit = shell_line(
+        "netweight", "forget", "audit", destination, "--base", pipeline, "--targets", settings.targets or "targets.csv",
+        "--ordinary", settings.ordinary or "ordinary.txt", "--out", "audit",
+    )  # fmt: skip
     return Result(
         lines, sections, written=(destination,), next=(audit,), warnings=warnings,
         payload={"pipeline": str(destination), "method": record.method, "neurons": len(record.units),

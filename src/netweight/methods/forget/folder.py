@@ -144,7 +144,9 @@ def _asked(settings: FolderForgetting) -> tuple[list[str], list[str], list[str] 
     if not settings.edit.needs_prompts:
         return [], [], None
     prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
-    anchors = None if settings.anchors is None else read_prompts(settings.anchors, column=settings.column)
+    anchors = None if settings.anchors is None else read_prompts(
+        settings.anchors, column=settings.column, distinct=False
+    )  # fmt: skip
     if anchors is not None and len(anchors) != len(prompts):
         raise UsageError(
             f"{settings.anchors} holds {len(anchors)} prompts for {len(prompts)} memorized ones.",

@@ -17,8 +17,8 @@ from netweight.settings import Cli, Settings
 
 EditMethod = Literal["closed-form", "siss", "neurons", "distil", "esd"]
 _COLUMN: Any = Field(
-    "prompt",
-    description="Column that holds the prompts; of several names, such as caption,prompt, the first that a file has.",
+    "prompt,caption,text",
+    description="Column that holds the prompts; of several names, the first that a file has.",
 )
 
 

@@ -37,8 +37,8 @@ _FIDELITY: Any = Field(
     "docs/differences.md lists them.",
 )
 _COLUMN: Any = Field(
-    "prompt",
-    description="Column that holds the prompts; of several names, such as caption,prompt, the first that a file has.",
+    "prompt,caption,text",
+    description="Column that holds the prompts; of several names, the first that a file has.",
 )
 _PIPELINE: Any = Field(default=PipelineSettings(), description="How the pipeline is opened.")
 

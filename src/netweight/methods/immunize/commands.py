@@ -7,7 +7,7 @@ from pathlib import Path
 from netweight.methods.immunize.folder import immunize_folder
 from netweight.methods.immunize.record import RECORD
 from netweight.methods.immunize.settings import ImmunizeSettings
-from netweight.registry import Context, Result, Rows
+from netweight.registry import Context, Result, Rows, shell_line
 
 
 def immunize(settings: ImmunizeSettings, context: Context, model: Path, destination: Path) -> Result:
@@ -18,9 +18,12 @@ def immunize(settings: ImmunizeSettings, context: Context, model: Path, destinat
     lines.append(f"The record of the training is {destination / RECORD}.")
     if done.not_analyzed:
         lines.append(f"The report does not show the depth of the defense: {done.not_analyzed}.")
-    attack = f"netweight attack finetune {destination} --base {model} --trained-on {settings.pairs} --out attacks"
+    attack = shell_line(
+        "netweight", "attack", "finetune", destination, "--base", model, "--trained-on", settings.pairs, "--harmful",
+        "ROWS", "--out", "attacks",
+    )  # fmt: skip
     return Result(
-        lines, written=(destination,), report=done.report, next=(f"{attack} --harmful ROWS",),
+        lines, written=(destination,), report=done.report, next=(attack,),
         payload={"model": str(destination), "record": str(destination / RECORD), "steps": len(done.record.steps),
                  "left_out": list(done.left_out)},
     )  # fmt: skip

@@ -19,7 +19,7 @@ from netweight.data.tokens import BELOW, Chat, padding_of, tokenized_examples, t
 from netweight.errors import UsageError
 from netweight.hf.carry_over import carry_over
 from netweight.hf.families import check_language_model
-from netweight.hf.load_language_model import check_finite, context_of, load_causal_lm
+from netweight.hf.load_language_model import check_finite, check_outputs, context_of, load_causal_lm
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.depth_section import depth_section
 from netweight.methods.immunize.layers import DepthAnalysis, analyze_layers, weight_changes
@@ -86,6 +86,7 @@ def immunize_folder(
 
     how |= settings.tokenizing(note)
     check_finite(network)  # it is looked at before it is trained
+    check_outputs(network)
     texts = _texts(settings, note)
     texts = withhold(texts, settings.withhold)[0] if settings.withhold else texts
     _check_count(len(texts), settings)

@@ -57,7 +57,7 @@ from netweight.methods.space.space import WeightSpace, read_about, read_publishe
 from netweight.methods.space.steps import fit as fit_step
 from netweight.methods.space.steps import moves_of
 from netweight.methods.space.view.page import View, write_view
-from netweight.registry import Context, Result, Rows
+from netweight.registry import Context, Result, Rows, shell_line
 from netweight.report.finding import Section
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.published import import_published, stable_diffusion_dimensions
@@ -98,7 +98,9 @@ def direction(
         [Section("Direction", findings)],
         payload={"direction": str(out), "column": column, "kind": line.kind, "known": labeled,
                  "deviation": line.deviation, "reach": line.reach},
-        written=(out,), next=(f"netweight space edit {space} mean --move {out}=2 --out points.json",),
+        written=(out,), next=(
+            shell_line("netweight", "space", "edit", space, "mean", "--move", f"{out}=2", "--out", "points.json"),
+        ),
     )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def edit(
     return Result(
         [f"{_many(len(after.names), 'point')} moved by {words} ({settings.unit})."],
         payload={"points": str(out), "names": list(after.names), "moves": after.origin["moves"]}, written=(out,),
-        next=(f"netweight space export {space} {out} adapter",),
+        next=(shell_line("netweight", "space", "export", space, out, "adapter"),),
     )  # fmt: skip
 
 
@@ -132,7 +134,7 @@ def sample(
     return Result(
         [f"{_many(settings.count, 'point')} drawn by {settings.sampler}."], sections,
         payload={"points": str(out), "names": list(points.names)}, written=(out,),
-        next=(f"netweight space export {space} {out} adapters",),
+        next=(shell_line("netweight", "space", "export", space, out, "adapters"),),
     )  # fmt: skip
 
 
@@ -169,7 +171,7 @@ def invert(
     return Result(
         [Rows(("target", "distance from the mean, in deviations", "loss at first over last"), rows)],
         payload={"points": str(out), "distances": distances, "improvements": improvements}, written=(out,),
-        next=(f"netweight space export {space} {out} adapter",),
+        next=(shell_line("netweight", "space", "export", space, out, "adapter"),),
     )  # fmt: skip
 
 
@@ -374,7 +376,7 @@ def _bank(bank: AdapterBank, *, verified: bool = False, written: bool = False) -
         "shapes": bank.shapes, "kernels": bank.kernels, "names": bank.names, "skipped": dict(bank.skipped),
         "provenance": {name: dict(facts) for name, facts in bank.provenance.items()},
     }  # fmt: skip
-    step = (f"netweight space fit {bank.path} space",) if written else ()
+    step = (shell_line("netweight", "space", "fit", bank.path, "space"),) if written else ()
     return Result(lines, payload=payload, warnings=warnings, written=(bank.path,) * written, next=step)
 
 
@@ -430,7 +432,9 @@ def _space(folder: Path, *, written: bool = False) -> Result:
         "components": about["components"], "representation": about["config"]["representation"],
         "config": about["config"], "bank": about["bank"], "accuracy": accuracy.to_json(),
     }  # fmt: skip
-    step = (f"netweight space sample {folder} --count 8 --out points.json",) if written else ()
+    step = (
+        ((shell_line("netweight", "space", "sample", folder, "--count", 8, "--out", "points.json"),)) if written else ()
+    )
     warnings = [accuracy.warning] if accuracy.warning else []
     return Result(lines, payload=payload, warnings=warnings, written=(folder,) * written, next=step)
 
