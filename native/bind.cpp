@@ -274,16 +274,44 @@ void decode_fixed_to_address(uintptr_t payload, size_t size, size_t rows, size_t
   decode_fixed(weight, threads, products_by_name(path), words_at(out));
 }
 
+Order checked_order(int kind, size_t width, size_t columns, const Products& products) {
+  const bool by_sums = kind == Order::kSums && (width == 64 || width == 128) && columns % width == 0;
+  const bool blocks = products.multiply_in_blocks && columns % 2 == 0 && width > 0 && (width % 32 == 0 || width >= columns);
+  if (!by_sums && !(blocks && (kind == Order::kPairs || (kind == Order::kTiles && width == 32)))) throw nb::value_error("so many columns cannot be added up so");
+  return {static_cast<Order::Kind>(kind), width};
+}
+
 // Products of all inputs with a weight in the fixed-length form or, where `size` is 0, with plain weights; all bf16, known by address.
 void multiply_at_addresses(uintptr_t weights, size_t size, size_t rows, size_t columns, uintptr_t x, size_t inputs, uintptr_t bias, int kind,
                            size_t width, uintptr_t y, size_t stride, int threads, const std::string& path) {
   const Products& products = products_by_name(path);
-  const bool by_sums = kind == Order::kSums && (width == 64 || width == 128) && columns % width == 0;
-  const bool blocks = products.multiply_in_blocks && columns % 2 == 0 && width > 0 && (width % 32 == 0 || width >= columns);
-  if (!by_sums && !(blocks && (kind == Order::kPairs || (kind == Order::kTiles && width == 32)))) throw nb::value_error("so many columns cannot be added up so");
+  const Order order = checked_order(kind, width, columns, products);
   const FixedMatrix weight = size ? read_fixed(reinterpret_cast<const u8*>(weights), size, rows, columns) : FixedMatrix{nullptr, nullptr, nullptr, rows, columns, 0, 0};
   nb::gil_scoped_release release;
-  multiply(size ? nullptr : words_at(weights), weight, words_at(x), inputs, bias ? words_at(bias) : nullptr, {static_cast<Order::Kind>(kind), width}, threads, products, words_at(y), stride);
+  multiply(size ? nullptr : words_at(weights), weight, words_at(x), inputs, bias ? words_at(bias) : nullptr, order, threads, products, words_at(y), stride);
+}
+
+// The same of a blob of bf16, whose chunks are decoded and multiplied one by one; with `check` each is compared with its check.
+void multiply_blob(nb::handle blob, size_t rows, size_t columns, uintptr_t x, size_t inputs, uintptr_t bias, int kind, size_t width, uintptr_t y,
+                   size_t stride, int threads, bool check, const std::string& path) {
+  Buffer in(blob, false);
+  const Products& products = products_by_name(path);
+  const Kernels& kernels = kernels_by_name("auto");
+  const BlobHeader h = read_header(in.bytes());
+  if (std::strcmp(h.dtype->name, "BF16") != 0 || columns == 0 || h.numbers / columns != rows || h.numbers % columns != 0)
+    throw nb::value_error("the blob is not that of a bf16 weight of this shape");
+  const Order order = checked_order(kind, width, columns, products);
+  Base(nb::none()).needed_by(h, h.nbytes);
+  nb::gil_scoped_release release;
+  const Decode decode = [&](u64 first, u64 last, u16* out) {
+    RangeDecoder decoder(in.bytes(), h, first, last, nullptr, check, kernels, reinterpret_cast<u8*>(out));
+    decoder.work();
+    decoder.check();
+  };
+  // Whole chunks that fill a core's cache, and rows enough that few of them are shared by two steps.
+  const u64 chunk = u64{1} << h.chunk_log2, wanted = std::max<u64>(u64{1} << 18, 8 * columns);
+  multiply_decoded(decode, (wanted + chunk - 1) / chunk * chunk, rows, columns, words_at(x), inputs, bias ? words_at(bias) : nullptr, order, threads, products, words_at(y),
+                   stride);
 }
 
 // A decoding on which another thread may work, too.
@@ -384,6 +412,8 @@ NB_MODULE(_native, m) {
       "multiplies_in_blocks", [](const std::string& path) { return products_by_name(path).multiply_in_blocks != nullptr; }, nb::arg("path") = "auto");
   m.def("multiply", &multiply_at_addresses, nb::arg("weights"), nb::arg("size"), nb::arg("rows"), nb::arg("columns"), nb::arg("x"), nb::arg("inputs"),
         nb::arg("bias"), nb::arg("kind"), nb::arg("width"), nb::arg("y"), nb::arg("stride"), nb::arg("threads"), nb::arg("path") = "auto");
+  m.def("multiply_blob", &multiply_blob, nb::arg("blob"), nb::arg("rows"), nb::arg("columns"), nb::arg("x"), nb::arg("inputs"), nb::arg("bias"),
+        nb::arg("kind"), nb::arg("width"), nb::arg("y"), nb::arg("stride"), nb::arg("threads"), nb::arg("check"), nb::arg("path") = "auto");
   m.def(
       "check_of",
       [](nb::handle bytes) {

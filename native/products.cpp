@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
+#include <mutex>
 #include <vector>
 
 #include "threads.h"
@@ -61,18 +63,109 @@ void decode_fixed(const FixedMatrix& m, int threads, const Products& products, u
   by_tiles((m.rows + 15) / 16, threads, 0, [&](size_t tile, u16*) { return products.decode_fixed(m, tile, tile + 1, out + tile * kRowsAtOnce * m.columns); });
 }
 
+namespace {
+
+// What all rows of a weight are multiplied with, laid out as the kernels read it.
+class Factor {
+ public:
+  Factor(const u16* x, size_t inputs, size_t columns, Order order, const Products& products)
+      : x_(x), inputs_(inputs), columns_(columns), order_(order), products_(products), spread_(order.kind == Order::kSums ? inputs * columns : 0) {
+    spread_inputs(x, spread_.size(), spread_.data());
+  }
+
+  // Rows of plain weights; `bias`, `y` and `stride` as in products.h, of these rows.
+  void multiply(const u16* weights, size_t rows, const u16* bias, u16* y, size_t stride) const {
+    if (order_.kind == Order::kSums)
+      products_.multiply(weights, rows, columns_, static_cast<int>(order_.width), spread_.data(), inputs_, bias, y, stride);
+    else
+      products_.multiply_in_blocks(weights, rows, columns_, order_, x_, inputs_, bias, y, stride);
+  }
+
+ private:
+  const u16* x_;
+  size_t inputs_, columns_;
+  Order order_;
+  const Products& products_;
+  std::vector<float> spread_;
+};
+
+// The rows of a weight that two steps or more share. Each step writes its part of them; when all have, they are multiplied.
+class SharedRows {
+ public:
+  SharedRows(u64 step, size_t rows, size_t columns) : columns_(columns), place_{0} {
+    for (u64 at = step; at < u64{rows} * columns; at += step) {
+      if (at % columns != 0 && (rows_.empty() || rows_.back() != at / columns)) rows_.push_back(static_cast<size_t>(at / columns));
+      place_.push_back(rows_.size());
+    }
+    weights_.resize(rows_.size() * columns);
+  }
+
+  size_t count() const { return rows_.size(); }
+
+  // Numbers of the row that begins before step `number`, or with `ending` of the one that ends after it; `column` is that of the first.
+  void put(size_t number, bool ending, size_t column, const u16* numbers, size_t count) {
+    const size_t row = place_[number + ending] - 1;
+    std::memcpy(weights_.data() + row * columns_ + column, numbers, 2 * count);
+  }
+
+  void multiply(size_t first, size_t count, const Factor& factor, size_t inputs, const u16* bias, u16* y, size_t stride) const {
+    std::vector<u16> added(bias ? count : 0), products(inputs * count);
+    for (size_t r = 0; r < added.size(); r++) added[r] = bias[rows_[first + r]];
+    factor.multiply(weights_.data() + first * columns_, count, bias ? added.data() : nullptr, products.data(), count);
+    for (size_t i = 0; i < inputs; i++)
+      for (size_t r = 0; r < count; r++) y[i * stride + rows_[first + r]] = products[i * count + r];
+  }
+
+ private:
+  size_t columns_;
+  std::vector<size_t> rows_, place_;  // the shared rows; and how many of them begin before each step
+  std::vector<u16> weights_;
+};
+
+}  // namespace
+
 void multiply(const u16* plain, const FixedMatrix& m, const u16* x, size_t inputs, const u16* bias, Order order, int threads, const Products& products, u16* y,
               size_t stride) {
-  std::vector<float> spread(order.kind == Order::kSums ? inputs * m.columns : 0);
-  spread_inputs(x, spread.size(), spread.data());
+  const Factor factor(x, inputs, m.columns, order, products);
   by_tiles((m.rows + 15) / 16, threads, plain ? 0 : kRowsAtOnce * m.columns, [&](size_t tile, u16* room) {
     const size_t row = tile * kRowsAtOnce, rows = std::min(kRowsAtOnce, m.rows - row);
     if (!plain && !products.decode_fixed(m, tile, tile + 1, room)) return false;
-    const u16 *weights = plain ? plain + row * m.columns : room, *added = bias ? bias + row : nullptr;
-    if (order.kind == Order::kSums)
-      products.multiply(weights, rows, m.columns, static_cast<int>(order.width), spread.data(), inputs, added, y + row, stride);
-    else
-      products.multiply_in_blocks(weights, rows, m.columns, order, x, inputs, added, y + row, stride);
+    factor.multiply(plain ? plain + row * m.columns : room, rows, bias ? bias + row : nullptr, y + row, stride);
+    return true;
+  });
+}
+
+void multiply_decoded(const Decode& decode, u64 step, size_t rows, size_t columns, const u16* x, size_t inputs, const u16* bias, Order order, int threads,
+                      const Products& products, u16* y, size_t stride) {
+  const Factor factor(x, inputs, columns, order, products);
+  SharedRows shared(step, rows, columns);
+  const u64 numbers = u64{rows} * columns;
+  const size_t steps = static_cast<size_t>((numbers + step - 1) / step);
+  std::exception_ptr failure;
+  std::mutex guard;
+  by_tiles(steps, static_cast<int>(std::min<size_t>(static_cast<size_t>(std::max(threads, 1)), steps)), static_cast<size_t>(step), [&](size_t number, u16* room) {
+    const u64 first = number * step, last = std::min(first + step, numbers);
+    try {
+      decode(first, last, room);
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(guard);
+      if (!failure) failure = std::current_exception();
+      return true;
+    }
+    const u64 begin = (first + columns - 1) / columns, end = last / columns;  // the rows that are whole
+    const u64 before = std::min(begin * columns, last);
+    if (before > first) shared.put(number, false, static_cast<size_t>(first % columns), room, static_cast<size_t>(before - first));
+    if (begin > end) return true;  // all of it belongs to one row
+    const u64 after = end * columns;
+    if (last > after && last < numbers) shared.put(number, true, 0, room + (after - first), static_cast<size_t>(last - after));
+    if (end > begin) factor.multiply(room + (before - first), static_cast<size_t>(end - begin), bias ? bias + begin : nullptr, y + begin, stride);
+    return true;
+  });
+  if (failure) std::rethrow_exception(failure);
+  const size_t tiles = (shared.count() + kRowsAtOnce - 1) / kRowsAtOnce;
+  by_tiles(tiles, static_cast<int>(std::min<size_t>(static_cast<size_t>(std::max(threads, 1)), tiles)), 0, [&](size_t tile, u16*) {
+    const size_t row = tile * kRowsAtOnce;
+    shared.multiply(row, std::min(kRowsAtOnce, shared.count() - row), factor, inputs, bias, y, stride);
     return true;
   });
 }

@@ -1,6 +1,8 @@
 // Products of bf16 weights with few rows of inputs, and the fixed-length form of weights, which netweight/codec/fixed.py describes.
 #pragma once
 
+#include <functional>
+
 #include "format.h"
 
 namespace netweight {
@@ -53,5 +55,12 @@ void decode_fixed(const FixedMatrix& weight, int threads, const Products& produc
 // y of shape (inputs, rows) from x of shape (inputs, columns), and of weights that are plain or, where `plain` is nullptr, fixed.
 void multiply(const u16* plain, const FixedMatrix& weight, const u16* x, size_t inputs, const u16* bias, Order order, int threads, const Products& products,
               u16* y, size_t stride);
+
+// Numbers [first, last) of a bf16 weight, row after row, to memory of the caller's; called by several threads at once. It may throw.
+using Decode = std::function<void(u64 first, u64 last, u16* out)>;
+
+// The same of a weight that is decoded `step` numbers at a time; each thread multiplies what it has decoded while that is in its cache.
+void multiply_decoded(const Decode& decode, u64 step, size_t rows, size_t columns, const u16* x, size_t inputs, const u16* bias, Order order, int threads,
+                      const Products& products, u16* y, size_t stride);
 
 }  // namespace netweight

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from fixed_under_test import same, weights
 
 import netweight
+from netweight import codec
 from netweight.codec import fixed
 from netweight.codec.backend import compiled
 from netweight.codec.fixed import Order, decode_fixed, encode_fixed
-from netweight.errors import CorruptBlob
+from netweight.errors import CorruptBlob, UsageError
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="built without a compiler")
 PATHS = ("portable", "avx2", "avx512bf16")  # where a processor lacks one the portable path runs
@@ -174,6 +175,32 @@ def test_several_threads_give_the_same_and_damage_is_named():
     payload[fixed.read_layout(payload).first_at] = 1
     with pytest.raises(CorruptBlob):
         fixed.multiply(payload, 100, x, None, SUMS, one, 1, fixed=True)
+
+
+@pytest.mark.parametrize("chunk_log2", [10, 16, 22])
+@pytest.mark.parametrize(("rows", "columns"), [(700, 896), (3, 131_072), (5, 196_608), (2048, 512), (1, 128)])
+def test_a_blob_is_multiplied_while_it_is_decoded(rows, columns, chunk_log2):
+    """Rows cross the borders of chunks, or have several chunks of their own; any number of threads gives the bits."""
+    weight, x, bias = weights(rows, columns), drawn(3, columns, seed=1), drawn(rows, seed=2)
+    blob = memoryview(codec.encode(weight, chunk_log2=chunk_log2))
+    for added in (None, bias):
+        wanted = multiplied(weight, x, added, SUMS, "auto")
+        for threads in (1, 2, 5):
+            out = torch.empty(3, rows, dtype=torch.bfloat16)
+            fixed.multiply_blob(blob, x, added, SUMS, out, threads, check=True)
+            assert same(out, wanted)
+
+
+def test_damage_of_a_blob_that_is_multiplied_is_named():
+    weight, x = weights(700, 896), drawn(2, 896)
+    out = torch.empty(2, 700, dtype=torch.bfloat16)
+    blob = bytearray(codec.encode(weight))
+    blob[len(blob) // 2] ^= 1
+    for threads in (1, 3):
+        with pytest.raises(CorruptBlob, match="Cannot decode a blob"):
+            fixed.multiply_blob(memoryview(blob), x, None, SUMS, out, threads, check=True)
+    with pytest.raises(UsageError, match="bf16 weight of this shape"):
+        fixed.multiply_blob(memoryview(codec.encode(weight)), x, None, SUMS, out[:, :600], 1, check=False)
 
 
 @pytest.mark.parametrize("prefer", ["memory", "speed"])

@@ -403,10 +403,6 @@ def test_products_of_few_rows_have_the_dense_bits(monkeypatch, rows, columns, bi
             assert same(model(x), dense(x))
     orders = [fixed.order_of(rows, columns, math.prod(shape), torch.get_num_threads(), bias) for shape in shapes[:-1]]
     assert tiled == [bool(order) for order in orders] + [False]
-    if prefer == "memory":
-        tiles = [tile.clone() for tile in functional._tiles(model.weight.payload, (rows, columns))]
-        assert len(tiles) > 1
-        assert torch.equal(torch.cat(tiles), dense.weight)
 
 
 def test_weights_under_a_live_optimizer_stay_compressed():

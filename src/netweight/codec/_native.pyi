@@ -84,12 +84,29 @@ def multiply(
     x: int,
     inputs: int,
     bias: int,
-    sums: int,
+    kind: int,
+    width: int,
     y: int,
     stride: int,
     threads: int,
     path: str = "auto",
 ) -> None: ...
+def multiply_blob(
+    blob: Any,
+    rows: int,
+    columns: int,
+    x: int,
+    inputs: int,
+    bias: int,
+    kind: int,
+    width: int,
+    y: int,
+    stride: int,
+    threads: int,
+    check: bool,
+    path: str = "auto",
+) -> None: ...
+def multiplies_in_blocks(path: str = "auto") -> bool: ...
 def check_of(buffer: Any) -> int: ...
 def pooled_array(size: int) -> _Bytes: ...
 def paths() -> list[str]: ...

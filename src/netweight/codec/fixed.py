@@ -59,6 +59,7 @@ _CODES = 15
 _STEP = 1 << 20  # weights at a time: what encoding and decoding need besides is a few times this
 _SIGNS = 0x807F  # sign and mantissa of a bf16 number
 _A_FIXED_WEIGHT = in_our_words("a weight in the fixed-length form")
+_A_BLOB = in_our_words("a blob")
 
 
 @final
@@ -424,4 +425,16 @@ def multiply(
         compiled.multiply(
             weight.data_ptr(), weight.numel() if fixed else 0, rows, x.shape[1], x.data_ptr(), x.shape[0],
             0 if bias is None else bias.data_ptr(), order.number, order.width, out.data_ptr(), out.stride(0), threads,
+        )  # fmt: skip
+
+
+def multiply_blob(
+    blob: memoryview, x: torch.Tensor, bias: torch.Tensor | None, order: Order, out: torch.Tensor, threads: int, *,
+    check: bool,
+) -> None:  # fmt: skip
+    """The same from a lossless blob of bf16; each thread decodes chunks and multiplies them while they are cached."""
+    with _A_BLOB:
+        compiled.multiply_blob(
+            blob, out.shape[1], x.shape[1], x.data_ptr(), x.shape[0], 0 if bias is None else bias.data_ptr(),
+            order.number, order.width, out.data_ptr(), out.stride(0), threads, check,
         )  # fmt: skip

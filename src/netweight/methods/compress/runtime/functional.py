@@ -10,7 +10,7 @@ that decode, as torch's dispatcher and compiler know them, are at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from netweight.methods.compress.runtime.storage import (
     decode_here,
     decode_payload,
     fill,
-    note_checked,
+    multiply_payload,
     recent,
     threads_for,
 )
@@ -450,48 +450,30 @@ def _runs(rows: list[int], near: int) -> list[tuple[int, int]]:
 
 # ---- products of few rows, by tiles that are used while they are in the cache ----------------------------------------
 
-_TILE = 3 << 19  # bytes of a tile, about
 _LARGE = 1 << 18  # bytes of a payload from which it is worth its while
 
 
 def _product_by_tiles(
     x: torch.Tensor, payload: torch.Tensor, shape: Any, bias: torch.Tensor | None, *, fixed: bool
 ) -> torch.Tensor | None:
-    """The product with a bf16 weight, or None where torch's order of adding is unknown, or the weight small."""
+    """The product with a bf16 weight, or None where torch's order of adding is unknown, or the weight is rounded."""
     (rows, columns), threads = shape, torch.get_num_threads()
     inputs, plain = x.numel() // columns, bias is None or bias.is_contiguous()
     if not 0 < inputs <= MOST_INPUTS or not plain:
         return None
     if not fixed_products.fit(x, bias, rows, columns, payload.device):
         return None
+    if not fixed and codec.is_lossy(blob_of(payload)):
+        return None
     order = order_of(rows, columns, inputs, threads, bias is not None, strided=not _as_dense_would(x))
     if order is None:
         return None
-    flat, result, row = x.reshape(inputs, columns).contiguous(), torch.empty(inputs, rows, dtype=torch.bfloat16), 0
-    for tile in (payload,) if fixed else _tiles(payload, shape):
-        end = rows if fixed else row + len(tile)
-        part = None if bias is None else bias[row:end]
-        multiply(tile, end - row, flat, part, order, result[:, row:end], threads, fixed=fixed)
-        row = end
-    if not fixed:
-        note_checked(payload)
+    flat, result = x.reshape(inputs, columns).contiguous(), torch.empty(inputs, rows, dtype=torch.bfloat16)
+    if fixed:
+        multiply(payload, rows, flat, bias, order, result, threads, fixed=True)
+    else:
+        multiply_payload(payload, flat, bias, order, result, threads)
     return result.view(*x.shape[:-1], rows)
-
-
-def _tiles(payload: torch.Tensor, shape: Any) -> Iterator[torch.Tensor]:
-    """Rows of a bf16 weight in one piece of memory, decoded whole chunks at a time."""
-    rows, columns = shape
-    chunk = 1 << _chunk_log2(blob_of(payload))
-    step, numbers = -(-_TILE // (2 * chunk)) * chunk, rows * columns
-    memory, held = codec.pooled(step + columns, torch.bfloat16), 0
-    for first in range(0, numbers, step):
-        last = min(first + step, numbers)
-        fill(memory[held : held + last - first], payload, first, last, threads=torch.get_num_threads())
-        held += last - first
-        used = held // columns * columns
-        yield memory[:used].view(-1, columns)
-        memory[: held - used].copy_(memory[used:held])  # of a row that the next chunks complete
-        held -= used
 
 
 def _linear_fixed(x: torch.Tensor, payload: torch.Tensor, shape: Any, bias: torch.Tensor | None) -> torch.Tensor:

@@ -16,19 +16,21 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
 from netweight import codec
 from netweight.codec import Precision, cuda
 from netweight.codec.cuda import fixed_products
-from netweight.codec.fixed import encode_fixed
+from netweight.codec.fixed import Order, encode_fixed, multiply_blob
 from netweight.codec.header import torch_dtype
 from netweight.errors import CorruptBlob, LossyWrite, Unsupported, UsageError
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.cuda import LENGTH
 from netweight.store.choices import Level
+
+Result = TypeVar("Result")
 
 _MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 _SMALL, _MOST_SMALL = 1 << 14, 256  # bytes of a small weight; of these so many stay decoded, 4 MB at most
@@ -355,10 +357,23 @@ def fill(
     out: torch.Tensor, payload: torch.Tensor, first: int = 0, last: int | None = None, *, threads: int = 1
 ) -> torch.Tensor:
     """Decode numbers of a payload on the CPU into a tensor of just these; a file's are compared with their checks."""
+    return _read(payload, lambda check: codec.fill(out, blob_of(payload), first, last, threads=threads, check=check))
+
+
+def multiply_payload(
+    payload: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, order: Order, out: torch.Tensor, threads: int
+) -> None:
+    """Fill `out` with the products of inputs and a lossless bf16 payload on the CPU, which is decoded meanwhile."""
+    _read(payload, lambda check: multiply_blob(blob_of(payload), x, bias, order, out, threads, check=check))
+    note_checked(payload)
+
+
+def _read(payload: torch.Tensor, read: Callable[[bool], Result]) -> Result:
+    """Read a payload on the CPU; whether chunks are to be compared with their checks is the argument of `read`."""
     if not is_unchecked(payload):
-        return codec.fill(out, blob_of(payload), first, last, threads=threads)
+        return read(False)
     try:
-        return codec.fill(out, blob_of(payload), first, last, threads=threads, check=True)
+        return read(True)
     except CorruptBlob as error:
         name = getattr(payload, _NAME, None)
         what = "A weight that lies in a file" if name is None else f"The stored tensor {name!r}"
