@@ -14,16 +14,19 @@ namespace {
 
 constexpr size_t kRowsAtOnce = 16;  // a row of tiles
 
-// Runs work(first row of tiles, the next, scratch for that many weights) until all are done.
+constexpr size_t kTilesAtOnce = 16;  // that a thread takes: neighbors, since threads that write to one line of the cache wait for each other
+
+// Runs work(tile, scratch for that many weights) until all are done.
 template <typename Work>
-void by_tiles(size_t tiles, int threads, size_t scratch, Work work) {
+void by_tiles(size_t tiles, int threads, size_t scratch, Work work, size_t at_once = 1) {
   std::atomic<size_t> next{0};
   std::atomic<bool> sound{true};
   run_on_threads(threads, [&](int) {
     thread_local std::vector<u16> room;
     if (room.size() < scratch) room.resize(scratch);
-    for (size_t tile; (tile = next++) < tiles;)
-      if (!work(tile, room.data())) sound = false;
+    for (size_t tile; (tile = next.fetch_add(at_once)) < tiles;)
+      for (const size_t end = std::min(tile + at_once, tiles); tile < end; tile++)
+        if (!work(tile, room.data())) sound = false;
   });
   if (!sound) throw CorruptError("its escapes contradict themselves");
 }
@@ -127,12 +130,13 @@ class SharedRows {
 void multiply(const u16* plain, const FixedMatrix& m, const u16* x, size_t inputs, const u16* bias, Order order, int threads, const Products& products, u16* y,
               size_t stride) {
   const Factor factor(x, inputs, m.columns, order, products);
-  by_tiles((m.rows + 15) / 16, threads, plain ? 0 : kRowsAtOnce * m.columns, [&](size_t tile, u16* room) {
+  const size_t tiles = (m.rows + 15) / 16, shares = 4 * static_cast<size_t>(std::max(threads, 1));  // several for each, as threads differ in speed
+  by_tiles(tiles, threads, plain ? 0 : kRowsAtOnce * m.columns, [&](size_t tile, u16* room) {
     const size_t row = tile * kRowsAtOnce, rows = std::min(kRowsAtOnce, m.rows - row);
     if (!plain && !products.decode_fixed(m, tile, tile + 1, room)) return false;
     factor.multiply(plain ? plain + row * m.columns : room, rows, bias ? bias + row : nullptr, y + row, stride);
     return true;
-  });
+  }, std::clamp<size_t>(tiles / shares, 1, kTilesAtOnce));
 }
 
 void multiply_decoded(const Decode& decode, u64 step, size_t rows, size_t columns, const u16* x, size_t inputs, const u16* bias, Order order, int threads,

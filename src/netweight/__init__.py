@@ -51,6 +51,7 @@ def _names() -> Any:
             "LayerwiseOptimizer": "netweight.methods.compress.runtime.layerwise",
             "average_gradient": "netweight.methods.compress.runtime.layerwise",
             "check_device": "netweight.methods.compress.runtime.cuda",
+            "chunk_loss": "netweight.methods.compress.runtime.chunked_loss",
             "compress_": "netweight.methods.compress.runtime.model",
             "compress_activations": "netweight.methods.compress.runtime.activations",
             "compress_folder": "netweight.methods.compress.folder",

@@ -84,8 +84,8 @@ def test_what_is_refused_and_with_which_code(model, tmp_path):
         (["verify", "m"], 2, "--against"),
         (["verify", "cut"], 3, "fetch it again"),
         (["inspect", "letter.txt"], 3, "letter.txt is not a safetensors file."),
-        (["inspect", "partial"], 3, "names the file model-00002-of-00002.safetensors, which is missing."),
-        (["compress", "partial", "x"], 3, "names the file model-00002-of-00002.safetensors, which is missing."),
+        (["inspect", "partial"], 3, "incomplete: it lacks model-00002-of-00002.safetensors"),
+        (["compress", "partial", "x"], 3, "incomplete: it lacks model-00002-of-00002.safetensors"),
         (["inspect", "m", "--tensor", "layers.0.c"], 2, "layers.0.a"),
         (["inspect", "m", "--plot", "x.gif"], 2, ".svg, .png, .pdf"),
     ]:

@@ -6,7 +6,6 @@ A path that holds something else is refused with what it was recognized as, why 
 from __future__ import annotations
 
 import json
-import re
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,9 @@ from typing import Any, Literal, final
 
 from netweight.core.files import parse_json
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
+from netweight.store.reader import INDEX_SUFFIX, weight_map
 from netweight.store.safetensors import is_pickle, read_header
+from netweight.store.shards import refuse_missing_shards
 
 Kind = Literal["language model", "model", "pipeline", "weights", "adapter", "adapters", "federation"]
 
@@ -25,7 +26,6 @@ _FOREIGN_STARTS = {
     b"\x89HDF": ("an HDF5 file (Keras or TensorFlow)", "Save the model as safetensors and label that."),
     b"\x93NUM": ("a numpy array", "Save the arrays as safetensors and label that."),
 }
-_SHARD = re.compile(r"(.*?)0*\d+-of-(\d{5})(\.safetensors|\.bin)")
 _FOREIGN_NAMES = {
     ".onnx": "an ONNX graph",
     ".msgpack": "a Flax checkpoint",
@@ -258,9 +258,11 @@ def _weights_of(folder: Path, *, deep: bool = False) -> tuple[list[Path], list[P
         entries = sorted(entry for entry in place.iterdir() if entry.is_file() or entry.is_symlink())
         entries = [entry for entry in entries if not entry.is_dir()]
         plain = [entry for entry in entries if entry.suffix == ".safetensors"]
-        indexed = _indexed(place)
+        indexed = {name for index in place.glob(f"*{INDEX_SUFFIX}") for name in weight_map(index).values()}
         measured = ".safetensors" if plain else ".bin"
-        _check_shards(place, {entry.name for entry in entries if entry.suffix == measured}, indexed)
+        refuse_missing_shards(
+            place, [entry.name for entry in entries if entry.suffix == measured], indexed=sorted(indexed)
+        )
         chosen = [entry for entry in plain if entry.name in indexed] if indexed else plain
         variants = [entry for entry in chosen if _variant_of(entry.name) is not None]
         own = [entry for entry in chosen if entry not in variants] or variants[:1]
@@ -286,33 +288,6 @@ def _looks_pickled(file: Path) -> bool:
     with file.open("rb") as opened:
         start = opened.read(64)
     return is_pickle(start) or start.startswith(b"PK")
-
-
-def _indexed(folder: Path) -> set[str]:
-    """The files that a folder's index names; empty without an index."""
-    named: set[str] = set()
-    for index in sorted(folder.glob("*.safetensors.index.json")):
-        weights = read_config(index).get("weight_map")
-        if isinstance(weights, dict):
-            named |= {str(name) for name in weights.values()}
-    return named
-
-
-def _check_shards(folder: Path, names: set[str], indexed: set[str]) -> None:
-    """Refuse a folder that lacks shards, by its index or by the numbers in the names of its files."""
-    missing = sorted(indexed - names)
-    for name in names:
-        if numbered := _SHARD.fullmatch(name):
-            start, total, end = numbered[1], int(numbered[2]), numbered[3]
-            width = len(numbered[2])
-            every = {f"{start}{number:0{width}}-of-{numbered[2]}{end}" for number in range(1, min(total, 10_000) + 1)}
-            missing += sorted(every - names - set(missing))
-    if missing:
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UsageError(
-            f"{folder} is incomplete: it lacks {missing[0]}{others}, which belong to the same model.",
-            cure="Fetch the missing files.",
-        )
 
 
 def _variant_of(name: str) -> str | None:

@@ -35,6 +35,7 @@ from netweight.store.safetensors import (
     parse_header,
     read_header,
 )
+from netweight.store.shards import refuse_missing_shards
 
 if TYPE_CHECKING:  # files are compressed and restored without torch
     from torch import Tensor
@@ -679,6 +680,7 @@ def _open_folder(folder: Path, variant: str | None, base: Path | None) -> Store:
         )
     if not files:
         raise UsageError(f"{folder} contains no safetensors weights.", cure="Open the sub-folder or file that does.")
+    refuse_missing_shards(folder, [file.name for file in files])
     return _join([StoredFile(file, base=base) for file in files])
 
 
@@ -690,7 +692,9 @@ def _of_variant(files: list[Path], variant: str | None) -> list[Path]:
 
 def _open_index(index: Path, base: Path | None) -> Store:
     places = weight_map(index)
-    files = {name: StoredFile(_existing(index, name), base=base) for name in dict.fromkeys(places.values())}
+    named = list(dict.fromkeys(places.values()))
+    refuse_missing_shards(index.parent, [name for name in named if (index.parent / name).is_file()], indexed=named)
+    files = {name: StoredFile(index.parent / name, base=base) for name in named}
     held = {(stored, name) for name, file in files.items() for stored in file.stored_names().values()}
     for stored, name in places.items():
         if (stored, name) not in held:
@@ -702,12 +706,6 @@ def _open_index(index: Path, base: Path | None) -> Store:
         for name, file in files.items()
     }
     return _join(list(files.values()), listed)
-
-
-def _existing(index: Path, name: str) -> Path:
-    if not (file := index.parent / name).is_file():
-        raise CorruptBlob(f"{index} names the file {name}, which is missing.", cure="Fetch it again.")
-    return file
 
 
 def _join(files: list[StoredFile], listed: Mapping[Path, set[str]] | None = None) -> Store:

@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -221,15 +221,18 @@ def real_training(visit: Visit) -> dict[str, Any]:
     text = Path(__file__).read_text(encoding="utf-8")
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :length].to(visit.place)
     result: dict[str, Any] = {"steps": steps, "tokens": ids.shape[1], "optimizer": "AdamW"}
-    for name, way in {"plain": VANILLA, "LOMO": LOMO, "fixed": FIXED, "codec": COMPRESSED}.items():
+    ways = {"plain": VANILLA, "LOMO": LOMO, "fixed": FIXED, "codec": COMPRESSED}
+    chunked = {"plain, chunked loss": VANILLA, "codec, chunked loss": COMPRESSED}
+    for name, way in {**ways, **chunked}.items():
         let_go(visit.place)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         model.to(visit.place).train()
         model.activation_checkpointing_enable({"use_reentrant": False})
-        states = {"states": "compressed"} if name in ("fixed", "codec") else {}
+        states = {"states": "compressed"} if way in (FIXED, COMPRESSED) else {}
         optimizer = arrange(way, model, torch.optim.AdamW, lr=1e-5, **states)
         losses, seconds = [], []
-        with _peak_of(visit.place, model, optimizer) as peak:
+        loss_of = netweight.chunk_loss(model) if name in chunked else nullcontext()
+        with _peak_of(visit.place, model, optimizer) as peak, loss_of:
             for _ in range(steps):
                 started = time.perf_counter()
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss

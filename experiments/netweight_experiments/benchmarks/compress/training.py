@@ -17,7 +17,9 @@ def main(model: str, /) -> dict[str, Any]:
     """Train in every way and return peaks and speeds, also as ratios to plain training."""
     result = real_training(Visit("cpu", dry_run=False, model=model))
     plain = result["plain"]
-    for name in ("LOMO", "fixed", "codec"):
+    for name in result:
+        if name == "plain" or not isinstance(result[name], dict):
+            continue
         result[name]["peak / plain"] = result[name]["peak bytes"] / plain["peak bytes"]
         result[name]["speed / plain"] = plain["seconds a step"] / result[name]["seconds a step"]
     return result

@@ -38,7 +38,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -66,6 +67,7 @@ from netweight.store.safetensors import (
     most_inflated,
     read_header,
 )
+from netweight.store.shards import refuse_missing_shards
 from netweight.store.sources import TensorSource
 
 MANIFEST = "netweight.json"
@@ -386,6 +388,7 @@ def make_plan(
         taken = _of_variant(taken, settings.variant, source)
     headers: dict[str, dict[str, Header]] = {}  # of each folder's weights files
     problems = [problem for path in taken if (problem := _problem(source, path, headers, sources)) is not None]
+    problems += _missing_shards(source, files, taken)
     if not problems and not any(path.endswith(".safetensors") for path in taken):
         problems.append(UsageError(f"{source} contains no safetensors weights.", cure="Check the path."))
     if problems:
@@ -461,8 +464,6 @@ def _problem(
             if KEY in header.metadata:
                 raise UsageError(f"{file} is compressed already.", cure="Decompress it first.")
             headers.setdefault(Path(path).parent.as_posix(), {})[file.name] = header
-        elif is_index(file.name):
-            check_index(file, {source / path for path in sources})
         elif _is_pickled_weights(file):
             raise UnsafeInput(
                 f"{file} is a pickle, which can run code when opened.",
@@ -476,11 +477,22 @@ def _problem(
     return None
 
 
-def check_index(file: Path, given: Container[Path] = ()) -> None:
-    """Refuse a folder that lacks a file which this index of shards names, unless it is given otherwise."""
-    for name in dict.fromkeys(weight_map(file).values()):
-        if file.parent / name not in given and not (file.parent / name).is_file():
-            raise CorruptBlob(f"{file} names the file {name}, which is missing.", cure="Fetch it again.")
+def _missing_shards(source: Path, files: Iterable[str], taken: Iterable[str]) -> Iterator[NetweightError]:
+    """Say of each folder whose weights are taken that it lacks shards, where it does."""
+    names: dict[Path, set[str]] = defaultdict(set)
+    for path in map(Path, files):
+        names[path.parent].add(path.name)
+    indexes: dict[Path, list[Path]] = defaultdict(list)
+    for path in map(Path, taken):
+        if path.suffix == ".safetensors" or is_index(path.name):
+            indexes[path.parent] += [source / path] if is_index(path.name) else []
+    for parent, own in indexes.items():
+        try:
+            indexed = [name for index in own for name in weight_map(index).values()]
+            weights = [name for name in names[parent] if name.endswith(".safetensors")]
+            refuse_missing_shards(source / parent, weights, indexed=indexed)
+        except NetweightError as error:
+            yield error
 
 
 def _is_pickled_weights(file: Path) -> bool:

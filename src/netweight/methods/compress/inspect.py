@@ -23,11 +23,11 @@ from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.compress.bits import BitStatistics, count_bits
-from netweight.methods.compress.folder_format import check_index
 from netweight.report.finding import Figure
 from netweight.report.plots import canvas, series_color, to_figure
-from netweight.store.reader import Store, TensorInfo, open_store
+from netweight.store.reader import INDEX_SUFFIX, Store, TensorInfo, open_store, weight_map
 from netweight.store.safetensors import nbytes_of
+from netweight.store.shards import refuse_missing_shards
 
 _SUFFIXES = (".svg", ".png", ".pdf")
 _DRAWN_BINS = 256
@@ -77,11 +77,14 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files that a path stands for: itself, or all in a folder and its sub-folders."""
     if path.is_file():
         return [path]
-    files = [Path(folder) / leaf for folder, _, leaves in os.walk(path) for leaf in leaves]
-    for file in files:
-        if file.name.endswith(".safetensors.index.json"):
-            check_index(file)
-    weights = sorted(file for file in files if file.suffix == ".safetensors")
+    weights: list[Path] = []
+    for folder, _, leaves in os.walk(path):
+        own = [leaf for leaf in leaves if leaf.endswith(".safetensors")]
+        indexes = [Path(folder, leaf) for leaf in leaves if leaf.endswith(INDEX_SUFFIX)]
+        indexed = [name for index in indexes for name in weight_map(index).values()]
+        refuse_missing_shards(Path(folder), own, indexed=indexed)
+        weights += [Path(folder, leaf) for leaf in own]
+    weights.sort()
     if not weights:
         raise UsageError(f"{path} contains no safetensors weights.", cure="Check the path.")
     return weights

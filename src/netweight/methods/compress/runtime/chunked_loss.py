@@ -1,0 +1,239 @@
+"""The loss of a causal language model in chunks of tokens, so that its logits never exist whole.
+
+Logits are as wide as the vocabulary: of 512 tokens and a vocabulary of 151,936 they and their gradients take 1.5 GB in
+training, more than all weights of a model of half a billion. Here the logits of some tokens are calculated, turned into
+these tokens' loss and gradients, and dropped, before those of the next. Nothing is calculated twice, since the gradient
+of a sum is known before the backward pass begins; that only multiplies it with the factor of the sum.
+`torch.nn.functional.linear_cross_entropy` does so as well, but on a CPU in twenty times the time, and with a loss that
+is rounded to the weight's dtype.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+
+from netweight.errors import Unsupported, UsageError
+from netweight.methods.compress.runtime.tensor import CompressedTensor
+
+_NUMBERS = 1 << 24  # logits at once, by default: 64 MB in fp32
+_IGNORED = -100  # the label of a token that has no loss, as everywhere in torch and transformers
+
+
+@final
+class chunk_loss:
+    """Calculate the training loss of a causal language model in chunks of tokens.
+
+    Until `close`, or the end of the `with` block, calls of the model with `labels` return an output without logits.
+    Calls without labels, such as generation, and calls without gradients do not change. The loss differs from the
+    model's own only by the order in which it is added up. The gradient of a head of bf16 is rounded once for each chunk
+    instead of once for all, as with gradient accumulation.
+
+    Args:
+        model: A causal language model of transformers, dense or compressed.
+        tokens: Tokens at once, at least 1; None for as many as have about 16.8 million logits.
+
+    Raises:
+        Unsupported: The model has no head that is a linear layer, has a loss of its own, or changes its logits after
+            the head, as models with a softcap do. This is found out by calling the model once with four tokens.
+        UsageError: `tokens` is less than 1, or the model has a chunked loss already.
+
+    Examples:
+        >>> with netweight.chunk_loss(model):  # doctest: +SKIP
+        ...     model(input_ids=ids, labels=ids).loss.backward()
+    """
+
+    def __init__(self, model: Any, *, tokens: int | None = None) -> None:
+        if tokens is not None and tokens < 1:
+            raise UsageError(f"tokens is {tokens}.", cure="Choose 1 or more, or None.")
+        self._model, self._head = model, _head_of(model)
+        self._tokens = tokens or max(1, _NUMBERS // self._head.weight.shape[0])
+        self._chunks = False  # whether the call at work returns no logits
+        self._had_loss = False
+        self._own_loss = model.loss_function
+        _check(model, self._head)
+        self._head.forward = self._forward_of_head
+        model.loss_function = self._loss
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Give the model its own loss again."""
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        del self._head.forward
+        self._model.loss_function = self._own_loss
+
+    def __enter__(self) -> chunk_loss:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- a call of the model -----------------------------------------------------------------------------------------
+
+    def _before(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        as_tuple = options.get("return_dict") is False or getattr(model.config, "return_dict", True) is False
+        self._chunks = torch.is_grad_enabled() and options.get("labels") is not None and not as_tuple
+        self._had_loss = False
+
+    def _forward_of_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self._chunks else F.linear(hidden, self._head.weight, self._head.bias)
+
+    def _loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = _IGNORED,
+        shift_labels: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Transformers' loss, of the head's inputs in place of its logits where a call is chunked."""
+        if not self._chunks:
+            own: torch.Tensor = self._own_loss(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options
+            )
+            return own
+        self._had_loss = True
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        wanted, hidden = shift_labels.reshape(-1).to(logits.device), logits.reshape(-1, logits.shape[-1])
+        count: Any = (wanted != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        count = count.to(logits.device) if isinstance(count, torch.Tensor) else count
+        weight, bias = self._head.weight, self._head.bias
+        total: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, wanted, self._tokens, ignore_index)  # type: ignore[no-untyped-call]
+        return total / count
+
+    def _after(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        if not self._chunks or output is None:
+            self._chunks = False
+            return output
+        self._chunks = False
+        if not self._had_loss:
+            raise Unsupported(
+                f"{type(model).__name__} was called with labels and did not calculate a loss from its logits.",
+                cure="Train it without chunk_loss.",
+            )
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+
+def _head_of(model: Any) -> nn.Linear:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    name = type(model).__name__
+    if not isinstance(head, nn.Linear) or not hasattr(model, "loss_function"):
+        raise Unsupported(
+            f"{name} has no head that is a linear layer with a loss beside it.",
+            cure="chunk_loss is for causal language models of transformers.",
+        )
+    if "forward" in vars(head):
+        raise UsageError(
+            f"The head of {name} has a forward method of its own, perhaps another chunk_loss.",
+            cure="Close that first.",
+        )
+    return head
+
+
+@torch.no_grad()
+def _check(model: Any, head: nn.Linear) -> None:
+    """Refuse a model whose logits are not the outputs of its head, or whose loss is not the cross-entropy of these."""
+    name, inputs = type(model).__name__, []
+    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+        raise Unsupported(f"{name} has a loss of its own.", cure="Train it without chunk_loss.")
+    ids = torch.arange(4, device=head.weight.device)[None]
+    handle = head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    trained = model.training
+    try:
+        logits = model.eval()(input_ids=ids).logits
+    finally:
+        handle.remove()
+        model.train(trained)
+    if len(inputs) != 1 or not torch.equal(logits, F.linear(inputs[0], head.weight, head.bias)):
+        raise Unsupported(
+            f"{name} changes its logits after the head, as with a softcap or a scale.",
+            cure="Train it without chunk_loss.",
+        )
+
+
+class _ChunkedLoss(Function):
+    """The sum of the cross-entropies of all tokens, with its gradients ready."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        tokens: int,
+        ignored: int,
+    ) -> torch.Tensor:
+        dtype = _dtype_of_products(hidden)
+        if dtype == torch.float16:
+            raise Unsupported(
+                "The gradients of logits would underflow in float16, as they are not scaled yet.",
+                cure="Train in bfloat16 or float32, or without chunk_loss.",
+            )
+        dense = (weight.dense() if isinstance(weight, CompressedTensor) else weight.detach()).to(dtype)
+        added = None if bias is None else bias.detach().to(dtype)
+        needs = ctx.needs_input_grad[:3]
+        to_hidden = torch.empty_like(hidden) if needs[0] else None
+        to_weight = torch.zeros_like(dense) if needs[1] else None
+        to_bias = torch.zeros(len(dense), device=hidden.device) if needs[2] else None
+        total = torch.zeros((), device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), tokens):
+                part, wanted = hidden[start : start + tokens].detach().to(dtype), labels[start : start + tokens]
+                logits = F.linear(part, dense, added).float()
+                has_loss = wanted != ignored
+                places = wanted.where(has_loss, 0)[:, None]
+                sums = logits.logsumexp(1, keepdim=True)
+                losses = (sums - logits.gather(1, places))[:, 0]
+                total += losses.where(has_loss, 0).sum()
+                slopes = logits.sub_(sums).exp_()  # the gradient of a token's loss: probabilities, less 1 at its label
+                slopes.scatter_add_(1, places, torch.full_like(sums, -1))
+                slopes *= has_loss[:, None]
+                if to_bias is not None:
+                    to_bias += slopes.sum(0)
+                slopes = slopes.to(dtype)
+                if to_hidden is not None:
+                    to_hidden[start : start + tokens] = slopes @ dense
+                if to_weight is not None:
+                    to_weight.addmm_(slopes.t(), part)
+        ctx.gradients = (
+            to_hidden,
+            None if to_weight is None else to_weight.to(weight.dtype),
+            None if to_bias is None or bias is None else to_bias.to(bias.dtype),
+        )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise UsageError(
+                "A chunked loss can go backward once, since its gradients are used up.",
+                cure="Call the model again, or train without chunk_loss.",
+            )
+        scaled = [None if each is None else each.mul_(slope.to(each.dtype)) for each in gradients]
+        return *scaled, None, None, None
+
+
+def _dtype_of_products(hidden: torch.Tensor) -> torch.dtype:
+    """The dtype in which the head would calculate."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
