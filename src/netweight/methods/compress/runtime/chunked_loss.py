@@ -57,7 +57,7 @@ class chunk_loss:
         self._had_loss = False
         self._own_loss = model.loss_function
         _check(model, self._head)
-        self._head.forward = self._forward_of_head
+        self._head.forward = self._forward_of_head  # type: ignore[method-assign, assignment]
         model.loss_function = self._loss
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -117,7 +117,8 @@ class chunk_loss:
         count = count.to(logits.device) if isinstance(count, torch.Tensor) else count
         weight, bias = self._head.weight, self._head.bias
         total: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, wanted, self._tokens, ignore_index)  # type: ignore[no-untyped-call]
-        return total / count
+        mean: torch.Tensor = total / count
+        return mean
 
     def _after(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
         if not self._chunks or output is None:
