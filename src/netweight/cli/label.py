@@ -64,7 +64,7 @@ def label(
     from netweight.labels.measure import label as measured
     from netweight.labels.terminal import lines
 
-    folder = local_model(model)
+    folder = local_model(model, pickles=True)
     if every:
         given = {"--base": base, "--against": against, "--card": card or None, "--minutes": minutes}
         _label_all(folder, out, threads, output, given={**given, **{f"--{name}": each for name, each in rows.items()}})

@@ -135,18 +135,22 @@ def _memorized_rows(end: AuditEnd) -> list[Row]:
     """How many prompts look memorized, beside how many ordinary ones pass the same threshold."""
     scores = end.payload["prompts"]
     flagged = sum(bool(each["memorized"]) for each in scores)
-    rows = [Row(
-        key="memorized", title="Looks memorized, of --prompts", value=f"{flagged} of {len(scores)}", number=flagged,
-        unit="prompts", state="warning" if flagged else "measured", detail={"command": end.line},
-        basis="first predictions that are more alike over seeds than those of ordinary prompts",
-    )]  # fmt: skip
+    title = "Looks memorized, of --prompts"
     below = end.payload["threshold"].get("prompts_below")
     if below is None:
-        return [_unmeasured("memorized", rows[0].title, "no control: the threshold states no ordinary prompts")]
-    return [*rows, Row(
-        key="memorized_ordinary", title="Ordinary prompts above the threshold", value=percent(1 - below),
-        number=100 * (1 - below), unit="percent", indent=1,
-    )]  # fmt: skip
+        return [_unmeasured("memorized", title, "no control: the threshold states no ordinary prompts")]
+    more = flagged > (1 - below) * len(scores) + 1e-6  # than as many ordinary prompts
+    return [
+        Row(
+            key="memorized", title=title, value=f"{flagged} of {len(scores)}", number=flagged, unit="prompts",
+            state="warning" if more else "measured", detail={"command": end.line},
+            basis="first predictions that are more alike over seeds than those of most ordinary prompts",
+        ),
+        Row(
+            key="memorized_ordinary", title="Ordinary prompts above the threshold", value=percent(1 - below),
+            number=100 * (1 - below), unit="percent", indent=1,
+        ),
+    ]  # fmt: skip
 
 
 AUDITS: tuple[LabelAudit, ...] = (

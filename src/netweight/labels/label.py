@@ -33,7 +33,8 @@ class Row(_Part):
     title: str
     """Name for people, such as "Net weight, lossless"."""
     value: str
-    """The value in units that people use, such as "0.82 GB"; for a row that was not measured, the option to give."""
+    """The value in units that people use, such as "0.82 GB"; for a row that was not measured, the command that
+    measures it, or the reason."""
     state: State = "measured"
     """Whether the row was measured, was measured and deserves attention, or was not measured."""
     number: float | None = None

@@ -69,8 +69,8 @@ def label(
         CorruptBlob: A file is damaged.
         UnsafeInput: A PyTorch checkpoint cannot be opened without running its code.
     """
-    subject = identify(local_model(str(path)))
-    base = None if base is None else local_model(str(base))
+    subject = identify(local_model(str(path), pickles=True))
+    base = None if base is None else local_model(str(base), pickles=True)
     rows = {"refused": refused, "ordinary": ordinary, "harmful": harmful, "benign": benign, "prompts": prompts}
     given = {name: str(value) for name, value in rows.items() if value is not None}
     audits = planned(subject, given, minutes)
@@ -106,7 +106,8 @@ def label(
         groups.append(base_group(comparison, other.name))
         layers = comparison.layers
     if missing := not_measured(subject, base=base is not None, audited=audited.keys):
-        groups.append(Group(title="Not measured", anchor="not-measured", rows=tuple(missing)))
+        basis = "the command beside each row measures it"
+        groups.append(Group(title="Not measured", anchor="not-measured", rows=tuple(missing), basis=basis))
     return Label(
         name=subject.name, kind=title_of(subject), groups=tuple(groups), layers=layers, digest=digest,
         made_with=f"netweight {netweight_version()}", created=datetime.date.today().isoformat(),
@@ -136,5 +137,7 @@ def not_measured(subject: Subject, *, base: bool, audited: Container[str] = ()) 
         if subject.kind in audit.kinds and audit.key not in audited and subject.kind != "federation"
     ]
     if subject.weights and not base and subject.kind not in ("adapter", "adapters", "federation"):
-        rows.append(Row(key="base", title="What changed against a base", value="--base MODEL", state="not measured"))
+        rows.append(
+            Row(key="base", title="What changed against a base", value="netweight label --base", state="not measured")
+        )
     return rows

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from html import escape
 
 from netweight.labels.label import Group, Label, Row
+from netweight.labels.units import percent
 
 WIDTH = 480
 _MARGIN = 18
@@ -109,6 +110,7 @@ def _footer(label: Label) -> str:
     how = "the files and by audits, which ran the model" if label.audited else "the files alone; the model was not run"
     text = f"Made with {label.made_with} on {label.created} from {how}."
     text += " An exclamation mark stands where a value deserves attention." if "warning" in marks else ""
+    text += " A question mark stands where nothing was measured." if "not measured" in marks else ""
     return text
 
 
@@ -132,7 +134,7 @@ def _draw_row(sheet: _Sheet, row: Row, *, large: bool) -> None:
     size = 19.0 if large else 13.0
     kind = {"warning": "attention", "not measured": "missing"}.get(row.state, "")
     indent = 14 * row.indent
-    title = f"! {row.title}" if row.state == "warning" else row.title
+    title = {"warning": "! ", "not measured": "? "}.get(row.state, "") + row.title
     bold = row.strong or not row.indent
     wide = (len(title) * (0.6 if bold else 0.56) + len(row.value) * (0.6 if row.strong else 0.56) + 2) * size
     sheet.y += size * 1.25
@@ -149,7 +151,7 @@ def _draw_row(sheet: _Sheet, row: Row, *, large: bool) -> None:
 
 
 def _draw_scale(sheet: _Sheet, group: Group) -> None:
-    """A bar as long as the gross weight, of which the part of the net weight is filled."""
+    """A bar as long as the gross weight, of which the part of the net weight is filled, and its key."""
     weights = {row.key: row.number for row in group.rows}
     gross, net = weights.get("gross_weight"), weights.get("net_weight")
     if not gross or net is None:
@@ -160,4 +162,12 @@ def _draw_scale(sheet: _Sheet, group: Group) -> None:
         sheet.parts.append(
             f'<rect class="{kind}" x="{_MARGIN}" y="{sheet.y:g}" width="{width:.1f}" height="12" rx="2"/>'
         )
-    sheet.y += 14
+    sheet.y += 27
+    for kind, words, x in (
+        ("net", f"net weight, {percent(share)}", _MARGIN),
+        ("tare", f"tare, {percent(1 - share)}", 200),
+    ):
+        if kind == "net" or share < 1:
+            sheet.parts.append(f'<rect class="{kind}" x="{x}" y="{sheet.y - 9:g}" width="10" height="10" rx="2"/>')
+            sheet.text(words, size=10.5, kind="small", x=x + 16)
+    sheet.y += 4

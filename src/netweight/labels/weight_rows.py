@@ -11,6 +11,10 @@ from netweight.labels.weights import TensorFacts, WeightFacts, merged_bits
 from netweight.methods.compress.bits import BitStatistics
 
 _SHOWN = 3  # names that are listed in a row
+_APART = (
+    "Each entropy is that of one part by itself, over all tensors together. The codec uses statistics of each tensor, "
+    "so its bits are not the sum of the three."
+)
 _LEAST_SHARE = 0.01  # of the gross weight, from which a type or a finding gets a row of its own
 
 
@@ -68,12 +72,14 @@ def bits_group(facts: WeightFacts) -> Group:
         facts: What the pass over the tensors found.
     """
     rows: list[Row] = []
+    basis = coverage(facts)
     for number, (dtype, tensors) in enumerate(facts.by_dtype().items()):
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if number and nbytes < _LEAST_SHARE * facts.gross:
             continue  # positions, counters and the like, which nobody asks about; `ingredients` lists their types
         if bits := merged_bits(tensors):
             rows += _dtype_rows(dtype, tensors, bits, nbytes, facts.gross)
+            basis = f"{coverage(facts)}. {_APART}" if bits.layout.exponent else basis
         else:
             rows.append(Row(
                 key=f"bits_{dtype.lower()}", title=f"{dtype} numbers", value=size(nbytes), number=nbytes, unit="bytes",
@@ -83,7 +89,7 @@ def bits_group(facts: WeightFacts) -> Group:
     rows += _duplicate_rows(facts)
     rows += _row_rows(facts)
     rows += _not_finite_rows(facts)
-    return Group(title="Where the bits go", anchor="bits", rows=tuple(rows), basis=coverage(facts))
+    return Group(title="Where the bits go", anchor="bits", rows=tuple(rows), basis=basis)
 
 
 def _dtype_rows(dtype: str, tensors: Sequence[TensorFacts], bits: BitStatistics, nbytes: int, gross: int) -> list[Row]:
@@ -91,16 +97,17 @@ def _dtype_rows(dtype: str, tensors: Sequence[TensorFacts], bits: BitStatistics,
     sampled = f"histogram of {percent(bits.count / numbers)} of the {count(numbers)} numbers"
     net = sum(tensor.net for tensor in tensors)
     rows = [Row(
-        key=f"bits_{dtype.lower()}", title=f"{dtype} numbers, bits each",
-        value=f"{8 * net / numbers:.2f} of {bits.layout.bits}", number=8 * net / numbers, unit="bits per number",
+        key=f"bits_{dtype.lower()}", title=f"{dtype} number, compressed",
+        value=f"{8 * net / numbers:.2f} of {bits.layout.bits} bits", number=8 * net / numbers, unit="bits per number",
         basis=f"{size(nbytes)}, {percent(nbytes / gross)} of the weight" if gross else "",
     )]  # fmt: skip
     for part, entropy in bits.entropies.items():
         width = getattr(bits.layout, part)
         if width and (bits.layout.exponent or part == "mantissa"):
-            title = part.capitalize() if bits.layout.exponent else "Entropy"
+            title = f"Entropy of its {part}" if bits.layout.exponent else "Entropy"
+            value = f"{entropy:.2f} of {width} {'bit' if width == 1 else 'bits'}"
             rows.append(Row(
-                key=f"{part}_{dtype.lower()}", title=title, value=f"{entropy:.2f} of {width}", number=entropy,
+                key=f"{part}_{dtype.lower()}", title=title, value=value, number=entropy,
                 unit="bits per number", indent=1, basis=sampled,
             ))  # fmt: skip
     return rows
