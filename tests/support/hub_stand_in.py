@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+GATED = "gated"  # the owner whose files nobody may read
+REVISIONS = ("main", "0" * 40)
+
 
 class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
@@ -33,7 +36,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             files = self.repositories.get("/".join(parts[:2]))
             content = (files or {}).get("/".join(parts[4:]))
-            if content is None:
+            if parts[0] == GATED:
+                self.answer({}, 403, **{"X-Error-Code": "GatedRepo"})
+            elif content is None:
                 self.answer({}, 404, **{"X-Error-Code": "RepoNotFound" if files is None else "EntryNotFound"})
             else:
                 self.answer(content, **{"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": "0" * 40})
@@ -43,6 +48,9 @@ class _Handler(BaseHTTPRequestHandler):
     def about(self, name, rest):
         if name not in self.repositories:
             self.answer({}, 404, **{"X-Error-Code": "RepoNotFound"})
+            return
+        if rest and rest[1] not in REVISIONS:
+            self.answer({}, 404, **{"X-Error-Code": "RevisionNotFound"})
             return
         files = self.repositories[name]
         if rest[:1] == ["tree"]:

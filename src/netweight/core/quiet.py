@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 
 _MARK = "_NETWEIGHT_QUIET"  # in the environment of workers of a quiet process
@@ -21,6 +22,8 @@ def quiet_libraries() -> None:
     os.environ[_MARK] = "1"
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
+    if not sys.stderr.isatty():  # a bar in a log is a line for each of its steps
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if logging.lastResort is not None:  # loggers without a handler of their own
         logging.lastResort.setLevel(logging.ERROR)
     for name in _LOUD:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import BeforeValidator, Field
 
-from netweight.settings import Cli, Settings
+from netweight.settings import Cli, ModelPath, Settings
 
 
 @final
@@ -27,11 +27,11 @@ class CompressSettings(Settings):
     threads: int | None = Field(
         default=None, ge=1, description="Threads of the codec; by default one for each available core."
     )
-    base: Annotated[Path | None, Cli(metavar="BASE")] = Field(
+    base: Annotated[ModelPath | None, Cli(metavar="BASE")] = Field(
         default=None,
         exclude_if=lambda base: base is None,  # records of runs without one stay as they were
-        description="Base model, compressed or not, from which differences are stored: a file, or a folder "
-        "with the same files. Whoever opens the result needs the same base.",
+        description="Base model, compressed or not, from which differences are stored: a file, a folder "
+        "with the same files, or an id on the hub. Whoever opens the result needs the same base.",
     )
     variant: str | None = Field(
         default=None, description="Variant of the weights to compress, such as fp16, where a folder has several."
@@ -59,7 +59,7 @@ class CompressSettings(Settings):
 class _Compressed(Settings):
     """Settings that commands on compressed models share."""
 
-    base: Annotated[Path | None, Cli(metavar="BASE")] = Field(
+    base: Annotated[ModelPath | None, Cli(metavar="BASE")] = Field(
         default=None, description="Path of the base model from which the differences were stored, if it has moved."
     )
     threads: int | None = Field(
@@ -76,7 +76,7 @@ class DecompressSettings(_Compressed):
 class VerifySettings(_Compressed):
     """Settings of the verification of a compressed model."""
 
-    against: Annotated[Path | None, Cli(metavar="SRC")] = Field(
+    against: Annotated[ModelPath | None, Cli(metavar="SRC")] = Field(
         default=None, description="The original model, with which every bit is compared."
     )
 
@@ -91,6 +91,6 @@ class InspectSettings(Settings):
     plot: Annotated[Path | None, Cli(metavar="FILE")] = Field(
         default=None, description="File for a plot of the histograms of sign, exponent and mantissa."
     )
-    base: Annotated[Path | None, Cli(metavar="BASE")] = Field(
+    base: Annotated[ModelPath | None, Cli(metavar="BASE")] = Field(
         default=None, description="Path of the base model from which the differences were stored, if it has moved."
     )

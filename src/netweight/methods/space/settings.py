@@ -124,7 +124,7 @@ class DirectionSettings(CorrectionSettings):
     fidelity: Literal["corrected", "reference"] = Field(
         default="corrected",
         description="`reference` reproduces the numbers of the authors' code, including its defects; "
-        "docs/differences.md lists them.",
+        "the page on differences from the papers lists them.",
     )
     folds: int = Field(default=5, ge=2, description="Folds of the cross-validation.")
     resamples: int = Field(
@@ -299,7 +299,7 @@ class FileSettings(ExportSettings):
 class ConvertSettings(FileSettings):
     """Settings of the conversion of an adapter to another layout, rank or kind."""
 
-    weights: Annotated[Path | None, Cli(metavar="BASE")] = Field(
+    weights: Annotated[ModelPath | None, Cli(metavar="BASE")] = Field(
         default=None, description="Base model; the change of a DoRA depends on its weights."
     )
 
@@ -556,7 +556,7 @@ class IngestSettings(Settings):
     convert: Annotated[int | None, Cli(metavar="RANK")] = Field(
         default=None, ge=1, description="Make LoRAs of LoHa, LoKr, DoRA and full differences, at most of this rank."
     )
-    weights: Annotated[Path | None, Cli(metavar="BASE")] = Field(
+    weights: Annotated[ModelPath | None, Cli(metavar="BASE")] = Field(
         default=None, description="Base model; the change of a DoRA depends on its weights."
     )
     stable_diffusion: bool = Field(

@@ -1,0 +1,169 @@
+"""Models by their id on the hub, here a stand-in on the loopback: what is fetched, and what is refused by name."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from folders_under_test import transformers_folder
+from hub_stand_in import hub
+
+pytest.importorskip("huggingface_hub", reason="huggingface_hub comes with the llm extra")
+pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
+torch = pytest.importorskip("torch")
+
+from netweight.cli import netweight  # noqa: E402
+from netweight.toys import checkpoint  # noqa: E402
+from netweight.toys.language import cipher_world  # noqa: E402
+
+CALLS = """
+import json, sys
+from click.testing import CliRunner
+from netweight.cli import netweight
+for words in json.load(sys.stdin):
+    answer = CliRunner().invoke(netweight, words)
+    if answer.exception is not None and not isinstance(answer.exception, SystemExit):
+        raise answer.exception
+    print(json.dumps([answer.exit_code, answer.stdout, answer.stderr]))
+"""
+
+
+def files_of(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory):
+    """Repositories as people make them, by id."""
+    folder = tmp_path_factory.mktemp("models")
+    sharded = files_of(transformers_folder(folder / "sharded", shards=2))
+    cipher_world().save(folder / "language")
+    language = files_of(folder / "language")
+    torch.save({"layer.weight": torch.ones(64, 64)}, folder / "pytorch_model.bin")
+    pickled = {"config.json": sharded["config.json"], "pytorch_model.bin": (folder / "pytorch_model.bin").read_bytes()}
+    return {
+        "some/sharded": {**sharded, "tf_model.h5": b"\x89HDF", "pytorch_model.bin": b"never fetched"},
+        "some/language": language,
+        "some/tuned": language,
+        "some/pipeline": files_of(checkpoint("shapes-diffusion")),
+        "some/pickled": pickled,
+        "some/gguf": {"config.json": sharded["config.json"], "model.Q4_K.gguf": b"GGUF"},
+        "gated/model": sharded,
+    }
+
+
+@pytest.fixture
+def calls(repositories, tmp_path):
+    """Run commands in one process that knows only the stand-in."""
+
+    def run(*commands, offline=False):
+        with hub() as (address, served):
+            served.update(repositories)
+            environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
+            environment |= {"HF_HUB_OFFLINE": str(int(offline)), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_x"}
+            done = subprocess.run(
+                [sys.executable, "-c", CALLS], input=json.dumps([[*words] for words in commands]), cwd=tmp_path,
+                env=environment, capture_output=True, text=True, timeout=300,
+            )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        answers = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(answers) == len(commands)
+        return answers
+
+    return run
+
+
+def test_every_kind_of_model_gets_its_label_by_id(calls, tmp_path):
+    kinds = {
+        "some/sharded": "model", "some/language": "language model", "some/pipeline": "pipeline",
+        "some/pickled": "model", "some/sharded@main": "model",
+    }  # fmt: skip
+    answers = calls(*(("label", name) for name in kinds))
+    for (name, kind), (code, text, errors) in zip(kinds.items(), answers, strict=True):
+        assert (code, errors) == (0, "")  # nor a word of the library that fetches
+        assert name.partition("@")[0] in text
+        assert kind in text
+    written = {path.name for path in tmp_path.glob("*-label")}
+    assert written == {f"some-{kind}-label" for kind in ("sharded", "language", "pipeline", "pickled")}
+    fetched = {path.name for path in (tmp_path / "home").rglob("snapshots/*/*")}
+    assert "tf_model.h5" not in fetched  # nor are checkpoints, where safetensors files have the same weights
+    assert b"never fetched" not in [path.read_bytes() for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    # What was fetched is found again without a network, and bases are named the same way.
+    ((code, text, errors),) = calls(("label", "some/language", "--base", "some/language"), offline=True)
+    assert code == 0, errors
+    assert "Against some/language" in text
+
+
+def test_commands_of_every_method_take_an_id(calls, tmp_path):
+    words = "a: b c d e f g h i j k l m n o p q r s t u v w x y z".split()
+    rows = [{"prompt": f"keep: {one} {two}", "response": "a b"} for one in words for two in words[:2]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
+    answers = calls(
+        ("inspect", "some/language"),
+        ("compress", "some/language", "net"),
+        ("verify", "net", "--against", "some/language"),
+        ("compress", "some/tuned", "difference", "--base", "some/language"),
+        ("inspect", "difference", "--base", "some/language"),
+        (
+            "attack",
+            "finetune",
+            "some/language",
+            "--base",
+            "some/language",
+            "--harmful",
+            "rows.jsonl",
+            "--out",
+            "attack",
+            "--grid",
+            "quick",
+            "--lr",
+            "1e-3",
+            "--seeds",
+            "1",
+            "--max-steps",
+            "2",
+            "--check-every",
+            "1",
+            "--threshold",
+            "0.5",
+        ),
+        ("forget", "statistics", "some/pipeline", "--prompts", "prompts.txt", "--out", "usual.safetensors"),
+        ("init", "release", "--subject", "some/language"),
+    )
+    assert [(code, errors) for code, _, errors in answers if code not in (0, 1)] == []
+    assert [code for code, *_ in answers] == [0, 0, 0, 0, 0, 1, 0, 0]  # nothing recovers in two steps: no control
+    assert (tmp_path / "net" / "model.safetensors").is_file()
+    assert 'subject: "some/language"' in (tmp_path / "release" / "recipe.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("some/nothing", "There is no model some/nothing on the hub that you may see"),
+        ("gated/model", "The model gated/model is gated"),
+        ("some/language@v9", "The model some/language on the hub has no revision v9"),
+        ("some/gguf", "has no safetensors files and no PyTorch checkpoints, but model.Q4_K.gguf"),
+    ],
+)
+def test_what_cannot_be_had_is_named(name, words, calls):
+    ((code, _, errors),) = calls(("label", name))
+    assert code == 2
+    assert words in " ".join(errors.split())
+
+
+def test_checkpoints_are_opened_by_the_label_alone(calls):
+    ((code, _, errors),) = calls(("compress", "some/pickled", "net"))
+    assert code == 2
+    assert "has no safetensors files, but pytorch_model.bin" in " ".join(errors.split())
+
+
+def test_a_hub_that_cannot_be_reached_is_not_a_missing_model(calls):
+    ((code, _, errors),) = calls(("label", "some/language"), offline=True)
+    assert code == 2
+    assert "the hub could not be reached" in " ".join(errors.split())
+
+
+def test_names_of_the_commands_are_those_of_the_command_line():
+    assert {"label", "inspect", "compress", "verify", "attack", "forget", "init"} <= set(netweight.list_commands(None))
