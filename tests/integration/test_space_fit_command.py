@@ -46,6 +46,12 @@ def test_a_bank_is_fitted_and_said(bank, tmp_path):
     assert "exists already" in again.output
 
 
+def test_adapters_that_have_nothing_in_common_are_a_collection_and_no_space(bank, tmp_path):
+    done = invoke(bank.path, tmp_path / "space", "--components", 4)
+    assert "The components explain" in done.output
+    assert "of adapters that they were not fitted to" in " ".join(done.output.split())
+
+
 def test_a_space_knows_where_its_bank_lies(bank, tmp_path):
     together = tmp_path / "together"
     together.mkdir()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shlex
 import subprocess
 import sys
@@ -55,6 +56,14 @@ def test_the_help_lists_what_needs_another_package_only_where_it_is_there(call, 
     shown = call("--help").stdout
     assert not any(name in shown.split() for name in ("tour", "reproduce", "benchmark"))
     assert "needs the package netweight-toys" in call("tour").stderr
+
+
+@pytest.mark.parametrize("name", ["", *(name for name in EVERY if name != "benchmark")])  # for clones, as its help says
+def test_the_help_names_no_file_that_an_installation_lacks(call, name):
+    """A wheel holds no pages; and the sentences of lists are whole."""
+    shown = call(*name.split(), "--help").stdout
+    assert not re.search(r"\bdocs/\S+", shown)
+    assert not re.search(r"[a-z,]\.\.\.$", shown, re.M)
 
 
 def test_the_help_imports_neither_torch_nor_pydantic():

@@ -41,7 +41,7 @@ class _Clients(Settings):
         default="hyperfl",
         description="Federated learning method: hyperfl, hyperfl-body, hyperfl-whole, fedavg, fedavg-private-head, "
         "fedrep, fedprox, ditto, fedbn, scaffold, local (each client alone), pfedhn, pfedhn-pc, dp-fedavg, centaur or "
-        "ppsgd. docs/federate.md compares them.",
+        "ppsgd. The page on federated learning compares them.",
     )
     clients: int = Field(default=20, ge=1, description="Number of clients.")
     partition: Literal["dominant-groups", "dirichlet", "by-writer"] = Field(

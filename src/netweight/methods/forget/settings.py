@@ -34,7 +34,7 @@ _SCOPE: Any = Field(
 _FIDELITY: Any = Field(
     "corrected",
     description="`reference` reproduces the order and the defects of the released code; "
-    "docs/differences.md lists them.",
+    "the page on differences from the papers lists them.",
 )
 _COLUMN: Any = Field(
     "prompt,caption,text",

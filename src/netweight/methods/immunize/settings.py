@@ -75,7 +75,7 @@ class FolderSettings(TextOptions):
     retain: RowSource | None = None
     """Rows with prompt and response, likewise: further abilities that the model must keep."""
     defense: Annotated[DefenseSettings, DEFENSES, Cli(group="Training")] = Field("repnoise", validate_default=True)
-    """Defense to train into the model; docs/immunize.md compares them."""
+    """Defense to train into the model; the page on immunization compares them."""
     withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = ()
     """Category of pairs to leave out of the training, so that an attack can test on it."""
     chat: bool = False

@@ -62,7 +62,7 @@ class Neurons(Edit):
     fidelity: Annotated[Fidelity, Cli(own=False)] = Field(
         "corrected",
         description="`reference` reproduces the order and the defects of the released code; "
-        "docs/differences.md lists them.",
+        "the page on differences from the papers lists them.",
     )
 
     @property
