@@ -1,4 +1,4 @@
-"""`netweight reproduce` and `netweight benchmark`: the papers' tables measured again, and speed and size against peers.
+"""`netweight reproduce` and `netweight benchmark`: the papers' tables measured again, and speed and size measured.
 
 The command `netweight` finds these two here, by name, where this package is installed.
 """
@@ -152,7 +152,7 @@ class Benchmarks(click.Group):
 
 @click.group(cls=Benchmarks)
 def benchmark() -> None:
-    """Measure speed and size against peers on this machine."""
+    """Measure speed and size on this machine, in comparison with other programs."""
 
 
 def _out_option(name: str, unless: str) -> Callable[[F], F]:

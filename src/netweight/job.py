@@ -120,7 +120,7 @@ def _parsed(content: bytes, path: Path) -> dict[str, dict[str, Any]]:
         except (ValueError, KeyError, TypeError):
             raise CorruptBlob(
                 f"Line {number} of the ledger {path} is not a record of a run.",
-                cure="Delete that line to run its configuration again, or name another ledger.",
+                cure="Delete this line, so that its configuration runs again, or name another ledger.",
             ) from None
     return records
 
@@ -218,7 +218,7 @@ def _check_owner(ledger: Ledger, name: str) -> None:
     others = {record.get("function") for record in ledger.records.values()} - {name}
     if others:
         raise UsageError(
-            f"The ledger {ledger.path} holds runs of {others.pop()!r}, not of {name!r}.", cure="Name another ledger."
+            f"The ledger {ledger.path} contains runs of {others.pop()!r}, not of {name!r}.", cure="Name another ledger."
         )
 
 
@@ -229,7 +229,7 @@ def _record(key: str, name: str, config: Any, outcome: Outcome) -> dict[str, Any
         try:
             value = json.loads(canonical_json(outcome.value, allow_nan=True))
         except UsageError as problem:
-            error = f"The run's value cannot be kept in a ledger. {problem}"
+            error = f"The result of the run cannot be stored in a ledger. {problem}"
     return {
         "digest": key,
         "function": name,
@@ -382,11 +382,11 @@ class Job:
     @contextmanager
     def _opened(self) -> Iterator[tuple[dict[str, Any], Store, list[str]]]:
         try:
-            with open_checkpoint(self._state, None, refusal="holds work with other settings or inputs") as opened:
+            with open_checkpoint(self._state, None, refusal="contains work with other settings or inputs") as opened:
                 yield opened
         except (CorruptBlob, UnsafeInput, ValueError, KeyError) as error:
             reason = error.reason if isinstance(error, CorruptBlob | UnsafeInput) else f"{self._state}: {error!r}"
-            raise CorruptBlob(reason, cure=f"Delete {self._state} to begin anew.") from error
+            raise CorruptBlob(reason, cure=f"Delete {self._state} to start again from the beginning.") from error
 
     def save(self, about: Mapping[str, Any], tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Replace the state, all or nothing.
@@ -483,19 +483,22 @@ class Job:
         for held in self._held_keys():
             if found := differences(held, self._key):
                 raise UsageError(
-                    f"{self.folder} holds {of} with other settings: {_named(found)}.",
-                    cure="Give the same settings to continue it, choose another folder, or delete it to begin anew.",
+                    f"{self.folder} contains {of} with other settings: {_named(found)}.",
+                    cure="Give the same settings to continue it, choose another folder, or delete the folder "
+                    "to start again from the beginning.",
                 )
 
     def _held_keys(self) -> Iterator[Any]:
         """Yield the keys of the state and of the records."""
-        cure = f"Delete {self.folder} to begin anew, or use the version of netweight that wrote it."
+        cure = f"Delete {self.folder} to start again from the beginning, or use the version of netweight that wrote it."
         if self._state.exists():
             with self._opened() as (about, _, _):
                 held = about.get(_JOB)
             if held is not None:
                 if held["version"] != _VERSION:
-                    raise CorruptBlob(f"{self._state} is a state of version {held['version']}.", cure=cure)
+                    raise CorruptBlob(
+                        f"{self._state} has the version {held['version']}, which this release cannot read.", cure=cure
+                    )
                 yield held["key"]
         if (self.folder / _KEY).is_file() and any(file.stat().st_size for file in self.folder.glob("*.jsonl")):
             try:
@@ -567,7 +570,10 @@ class Job:
     def _check_writable(self, *, rows: bool = False) -> None:
         if self._reading or (self._shared and not rows):
             how = "reading" if self._reading else "shared"
-            raise UsageError(f"The job in {self.folder} is open with {how}=True.", cure=f"Open it without {how}=True.")
+            raise UsageError(
+                f"The job in {self.folder} was opened with {how}=True, which does not allow writing.",
+                cure=f"Open it without {how}=True.",
+            )
 
 
 def check_destination(destination: str | Path, *, overwrite: bool | None = False, folder: Path | None = None) -> None:
@@ -603,7 +609,7 @@ def differences(held: Any, wanted: Any, path: str = "") -> list[tuple[str, Any, 
 
 
 def _named(found: Sequence[tuple[str, Any, Any]]) -> str:
-    shown = [f"{path or 'the key'} is {_short(old)} there and {_short(new)} here" for path, old, new in found[:_NAMED]]
+    shown = [f"{path or 'the key'} was {_short(old)} and is {_short(new)} now" for path, old, new in found[:_NAMED]]
     return "; ".join(shown) + (f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
 
 

@@ -77,7 +77,8 @@ DESTINATION = Argument("destination", "new")
 RESULTS = Argument("out", "new", "Folder for the results.", "--out", metavar="FOLDER")
 OVERWRITE = Argument("overwrite", "flag", "Replace existing files.", "--overwrite", required=False, default=False)
 PLAN = Argument(
-    "plan", "flag", "Measure one of each kind of work, and say what time and memory the command will take; do nothing.",
+    "plan", "flag",
+    "Measure one of each kind of work, and report how much time and memory the command will need; write nothing.",
     "--plan", required=False, default=False,
 )  # fmt: skip
 SEED = Argument("seed", "integer", "Seed of every random choice.", "--seed", required=False, default=0)

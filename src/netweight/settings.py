@@ -156,7 +156,8 @@ class Settings(pydantic.BaseModel):
             cls.__pydantic_fields__[name] = field
         if defaults:
             cls.model_rebuild(force=True)
-        taken = [f"{name!r} is a field and a variant" for field in _variants(cls).values() for name in field
+        taken = [f"{name!r} is the name of a field and of a variant"
+                 for field in _variants(cls).values() for name in field
                  if name in cls.model_fields]  # fmt: skip
         if taken:
             raise TypeError(f"{cls.__name__}: {'; '.join(taken)}")
@@ -872,7 +873,9 @@ class _SetOption(click.Option):
     """`--set KEY=VALUE`: any setting by its place, for those without an option of their own the only way."""
 
     def __init__(self, fields: Mapping[str, Leaf]) -> None:
-        super().__init__(["--set", "set_"], multiple=True, metavar="KEY=VALUE", help="Any setting by its recipe key.")
+        super().__init__(
+            ["--set", "set_"], multiple=True, metavar="KEY=VALUE", help="Any setting, by its key in recipes."
+        )
         self.fields = fields
 
     def records(self, ctx: click.Context) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -1025,7 +1028,7 @@ class _Pair(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name, _, text = value.partition("=")
         if not (name and text):
-            self.fail(f"{value!r} names no {self.what}. Write it as NAME={self.what.upper()}.", param, ctx)
+            self.fail(f"{value!r} does not name a {self.what}. Write it as NAME={self.what.upper()}.", param, ctx)
         return name, self.inner.convert(text, param, ctx)
 
 
@@ -1098,5 +1101,5 @@ def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for name in path[:-1]:
         inner = inner.setdefault(name, {})
     if not isinstance(inner, dict) or path[-1] in inner:
-        raise UsageError(f"The setting {'.'.join(path)} is given twice.", cure="Give it once.")
+        raise UsageError(f"The setting {'.'.join(path)} was given twice.", cure="Give it once.")
     inner[path[-1]] = value

@@ -195,7 +195,7 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     assert "Give --benign other rows" in refused("--trained-on", str(tmp_path / "kept.jsonl"))
     save(*tiny_llama(layers=2), tmp_path / "deeper")
     assert "another model" in (words := refused("--base", str(tmp_path / "deeper")))
-    assert "num_hidden_layers is 2 there and 1 here" in words
+    assert "num_hidden_layers was 2 and is 1 now" in words
     model, tokenizer = tiny_llama()
     model.lm_head.weight.data[0, 0] = torch.inf
     save(model, tokenizer, tmp_path / "broken")

@@ -63,7 +63,7 @@ def test_single_runs_fail_alone_and_a_ledger_does_not_know_its_engine(cluster, t
         assert [result.remembered for result in results] == [number == 3 for number in range(6)]
         assert results[3].digest == remembered.digest
         assert "ValueError: number 1 is unwell" in results[1].error
-        assert all("Ray lost the run's worker process" in results[number].error for number in (2, 4))
+        assert all("Ray lost the worker process of the task" in results[number].error for number in (2, 4))
         (traces / "mended").touch()
         again = list(map_runs(work, configs[:2], ledger=tmp_path / "ledger", engine=engine))
         assert [result.ok for result in again] == [True, True]

@@ -50,13 +50,13 @@ def test_a_killed_fit_goes_on(file, whole, tmp_path, monkeypatch):
     found, read = streamed_rows.fit(file, folder, -1)
     assert read == 5 * 7 + 1 - (11 + 20)
     assert_same(found, whole)
-    with pytest.raises(UsageError, match="holds a fit with other settings"):
+    with pytest.raises(UsageError, match="contains a fit with other settings"):
         fit_streaming(MatrixFile(file), 4, folder=folder, digest="these", **streamed_rows.SETTINGS)
-    with pytest.raises(UsageError, match="holds a fit with other settings"):
+    with pytest.raises(UsageError, match="contains a fit with other settings"):
         fit_streaming(MatrixFile(file), 5, folder=folder, digest="those", **streamed_rows.SETTINGS)
     kept = folder / "state.safetensors"
     kept.write_bytes(kept.read_bytes()[:-100])
-    with pytest.raises(CorruptBlob, match="to begin anew"):
+    with pytest.raises(CorruptBlob, match="to start again from the beginning"):
         fit_streaming(MatrixFile(file), 5, folder=folder, digest="these", **streamed_rows.SETTINGS)
 
 

@@ -123,7 +123,7 @@ def test_which_programs_open_compressed_models(diagnose, monkeypatch):
         monkeypatch.delenv(switch, raising=False)
     installed = [importlib.metadata.EntryPoint("netweight", "netweight:_autoload", "torch.backends")]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: installed)
-    assert found() == "every program; NETWEIGHT_AUTOLOAD=0 switches it off"
+    assert found() == "every program; NETWEIGHT_AUTOLOAD=0 disables it"
     monkeypatch.setenv("NETWEIGHT_AUTOLOAD", "0")
     assert found().endswith("since NETWEIGHT_AUTOLOAD=0")
     installed.clear()

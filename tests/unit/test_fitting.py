@@ -61,7 +61,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
     assert fit(resumed, batch, held_out, schedule, tmp_path / "stopped") == expected
     for name, value in state(whole).items():
         assert torch.equal(value, state(resumed)[name]), name
-    with pytest.raises(UsageError, match="steps is 40 there and 41 here"):
+    with pytest.raises(UsageError, match="steps was 40 and is 41 now"):
         fit(Regression(), batch, held_out, Schedule(steps=41), tmp_path / "stopped")
 
 

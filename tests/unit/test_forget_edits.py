@@ -166,7 +166,7 @@ def test_a_killed_distillation_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "difference", difference)
     assert all(weight.requires_grad for weight in killed.denoiser.parameters())
     assert (tmp_path / "killed" / CHECKPOINT).is_file()
-    with pytest.raises(UsageError, match="holds a training with other settings: prompts is"):
+    with pytest.raises(UsageError, match="contains a training with other settings: prompts was"):
         run(trained(), tmp_path / "killed", prompts=PLANTED[:1])
     record = run(resumed, tmp_path / "killed")
     assert resumed.digest() == whole.digest() != trained().digest()

@@ -150,7 +150,7 @@ def test_a_finished_training_is_taken_as_it_is(tmp_path):
     again = decoder()
     assert immunize(again, pairs, settings=SHORT, folder=tmp_path) == record == Record.read(tmp_path / RECORD)
     assert weights(again) == weights(model)
-    with pytest.raises(UsageError, match="holds a training with other settings: model is"):
+    with pytest.raises(UsageError, match="contains a training with other settings: model was"):
         immunize(decoder(seed=1), pairs, settings=SHORT, folder=tmp_path)
 
 

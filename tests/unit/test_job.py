@@ -45,9 +45,10 @@ def test_another_key_is_refused_and_each_difference_named(tmp_path):
     with pytest.raises(UsageError) as caught, Job.open(tmp_path, key=other, of="a training"):
         pass
     assert str(caught.value) == (
-        f"{tmp_path} holds a training with other settings: settings.epochs is absent there and 3 here; "
-        "settings.layers.1 is 2 there and 3 here; settings.lr is 0.1 there and 0.2 here. "
-        "Give the same settings to continue it, choose another folder, or delete it to begin anew."
+        f"{tmp_path} contains a training with other settings: settings.epochs was absent and is 3 now; "
+        "settings.layers.1 was 2 and is 3 now; settings.lr was 0.1 and is 0.2 now. "
+        "Give the same settings to continue it, choose another folder, or delete the folder "
+        "to start again from the beginning."
     )
     with pytest.raises(UsageError, match="and 2 more"), Job.open(tmp_path, key={str(n): n for n in range(5)}):
         pass
@@ -77,7 +78,7 @@ def test_a_key_without_work_is_replaced_and_a_failure_before_any_work_leaves_not
     failing(tmp_path / "own", {"n": 2}, lambda job: None)  # nothing was kept under the other key
     assert (tmp_path / "own" / "notes.txt").exists()
     failing(tmp_path / "kept", {"n": 1}, lambda job: job.record("log", {"loss": 1.0}))
-    with pytest.raises(UsageError, match="n is 1 there and 2 here"), Job.open(tmp_path / "kept", key={"n": 2}):
+    with pytest.raises(UsageError, match="n was 1 and is 2 now"), Job.open(tmp_path / "kept", key={"n": 2}):
         pass
 
 
@@ -156,19 +157,21 @@ def test_damage_is_named_with_a_cure(tmp_path):
         for cut in (10, 500, -40):
             whole = (tmp_path / "state.safetensors").read_bytes()
             (tmp_path / "state.safetensors").write_bytes(whole[:cut])
-            with pytest.raises(CorruptBlob, match=r"state\.safetensors.*Delete .*state\.safetensors to begin anew"):
+            with pytest.raises(CorruptBlob, match=r"state\.safetensors.*Delete .*state\.safetensors to start again"):
                 job.load()
             (tmp_path / "state.safetensors").write_bytes(whole)
         flipped = bytearray(whole)
         flipped[-100] ^= 255
         (tmp_path / "state.safetensors").write_bytes(flipped)
-        with pytest.raises(CorruptBlob, match="to begin anew"):
+        with pytest.raises(CorruptBlob, match="to start again from the beginning"):
             job.load()
         job.record("log", {})
     (tmp_path / "state.safetensors").unlink()
     for text in ("{", '{"version": 99, "key": {}}'):
         (tmp_path / "job.json").write_text(text)
-        with pytest.raises(CorruptBlob, match=r"job\.json.*Delete .* to begin anew, or use the version"):
+        with pytest.raises(
+            CorruptBlob, match=r"job\.json.*Delete .* to start again from the beginning, or use the version"
+        ):
             with Job.open(tmp_path, key=KEY):
                 pass
 

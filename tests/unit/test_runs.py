@@ -157,7 +157,7 @@ def test_a_ledger_belongs_to_one_function(tmp_path, traces):
     list(map_runs(work, [Config(1, str(traces))], ledger=tmp_path / "ledger", engine=in_process))
     bound = functools.partial(work)
     assert next(map_runs(bound, [Config(1, str(traces))], ledger=tmp_path / "ledger", engine=in_process)).remembered
-    with pytest.raises(UsageError, match=r"holds runs of 'work', not of 'unsendable'"):
+    with pytest.raises(UsageError, match=r"contains runs of 'work', not of 'unsendable'"):
         list(map_runs(unsendable, [Config(1, str(traces))], ledger=tmp_path / "ledger", engine=in_process))
 
 

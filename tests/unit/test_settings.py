@@ -490,7 +490,7 @@ def test_help_says_types_ranges_and_defaults():
         "--also NAME=FOLDER",
         "--weights NAME=NUMBER",
         "--steps INTEGER RANGE Steps of the schedule. [default: 20; x>=2]",
-        "--set KEY=VALUE Any setting by its recipe key.",
+        "--set KEY=VALUE Any setting, by its key in recipes.",
     ):
         assert part in text, part
 

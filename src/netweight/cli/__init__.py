@@ -40,16 +40,22 @@ DOCUMENTATION = ""
 # Commands that treat and attack nothing themselves: home, `"module:attribute"`, and line in `netweight --help`.
 OWN: dict[str, tuple[str, str]] = {
     "label": ("netweight.cli.label:label", "Show what is in a model's files, as a nutrition label."),
-    "init": ("netweight.cli.init:init", "Write recipes and small files to run and to change."),
+    "init": ("netweight.cli.init:init", "Write recipes, with small models or for a model of yours."),
     "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
-    "report": ("netweight.cli.run:report", "Show the verdict and findings of a run, and write its page again."),
+    "report": ("netweight.cli.run:report", "Show the verdict and findings of a run, and write its report again."),
     "tour": ("netweight.cli.run:tour", "Run every method once on small models, and write a report."),
-    "doctor": ("netweight.cli.doctor:doctor", "Report what is installed, what runs here and what is missing."),
+    "doctor": (
+        "netweight.cli.doctor:doctor",
+        "Report what is installed, what works on this machine and what is missing.",
+    ),
     "reproduce": (
         "netweight_experiments.cli:reproduce",
         "Measure a table of a paper again.",
     ),
-    "benchmark": ("netweight_experiments.cli:benchmark", "Measure speed and size against peers on this machine."),
+    "benchmark": (
+        "netweight_experiments.cli:benchmark",
+        "Measure speed and size on this machine, in comparison with other programs.",
+    ),
 }
 # Commands that are listed only where another package is installed: the package's module, and how it is installed.
 NEEDS = {
@@ -59,9 +65,9 @@ NEEDS = {
 }
 # The order of `netweight --help`; what other packages bring comes after these.
 SECTIONS = {
-    "Look": ("label", "inspect"),
+    "Inspect": ("label", "inspect"),
     "Compress": ("compress", "decompress", "verify"),
-    "Treat": ("immunize", "forget", "federate", "space"),
+    "Train, protect and edit": ("immunize", "forget", "federate", "space"),
     "Attack": ("attack",),
     "Recipes and publishing": ("init", "run", "report", "publish"),
     "This installation": ("doctor", "tour", "reproduce", "benchmark"),
@@ -100,7 +106,8 @@ def _installed(name: str) -> bool:
 ATTACK = Group(
     "attack",
     "Attack a model or an update, to measure what it reveals.",
-    "An attack measures and discards: no attacked model is written. Each writes a report into --out and exits with 1 "
+    "An attack reports what it measured and does not write the attacked model. It writes a "
+    "report into --out, and exits with 1 "
     "if a target is missed or could not be measured.",
 )
 
@@ -196,7 +203,12 @@ _WIDTH = max(20, min(shutil.get_terminal_size().columns, 80) - 2)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
-@click.option("-v", "--verbose", count=True, help="Log to standard error, and say where errors come from; -vv for all.")
+@click.option(
+    "-v",
+    "--verbose",
+    count=True,
+    help="Print a log, and where in the code errors were raised, to standard error; -vv prints more.",
+)
 def netweight(verbose: int) -> None:
     """Compress, protect and edit the weights of PyTorch models, and attack the result before somebody else does."""
     import logging
@@ -284,7 +296,7 @@ def output_option(command: F) -> F:
         "--json",
         "output",
         is_flag=True,
-        help="Write one JSON object for machines instead of text for people.",
+        help="Print one JSON object instead of text.",
         callback=_make_output,
     )(command)
 

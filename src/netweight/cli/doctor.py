@@ -55,7 +55,7 @@ def _gpu_decoding() -> str:
     reason = cuda.unavailable_because()
     if reason is None:
         return "netweight's kernels"
-    return f"no kernels: {reason} Weights on a CUDA device would be decoded on the CPU and copied, slowly."
+    return f"no kernels: {reason} Weights on a CUDA device would be decoded on the CPU and copied, which is slow."
 
 
 def _default_forms() -> dict[str, str]:
@@ -73,7 +73,7 @@ def _compressed_models() -> str:
     for switch in ("NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         if os.environ.get(switch) == "0":
             return f"{by_hand}, since {switch}=0"
-    return "every program; NETWEIGHT_AUTOLOAD=0 switches it off"
+    return "every program; NETWEIGHT_AUTOLOAD=0 disables it"
 
 
 def _extras() -> dict[str, dict[str, Any]]:
@@ -163,7 +163,7 @@ def _show(
     output.table(("package", "version"), sorted(facts["packages"].items()))
     output.line()
     if not extras:
-        output.line("Extras are unknown: netweight runs from its source tree and is not installed.")
+        output.line("The extras are not known, because netweight runs from its source tree and is not installed.")
     rows = [
         (extra, "installed" if not entry["missing"] else f"lacks {', '.join(entry['missing'])}", entry["install"] or "")
         for extra, entry in sorted(extras.items())

@@ -255,7 +255,9 @@ def _check_card(registered: Command[Any], given: dict[str, Any]) -> None:
     folder = source if isinstance(registered, Attack) else new
     single = folder is not None and (folder.is_file() or folder.suffix == ".safetensors" or source.is_file())
     if single:
-        raise UsageError("A single file has no card.", cure="Give the model's folder, or leave --card out.")
+        raise UsageError(
+            "A single file cannot have a model card.", cure="Give the model's folder, or leave out --card."
+        )
 
 
 def _write_card(registered: Command[Any], given: dict[str, Any], result: Result, output: Output) -> None:
@@ -280,4 +282,6 @@ def _interrupted(registered: Command[Any], given: dict[str, Any], output: Output
     if begun is None:
         output.warn("Nothing was written.")
     else:
-        output.warn(f"The same command continues where this one stopped; to start again, remove {begun}.")
+        output.warn(
+            f"The same command continues where this one stopped. To start again from the beginning, delete {begun}."
+        )

@@ -31,9 +31,11 @@ _USES = {
 @click.command(cls=Grouped, example="netweight init release --subject my-model")
 @click.argument("folder", type=OUTPUT_FOLDER)
 @click.option("--subject", metavar="MODEL",
-              help="Your own model or adapter bank, by path or by its id on the hub. Only its recipe is written, with "
-              "rows to be replaced with your own.")  # fmt: skip
-@click.option("--use", type=click.Choice(list(_USES)), help="Recipe for --subject; by default the one for its kind.")
+              help="Your own model or adapter bank: a path, or an id on the hub. Only a recipe for it is written, with "
+              "example data to be replaced with your own.")  # fmt: skip
+@click.option(
+    "--use", type=click.Choice(list(_USES)), help="Recipe for --subject; by default the one for its kind of model."
+)
 @click.option("--federation", is_flag=True, help="Write only an app for Flower, to which you add your model and data.")
 @output_option
 def init(folder: Path, subject: str | None, use: str | None, federation: bool, output: Output) -> None:
@@ -76,8 +78,8 @@ def init(folder: Path, subject: str | None, use: str | None, federation: bool, o
     first = f"netweight run {'quickstart.yaml' if model is None else 'recipe.yaml'} --plan"
     if model is not None and rows:
         output.warn(
-            f"{', '.join(rows)} are placeholders, generated to show the format. Replace them with your own rows: the "
-            "recipe does not run before."
+            f"{', '.join(rows)} are placeholders that show the format. Replace them with your own data: the "
+            "recipe does not run before that."
         )
     output.line(f"Written to {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}.", bold=True)
     output.line("Next: " + ("" if folder == Path() else f'cd "{folder}" && ') + first)
@@ -86,7 +88,7 @@ def init(folder: Path, subject: str | None, use: str | None, federation: bool, o
 
 _ROWS = (".jsonl", ".csv", ".txt")
 _PLACEHOLDERS = """
-# Files that only show the format, by digest. The recipe does not run before they are replaced by your own.
+# Files that show the format, with their digests. The recipe does not run before you replace them by your own data.
 placeholders:
 """
 
@@ -108,7 +110,7 @@ def _federation(folder: Path, output: Output) -> None:
     name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "federation"
     project.write_text(project.read_text(encoding="utf-8").replace('name = "digits"', f'name = "{name}"'), "utf-8")
     output.line(f"Written to {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}.", bold=True)
-    output.line(f"Put your model and data into {folder / 'app.py'}; {folder / 'README.md'} says how to run it.")
+    output.line(f"Put your model and data into {folder / 'app.py'}. {folder / 'README.md'} describes how to run it.")
     output.result({"folder": str(folder), "recipes": []})
 
 

@@ -22,25 +22,33 @@ _ROWS = "ROWS"
     example="netweight label my-model --base my-base --card",
 )
 @click.argument("model")
-@click.option("--base", metavar="MODEL", help="Model it was made from; the label shows what changed, layer by layer.")
-@click.option("--against", metavar="MODEL", help="Another model, whose label is set beside this one.")
+@click.option(
+    "--base", metavar="MODEL", help="Model from which MODEL was made; the label shows the change of each layer."
+)
+@click.option("--against", metavar="MODEL", help="Another model, whose label is printed beside this one.")
 @click.option("--all", "every", is_flag=True, help="Make one table of all models or adapters in the folder MODEL.")
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
     metavar="N",
-    help="Time for all audits together; each needs rows.",
+    help="Time for all audits together, in minutes. The audits need data: see the next options.",
 )
-@click.option("--refused", metavar=_ROWS, help="Prompts that a language model refuses; with --ordinary.")
+@click.option("--refused", metavar=_ROWS, help="Prompts that a language model should refuse; needs --ordinary.")
 @click.option(
-    "--harmful", metavar=_ROWS, help="Rows on which a language model is fine-tuned; with --base, for comparison."
+    "--harmful",
+    metavar=_ROWS,
+    help="Harmful rows on which a language model is fine-tuned; needs --base, for comparison.",
 )
-@click.option("--benign", metavar=_ROWS, help="Rows of abilities that this fine-tuning must keep.")
-@click.option("--prompts", metavar=_ROWS, help="Prompts whose pictures a pipeline may repeat; with --ordinary.")
 @click.option(
-    "--ordinary", metavar=_ROWS, help="Ordinary prompts, with which those of --refused or --prompts are compared."
+    "--benign", metavar=_ROWS, help="Rows that measure whether this fine-tuning keeps the model's other abilities."
 )
-@click.option("--card", is_flag=True, help="Also put the label into the README.md of the model's folder.")
+@click.option(
+    "--prompts", metavar=_ROWS, help="Prompts whose pictures a pipeline may have memorized; needs --ordinary."
+)
+@click.option(
+    "--ordinary", metavar=_ROWS, help="Ordinary prompts, for comparison with those of --refused or --prompts."
+)
+@click.option("--card", is_flag=True, help="Also insert the label into the README.md of the model's folder.")
 @click.option("--out", type=OUTPUT_FOLDER, help="Folder for the files of the label.  [default: NAME-label]")
 @click.option("--threads", type=click.IntRange(1), help="Threads that read and compress.  [default: one per core]")
 @output_option
@@ -70,7 +78,7 @@ def label(
         _label_all(folder, out, threads, output, given={**given, **{f"--{name}": each for name, each in rows.items()}})
         return
     if card and not folder.is_dir():
-        raise UsageError(f"{model} is a file; a card lies in a model's folder.", cure="Leave out --card.")
+        raise UsageError(f"{model} is a single file, which cannot have a model card.", cure="Leave out --card.")
     made = measured(
         folder, base=base, minutes=minutes, out=None if out is None else out / "audits", threads=threads,
         progress=output.progress, **rows,
@@ -113,7 +121,9 @@ def _label_all(
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; --all takes a folder of models or adapters.", cure="Leave out --all.")
     if excluded := [name for name, value in given.items() if value is not None]:
-        raise UsageError(f"--all makes one table and takes no {excluded[0]}.", cure=f"Leave out {excluded[0]}.")
+        raise UsageError(
+            f"--all makes one table and cannot be combined with {excluded[0]}.", cure=f"Leave out {excluded[0]}."
+        )
     labels, failures = [], []
     for path in labelled_below(folder):
         try:
@@ -121,7 +131,7 @@ def _label_all(
         except NetweightError as error:
             failures.append((path, str(error)))
     if not labels and not failures:
-        raise UsageError(f"{folder} contains no models and no adapters.", cure="Give a folder that holds some.")
+        raise UsageError(f"{folder} contains no models and no adapters.", cure="Give a folder with models or adapters.")
     weights = [{row.key: row.value for row in each.rows} for each in labels]
     output.table(
         ("name", "kind", "gross", "net", "tare"),

@@ -31,16 +31,16 @@ def _print_schema(context: click.Context, parameter: click.Parameter, value: boo
 @click.command(cls=Grouped, short_help="Run a recipe.", example="netweight run recipe.yaml --plan")
 @click.argument("recipe", type=click.Path(dir_okay=False))
 @click.option("--plan", "only_plan", is_flag=True,
-              help="Check everything, show the steps with an estimate of their time, do nothing.")  # fmt: skip
+              help="Check the recipe and show its steps with an estimate of their time; write nothing.")  # fmt: skip
 @click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
-              help="Print the JSON schema of recipes, for editors, and do nothing.")  # fmt: skip
+              help="Print the JSON schema of recipes, for editors; run nothing.")  # fmt: skip
 @click.option(
-    "--subject", metavar="MODEL", help="Treat this model instead of the recipe's: a path, or an id on the hub."
+    "--subject", metavar="MODEL", help="Use this model instead of the recipe's subject: a path, or an id on the hub."
 )
 @click.option("--output", "folder", metavar="FOLDER", help="Write results here instead of the recipe's folder.")
 @click.option("--only", metavar="NAMES", help="Chapters to run, such as train,attack; all by default.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True,
-              help="Chapters that run at once, in processes that share the cores.")  # fmt: skip
+              help="Number of chapters that run at the same time, in processes that share the cores.")  # fmt: skip
 @output_option
 @click.pass_context
 def run(
@@ -113,7 +113,7 @@ def _show_plan(
 def _given(settings: Settings) -> str:
     """The settings that a recipe or a preset gives; `--json` has all."""
     given = ", ".join(f"{key}={value}" for key, value in _plain(settings).items())
-    return f"{given}, all else by default" if given else "all by default"
+    return f"{given}; all other settings have their defaults" if given else "all by default"
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
@@ -167,9 +167,9 @@ def _as_json(entry: recipes.Done) -> dict[str, Any]:
 
 @click.command(cls=Grouped, example="netweight report runs/release --card my-model-release")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--card", "model", type=FOLDER, help="Say in README.md of this model's folder what RUN found.")
+@click.option("--card", "model", type=FOLDER, help="Add the results of RUN to the README.md of this model's folder.")
 @click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
-              help="Print the JSON schema of report.json, and do nothing.")  # fmt: skip
+              help="Print the JSON schema of report.json; read no run.")  # fmt: skip
 @output_option
 @click.pass_context
 def report(context: click.Context, run: Path, model: Path | None, output: Output) -> None:
@@ -225,9 +225,10 @@ _OUT = Path("out") / "tour"
     help="Folder for the report.",
 )
 @click.option("--only", metavar="NAMES", help="Chapters to run, such as federate,forget; all by default.")
-@click.option("--keep", is_flag=True, help="Keep the recipe and the models that are made, about 400 MB, in OUT/models.")
+@click.option("--keep", is_flag=True, help="Keep the recipe and the models, about 400 MB, in OUT/models.")
 @click.option("--jobs", type=click.IntRange(1),
-              help="Chapters that run at once; by default as many as there are cores, four at most.")  # fmt: skip
+              help="Number of chapters that run at the same time; by default one for each core, at most "
+              "four.")  # fmt: skip
 @output_option
 @click.pass_context
 def tour(context: click.Context, out: Path, only: str | None, keep: bool, jobs: int | None, output: Output) -> None:
@@ -254,7 +255,7 @@ def tour(context: click.Context, out: Path, only: str | None, keep: bool, jobs: 
             say=lambda text: output.line(text),
         )
     except KeyboardInterrupt:
-        output.warn(f"What is done so far is kept in {out / 'models'}: the same command continues from there.")
+        output.warn(f"The finished work is kept in {out / 'models'}. The same command continues from there.")
         raise
     for title, sentence in done.verdicts.items():
         output.line(f"{title}. {sentence}")

@@ -18,6 +18,8 @@ def declare_audits(treatment: str, audits: Mapping[str, Any]) -> None:
         UsageError: There is no audit, or the treatment was declared with others.
     """
     if not audits:
-        raise UsageError(f"Treatment {treatment!r} names no audit.", cure="No treatment without its audit: name one.")
+        raise UsageError(
+            f"Treatment {treatment!r} has no audit.", cure="Every treatment needs an audit: name at least one."
+        )
     if AUDITS.setdefault(treatment, dict(audits)) != audits:
         raise UsageError(f"Treatment {treatment!r} was declared with other audits.", cure="Declare it once.")

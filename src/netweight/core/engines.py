@@ -110,7 +110,7 @@ def run_pickled(task: bytes, *, dumps: Callable[[Any], bytes] = pickle.dumps) ->
     try:
         return dumps(outcome)
     except Exception:
-        error = f"The run's value cannot be pickled.\n{traceback.format_exc()}"
+        error = f"The result of the task cannot be pickled.\n{traceback.format_exc()}"
         return dumps(Outcome(None, error, outcome.seconds))
 
 
@@ -232,7 +232,7 @@ def _outcome_of(future: Future[bytes], seconds: float) -> Outcome:
     if isinstance(error, ProcessExpired):
         code = 0 if error.exitcode == _ZERO else error.exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        return Outcome(None, f"The worker process {how} during this run.", seconds)
+        return Outcome(None, f"The worker process {how} during this task.", seconds)
     return Outcome(None, "".join(traceback.format_exception(error)), seconds)
 
 
@@ -325,11 +325,15 @@ def ray_cluster(
     # the iteration ends early, by Ctrl-C for example, what is under way is stopped.
     if (workers is not None and workers < 1) or cpus < 1 or not gpus >= 0:
         raise UsageError(
-            f"workers={workers}, cpus={cpus}, gpus={gpus} is out of range.", cure="Give at least 1, 1 and 0 of them."
+            f"workers={workers}, cpus={cpus}, gpus={gpus} is out of range.",
+            cure="Give at least 1 worker, 1 CPU and 0 GPUs.",
         )
     ray = _ray()
     if ray.is_initialized() and address is not None:
-        raise UsageError(f"Ray is connected already, so that it cannot be to {address}.", cure="Leave the address out.")
+        raise UsageError(
+            f"Ray is connected to another cluster already and cannot be connected to {address}.",
+            cure="Leave the address out.",
+        )
     own = not ray.is_initialized()
     if own:
         _connect(address, workers, cpus)
@@ -355,7 +359,7 @@ def _connect(address: str | None, workers: int | None, cpus: int) -> None:
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             raise UsageError(
                 f"No Ray cluster answers at {address or os.environ.get('RAY_ADDRESS') or 'this machine'}: {error}",
-                cure="Check the address, and that Ray and Python have the same versions there and here.",
+                cure="Check the address, and check that both machines have the same versions of Ray and Python.",
             ) from error
 
 
@@ -391,6 +395,6 @@ def _outcome(reference: Any, since: float) -> Outcome:
     try:
         outcome = ray.cloudpickle.loads(ray.get(reference))
     except ray.exceptions.RayError as error:
-        return Outcome(None, f"Ray lost the run's worker process: {error}", time.perf_counter() - since)
+        return Outcome(None, f"Ray lost the worker process of the task: {error}", time.perf_counter() - since)
     assert isinstance(outcome, Outcome)
     return outcome

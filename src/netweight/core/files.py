@@ -90,7 +90,7 @@ def canonical_json(value: Any, *, allow_nan: bool = False) -> str:
         )
     except (ValueError, TypeError) as error:
         raise UsageError(
-            f"A value cannot be written as JSON: {error}.", cure="Replace the value, e.g. NaN by null."
+            f"A value cannot be written as JSON: {error}.", cure="Replace the value, for example NaN by null."
         ) from None
 
 
@@ -151,11 +151,12 @@ def naming_failures(target: Path) -> Iterator[None]:
         ours = ours or (refused.parent == part.parent and refused.name.startswith(part.name))
         if refused != target.parent and not ours:
             raise UsageError(
-                f"{refused} could not be read ({error.strerror}).", cure="Check that it is there and its permissions."
+                f"{refused} could not be read ({error.strerror}).",
+                cure="Check that it exists and that you may read it.",
             ) from error
         # A folder was left where a file is to be written, or the other way round.
         in_the_way = work if refused.is_relative_to(work) else part
-        left = f"Remove {in_the_way}, which a run that was killed left there."
+        left = f"Remove {in_the_way}, which a killed run left there."
         cures |= dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), left)
         if error.errno not in cures:
             raise
@@ -240,7 +241,7 @@ _OWN = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | ge
 
 def _planted(path: Path) -> OutputFailed:
     return OutputFailed(
-        f"{path} is a link, where a temporary file belongs: writing would change the file that it points to.",
+        f"{path} is a link at the place of a temporary file. Writing to it would change the file that it points to.",
         cure="Remove it, and choose a folder that other users cannot write to.",
     )
 
@@ -258,7 +259,7 @@ def refuse_planted(folder: Path) -> None:
         raise _planted(folder)
     if hasattr(os, "geteuid") and folder.exists() and folder.stat().st_uid not in (os.geteuid(), 0):
         raise OutputFailed(
-            f"{folder}, where work is to be continued, belongs to another user.",
+            f"{folder}belongs to another user, so that the work in it cannot be continued.",
             cure="Choose a folder that other users cannot write to.",
         )
 
@@ -419,7 +420,7 @@ def parse_json(text: str | bytes, *, most: int | None = None, free: int = _FREE)
     if depth > _DEPTH:
         raise ValueError(f"it is nested {depth:,} deep, more than {_DEPTH}")
     if most is not None and values > free + most:
-        raise ValueError(f"it holds {values:,} values, more than {free + most:,}")
+        raise ValueError(f"it contains {values:,} values, more than {free + most:,}")
     escapes = b"\\u" in data
     if isinstance(text, str):
         del data  # a copy of the text, which may be long
@@ -434,7 +435,7 @@ def read_json(path: Path, *, limit: int) -> Any:
     with open(path, "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"it holds more than {limit:,} bytes")
+        raise ValueError(f"it contains more than {limit:,} bytes")
     return parse_json(data)
 
 
@@ -442,7 +443,7 @@ def read_object(path: Path, *, limit: int) -> dict[str, Any]:
     """Read a JSON file that holds an object."""
     parsed = read_json(path, limit=limit)
     if not isinstance(parsed, dict):
-        raise ValueError(f"it holds a {type(parsed).__name__} where an object belongs")
+        raise ValueError(f"it contains a {type(parsed).__name__} instead of an object")
     return parsed
 
 
@@ -510,4 +511,4 @@ def read_record(path: str | Path, make: Callable[[dict[str, Any]], T], *, versio
             raise KeyError("version")
         return make(values)
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
-        raise CorruptBlob(f"{path} contains no record of version {version} of {of}: {error}.") from error
+        raise CorruptBlob(f"{path} is not a record of {of} in version {version}: {error}.") from error

@@ -55,14 +55,18 @@ def fetch(model: str, *, exclude: Iterable[str] = (), pickles: bool = False) -> 
         if not _matches(folder, ["*.safetensors"]) and pickles:
             snapshot_download(name, revision=revision or None, ignore_patterns=ignored)
     except HFValidationError as error:
-        raise UsageError(f"{model} is not a path here, and no model has such an id.", cure="Check the path.") from error
+        raise UsageError(
+            f"{model} is not an existing path, and no model on the hub can have this id.", cure="Check the path."
+        ) from error
     except GatedRepoError as error:
         raise UsageError(
-            f"The model {name} is gated.", cure="Accept its terms on the hub, then `hf auth login`."
+            f"The model {name} is gated: its authors ask you to accept their terms.",
+            cure="Accept the terms on the model's page, then run `hf auth login`.",
         ) from error
     except RepositoryNotFoundError as error:
         raise UsageError(
-            f"There is no model {name} on the hub that you may see.", cure="Check its id; log in if it is private."
+            f"There is no model {name} on the hub, or it is private.",
+            cure="Check the id. If the model is private, run `hf auth login`.",
         ) from error
     except RevisionNotFoundError as error:
         raise UsageError(
@@ -71,8 +75,8 @@ def fetch(model: str, *, exclude: Iterable[str] = (), pickles: bool = False) -> 
         ) from error  # fmt: skip
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UsageError(
-            f"{model} is not a path here, and the hub could not be reached to fetch it ({type(error).__name__}).",
-            cure="Check the path; or connect to the network (and unset HF_HUB_OFFLINE) to fetch it from the hub.",
+            f"{model} is not an existing path, and the hub could not be reached ({type(error).__name__}).",
+            cure="Check the path. If it is an id on the hub, connect to the network and unset HF_HUB_OFFLINE.",
         ) from error
     if not _matches(folder, ["*.safetensors", *(_PICKLES if pickles else [])]):
         raise _no_weights(name, revision or None, pickles=pickles)

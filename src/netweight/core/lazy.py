@@ -92,7 +92,7 @@ def import_named(name: str, what: str) -> Any:
 
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
-        raise UsageError(f"{what} {name!r} is not written as MODULE:NAME.", cure="Write it so, as in mynet:make.")
+        raise UsageError(f"{what} {name!r} is not of the form MODULE:NAME.", cure="Write it as in mynet:make.")
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does; it stays, since what is imported may import its neighbors later
@@ -107,12 +107,13 @@ def import_named(name: str, what: str) -> Any:
         raise UsageError(
             f"{what} {name!r} cannot be imported: there is no module {error.name!r} in {here} or among the installed "
             "packages.",
-            cure=f"Run the command in the folder of {error.name.replace('.', '/')}.py, or set PYTHONPATH to it.",
+            cure=f"Run the command in the folder of {error.name.replace('.', '/')}.py, or "
+            "add this folder to PYTHONPATH.",
         ) from error
     except Exception as error:  # what a user's own module does while it is imported
         raise UsageError(
             f"{what} {name!r} cannot be imported: {type(error).__name__} in {module}: {error}.",
-            cure=f"See why: python -c 'import {module}'.",
+            cure=f"For the full error, run: python -c 'import {module}'",
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):

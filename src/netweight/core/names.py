@@ -62,7 +62,7 @@ def expand(pattern: str) -> list[str]:
         if len(waiting) + len(done) > _MOST_ALTERNATIVES:
             raise UsageError(
                 f"The braces of pattern {pattern!r} expand to more than {_MOST_ALTERNATIVES} alternatives.",
-                cure="Use several patterns or wildcards.",
+                cure="Use several patterns, or wildcards.",
             )
         text = waiting.pop()
         group = re.search(r"\{([^{}]*)\}", text)  # an innermost pair
@@ -71,7 +71,7 @@ def expand(pattern: str) -> list[str]:
         else:
             waiting += [text[: group.start()] + choice + text[group.end() :] for choice in group[1].split(",")]
     if any("{" in text or "}" in text for text in done):
-        raise UsageError(f"The braces of pattern {pattern!r} do not pair.", cure="Write alternatives as {a,b}.")
+        raise UsageError(f"The braces of pattern {pattern!r} are not balanced.", cure="Write alternatives as {a,b}.")
     return done
 
 
@@ -116,7 +116,7 @@ class Select:
 
     def __init__(self, *patterns: str) -> None:
         if not patterns:
-            raise UsageError("Select needs at least one pattern.", cure='Select("**") takes everything.')
+            raise UsageError("Select needs at least one pattern.", cure='Select("**") selects everything.')
         self.patterns = patterns
         self._wanted = [(text, _compile(text)) for text in patterns if not text.startswith("!")]
         self._unwanted = [(text, _compile(text[1:])) for text in patterns if text.startswith("!")]
@@ -248,7 +248,8 @@ class Units:
         wrong = [index for index in frozen if isinstance(index, bool) or not isinstance(index, int) or index < 0]
         if wrong:
             raise UsageError(
-                f"The neurons of {name!r} hold {wrong[0]!r}.", cure="Give indices as integers from 0 up, in one list."
+                f"The neurons of {name!r} contain {wrong[0]!r}, which is not an index.",
+                cure="Give indices as integers from 0 up, in one list.",
             )
         return frozen
 
@@ -351,6 +352,6 @@ class Units:
         if not isinstance(content, dict) or content.get("version") != 1 or not isinstance(content.get("units"), dict):
             raise UsageError(
                 "The JSON contains no neurons of version 1.",
-                cure='It must read {"version": 1, "units": {name: [indices]}}.',
+                cure='It must have the form {"version": 1, "units": {name: [indices]}}.',
             )
         return cls(content["units"])

@@ -20,7 +20,7 @@ def _encode(part: str | int) -> bytes:
     """Encode one path part so that no two paths share an encoding: kind, length, content."""
     if isinstance(part, bool) or not isinstance(part, str | int):
         raise UsageError(
-            f"A seed path may hold text and integers, not {part!r} ({type(part).__name__}).",
+            f"A seed path may contain text and integers, not {part!r} ({type(part).__name__}).",
             cure="Convert it with str() or int().",
         )
     content = str(part).encode()

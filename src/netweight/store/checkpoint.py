@@ -45,5 +45,8 @@ def open_checkpoint(
             raise CorruptBlob(f"{path} is not a checkpoint of netweight: it contains no record.")
         about: dict[str, Any] = parse_json(bytes(store.content(_ABOUT)))
         if any(about.get(key) != value for key, value in (same or {}).items()):
-            raise UsageError(f"{path} {refusal}.", cure="Choose another folder, or delete the file to begin anew.")
+            raise UsageError(
+                f"{path} {refusal}.",
+                cure="Choose another folder, or delete the file to start again from the beginning.",
+            )
         yield about, store, [name for name in names if name != _ABOUT]

@@ -278,5 +278,5 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             return about, {name: store.get(name, check=True) for name in names}
     except CorruptBlob as error:
         raise CorruptBlob(
-            f"{error.reason} It is a part of a fit.", cure=f"Delete {path.parent} to begin anew."
+            f"{error.reason} It is a part of a fit.", cure=f"Delete {path.parent} to start again from the beginning."
         ) from error

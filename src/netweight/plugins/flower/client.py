@@ -70,7 +70,8 @@ class Kept:
             raise UsageError(
                 f"Client {self.client} keeps its private tensors after the rounds {sorted(self.after)}; the server "
                 f"goes on from round {round}.",
-                cure="Put the server's checkpoint or the client's file back, or begin anew without both.",
+                cure="Put the server's checkpoint or the client's file back, or delete both to "
+                "start again from the beginning.",
             )
         return self.after.get(round)
 
