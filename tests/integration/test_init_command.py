@@ -69,6 +69,24 @@ def test_what_is_there_is_not_written_over(here):
     assert "exists already" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [(("--subject", "model"), "harmful.jsonl"), (("--federation",), "README.md")],
+    ids=["a recipe", "a federation"],
+)
+def test_files_of_the_user_are_neither_replaced_nor_taken_for_placeholders(here, arguments, file):
+    folder = Path("own")
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    (folder / file).write_text("mine")
+    assert f"{file} exists already" in init(folder, *arguments, code=2)["error"]["message"]
+    assert {each.name: each.read_text() for each in folder.iterdir()} == {"notes.txt": "mine", file: "mine"}
+    (folder / file).unlink()
+    init(folder, *arguments)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert not any("notes.txt" in each.read_text() for each in folder.glob("*.yaml"))
+
+
 def test_the_plan_says_what_a_run_will_take(here):
     Path("recipe.yaml").write_text("subject: model\ntreatments: [compress]\noutput: out\n")
     answer = CliRunner().invoke(netweight, ["run", "recipe.yaml", "--plan"])

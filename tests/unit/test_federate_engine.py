@@ -151,7 +151,7 @@ def test_a_folder_of_another_federation_is_refused(tmp_path: Path) -> None:
     train(small_task(), METHODS["fedavg"], Federation(rounds=1), folder=tmp_path)
     with pytest.raises(UsageError, match=r"other settings: settings\.seed was \d+ and is 2 now\."):
         train(small_task(), METHODS["fedavg"], Federation(rounds=1, seed=2), folder=tmp_path)
-    with pytest.raises(UsageError, match=r"other settings: initial_weights\.body is"):
+    with pytest.raises(UsageError, match=r"other settings: initial_weights\.body was"):
         train(small_task(seed=3), METHODS["fedavg"], Federation(rounds=1), folder=tmp_path)
 
 

@@ -93,7 +93,7 @@ def test_one_process_at_a_time_and_readers_besides(tmp_path):
             assert reader.load() == ({"step": 1}, {})
             assert reader.records("log") == [{"n": 0}]
             for write in (lambda: reader.save({}, {}), lambda: reader.record("log", {})):
-                with pytest.raises(UsageError, match="open with reading=True"):
+                with pytest.raises(UsageError, match="opened with reading=True"):
                     write()
     with Job.open(tmp_path / "none", key=KEY, reading=True) as reader:
         assert reader.load() is None
@@ -106,7 +106,7 @@ def test_a_shared_job_leaves_the_folder_to_others_and_keeps_rows_alone(tmp_path)
         with pytest.raises(UsageError, match="Another process"):
             other.record("log", {"n": 2})
         other.record("other", {"n": 2})
-        with pytest.raises(UsageError, match="open with shared=True"):
+        with pytest.raises(UsageError, match="opened with shared=True"):
             rows.save({}, {})
         with Job.open(whole, shared=True) as same:
             assert same is whole
@@ -267,7 +267,7 @@ def test_a_state_of_an_earlier_release_names_no_key_and_is_taken(tmp_path):
         assert about == {"identity": "x"}  # its owner compares that
         job.save(about, tensors)
     with (
-        pytest.raises(UsageError, match="data is"),
+        pytest.raises(UsageError, match="data was"),
         Job.open(tmp_path, key=KEY | {"data": 1}, state="work.safetensors"),
     ):
         pass

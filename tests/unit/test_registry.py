@@ -161,7 +161,7 @@ def modules(tmp_path):
     ("name", "says"),
     [
         ("mine:make", "<function make"), ("mine:Deep.value", "2"),
-        ("mine.make", "is not written as MODULE:NAME"), ("mine:", "is not written as MODULE:NAME"),
+        ("mine.make", "is not of the form MODULE:NAME"), ("mine:", "is not of the form MODULE:NAME"),
         ("absent:make", "there is no module 'absent' in"), ("mine:other", "mine has no 'other'"),
         ("needy:make", "needy needs surely_not_installed_anywhere, which is not installed"),
         ("failing:make", "RuntimeError in failing: on import"),

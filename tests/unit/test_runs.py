@@ -166,7 +166,7 @@ def test_values_that_cannot_be_kept_fail_their_run(tmp_path, traces):
     (result,) = map_runs(unsendable, [config], ledger=tmp_path / "one", engine=TWO)
     assert "cannot be pickled" in result.error
     (result,) = map_runs(unsendable, [config], ledger=tmp_path / "two", engine=in_process)
-    assert "cannot be kept in a ledger" in result.error
+    assert "cannot be stored in a ledger" in result.error
 
 
 def test_a_diverged_result_is_kept(tmp_path):

@@ -499,7 +499,7 @@ def test_bad_arguments_are_named():
     call = command(All, skip=("folder",))
     rows = ("--rows", HERE)
     assert "'--rates': 'x' is not a list of numbers" in call(*rows, "--rates", "x")
-    assert "'frozen' names no folder. Write it as NAME=FOLDER." in call(*rows, "--also", "frozen")
+    assert "'frozen' does not name a folder. Write it as NAME=FOLDER." in call(*rows, "--also", "frozen")
     assert "--folder" in call(*rows, "--folder", ".")
     for argument, reason in (
         ("insid=1", "there is no setting 'insid'. Nearest: inside"),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import click
@@ -19,7 +22,7 @@ from netweight.recipes import recipe_schema
 from netweight.report.report import write_text
 from netweight.tour import write_ciphers, write_pictures
 
-# The uses of a subject of one's own → the file that tells its kind, and the recipe.
+# Uses of a model: the file by which its kind is recognized, and the recipe.
 _USES = {
     "forget": ("model_index.json", "release-forgotten.yaml"),
     "space": ("bank.json", "space.yaml"),
@@ -54,36 +57,62 @@ def init(folder: Path, subject: str | None, use: str | None, federation: bool, o
         recipes = {"recipe.yaml": recipes[_USES[use or _use_of(model)][1]]}
         if (use or _use_of(model)) == "immunize":
             check_language_model(model)
-    taken = [name for name in ("my-model", "pairs.jsonl", *recipes) if (folder / name).exists()]
-    if taken:
-        raise OutputExists(f"{folder / taken[0]} exists already.", cure="Choose a folder without it.")
     folder.mkdir(parents=True, exist_ok=True)
-    named = "".join(each.read_text(encoding="utf-8") for each in recipes.values())
-    if "pairs.jsonl" in named:
-        write_ciphers(folder, pairs=400, attacked=400, seed=0)
-    if "targets.csv" in named:
-        write_pictures(folder)
-    rows = {file.name: digest_file(file) for file in sorted(folder.iterdir()) if file.suffix in _ROWS}
-    if model is None:
-        _toys(folder)
-    for name, each in recipes.items():
-        text = each.read_text(encoding="utf-8")
-        if model is not None:
-            own = json.dumps(subject if is_hub_id(str(subject)) else str(model.resolve()), ensure_ascii=False)
-            text = "\n".join(f"subject: {own}" if line.startswith("subject: ") else line for line in text.split("\n"))
-            if rows:
-                text += _PLACEHOLDERS + "".join(f"  {name}: {digest}\n" for name, digest in rows.items())
-        write_text(folder / name, text)
-    write_text(folder / "recipe.schema.json", json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n")
+    _refuse_taken(folder, ("my-model", "pairs.jsonl", *recipes))  # before the work; all other names after it
+    with tempfile.TemporaryDirectory(prefix=".netweight-init-", dir=folder) as made:
+        rows = _write_all(Path(made), recipes, None if model is None else _name_of_subject(str(subject), model))
+        names = _move_into(Path(made), folder)
     first = f"netweight run {'quickstart.yaml' if model is None else 'recipe.yaml'} --plan"
     if model is not None and rows:
         output.warn(
             f"{', '.join(rows)} are placeholders that show the format. Replace them with your own data: the "
             "recipe does not run before that."
         )
-    output.line(f"Written to {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}.", bold=True)
+    output.line(f"Written to {folder}: {', '.join(names)}.", bold=True)
     output.line("Next: " + ("" if folder == Path() else f'cd "{folder}" && ') + first)
     output.result({"folder": str(folder), "recipes": sorted(recipes)})
+
+
+def _write_all(folder: Path, recipes: Mapping[str, Traversable], subject: str | None) -> dict[str, str]:
+    """Write recipes and the files that they name; without a subject also small models. Return digests of the rows."""
+    named = "".join(each.read_text(encoding="utf-8") for each in recipes.values())
+    if "pairs.jsonl" in named:
+        write_ciphers(folder, pairs=400, attacked=400, seed=0)
+    if "targets.csv" in named:
+        write_pictures(folder)
+    rows = {file.name: digest_file(file) for file in sorted(folder.iterdir()) if file.suffix in _ROWS}
+    if subject is None:
+        _toys(folder)
+    for name, each in recipes.items():
+        text = each.read_text(encoding="utf-8")
+        if subject is not None:
+            own = json.dumps(subject, ensure_ascii=False)
+            text = "\n".join(f"subject: {own}" if line.startswith("subject: ") else line for line in text.split("\n"))
+            if rows:
+                text += _PLACEHOLDERS + "".join(f"  {row}: {digest}\n" for row, digest in rows.items())
+        write_text(folder / name, text)
+    write_text(folder / "recipe.schema.json", json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n")
+    return rows
+
+
+def _name_of_subject(subject: str, model: Path) -> str:
+    return subject if is_hub_id(subject) else str(model.resolve())
+
+
+def _refuse_taken(folder: Path, names: Iterable[str]) -> None:
+    """Refuse a folder that contains one of these names, so that no file of the user is replaced."""
+    for name in names:
+        if (folder / name).exists():
+            raise OutputExists(f"{folder / name} exists already.", cure="Choose a folder without it.")
+
+
+def _move_into(made: Path, folder: Path) -> list[str]:
+    """Move everything that was made into the folder, or nothing if a name is taken; return the names."""
+    names = sorted(each.name for each in made.iterdir())
+    _refuse_taken(folder, names)
+    for name in names:
+        (made / name).rename(folder / name)
+    return names
 
 
 _ROWS = (".jsonl", ".csv", ".txt")
@@ -103,13 +132,14 @@ def _federation(folder: Path, output: Output) -> None:
     with resources.as_file(resources.files("netweight")) as netweight:
         places = (above / "examples" / "federate" for above in (netweight, netweight.parents[1]))
         source = next(place for place in places if place.is_dir())
-        if (folder / "app.py").exists():
-            raise OutputExists(f"{folder / 'app.py'} exists already.", cure="Choose a folder without it.")
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".netweight-init-", dir=folder) as made:
+            shutil.copytree(source, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            names = _move_into(Path(made), folder)
     project = folder / "pyproject.toml"
     name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "federation"
     project.write_text(project.read_text(encoding="utf-8").replace('name = "digits"', f'name = "{name}"'), "utf-8")
-    output.line(f"Written to {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}.", bold=True)
+    output.line(f"Written to {folder}: {', '.join(names)}.", bold=True)
     output.line(f"Put your model and data into {folder / 'app.py'}. {folder / 'README.md'} describes how to run it.")
     output.result({"folder": str(folder), "recipes": []})
 
