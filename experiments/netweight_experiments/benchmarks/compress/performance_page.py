@@ -21,59 +21,78 @@ QUIET, PEERS = 0.5, ("zipnn", "zstandard", "lz4", "blosc2")
 LEFT_OUT = ("memcpy", "zstd -1", "zstd -1, planes", "blosc2 bitshuffle + lz4")  # in the results only
 SHOWN = f"{MINILM} as BF16, warm, one thread"
 BUSY = """
-**Other programs were running** (load average {load:.1f}): speeds are lower and less certain than on an idle machine.
+**Other programs were running** (load average {load:.1f}). The speeds are therefore lower and less certain than on
+an idle machine.
 """
 HEAD = """<!-- Made by `make bench` from benchmarks/results/{name}; do not edit by hand. -->
 # Performance of the codec
 
-`netweight benchmark codec` on {date}: {rounds} rounds on {machine}
-([samples](../benchmarks/results/{name})). On GPUs: [gpus.md](gpus.md).
+The codec is the part of netweight that turns tensors into compressed bytes and back. This page gives its speed and the
+size of its results, in comparison with other programs, for readers who want to know what compression costs on a CPU.
+[GPUs](gpus.md) has the speeds on GPUs. [Compress](compress.md#what-was-measured) has the speed of whole models that
+train or generate.
+
+In short: a bf16 model becomes 1.5 times smaller. On a core with AVX-512, the codec decodes several GB per second. This
+is several times as fast as zipnn and about as fast as copying memory.
+
+These figures are from `netweight benchmark codec` on {date}: {rounds} rounds on {machine}
+([result](../benchmarks/results/{name})).
 {warning}
 ## Targets
 
-For a core with AVX-512 (VBMI2) unless another is named.{other}
+A "ratio" is the original size divided by the compressed size. "In cache" means one million weights, which fit into a
+core's cache; "from memory" means data that do not fit. A speed "against zipnn" or "against memcpy" (the copying of
+memory) is divided by the speed of that program, so that 2× means twice as fast. All rows are for one core with AVX-512
+(VBMI2), unless a row names another code path.{other}
 
 """
 
-OTHER = """ That machine has
-none; what needs it was measured on {date} on {machine} with the code of that day
-([figures](../benchmarks/results/{name}))."""
+OTHER = """ That machine has no AVX-512. The rows that need it were
+measured on {date} on {machine}, with the code of that day
+([result](../benchmarks/results/{name}))."""
 
 SKEWED = """
 ## Skewed data
 
-One thread of a busy machine ({where}, [{date}](../benchmarks/results/{name})); the peer is the better of zipnn and zstd
--3 on byte planes. Targets: within 1 % of its size; 3 times its decoding.
+In skewed data some values occur much more often than others. Examples are weights with many zeros, masks, and token
+ids. The comparison is with the better of two programs: zipnn, and zstd -3 on separate bytes. The targets are to be at
+most 1 % larger and to decode 3 times as fast. Measured with one thread on {where}, while other programs were running
+([result of {date}](../benchmarks/results/{name})).
 
 """
-SKEWED_HEAD = ("", "ratio", "peer", "decode GB/s", "× peer")
+SKEWED_HEAD = ("data", "ratio", "ratio of the other program", "decode GB/s", "decode, times the other program")
 DENSE = """
-Dense weights against zipnn ({where}, [{date}](../benchmarks/results/{name})). Targets of AVX2: 2 for
-decoding fp16 and fp8, 1.5 for encoding bf16; of portable code 1; of checks 0.9.
+### Ordinary weights in all types
+
+The next table gives the speeds for weights drawn from N(0, 0.02), divided by the speed of zipnn, on {where}
+([result of {date}](../benchmarks/results/{name})). With AVX2 the targets are 2 for decoding fp16 and fp8 and 1.5 for
+encoding bf16; the target for decoding with portable code is 1. The last column divides the speed of decoding with
+checks by that without checks; its target is 0.9.
 
 """
-DENSE_HEAD = ("N(0, 0.02)", "decode", "decode, portable", "encode", "checked / unchecked")
+DENSE_HEAD = ("type", "decode", "decode, portable code", "encode", "with checks / without")
 PEERS_HEAD = """
-## Levels and peers
+## Levels, and other programs
 
-Sizes, as plain bytes per compressed byte, of netweight's levels and of other compressors on the same tensors: first all
-tensors of a set joined, then each tensor alone. Netweight always compresses each tensor alone. Measured on {date} on
-{machine} ([result](../benchmarks/results/{name}), {versions}).
+The first table gives the ratios of netweight's levels and of other compressors on the same tensors. The other programs
+compress all tensors of a set together, or each tensor by itself; netweight always compresses each tensor by itself.
+Measured on {date} on {machine} ([result](../benchmarks/results/{name}), {versions}).
 
 """
 WHOLE_FILES = """
 ## Whole files against lmzip
 
-Files of models compressed by `netweight compress --threads 1` and `lmz compress -j 1` (lmzip {version}). Times are
-processor times, of the user and of the system, with the start of Python and the reading and writing of files. Measured
-on {date} on {machine} ([result](../benchmarks/results/{name})),
-at a load average of up to {load:.0f}: {how}.
+This table compares the commands `netweight compress --threads 1` and `lmz compress -j 1` (lmzip {version}) on files of
+models. Times are processor times of the user and of the system. They include the start of Python and the reading and
+writing of files. Measured on {date} on {machine} ([result](../benchmarks/results/{name})),
+at a load average of up to {load:.0f}. How it was measured: {how}.
 
 """
 PEERS_SPEED = """
-The same contenders on {data} ({dtype}), one thread, processor time, medians of {rounds} rounds in turns within one
-process. **The machine was busy** (load average {load:.0f} on {cores} cores), so only the ratios to `default`, which are
-taken within rounds, can be compared with other tables. A ratio of 2 means twice the time of `default`.
+The second table gives the speeds of the same programs on {data} ({dtype}), with one thread, by processor time. They are
+medians of {rounds} rounds in one process, in which the programs take turns. **Other programs were running** (load
+average {load:.0f} on {cores} cores). Only the times relative to the level `default`, which are taken within rounds, can
+therefore be compared with other tables. A value of 2 means twice the time of `default`.
 
 """
 FOLDER_TARGETS = (
@@ -85,16 +104,20 @@ FOLDER_TARGETS = (
 WHOLE = """
 ## Whole files
 
-One tensor: peak memory beside the libraries (target 200 MB), system time over that of cp (target 1.5).
+This table gives the memory and time that commands need for a file with one tensor. The memory is the peak in addition
+to that of the loaded libraries; its target is at most 200 MB. The time is the system's processor time, which is mostly
+reading and writing, divided by that of `cp`; its target is at most 1.5.
 
 """
 HOW = """
 ## Method
 
-all-MiniLM-L6-v2 (22.7 million weights); 33.6 million weights from N(0, 0.02²); and one million of these, which fit into
-a core's cache. Peers compress all tensors joined, which favors them. Outputs are compared bit by bit. Every contender
-runs once a round, in random order; medians of speeds and of ratios within rounds, bootstrap intervals. CPU time with
-one thread, wall time with two; GB/s of plain bytes from warm memory.
+The data are all-MiniLM-L6-v2 (22.7 million weights), 33.6 million weights drawn from N(0, 0.02²), and one million of
+these weights, which fit into a core's cache. The other programs compress all tensors together, which favors them. All
+outputs are compared with the input bit by bit. Every program runs once in each round, in random order. Speeds are
+medians over rounds, ratios of speeds are medians of ratios within rounds, and intervals come from the bootstrap. With
+one thread, processor time is measured; with two threads, elapsed time. GB/s are GB of uncompressed bytes, read from
+memory that was used before.
 """
 
 
@@ -114,14 +137,15 @@ def page(result: Result, name: str) -> str:
         fields["other"] = OTHER.format(name=path.name, date=shown[1].created[:10], machine=machine(shown[1]))
     text = HEAD.format(**fields, warning=BUSY.format(load=load) if load > QUIET else "")
     rows = [tuple(cell.replace(" to ", "–") for cell in row) for row in target_table(*shown)]
-    text += table(("what", "target", "measured", "95 % interval", ""), rows)
+    text += table(("what", "target", "measured", "95 % interval", "result"), rows)
     for each in shown:
         for part in speed_tables(each):
             if part.title == SHOWN:
                 kept = [number for number, name in enumerate(part.headers) if not name.startswith("×")]
                 rows = [line for line in part.lines if line[0] not in LEFT_OUT]
                 lines = [tuple(line[number] for number in kept) for line in (part.headers, *rows)]
-                text += f"\n## {part.title}, {each.environment['cpu']}\n\n{table(lines[0], lines[1:])}"
+                head = ("program, level", *lines[0][1:])
+                text += f"\n## {part.title}, {each.environment['cpu']}\n\n{table(head, lines[1:])}"
     return text + whole_files_part() + peers_part() + skewed_part() + memory_part() + folder_part() + HOW + foot(result)
 
 
@@ -147,9 +171,12 @@ def folder_part() -> str:
     before = found["load"].values() if "load" in found else (found["load_average"], found["load_average_after"])
     load = max(values[0] for values in before)
     where = f"[{found['created'][:10]}](../benchmarks/results/{found['file']})"
-    return f"\nFolders in memory, and 10,000 small tensors, at a load of {load:.0f} ({where}):\n\n" + table(
-        ("what", "target", "measured", "rounds"), rows
+    text = (
+        "\nThe next table is for whole folders that are held in memory, and for a file of 10,000 small tensors. The "
+        "first two rows are ratios of speeds and the third is a ratio of times. The last row is the size of everything "
+        f"but the compressed tensors, as a share of them. The load average was {load:.0f} ({where}).\n\n"
     )
+    return text + table(("what", "target", "measured", "rounds"), rows)
 
 
 def peers_part() -> str:
@@ -181,7 +208,7 @@ def peers_part() -> str:
         cells = (f"{row[f'{way} GB/s']:.2f}" for way in ("encode", "decode"))
         times = (f"{row[f'{way}, times of netweight default']:.2f}" for way in ("encode", "decode"))
         speeds.append((name, f"{row['ratio']:.4f}", *cells, *times))
-    head = ("", "ratio", "encode GB/s", "decode GB/s", "encode, times of default", "decode, times of default")
+    head = ("", "ratio", "encode GB/s", "decode GB/s", "time to encode / default", "time to decode / default")
     return text + table(head, speeds)
 
 
@@ -207,7 +234,7 @@ def whole_files_part() -> str:
         how=found["options"].get("note") or f"medians of {found['options']['rounds']} runs in turns",
         load=max(found["load_average"][0], found["load_average_after"][0]),
     )
-    return text + table(("file", "", "bytes", "ratio", "time to compress", "times of lmzip"), rows)
+    return text + table(("file", "program", "bytes", "ratio", "time to compress", "time / lmzip's time"), rows)
 
 
 def skewed_part() -> str:
@@ -264,7 +291,7 @@ def memory_part() -> str:
 
 
 def foot(result: Result) -> str:
-    """Return what a reader must know of the machine and of what is missing."""
+    """Return the conditions of the measurement, and what is missing from it."""
     lines = list[str]()
     versions = result.environment["packages"].items()
     packages = ", ".join(f"{name} {version}" for name, version in versions if name in ("torch", "numpy", *PEERS))
