@@ -511,7 +511,7 @@ def test_bad_arguments_are_named():
     ):
         with pytest.raises(UsageError, match=re.escape(reason)):
             call(*rows, "--set", argument)
-    with pytest.raises(UsageError, match="count is given twice"):
+    with pytest.raises(UsageError, match="count was given twice"):
         call(*rows, "--count", "1", "--set", "count=2")
     assert call(*rows, "--set", "look.steps=9", "--timing", "code").look == Look(steps=9, timing="code")
 
