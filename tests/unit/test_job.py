@@ -272,7 +272,10 @@ def test_a_state_of_an_earlier_release_names_no_key_and_is_taken(tmp_path):
     ):
         pass
     write_checkpoint(tmp_path / "work.safetensors", {"job": {"version": 2, "key": KEY}}, [])
-    with pytest.raises(CorruptBlob, match=r"version 2, which this release cannot read\. Delete"), Job.open(tmp_path, key=KEY, state="work.safetensors"):
+    with (
+        pytest.raises(CorruptBlob, match=r"version 2, .* Delete"),
+        Job.open(tmp_path, key=KEY, state="work.safetensors"),
+    ):
         pass
 
 
