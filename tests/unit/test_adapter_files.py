@@ -226,7 +226,7 @@ def test_names_of_kohya_that_need_the_model(tmp_path):
         ("lora_unet_mid_block_attentions_0_proj_in.lokr_w1", "LoKr"),
         ("lora_unet_mid_block_attentions_0_proj_in.diff_b", "biases or other vectors"),
         (f"{BLOCK}.attn1.to_q.lora_B.bias", "biases or other vectors"),
-        (f"{BLOCK}.attn1.to_q.bias", "is a bias, which a LoRA does not have"),
+        (f"{BLOCK}.attn1.to_q.bias", "is a whole bias, not a factor of a LoRA"),
         (f"{BLOCK}.norm.weight", "factor of a LoRA"),
     ],
 )

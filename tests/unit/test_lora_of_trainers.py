@@ -8,11 +8,14 @@ import warnings
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from netweight.core.progress import QUIET
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.space.baking import bake_files
 from netweight.methods.space.converting import convert_file
+from netweight.methods.space.duplicates import find_duplicates
 from netweight.methods.space.settings import ConvertSettings, ResizeSettings
 from netweight.store.lora_formats.reading import load_plan, plan_adapter
 
@@ -208,7 +211,7 @@ def test_what_is_no_factor_is_named(tmp_path):
     file = tmp_path / "ia3.safetensors"
     name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to"
     save_file(factors({f"{name}_k": ONE}, KOHYA, alpha=2) | {f"{name}_q.on_input": torch.ones(1)}, file)
-    with pytest.raises(Unsupported, match="on_input' is not a factor of a LoRA"):
+    with pytest.raises(Unsupported, match=r"IA³.*on_input'"):
         plan_adapter(file)
 
 
@@ -252,3 +255,95 @@ def test_adapters_in_the_names_of_files_are_baked_into_packed_experts(tmp_path):
     down, up = tensors.values()
     torch.testing.assert_close(after[f"{name}.weight"], before[f"{name}.weight"] + 2 * up @ down, atol=1e-5, rtol=1e-5)
     assert all(torch.equal(after[key], before[key]) for key in before if key != f"{name}.weight")
+
+
+WRAPPED = {
+    "peft within a pipeline": "transformer.base_model.model.transformer_blocks.0.attn.to_q",
+    "torch.compile": "transformer._orig_mod.transformer_blocks.0.attn.to_q",
+    "FSDP": "transformer._fsdp_wrapped_module.transformer_blocks.0._fsdp_wrapped_module.attn.to_q",
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_what_wrappers_leave_in_names_is_taken_off(name, tmp_path):
+    file = tmp_path / "lora.safetensors"
+    save_file(factors({WRAPPED[name]: ONE, "transformer.single_transformer_blocks.0.proj_mlp": ONE}), file)
+    assert dense(file).keys() == {
+        "transformer.transformer_blocks.0.attn.to_q", "transformer.single_transformer_blocks.0.proj_mlp",
+    }  # fmt: skip
+
+
+def test_flattened_names_behind_another_prefix_are_looked_up_or_refused(tmp_path):
+    file = tmp_path / "hunyuan.safetensors"
+    head = "Hunyuan_video_I2V_lora_double_blocks_0_"
+    save_file(factors({f"{head}img_attn_proj": ONE, f"{head}img_mlp_fc1": (64, 16, 4)}, KOHYA, alpha=2), file)
+    assert dense(file).keys() == {
+        "transformer.transformer_blocks.0.attn.to_out.0", "transformer.transformer_blocks.0.ff.net.0.proj",
+    }  # fmt: skip
+    save_file(factors({"my_net_layer_0_proj": ONE}, KOHYA, alpha=2), file)
+    with pytest.raises(Unsupported, match="positions of its dots are ambiguous"):
+        plan_adapter(file)
+
+
+@pytest.mark.parametrize(("alpha", "header", "scale"), [
+    (32, {"ss_network_dim": "32", "ss_network_alpha": "1"}, 1),  # LyCORIS, which writes the dimension
+    (1, {"ss_network_dim": "32", "ss_network_alpha": "1"}, 1 / 32),
+    (8, {}, 1),
+])  # fmt: skip
+def test_a_whole_lokr_is_scaled_as_it_was_trained(alpha, header, scale, tmp_path):
+    draw = torch.Generator().manual_seed(0)
+    one, two = torch.randn(2, 2, generator=draw), torch.randn(4, 4, generator=draw)
+    name = "lora_unet_blocks_0_self_attn_q_proj"
+    file = tmp_path / "lokr.safetensors"
+    save_file({f"{name}.lokr_w1": one, f"{name}.lokr_w2": two, f"{name}.alpha": torch.tensor(float(alpha))}, file,
+              {"ss_network_module": "lycoris.kohya", "format": "pt", **header})  # fmt: skip
+    made = convert_file(file, tmp_path / "lora.safetensors", ConvertSettings(rank=8), overwrite=False)
+    [found] = dense(made.path).values()
+    torch.testing.assert_close(found, scale * torch.kron(one.double(), two.double()), atol=1e-5, rtol=1e-5)
+    with safe_open(made.path, "pt") as written:
+        assert "ss_network_module" not in written.metadata()
+
+
+def test_magnitudes_of_ai_toolkit_are_of_rows(tmp_path):
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    draw = torch.Generator().manual_seed(0)
+    weight, magnitude = torch.randn(16, 16, generator=draw), torch.rand(16, generator=draw) + 1
+    save_file({f"{name.removeprefix('transformer.')}.weight": weight}, tmp_path / "base.safetensors")
+    tensors = factors({name: ONE})
+    save_file(tensors | {f"{name}.magnitude": magnitude}, tmp_path / "dora.safetensors")
+    with pytest.raises(Unsupported, match="holds DoRA"):
+        plan_adapter(tmp_path / "dora.safetensors")
+    made = convert_file(tmp_path / "dora.safetensors", tmp_path / "lora.safetensors",
+                        ConvertSettings(rank=16, weights=tmp_path / "base.safetensors"), overwrite=False)  # fmt: skip
+    whole = weight + tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+    expected = magnitude[:, None] * whole / whole.norm(dim=1, keepdim=True) - weight
+    torch.testing.assert_close(dense(made.path)[name].float(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_dora_of_diffusers_that_says_so_in_its_header_is_converted(tmp_path):
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    save_file({"transformer_blocks.0.attn.to_q.weight": torch.eye(16)}, tmp_path / "base.safetensors")
+    fields = {"transformer.r": 4, "transformer.lora_alpha": 8, "transformer.use_dora": True,
+              "transformer.target_modules": ["to_q"]}  # fmt: skip
+    tensors = factors({name: ONE}) | {f"{name}.lora_magnitude_vector": torch.ones(16)}
+    save_file(tensors, tmp_path / "dora.safetensors", {"format": "pt", "lora_adapter_metadata": json.dumps(fields)})
+    made = convert_file(tmp_path / "dora.safetensors", tmp_path / "lora.safetensors",
+                        ConvertSettings(rank=16, weights=tmp_path / "base.safetensors"), overwrite=False)  # fmt: skip
+    whole = torch.eye(16) + 2 * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+    expected = whole / whole.norm(dim=1, keepdim=True) - torch.eye(16)
+    torch.testing.assert_close(dense(made.path)[name].float(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_vectors_count_in_the_error_and_among_copies(tmp_path):
+    folder = tmp_path / "loras"
+    folder.mkdir()
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    tensors = factors({name: ONE})
+    save_file(tensors, folder / "plain.safetensors")
+    save_file(tensors | {f"{name}.diff_b": 100 * torch.ones(16)}, folder / "with-bias.safetensors")
+    found, _ = find_duplicates(folder, 0.98, QUIET)
+    assert found == []
+    made = convert_file(folder / "with-bias.safetensors", tmp_path / "peft", ConvertSettings(layout="peft"),
+                        overwrite=False)  # fmt: skip
+    change = dense(folder / "plain.safetensors")[name].norm()
+    assert made.relative_error == pytest.approx(float(400 / (400**2 + change**2) ** 0.5), rel=1e-4)

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -48,16 +49,31 @@ class Checkpoint:
     """Mapping of the tensors in a model's files to parameters of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-        mapping = get_model_conversion_mapping(model)  # type: ignore[arg-type]
-        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
         self._model, self._state = model, model.state_dict()
+
+    @cached_property
+    def _mapping(self) -> list[Any]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        return get_model_conversion_mapping(self._model)  # type: ignore[arg-type]
+
+    @cached_property
+    def _renamings(self) -> list[Any]:
+        from transformers.core_model_loading import WeightRenaming
+
+        return [each for each in self._mapping if isinstance(each, WeightRenaming)]
+
+    @cached_property
+    def _converters(self) -> list[Any]:
+        from transformers.core_model_loading import WeightConverter
+
+        return [each for each in self._mapping if isinstance(each, WeightConverter)]
 
     def names(self, tensors: Iterable[str]) -> dict[str, str]:
         """Tensor's name in the files → the parameter that it is, or is a part of."""
+        tensors = list(tensors)
+        if all(tensor in self._state for tensor in tensors):
+            return {tensor: tensor for tensor in tensors}
         return {tensor: self._renamed(tensor)[0] for tensor in tensors}
 
     def assemble(self, parameter: str, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -628,8 +628,8 @@ def open_store(path: str | Path, *, variant: str | None = None, base: str | Path
     """Open a safetensors file, or the safetensors files of a folder, compressed or not.
 
     Args:
-        path: A file; or a folder with one set of weights: an index (`*.safetensors.index.json`) and its shards, or just
-            `*.safetensors` files. Sub-folders are not opened.
+        path: A file; an index (`*.safetensors.index.json`) of shards beside it; or a folder with one set of weights: an
+            index and its shards, or just `*.safetensors` files. Sub-folders are not opened.
         variant: Take the files of this variant, e.g. `"fp16"` for `model.fp16.safetensors`.
         base: The file or folder that it holds differences from, if it does. None looks for one of the recorded name
             beside it, in the hub's cache, and where the variable NETWEIGHT_BASE says, once it is needed.
@@ -648,6 +648,8 @@ def open_store(path: str | Path, *, variant: str | None = None, base: str | Path
         return _open_folder(path, variant, base)
     if not path.is_file():
         raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
+    if path.name.endswith(INDEX_SUFFIX):
+        return _open_index(path, base)
     return _join([StoredFile(path, base=base)])
 
 

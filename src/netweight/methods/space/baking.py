@@ -1,8 +1,8 @@
-"""Baking adapters into a model's weights, file by file: one tensor in memory at a time, nothing else is touched.
+"""Baking adapters into a model's weights, file by file: some rows in memory at a time, nothing else is touched.
 
 W becomes W + Σ weight · scale · up @ down, in fp32, rounded once to the model's own data type; of DoRA, LoHa and LoKr
-the change itself is added, without a singular value decomposition. Headers, other tensors and other files stay byte
-for byte.
+the change itself is added, without a singular value decomposition. Other tensors and other files stay byte for byte,
+and headers do, except for hashes of the old weights. What is written is read back.
 """
 
 from __future__ import annotations
@@ -11,29 +11,31 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, final
+from typing import IO, TYPE_CHECKING, final
 
 import torch
 
-from netweight.core.files import refuse_existing, whole_file, whole_folder
+from netweight.codec.header import torch_dtype
+from netweight.core.files import mode_of, refuse_existing, whole_file, whole_folder
 from netweight.core.lazy import lazy
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.hf.model_modules import ModelModules, model_modules
-from netweight.store.lora_formats.base_weights import BaseWeights
+from netweight.store.changed_copy import ChangedCopy
+from netweight.store.lora_formats import metadata as headers
+from netweight.store.lora_formats.base_weights import BaseWeights, open_weights
 from netweight.store.lora_formats.identify import COMPONENTS
 from netweight.store.lora_formats.naming import Piece, naming_called
 from netweight.store.lora_formats.other_kinds import Conversion
 from netweight.store.lora_formats.parts import AdapterPlan, Part, VectorPart, dense_change, load_part, take_rows
-from netweight.store.lora_formats.reading import plan_adapter
+from netweight.store.lora_formats.reading import plan_adapter, refuse_not_finite
 from netweight.store.lora_formats.targets import expert_of, parameter_of
-from netweight.store.reader import Store, open_store
-from netweight.store.restoration import plain_head
-from netweight.store.safetensors import KEY, read_header
+from netweight.store.reader import INDEX_SUFFIX, Store, StoredFile, TensorInfo, open_store, weight_map
+from netweight.store.safetensors import KEY, build_header, file_head, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,9 +47,10 @@ _COMPRESS = lazy("netweight.methods.compress.folder:compress_folder")
 _DECOMPRESS = lazy("netweight.methods.compress.folder:decompress_folder")
 MANIFEST = "netweight.json"
 """The file that a compressed folder has."""
-_BLOCK = 1 << 24  # bytes that are copied at once
-_ROWS = 1 << 22  # bytes of a tensor whose rows are changed at once: some that stay in the processor's cache
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_ABSURD = 1e30  # far below the largest number of bf16 and fp32, far above every weight
+# Endings of files that contain weights of a model in another format or data type.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 
 @final
@@ -60,9 +63,13 @@ class Baked:
     changed: Mapping[str, int]
     """Adapter → how many of its modules were added."""
     modules: int
-    """How many modules of the model changed."""
+    """How many weights of the model changed."""
     copied: int
     """How many tensors stayed byte for byte."""
+    rounded_away: tuple[str, ...] = ()
+    """Weights to which a change was added that is smaller than the rounding of their data type."""
+    left_out: tuple[str, ...] = ()
+    """Files that are not in the result, since they contain the weights before the change."""
     remarks: tuple[str, ...] = ()
     """What a reader should know of the adapters."""
 
@@ -80,7 +87,7 @@ def bake_files(
 
     Args:
         model: A safetensors file in the names of diffusers, transformers or its authors; a model's folder; or a
-            pipeline's. It may be compressed, but then only a single file.
+            pipeline's. None of it is compressed.
         adapters: Files or folders of adapters in any known naming, with their weights.
         path: The file or folder to write; it appears whole or not at all.
         architecture: The table of names to read the files by, where they do not tell it.
@@ -100,45 +107,63 @@ def bake_files(
     naming = None if architecture is None else naming_called(architecture)
     modules = model_modules(model) if model.is_dir() else None
     conversions = {} if modules is None else modules.conversions
+    left_out: tuple[str, ...] = ()
     with ExitStack() as stack:
         base = stack.enter_context(BaseWeights(model, naming=naming, conversions=conversions))
-        plans = [(plan_adapter(each, None, Conversion(_ANY_RANK, model), base.naming), weight)
+        plans = [(plan_adapter(each, None, Conversion(_ANY_RANK, model, replacements=True), base.naming), weight)
                  for each, weight in adapters]  # fmt: skip
         baking = _Baking(base, plans, modules, stack)
         if model.is_file():
             refuse_existing(path, overwrite=overwrite)
-            with progress.task("Baking", model.stat().st_size) as task:
-                baking.write(model, path, None, overwrite, task.update)
+            with (
+                progress.task("Baking", model.stat().st_size) as task,
+                whole_file(path, overwrite=overwrite, mode=mode_of(model)) as out,
+            ):
+                baking.write(model, out, None, task.update)
+                baking.check_all_used()
         else:
             refuse_existing(path, overwrite=None)
-            _bake_folder(model, path, baking, progress)
-    baking.check_all_used()
-    changed = {str(plan.path): len(plan.parts) + len(plan.vectors) for plan, _ in plans}
+            left_out = _bake_folder(model, path, baking, progress)
+    changed = {str(plan.path): len(plan.parts) + len(plan.vectors) + len(plan.replacements) for plan, _ in plans}
     remarks = tuple(dict.fromkeys(remark for plan, _ in plans for remark in plan.remarks))
-    return Baked(path, changed, len(baking.used), baking.copied, remarks)
+    return Baked(path, changed, baking.changed, baking.copied, tuple(baking.rounded_away), left_out, remarks)
 
 
-def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -> None:
+def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -> tuple[str, ...]:
+    """Write a folder, and return the files that were left out."""
     files = sorted(file for file in model.rglob("*") if file.is_file())
-    components = [model / name for name in COMPONENTS if (model / name).is_dir()] or [model]
-    weights = {file for folder in components for file in _weight_files(folder)}
+    folders = [model / name for name in COMPONENTS if (model / name).is_dir()] or [model]
+    weights = {file: None if folder == model else folder.name for folder in folders for file in _weight_files(folder)}
+    # Other files of weights beside those that change would still open, as a variant or in another program.
+    changing = {model, *(file.parent for file in baking.files)}
+    stale = [file for file in files if file not in weights and file.name.endswith(_WEIGHTS) and file.parent in changing]
+    stale = [file for file in stale if not _is_index_of(file, weights)]
     total = sum(file.stat().st_size for file in files)
     with whole_folder(path) as target, progress.task("Baking", total) as task:
         for file in files:
             place = target / file.relative_to(model)
             place.parent.mkdir(parents=True, exist_ok=True)
             if file in weights:
-                component = file.parent.name if file.parent != model else None
-                baking.write(file, place, component, False, task.update)
-            else:
+                with whole_file(place, mode=mode_of(file)) as out:
+                    baking.write(file, out, weights[file], task.update)
+            elif file not in stale:
                 shutil.copyfile(file, place)
                 task.update(file.stat().st_size)
+        baking.check_all_used()
+    return tuple(file.relative_to(model).as_posix() for file in stale)
+
+
+def _is_index_of(file: Path, weights: Mapping[Path, str | None]) -> bool:
+    """Whether a file is the index of shards that are written."""
+    if not file.name.endswith(INDEX_SUFFIX):
+        return False
+    return {file.parent / name for name in weight_map(file).values()} <= weights.keys()
 
 
 def _weight_files(folder: Path) -> set[Path]:
     if not any(folder.glob("*.safetensors")):
         return set()
-    with open_store(folder) as store:
+    with open_weights(folder) as store:
         return {file.path for file in store.files}
 
 
@@ -198,10 +223,13 @@ class _Baking:
     ) -> None:
         self._base, self._plans, self._modules = base, plans, modules
         self._stores: dict[Path, Store] = {}
-        self.used: set[str] = set()
-        self.copied = 0
+        self._used: set[str] = set()
+        self.changed = self.copied = 0
+        self.rounded_away: list[str] = []
         for plan, _ in plans:
-            parts: list[Part | VectorPart] = [*plan.parts.values(), *plan.vectors.values()]
+            parts: list[Part | VectorPart] = [
+                *plan.parts.values(), *plan.vectors.values(), *plan.replacements.values(),
+            ]  # fmt: skip
             for file in dict.fromkeys(part.file for part in parts):
                 if file not in self._stores:
                     self._stores[file] = stack.enter_context(open_store(file))
@@ -212,8 +240,21 @@ class _Baking:
                 self._changes.setdefault(self._find(plan, name), []).append((plan, weight, name))
             for name in plan.vectors:
                 self._changes.setdefault(self._found(plan, name, name), []).append((plan, weight, name))
+            for name in plan.replacements:
+                if not self._is_same_as_tied(plan, name):
+                    self._changes.setdefault(self._found(plan, name, name), []).append((plan, weight, name))
         # Parameter that several tensors make up → tensor → expert and first row that it holds.
         self._places = {name: self._places_of(name) for name in self._changes if len(base.places.get(name, ())) > 1}
+        # Tensor of the files → what of it changes.
+        self._wanted: dict[str, list[Piece]] = {}
+        self.files: set[Path] = set()
+        for key, (store, pieces) in base.tensors.items():
+            wanted = [piece for piece in pieces if piece.module in self._changes]
+            if _TENSOR + key in self._changes:
+                wanted.append(Piece(_TENSOR + key))
+            if wanted:
+                self._wanted[key] = wanted
+                self.files.add(store.info(key.rpartition("/")[2]).file)
 
     def _find(self, plan: AdapterPlan, name: str) -> str:
         """The model's parameter that one part of an adapter changes."""
@@ -232,12 +273,33 @@ class _Baking:
                 cure="Name the model that it was trained on; or say the architecture of both (--model NAME).",
             ) from error
 
+    def _is_same_as_tied(self, plan: AdapterPlan, name: str) -> bool:
+        """Whether a whole weight is that of a head, of which the adapter holds the same as the embedding's weight."""
+        other = None if self._modules is None else self._tied(name)
+        if other is None or other not in plan.replacements:
+            return False
+        one, two = (self._replacement(plan, each) for each in (name, other))
+        if not torch.equal(one, two):
+            raise UsageError(
+                f"{plan.path} contains {name} and {other}, which differ, and the model has one weight for both.",
+                cure="Save the model untied first (tie_word_embeddings=False, with a copy of the embedding as the "
+                "head), and name that one.",
+            )
+        return name not in self._base.places
+
+    def _replacement(self, plan: AdapterPlan, name: str) -> Tensor:
+        part = plan.replacements[name]
+        return self._stores[part.file].get(part.tensor)
+
+    def _tied(self, parameter: str) -> str | None:
+        """The parameter that a parameter shares its memory with."""
+        tied = {} if self._modules is None else self._modules.tied
+        return next((other for own, other in tied.items() if own == parameter or own.endswith(f".{parameter}")), None)
+
     def _refuse_tied(self, plan: AdapterPlan, parameter: str, name: str) -> None:
         """Refuse to change one of two layers that share their weight."""
-        tied = {} if self._modules is None else self._modules.tied
-        if other := next(
-            (other for own, other in tied.items() if own == parameter or own.endswith(f".{parameter}")), None
-        ):
+        other = self._tied(parameter)
+        if other is not None and not (name in plan.replacements and other in plan.replacements):
             raise UsageError(
                 f"{plan.path} changes {name} alone, and the model has one weight for it and for "
                 f"{other.removesuffix('.weight')}; added to the weight, the change would be in both.",
@@ -267,60 +329,66 @@ class _Baking:
 
     def check_all_used(self) -> None:
         """Refuse to have left a change out."""
-        if left := sorted(self._changes.keys() - self.used):
+        if left := sorted(self._changes.keys() - self._used):
             raise UsageError(f"{left[0]} was not found in any file.", cure="Name the whole model.")
 
-    def write(self, source: Path, target: Path, component: str | None, overwrite: bool, advance: object) -> None:
-        """Write one file, tensor by tensor."""
-        update = advance if callable(advance) else lambda _: None
-        with open_store(source) as store, whole_file(target, overwrite=overwrite) as out:
-            file = store.files[0]
-            out.write(plain_head(file))
-            for name in _in_order(store):
+    def write(self, source: Path, out: IO[bytes], component: str | None, advance: Callable[[int], None]) -> None:
+        """Write one file, tensor by tensor, and read it back."""
+        with closing(StoredFile(source)) as file:
+            if file.description is not None:
+                raise UsageError(f"{source} is compressed, and its folder has no {MANIFEST}.",
+                                 cure="Decompress it first (netweight decompress).")  # fmt: skip
+            copy = ChangedCopy(file, out)
+            copy.head(_head(file))
+            for name in file.names():
                 key = f"{component}/{name}" if component else name
-                pieces = self._base.tensors[key][1] if key in self._base.tensors else ()
-                wanted = [piece for piece in pieces if piece.module in self._changes]
-                if _TENSOR + key in self._changes:
-                    wanted.append(Piece(_TENSOR + key))
-                if wanted:
-                    for block in self._baked(store, name, wanted):
-                        out.write(_bytes(block))
-                else:
+                wanted = self._wanted.get(key)
+                if wanted is None:
                     self.copied += 1
-                    _copy(store, name, out)
-                update(store.info(name).nbytes)
+                    copy.copy(name)
+                elif self._write_changed(copy, file.info(name), wanted):
+                    self.changed += 1
+                else:
+                    self.rounded_away.append(name)
+                advance(file.info(name).nbytes)
+            copy.check(source)
 
-    def _baked(self, store: Store, name: str, pieces: Sequence[Piece]) -> Iterator[Tensor]:
-        """A tensor with the changes of all adapters, a block of rows at a time where changes allow that."""
-        info = store.info(name)
+    def _write_changed(self, copy: ChangedCopy, info: TensorInfo, pieces: Sequence[Piece]) -> bool:
+        """Write a tensor with the changes of all adapters, some rows at a time where the changes allow that."""
         if info.dtype not in _FLOATS:
             raise Unsupported(
-                f"{info.file}: {name} is stored as {info.dtype}, into which no change can be added.",
+                f"{info.file}: {info.name} is stored as {info.dtype}, into which no change can be added.",
                 cure="Name the model in bf16, fp16 or fp32.",
             )
-        sums = self._sums(name, info.shape, pieces, info.dtype)
-        if sums is None:
-            yield self._baked_whole(store, name, pieces)
-            return
-        self.used.update(piece.module for piece in pieces)
-        step = max(1, _ROWS * info.shape[0] // max(info.nbytes, 1))
+        self._used.update(piece.module for piece in pieces)
         wide = torch.float64 if info.dtype == "F64" else torch.float32
-        for start in range(0, info.shape[0], step):
-            weight = store.get_slice(name, slice(start, start + step))
-            result = weight.to(wide, copy=True)
+        sums = self._sums(info, pieces, wide)
+        if sums is None:
+            whole = self._changed_whole(info, pieces, wide)
+            _refuse_overflow(info, whole)
+            return copy.replace(info.name, whole.to(torch_dtype(info.dtype)))
+
+        # Only fp16 has a largest number that weights come near to, unless the change itself is absurd.
+        bound = sum(abs(alpha) * up.shape[1] * float(up.abs().max() * down.abs().max()) for _, up, down, alpha in sums)
+        watched = info.dtype == "F16" or bound > _ABSURD
+
+        def change(start: int, values: Tensor) -> None:
+            stop = start + len(values)
             for first, up, down, alpha in sums:
-                begin, end = max(start, first), min(start + step, first + len(up))
+                begin, end = max(start, first), min(stop, first + len(up))
                 if begin < end:
-                    rows = result[begin - start : end - start].flatten(1)
+                    rows = values[begin - start : end - start].flatten(1)
                     rows.addmm_(up[begin - first : end - first], down, alpha=alpha)
-            yield result.to(weight.dtype)
+            if watched:
+                _refuse_overflow(info, values)
+
+        return copy.change(info.name, wide, change)
 
     def _sums(
-        self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece], dtype: str
+        self, info: TensorInfo, pieces: Sequence[Piece], wide: torch.dtype
     ) -> list[tuple[int, Tensor, Tensor, float]] | None:
         """The products that are added to a tensor: first row, up, down, factor; None for changes of other kinds."""
-        wide = torch.float64 if dtype == "F64" else torch.float32
-        sums = []
+        shape, sums = info.shape, []
         for piece in pieces:
             rows = piece.rows or ((0, shape[0]),)
             stored = (sum(stop - start for start, stop in rows), *shape[1:])
@@ -335,29 +403,28 @@ class _Baking:
                     return None
                 if (stored[0], math.prod(stored[1:])) != part.shape:
                     raise _other_shape(plan, own, part.shape, stored)
-                down, up, scale = self._factors(part)
+                down, up, scale = self._factors(own, part)
                 up, down, done = up.to(wide), down.to(wide), 0
                 for start, stop in rows:
                     sums.append((start, up[done : done + stop - start], down, scale * factor))
                     done += stop - start
         return sums
 
-    def _baked_whole(self, store: Store, name: str, pieces: Sequence[Piece]) -> Tensor:
+    def _changed_whole(self, info: TensorInfo, pieces: Sequence[Piece], wide: torch.dtype) -> Tensor:
         """A tensor with the changes of all adapters, of whatever kind they are."""
-        weight = store.get(name)
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        with closing(StoredFile(info.file)) as file:
+            weight = file.get(info.name)
         result = weight.to(wide, copy=True)
         for piece in pieces:
-            self.used.add(piece.module)
             for plan, factor, own in self._changes[piece.module]:
                 if (expert := expert_of(own)) is not None:
-                    place = self._places.get(piece.module, {}).get(name)
+                    place = self._places.get(piece.module, {}).get(info.name)
                     self._add_expert(result, plan, factor, own, expert[1:], place)
                     continue
                 rows = piece.rows or ((0, len(weight)),)
                 current = take_rows(weight, piece.rows)
                 self._add(result, rows, plan, factor, own, current)
-        return result.to(weight.dtype)
+        return result
 
     def _add_expert(
         self,
@@ -374,7 +441,7 @@ class _Baking:
         if place is not None:
             if place[0] != number:
                 return
-            down, up, scale = self._factors(part)
+            down, up, scale = self._factors(name, part)
             start = place[1] * len(result)
             up = up[start : start + len(result)]
             if up.shape[0] != len(result) or down.shape[1] != result.shape[1]:
@@ -382,13 +449,13 @@ class _Baking:
             result.addmm_(up.to(result), down.to(result), alpha=scale * factor)
             return
         if result.ndim == 2 and count == 1 and tuple(result.shape) == part.shape:
-            down, up, scale = self._factors(part)
+            down, up, scale = self._factors(name, part)
             result.addmm_(up.to(result), down.to(result), alpha=scale * factor)
             return
         if result.ndim != 3 or len(result) != count:
             raise _other_shape(plan, name, part.shape, tuple(result.shape))
         stored = (result.shape[1], result.shape[2])
-        down, up, scale = self._factors(part)
+        down, up, scale = self._factors(name, part)
         left, right = (down.T, up.T) if self._is_packed_transposed(plan, name, stored) else (up, down)
         if (left.shape[0], right.shape[1]) != stored:
             raise _other_shape(plan, name, part.shape, stored)
@@ -417,6 +484,19 @@ class _Baking:
         current: Tensor,
     ) -> None:
         """Add one adapter's change of one parameter to its rows."""
+        if name in plan.replacements:
+            whole = self._replacement(plan, name).to(result)
+            if tuple(whole.shape) != tuple(current.shape):
+                raise UsageError(
+                    f"{plan.path} contains {name} of shape {tuple(whole.shape)}, the model of {tuple(current.shape)}.",
+                    cure="Name the model that it was trained on; if tokens were added, resize its embeddings first "
+                    "(model.resize_token_embeddings, save_pretrained).",
+                )
+            if factor == 1 and len(self._changes[self._found(plan, name, name)]) == 1:
+                result.copy_(whole)  # exactly, where nothing else is added
+            else:
+                result.add_(whole - current.to(result), alpha=factor)
+            return
         if name in plan.vectors:
             vector = plan.vectors[name]
             change = take_rows(self._stores[vector.file].get(vector.tensor), vector.rows).to(result) * vector.scale
@@ -431,7 +511,7 @@ class _Baking:
         if shape != part.shape:
             raise _other_shape(plan, module, part.shape, shape)
         if not part.converts:
-            down, up, scale = self._factors(part)
+            down, up, scale = self._factors(name, part)
             change = (up.to(result) @ down.to(result)) * scale
         else:
             weight = current.T if transposed else current
@@ -439,8 +519,9 @@ class _Baking:
         change = change.T if transposed else change
         _add_rows(result, rows, change.reshape(current.shape), factor)
 
-    def _factors(self, part: Part) -> tuple[Tensor, Tensor, float]:
-        change, _ = load_part(self._stores[part.file], "", part, None)
+    def _factors(self, name: str, part: Part) -> tuple[Tensor, Tensor, float]:
+        change, _ = load_part(self._stores[part.file], name, part, None)
+        refuse_not_finite(part.file, name, change)
         return change.down, change.up, change.scale
 
     def _is_transposed(self, plan: AdapterPlan, module: str, shape: tuple[int, int], stored: tuple[int, ...]) -> bool:
@@ -468,24 +549,27 @@ def _add_rows(result: Tensor, rows: Sequence[tuple[int, int]], change: Tensor, f
         done += stop - start
 
 
-def _in_order(store: Store) -> Iterator[str]:
-    """Names in the order of the data, as the header says."""
-    yield from store.names()
+def _head(file: StoredFile) -> bytes:
+    """The bytes before the data: those of the source, without hashes of its weights."""
+    if not (stale := headers.HASHES & file.metadata.keys()):
+        return file_head(file.header.raw)
+    metadata = {key: value for key, value in file.metadata.items() if key not in stale}
+    return file_head(build_header([(s.name, s.dtype, s.shape, s.nbytes) for s in file.header.spans], metadata))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    whole: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(whole)
-
-
-def _copy(store: Store, name: str, out: IO[bytes]) -> None:
-    if not store.info(name).compressed:
-        raw = store.raw(name)
-        for start in range(0, len(raw), _BLOCK):
-            out.write(raw[start : start + _BLOCK])
+def _refuse_overflow(info: TensorInfo, values: Tensor) -> None:
+    """Refuse values that the tensor's data type does not hold."""
+    if not values.numel():
         return
-    tensor = store.get(name)
-    out.write(_bytes(tensor) if tensor.numel() else b"")
+    limit = torch.finfo(torch_dtype(info.dtype)).max
+    low, high = values.aminmax()
+    if -limit <= float(low) and float(high) <= limit:
+        return
+    raise UsageError(
+        f"{info.file}: with the change, {info.name} has values that {info.dtype} does not hold "
+        f"({float(low):g} to {float(high):g}; the largest is {limit:g}).",
+        cure="Choose a smaller weight (LORA=0.5), or name a model in bf16 or fp32 without NaN.",
+    )
 
 
 def adapter_and_weight(text: str) -> tuple[Path, float]:
@@ -500,6 +584,11 @@ def adapter_and_weight(text: str) -> tuple[Path, float]:
     if match is None or not Path(match[1]).exists():
         raise UsageError(f"There is no file or folder {text}.", cure="Check the path; a weight follows it as =0.8.")
     try:
-        return Path(match[1]), float(match[2])
+        weight = float(match[2])
+        if not math.isfinite(weight):
+            raise ValueError(match[2])
     except ValueError as error:
-        raise UsageError(f"The weight of {match[1]} is {match[2]!r}, no number.", cure="Write LORA=0.8.") from error
+        raise UsageError(
+            f"The weight of {match[1]} is {match[2]!r}, not a finite number.", cure="Write LORA=0.8."
+        ) from error
+    return Path(match[1]), weight

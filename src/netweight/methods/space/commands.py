@@ -230,7 +230,15 @@ def bake(
         *(f"{name}: all of its {count} changes were added." for name, count in made.changed.items()),
     ]
     lines.append(f"{made.modules} weights changed; {made.copied} tensors were copied as they are.")
-    payload = {"path": str(destination), "modules": made.modules, "copied": made.copied, "changed": dict(made.changed)}
+    if away := made.rounded_away:
+        lines.append(
+            f"{len(away)} weights stay as they were, since the change is smaller than the rounding of their data type: "
+            f"{', '.join(away[:3])}{' and others' if len(away) > 3 else ''}. Bake into a model in fp32 to keep it."
+        )
+    if made.left_out:
+        lines.append(f"Left out, since they contain the weights before the change: {', '.join(made.left_out)}.")
+    payload = {"path": str(destination), "modules": made.modules, "copied": made.copied, "changed": dict(made.changed),
+               "rounded_away": list(away), "left_out": list(made.left_out)}  # fmt: skip
     return Result(lines, payload=payload, written=(destination,))
 
 

@@ -45,7 +45,8 @@ def convert_file(adapter: Path, path: Path, how: ConvertSettings, *, overwrite: 
     written = export_adapter(
         found.adapter, path, rank=how.rank, energy=how.energy, layout=layout, overwrite=overwrite,
         base=how.base or plan.base, kernels=plan.kernels, naming=certain_naming(plan, layout),
-        metadata=headers.kept(plan.metadata, how.rank), transposed=plan.transposed,
+        metadata=headers.kept(plan.metadata, how.rank, converted=any(part.converts for part in plan.parts.values())),
+        transposed=plan.transposed,
         parameters=parameters_of(model),
         style=Style(plan.kohya_ends, plan.has_alphas) if same_style else None,
     )  # fmt: skip

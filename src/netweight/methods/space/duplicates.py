@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -24,9 +25,13 @@ class Duplicate:
     """An adapter that another one of a folder makes needless."""
 
     name: str
-    of: str  # the one that came first
-    cosine: float  # of what the two change; 1 for the same
-    ranks: tuple[int, int]  # the highest of each
+    """The adapter."""
+    of: str
+    """The one that came first."""
+    cosine: float
+    """Cosine of the two changes; 1 for the same."""
+    ranks: tuple[int, int]
+    """The highest rank of each."""
 
 
 _MARGIN = 0.25  # of cosines of sketches below exact ones; some four of their standard deviations for sixty modules
@@ -86,7 +91,15 @@ def _of_shape(name: str, shape: tuple[int, int]) -> str:
 
 
 def _cosine(one: Adapter, other: Adapter) -> float:
-    """The cosine of two changes; modules that only one has count as unchanged by the other."""
+    """The cosine of two changes, vectors included; what only one has counts as unchanged by the other."""
     shared = [(change, other.factors[name]) for name, change in one.factors.items() if name in other.factors]
     product = sum(left.inner(right) for left, right in shared if left.shape == right.shape)
-    return product / max(one.norm() * other.norm(), 1e-300)
+    for name, change in one.vectors.items():
+        if name in other.vectors and other.vectors[name].numel() == change.numel():
+            product += float(change.double().flatten() @ other.vectors[name].double().flatten())
+    return product / max(_norm(one) * _norm(other), 1e-300)
+
+
+def _norm(adapter: Adapter) -> float:
+    vectors = sum(float(change.double().square().sum()) for change in adapter.vectors.values())
+    return math.sqrt(adapter.norm() ** 2 + vectors)

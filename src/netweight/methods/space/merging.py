@@ -18,6 +18,7 @@ from netweight.methods.space.lora_files import checked_modules, named_model, par
 from netweight.methods.space.settings import MergeSettings
 from netweight.nn.lora import Adapter, LowRank, side_by_side, truncate
 from netweight.store.lora_formats import metadata as headers
+from netweight.store.lora_formats.base_names import base_key
 from netweight.store.lora_formats.parts import AdapterPlan
 from netweight.store.lora_formats.reading import load_plan, plan_adapter
 from netweight.store.lora_formats.writing import (
@@ -75,6 +76,9 @@ def merge_files(adapters: Sequence[Path], path: Path, how: MergeSettings, *, ove
         transposed=any(plan.transposed for plan in plans), parameters=parameters_of(model),
     )  # fmt: skip
     remarks = dict.fromkeys(remark for plan in plans for remark in plan.remarks)
+    bases = {base_key(plan.base): plan.base for plan in plans if plan.base}
+    if len(bases) > 1:
+        remarks[f"The adapters name different base models: {', '.join(bases.values())}."] = None
     return replace(written, remarks=(*remarks, *written.remarks))
 
 

@@ -18,7 +18,7 @@ from netweight.errors import NameNotFound
 from netweight.store.lora_formats.identify import COMPONENTS, component_of, identify
 from netweight.store.lora_formats.naming import Naming, Piece, namings
 from netweight.store.lora_formats.quantized import dequantized, is_scale, refuse_codes
-from netweight.store.reader import Store, TensorInfo, open_store
+from netweight.store.reader import INDEX_SUFFIX, Store, TensorInfo, open_store
 from netweight.store.safetensors import MAX_HEADER
 
 if TYPE_CHECKING:
@@ -117,6 +117,10 @@ class BaseWeights:
         ends = [name, rest] if component else [name]
         found = [each for end in ends for each in self.places if each == end]
         found = found or [each for end in ends for each in self.places if each.endswith(f".{end}")]
+        if not found and rest.startswith("model."):
+            # Adapters that were trained on the language model alone of a model that also takes images.
+            within = f"model.language_model.{rest.removeprefix('model.')}"
+            found = [each for each in self.places if each == within]
         if len(set(found)) != 1:
             shown = name.removesuffix(".weight")
             raise NameNotFound(
@@ -186,7 +190,7 @@ class BaseWeights:
         return dequantized(store, name, self._names[id(store)])
 
     def _add(self, path: Path, component: str | None) -> None:
-        store = self._stack.enter_context(open_store(path))
+        store = self._stack.enter_context(open_weights(path))
         refuse_codes(path, store)
         names = [name for name in store.names() if not is_scale(name)]
         self._names[id(store)] = set(store.names())
@@ -243,6 +247,22 @@ class BaseWeights:
             else:
                 pieces[name] = (Piece(name),)
         return pieces
+
+
+def open_weights(path: Path) -> Store:
+    """Open a model's weights as its library loads them: of several sets in a folder, the one of no variant.
+
+    Args:
+        path: A file, or a folder of transformers or of a pipeline's component.
+
+    Returns:
+        The tensors.
+    """
+    for name in ("diffusion_pytorch_model", "model"):
+        for ending in (".safetensors", INDEX_SUFFIX):
+            if (path / f"{name}{ending}").is_file():
+                return open_store(path / f"{name}{ending}")
+    return open_store(path)
 
 
 def _config(path: Path) -> dict[str, Any]:

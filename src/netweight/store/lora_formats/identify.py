@@ -30,6 +30,11 @@ COMPONENTS = (
 )  # fmt: skip
 
 _PEFT = "base_model.model."
+# What wrappers of modules leave in names: torch.compile, FSDP, activation checkpointing, and peft within a pipeline.
+_WRAPPERS = re.compile(
+    r"(?<=\.)base_model\.model\.|(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+_UNDOTTED = re.compile(r"(?:\w*_)?lora_(?P<rest>\w*_\d+_\w+)|(?P<whole>\w+_\d+_\w+)")
 _FLAT_ENCODERS = {"lora_te_": 1, "lora_te1_": 1, "lora_te2_": 2, "lora_te3_": 3}
 _FLAT_DENOISERS = ("lora_unet_", "lora_transformer_", "lora_dit_", "lycoris_")
 _DOTTED_ENCODERS = {"clip_l": 1, "clip_g": 2, "t5xxl": 3}
@@ -212,7 +217,10 @@ def _read(name: str, component: str | None) -> _Written:
         if name.startswith(prefix):
             paths = (flat(name.removeprefix(prefix)),)
             return _Written(name, paths, True, denoises=prefix != "lycoris_", spelling="kohya")
-    plain = name.removeprefix(_PEFT)
+    if match := _UNDOTTED.fullmatch(name):
+        paths = (match["rest"] or match["whole"],)
+        return _Written(name, paths, True, denoises=True, spelling="kohya")
+    plain = _WRAPPERS.sub("", name.removeprefix(_PEFT))
     if match := _DOTTED_ENCODER.fullmatch(plain):
         return _Written(name, (match[2],), encoder=_DOTTED_ENCODERS[match[1]], denoises=True, spelling="comfyui")
     if match := re.fullmatch(r"text_encoder(?:_([23]))?\.(.+)", plain):
@@ -265,6 +273,9 @@ def _choose(
     whole_model: bool,
 ) -> tuple[Naming | None, tuple[Naming, ...]]:
     """Choose the table that knows the names, and name the others that say the same."""
+    if naming is None and all(not each.denoises and not each.flattened and _LANGUAGE.fullmatch(each.paths[-1])
+                              for each in written):  # fmt: skip
+        return None, ()  # a language model's, whose names no table has
     tables = [naming] if naming else [each for each in namings() if not each.component.startswith("text_encoder")]
     fitting = {
         table.key: {each.name: found for each in written if (found := _pieces(each, table, shapes[each.name]))}
@@ -323,7 +334,8 @@ def _choose(
 def _keeps_all(written: list[_Written], found: Mapping[str, tuple[Piece, ...]]) -> bool:
     """Whether a table knows all names of a file of diffusers as they are."""
     return all(
-        each.kind and [piece.module for piece in found.get(each.name, ())] == [each.name.removeprefix(_PEFT)]
+        each.kind
+        and [piece.module for piece in found.get(each.name, ())] == [_WRAPPERS.sub("", each.name.removeprefix(_PEFT))]
         for each in written
     )
 
@@ -436,7 +448,7 @@ def _kept(each: _Written, where: Path, naming: Naming | None, model: ModelNames 
     if each.component:
         return f"{each.component}.{each.paths[0]}"
     component = {"unet.": "unet", "transformer.": "transformer"}
-    plain = each.name.removeprefix(_PEFT)
+    plain = _WRAPPERS.sub("", each.name.removeprefix(_PEFT))
     start = next((start for start in component if plain.startswith(start)), None)
     return f"{component[start] if start else AUTHORS}.{each.paths[0]}"
 

@@ -23,11 +23,15 @@ _KEYS = (
 )  # fmt: skip
 _TRIGGERS = "ss_tag_frequency"  # folder → tag → how often captions have it
 _LENGTH = 200  # characters that are kept of each
+HASHES = frozenset(("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256"))
+"""Entries of a header that are hashes of the file's tensors."""
 # What describes a file's own bytes, ranks and names, so that it is wrong of another file.
 _OF_THE_BYTES = (
-    "format", "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", "alpha", "lora_alpha", "network_alpha",
-    DIFFUSERS_METADATA, COMPONENT, "netweight.architecture",
+    *sorted(HASHES), "format", "alpha", "lora_alpha", "network_alpha", DIFFUSERS_METADATA, COMPONENT,
+    "netweight.architecture",
 )  # fmt: skip
+
+_OF_THE_KIND = ("ss_network_module", "ss_network_args", "ss_network_dim", "ss_network_alpha")
 
 
 def summary(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -68,18 +72,29 @@ def network_alpha(metadata: Mapping[str, str], where: Path) -> float | None:
     return None
 
 
-def kept(metadata: Mapping[str, str], rank: int | None = None, alpha: float | None = None) -> dict[str, str]:
+def number(metadata: Mapping[str, str], key: str) -> float | None:
+    """The number that an entry states; None where there is none."""
+    try:
+        return float(metadata[key])
+    except (KeyError, ValueError):
+        return None
+
+
+def kept(metadata: Mapping[str, str], rank: int | None = None, *, converted: bool = False) -> dict[str, str]:
     """Return the metadata that is also true of a file derived from this one.
 
     Args:
         metadata: The file's metadata.
-        rank: The new file's rank, for the trainer's note of it.
-        alpha: The new file's alpha, likewise.
+        rank: The new file's rank if it is another one, for the trainer's note of it; its alpha is not noted then.
+        converted: Whether the file was of another kind of adapter than LoRA.
     """
     entries = {key: value for key, value in metadata.items() if key not in _OF_THE_BYTES}
-    for key, value in (("ss_network_dim", rank), ("ss_network_alpha", alpha)):
-        if key in entries and value is not None:
-            entries[key] = f"{value:g}"
+    if rank is not None:
+        entries.pop("ss_network_alpha", None)
+        if "ss_network_dim" in entries:
+            entries["ss_network_dim"] = f"{rank}"
+    if converted:
+        entries = {key: value for key, value in entries.items() if key not in _OF_THE_KIND}
     return entries
 
 
@@ -93,7 +108,10 @@ def union(sources: Sequence[tuple[Path, Mapping[str, str]]], weights: Sequence[f
         sources: Files and their metadata.
         weights: The weight of each.
     """
-    own = [kept(metadata) for _, metadata in sources]
+    own = [
+        {key: value for key, value in kept(metadata).items() if key not in ("ss_network_dim", "ss_network_alpha")}
+        for _, metadata in sources
+    ]
     if not any(own):
         return {}
     merged: dict[str, str] = {}

@@ -39,6 +39,8 @@ class Conversion:
     """At most, of each module; modules that are LoRAs keep their own."""
     weights: Path | None = None
     """The base model, which DoRA's change depends on."""
+    replacements: bool = False
+    """Whether weights that replace the model's own are taken, too; only the model itself has a place for them."""
 
 
 @final
@@ -205,15 +207,38 @@ def by_row(role: str, shape: tuple[int, ...], rows: int) -> bool:
 CONVERT = "Convert it: netweight space convert FILE NEW --rank 16, or give ingest a rank (--convert 16)."
 CONVERT_DORA = f"{CONVERT} And name the base (--weights)."
 _TRAIN = "Train LoRA instead, or extract a LoRA from the merged model (netweight space extract)."
+BAKE = "Put it into its model: netweight space bake MODEL FILE OUT."
+EXTRACT = (
+    "Merge it into its model with the library that it is of (peft: model.merge_and_unload(); diffusers: "
+    "pipeline.fuse_lora(); then save_pretrained), and extract a LoRA: netweight space extract BASE MERGED NEW."
+)
+_MAGNITUDE = r"lora_magnitude_vector|dora_scale|\.magnitude$|\.m$"
 _CONVERTIBLE = (
-    (r"lora_magnitude_vector|dora_scale", "DoRA, whose change depends on the base's weights", CONVERT_DORA),
+    (_MAGNITUDE, "DoRA, whose change depends on the base's weights", CONVERT_DORA),
     (r"\.hada_[wt]", "LoHa, a product of two low-rank matrices entry by entry", CONVERT),
     (r"\.lokr_[wt]", "LoKr, a Kronecker product", CONVERT),
     (r"\.diff$", "a full change of weights", CONVERT),
 )  # fmt: skip
 _KINDS = (
-    (r"\.(oft|boft)_|\.oft_blocks|\.vera_lambda|\.ia3_", "no LoRA (OFT, VeRA or IA³)", _TRAIN),
-    (r"\.set_weight", "weights that replace the model's own", _TRAIN),
+    (r"\.(oft|boft)_|\.oft_blocks|\.vera_lambda|\.ia3_|\.on_input$", "no LoRA (OFT, VeRA or IA³)", EXTRACT),
+    (r"\.[ab][12]\.weight$|\.bm\.weight$", "GLoRA, whose change depends on the base's weights", EXTRACT),
+    (r"\.set_weight", "weights that replace the model's own", EXTRACT),
+    (
+        r"^(emb_params|string_to_param\.\*|clip_[lg]|t5xxl|<.*>)$",
+        "a textual inversion (the embedding of a new token)",
+        "Give it to the program as an embedding; it is not an adapter.",
+    ),
+    (
+        r"(^|\.)lllite_",
+        "ControlNet-LLLite, which adds to activations and not to weights",
+        "Give it to the program as a ControlNet.",
+    ),
+    (
+        r"\.(qweight|wscales|smooth|proj_down|proj_up)$",
+        "a model or LoRA in the packed layout of nunchaku",
+        "Fetch the LoRA that it was made of.",
+    ),
+    (r"^(ip_adapter|image_proj)\.", "an IP-Adapter, which adds layers", "Load it with load_ip_adapter of diffusers."),
 )
 _ANY = re.compile("|".join(f"(?:{pattern})" for pattern, _, _ in (*_CONVERTIBLE, *_KINDS)))
 
@@ -238,7 +263,7 @@ def refuse_kinds(path: Path, names: Mapping[str, int], conversion: Conversion | 
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             raise Unsupported(f"{path} holds {kind}: tensor {found[0]!r}{more}.", cure=cure)
-    if conversion and conversion.weights is None and any(role in name for role in MAGNITUDES for name in matching):
+    if conversion and conversion.weights is None and any(re.search(_MAGNITUDE, name) for name in matching):
         raise UsageError(
             f"{path} holds DoRA, whose change depends on the base's weights.", cure="Name the base model (--weights)."
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +43,7 @@ Layout = Literal["diffusers", "peft", "kohya", "comfyui"]
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files that are pickles."""
 _DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
+_TURNED: Mapping[Role, Role] = {"lora_a": "down", "lora_b": "up"}  # mlx-lm's, which are the other way round
 Rows = tuple[tuple[int, int], ...]
 """Ranges of rows, in order; empty for all as they are."""
 
@@ -108,6 +110,8 @@ class AdapterPlan:
     """How what is not a LoRA becomes one."""
     vectors: Mapping[str, VectorPart] = field(default_factory=dict)
     """Parameter name → where its change lies, for biases, norms and others that are not matrices."""
+    replacements: Mapping[str, VectorPart] = field(default_factory=dict)
+    """Parameter name → a whole parameter that takes the place of the model's (peft's `modules_to_save`, biases)."""
     naming: Naming | None = None
     """The names of its architecture, if it is a known one."""
     alike: tuple[Naming, ...] = ()
@@ -174,7 +178,7 @@ def plan_part(
                 f"{file}: {info.name} has dtype {info.dtype}, which are codes without a scale.",
                 cure=f"Save it as {', '.join(_DTYPES)}.",
             )
-    shapes = {role: info.shape for role, info in infos.items()}
+    shapes = _shapes_turned({role: info.shape for role, info in infos.items()}, name, file)
     found = _pair(shapes, name, file) if kind_of(roles) == "lora" else structure(shapes, name, file)
     scale = scale_of(found.rank)
     if not math.isfinite(scale):
@@ -226,6 +230,32 @@ def _pair(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path) -> Stru
     return Structure(rank, (up[0], columns), tuple(core[2:] if core else down[2:]))
 
 
+def _shapes_turned(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path) -> Mapping[Role, tuple[int, ...]]:
+    """The shapes of factors as peft stores them, of those of mlx-lm, which are the other way round."""
+    if "lora_a" not in shapes and "lora_b" not in shapes:
+        return shapes
+    if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings)$", name) or any(len(s) != 2 for s in shapes.values()
+                                                                             if len(s) != 1):  # fmt: skip
+        raise Unsupported(
+            f"{file}: {name} is an embedding or a set of experts, whose factors by mlx-lm are not read.",
+            cure="Fuse the adapter into the model (mlx_lm.fuse), and extract a LoRA: netweight space extract BASE "
+            "FUSED NEW.",
+        )
+    return {_TURNED.get(role, role): shape[::-1] for role, shape in shapes.items()}
+
+
+def _tensors_of(store: Store, part: Part) -> dict[Role, Tensor]:
+    """The tensors of a part by role."""
+    return _turned(
+        {role: _plain(store.get(name)) for role, name in part.tensors.items() if role not in ("alpha", "up_bias")}
+    )
+
+
+def _turned(tensors: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
+    """Factors as peft stores them, of those of mlx-lm."""
+    return {_TURNED.get(role, role): tensor.T if role in _TURNED else tensor for role, tensor in tensors.items()}
+
+
 def load_part(
     store: Store, name: str, part: Part, weights: BaseWeights | None, *, transposed: bool = False
 ) -> tuple[LowRank, float]:
@@ -234,7 +264,7 @@ def load_part(
 
     from netweight.nn.lora import LowRank
 
-    tensors = {role: _plain(store.get(name)) for role, name in part.tensors.items() if role not in ("alpha", "up_bias")}
+    tensors = _tensors_of(store, part)
     if tensors.keys() == {"embedding_A", "embedding_B"}:
         tensors = {"down": tensors["embedding_B"].T, "up": tensors["embedding_A"].T}
     if part.expert is not None:
@@ -303,7 +333,7 @@ def dense_change(store: Store, name: str, part: Part, weight: Tensor) -> Tensor:
     Raises:
         CorruptBlob: The magnitudes do not fit the weight.
     """
-    tensors = {role: _plain(store.get(name)) for role, name in part.tensors.items() if role not in ("alpha", "up_bias")}
+    tensors = _tensors_of(store, part)
     magnitude = next(((role, tensors.pop(role)) for role in MAGNITUDES if role in tensors), None)
     change = take_rows(dense(tensors, part.scale), part.rows)
     if magnitude is None:

@@ -12,7 +12,7 @@ from typing import Any, Self, final
 
 from netweight.core.files import parse_json, read_object
 from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.store.lora_formats.other_kinds import CONVERT, CONVERT_DORA
+from netweight.store.lora_formats.other_kinds import BAKE, CONVERT, CONVERT_DORA, EXTRACT, Conversion
 from netweight.store.lora_formats.scales import alpha_of
 from netweight.store.safetensors import MAX_HEADER
 
@@ -23,17 +23,18 @@ PREFIX = "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 
+_PEFT_ALONE = "Keep it, and load it with peft: the change is not one of the weights alone."
 _OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ down, and what to do
     "use_dora": CONVERT_DORA,
-    "modules_to_save": "Train without modules_to_save: these modules are whole, no low-rank change.",
-    "trainable_token_indices": "Train without trainable_token_indices.",
-    "layer_replication": "Train without layer_replication.",
-    "alora_invocation_tokens": "Train without alora_invocation_tokens.",
-    "use_qalora": "Train with use_qalora=False.",
-    "use_bdlora": "Train without use_bdlora.",
-    "arrow_config": "Give the experts one by one.",
-    "kasa_config": "Train without kasa_config.",
-    "monteclora_config": "Train without monteclora_config.",
+    "modules_to_save": f"{BAKE} Or: {EXTRACT}",
+    "trainable_token_indices": EXTRACT,
+    "layer_replication": _PEFT_ALONE,
+    "alora_invocation_tokens": _PEFT_ALONE,
+    "use_qalora": EXTRACT,
+    "use_bdlora": EXTRACT,
+    "arrow_config": _PEFT_ALONE,
+    "kasa_config": EXTRACT,
+    "monteclora_config": _PEFT_ALONE,
 }
 # Layers of language models, by which those that know the class of a model by its task find it.
 _LANGUAGE = re.compile(r"(model\.)?(layers|decoder\.layers|gpt_neox\.layers|transformer\.h)\.\d+\.")
@@ -67,17 +68,19 @@ class LoraSettings:
     """Whether Unsloth trained it, some releases of which arrange the factors of experts otherwise than peft."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], where: Path, *, converts: bool = False) -> Self:
+    def of(cls, values: Mapping[str, Any], where: Path, *, conversion: Conversion | None = None) -> Self:
         """Take peft's settings; LoHa's, LoKr's and DoRA's only to be converted."""
+        converts, replaces = conversion is not None, conversion is not None and conversion.replacements
         kind = values.get("peft_type", "LORA")
         if kind != "LORA" and not (converts and kind in _CONVERTIBLE):
-            cure = CONVERT if kind in _CONVERTIBLE else "Only LoRA has low-rank factors."
+            cure = CONVERT if kind in _CONVERTIBLE else EXTRACT
             raise Unsupported(f"{where} describes an adapter of kind {kind}.", cure=cure)
         for name, cure in _OTHERS.items():
-            if values.get(name) and not (converts and name == "use_dora"):
+            taken = (converts and name == "use_dora") or (replaces and name == "modules_to_save")
+            if values.get(name) and not taken:
                 raise Unsupported(f"{where} asks for {name}: {values[name]!r}.", cure=cure)
-        if values.get("bias", "none") not in ("none", None):
-            raise Unsupported(f"{where} trains biases: {values['bias']!r}.", cure='Train with bias="none".')
+        if values.get("bias", "none") not in ("none", None) and not replaces:
+            raise Unsupported(f"{where} trains biases: {values['bias']!r}.", cure=BAKE)
         if str(values.get("init_lora_weights", True)).lower().startswith(_OTHER_BASE):
             raise Unsupported(
                 f"{where} was begun with {values['init_lora_weights']!r}, which changes the base model.",
@@ -105,10 +108,10 @@ class LoraSettings:
         )
 
     @classmethod
-    def read(cls, path: Path, *, converts: bool = False) -> Self:
+    def read(cls, path: Path, *, conversion: Conversion | None = None) -> Self:
         """Read `adapter_config.json`."""
         try:
-            return cls.of(read_object(path, limit=MAX_HEADER), path, converts=converts)
+            return cls.of(read_object(path, limit=MAX_HEADER), path, conversion=conversion)
         except ValueError as error:
             raise CorruptBlob(f"{path} is not a JSON ({error}).", cure="Fetch the file again.") from error
 
@@ -201,7 +204,9 @@ def _plain(alpha: float) -> float:
     return int(alpha) if alpha.is_integer() else alpha
 
 
-def settings_said(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSettings]:
+def settings_said(
+    metadata: Mapping[str, str], where: Path, conversion: Conversion | None = None
+) -> dict[str, LoraSettings]:
     """Read the settings of each component from a file's metadata; empty if it has none."""
     if DIFFUSERS_METADATA not in metadata:
         return {}
@@ -212,7 +217,9 @@ def settings_said(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSet
         raise CorruptBlob(
             f"{where}: its {DIFFUSERS_METADATA} cannot be read ({error}).", cure="Fetch the file again."
         ) from error
-    return {component: LoraSettings.of(_fields_of(component, fields), where) for component in parts}
+    return {
+        component: LoraSettings.of(_fields_of(component, fields), where, conversion=conversion) for component in parts
+    }
 
 
 def _fields_of(component: str, fields: Mapping[str, Any]) -> dict[str, Any]:

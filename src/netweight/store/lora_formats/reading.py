@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 from netweight.nn.lora import Adapter, LowRank, Truncation
 from netweight.store.lora_formats import metadata as headers
+from netweight.store.lora_formats import mlx
 from netweight.store.lora_formats import peft_settings as peft
 from netweight.store.lora_formats.base_weights import BaseWeights
 from netweight.store.lora_formats.identify import COMPONENTS, Identity, identify, written_as_usual
 from netweight.store.lora_formats.model_names import ModelNames
 from netweight.store.lora_formats.naming import Naming, Piece
-from netweight.store.lora_formats.other_kinds import Conversion, refuse_kinds
+from netweight.store.lora_formats.other_kinds import BAKE, EXTRACT, Conversion, refuse_kinds
 from netweight.store.lora_formats.parts import (
     PICKLES,
     AdapterPlan,
@@ -39,12 +41,13 @@ from netweight.store.lora_formats.targets import (
     nested_names,
     targeted,
 )
-from netweight.store.lora_formats.tensor_names import Role, take_all_apart
+from netweight.store.lora_formats.tensor_names import Role, take_all_apart, take_apart
 from netweight.store.reader import Store, open_store
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_OF_THE_BASE = ".base_layer.weight"  # behind the base model's own weight of a module that has an adapter
 # What a tensor that is not a matrix changes → the parameter's name after its module.
 _VECTORS = {"diff_b": "bias", "b_norm": "bias", "up_bias": "bias", "diff": "weight", "w_norm": "weight",
             "diff_m": "modulation"}  # fmt: skip
@@ -140,7 +143,7 @@ def load_converted(plan: AdapterPlan) -> Truncation:
                 for name, part in plan.parts.items():
                     if part.file == file:
                         factors[name], left_out = load_part(store, name, part, base, transposed=plan.transposed)
-                        _refuse_not_finite(file, name, factors[name])
+                        refuse_not_finite(file, name, factors[name])
                         lost += left_out
     adapter = Adapter(dict(sorted(factors.items())), _vectors(plan))
     return Truncation(adapter, math.sqrt(lost / (lost + adapter.norm() ** 2)) if lost else 0.0)
@@ -165,9 +168,12 @@ def _vectors(plan: AdapterPlan) -> dict[str, Tensor]:
 def _plan(path: Path, task: _Task) -> AdapterPlan:
     if path.is_file():
         refuse_pickle(path)
-        return _plan_peft(path, task) if path.name == peft.WEIGHTS else _plan_file(path, path, task)
+        planned = {peft.WEIGHTS: _plan_peft, mlx.WEIGHTS: _plan_mlx}.get(path.name)
+        return _plan_file(path, path, task) if planned is None else planned(path, task)
     if not path.is_dir():
         raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
+    if (path / mlx.WEIGHTS).is_file() and not (path / peft.WEIGHTS).is_file():
+        return _plan_mlx(path / mlx.WEIGHTS, task)
     if (path / peft.CONFIG).is_file() or (path / peft.WEIGHTS).is_file():
         return _plan_peft(_peft_weights(path), task)
     parts = [path / name for name in COMPONENTS if (path / name / peft.CONFIG).is_file()]
@@ -184,6 +190,11 @@ def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
             raise UsageError(f"{file} contains no tensor.", cure="Leave it out.")
         header = store.files[0].metadata
         located, remarks, kohya_ends = _locate(file, store, names, task)
+        if turned := next((roles for roles in located.values() if "lora_a" in roles), None):
+            raise UsageError(
+                f"{file}: {turned['lora_a']} is a factor by mlx-lm, whose scale is in {peft.CONFIG}.",
+                cure=f"Call the file {mlx.WEIGHTS}, and put it beside that file.",
+            )
         identity = identify(
             {name: _rough_shape(store, roles) for name, roles in located.items()},
             file,
@@ -199,10 +210,10 @@ def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
                 f"{file} is in peft's layout, but is not called {peft.WEIGHTS}, so its scale is not known.",
                 cure=f"Put it in a folder under that name, beside its {peft.CONFIG}.",
             )
-        settings = peft.settings_said(header, file)
+        settings = peft.settings_said(header, file, task.conversion)
         has_alphas = any("alpha" in roles for roles in located.values())
         network = None if has_alphas or settings else headers.network_alpha(header, file)
-        scales = _Scales(file, store, settings, network)
+        scales = _Scales(file, store, settings, network, header)
         parts, vectors = _parts(file, store, located, identity, scales, task.conversion)
         bases = {one.base for one in settings.values() if one.base}
         layout = identity.spelling if identity.spelling != "peft" else "diffusers"
@@ -215,7 +226,7 @@ def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
         identity = replace(identity, unknown=tuple(name for name in identity.unknown if name not in bare))
         return AdapterPlan(
             path, layout, parts, bases.pop() if len(bases) == 1 else headers.base_model(header),
-            headers.summary(header), None, vectors, identity.naming, identity.others, header,
+            headers.summary(header), None, vectors, {}, identity.naming, identity.others, header,
             tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends, has_alphas,
         )  # fmt: skip
 
@@ -224,9 +235,24 @@ class _Scales:
     """Scales of modules: from alphas in tensors, settings in the header, one alpha for all, or none."""
 
     def __init__(
-        self, file: Path, store: Store, settings: Mapping[str, peft.LoraSettings], network: float | None
+        self,
+        file: Path,
+        store: Store,
+        settings: Mapping[str, peft.LoraSettings],
+        network: float | None,
+        header: Mapping[str, str],
     ) -> None:
         self._file, self._store, self._settings, self._network = file, store, settings, network
+        self._noted = tuple(headers.number(header, key) for key in ("ss_network_alpha", "ss_network_dim"))
+
+    def _without_rank(self, alpha: float) -> float:
+        """The scale of a LoKr of two whole factors.
+
+        LyCORIS writes the layer's dimension as its alpha, for a scale of 1. Trainers that divide the network's alpha
+        by its dimension nevertheless write that alpha.
+        """
+        network, dimension = self._noted
+        return alpha / dimension if network and dimension and alpha == network else 1.0
 
     def of(self, module: str, roles: Mapping[Role, str], rank: int | None) -> float:
         """The scale of a module, called as in diffusers."""
@@ -242,7 +268,7 @@ class _Scales:
         alpha = self._store.get(name)
         if alpha.numel() != 1:
             raise CorruptBlob(f"{self._file}: {name} has shape {tuple(alpha.shape)} and is not an alpha.")
-        scale = 1.0 if rank is None else float(alpha) / rank
+        scale = self._without_rank(float(alpha)) if rank is None else float(alpha) / rank
         if stated is not None and not math.isclose(stated, scale, rel_tol=1e-6):
             raise CorruptBlob(
                 f"{self._file} says twice what {module} is scaled by: {scale:g} by the tensor {name}, {stated:g} by "
@@ -256,7 +282,7 @@ def _locate(
     file: Path, store: Store, names: list[str], task: _Task
 ) -> tuple[dict[str, dict[Role, str]], list[str], bool]:
     """Find the tensors of each module: module as the file writes it → role → tensor."""
-    left_out = [name for name in names if name.endswith(".base_layer.weight") or name.startswith("bundle_emb.")]
+    left_out = [name for name in names if name.endswith(_OF_THE_BASE) or name.startswith("bundle_emb.")]
     names = [name for name in names if name not in left_out]
     refuse_kinds(file, {name: len(store.info(name).shape) for name in names}, task.conversion)
     apart = take_all_apart(names)
@@ -269,7 +295,7 @@ def _locate(
             raise CorruptBlob(f"{file}: both {roles[each.role]!r} and {name!r} are the same part of {each.module}.")
         roles[each.role] = name
     remarks = []
-    if base := [name for name in left_out if name.endswith(".base_layer.weight")]:
+    if base := [name for name in left_out if name.endswith(_OF_THE_BASE)]:
         remarks.append(
             f"Left out: {', '.join(base)}, the base model's own weight, which peft saves beside the adapter of a head "
             "or embedding."
@@ -282,17 +308,17 @@ def _locate(
 
 
 def _no_part(file: Path, name: str) -> Unsupported:
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".weight")):
+        kind = "bias" if name.endswith(".bias") else "weight"
         return Unsupported(
-            f"{file}: tensor {name!r} is a bias, which a LoRA does not have.", cure='Train with bias="none".'
+            f"{file}: tensor {name!r} is a whole {kind}, not a factor of a LoRA.",
+            cure=f"{BAKE} Or: {EXTRACT}"
+            if file.name == peft.WEIGHTS
+            else "If the file is a whole model, extract a LoRA of it: netweight space extract BASE FILE NEW.",
         )
-    if name.endswith(".weight"):
-        return Unsupported(
-            f"{file}: tensor {name!r} is a whole weight, no factor of a LoRA.",
-            cure="Train without modules_to_save; or extract a LoRA from the merged model: netweight space extract BASE "
-            "MERGED NEW.",
-        )
-    return Unsupported(f"{file}: tensor {name!r} is not a factor of a LoRA.", cure="Save the adapter without it.")
+    return Unsupported(
+        f"{file}: tensor {name!r} is not a factor of a LoRA.", cure=f"Its kind of adapter is not known. {EXTRACT}"
+    )
 
 
 def _rough_shape(store: Store, roles: Mapping[Role, str]) -> tuple[int, int]:
@@ -302,6 +328,8 @@ def _rough_shape(store: Store, roles: Mapping[Role, str]) -> tuple[int, int]:
         return shapes["up"][0], math.prod(shapes["down"][1:])
     if "embedding_A" in shapes and "embedding_B" in shapes:
         return shapes["embedding_A"][-1], shapes["embedding_B"][0]
+    if "lora_a" in shapes and "lora_b" in shapes:
+        return shapes["lora_b"][-1], shapes["lora_a"][0]
     if "hada_w1_a" in shapes and "hada_w1_b" in shapes:
         side = 1 if "hada_t1" in shapes else 0
         return shapes["hada_w1_a"][side], math.prod(shapes["hada_w1_b"][1:])
@@ -391,9 +419,11 @@ def _plan_peft(file: Path, task: _Task) -> AdapterPlan:
         raise UsageError(
             f"{config} is missing, so what {file.name} is scaled by is not known.", cure="Also fetch that file."
         )
-    settings = peft.LoraSettings.read(config, converts=task.conversion is not None)
+    settings = peft.LoraSettings.read(config, conversion=task.conversion)
     with open_store(file) as store:
-        located, remarks, kohya_ends = _locate(file, store, store.names(), task)
+        whole = _replacements(file, store, task)
+        names = [name for name in store.names() if name not in {each.tensor for each in whole.values()}]
+        located, remarks, kohya_ends = _locate(file, store, names, task)
         header = store.files[0].metadata
         inside = header.get(headers.COMPONENT)
         component = inside or (file.parent.name if file.parent.name in COMPONENTS else None)
@@ -420,9 +450,23 @@ def _plan_peft(file: Path, task: _Task) -> AdapterPlan:
                 "that arrange lora_B by experts mean another change, and the file does not say which release it was."
             )
     return AdapterPlan(
-        file.parent, "peft", parts, settings.base, {}, None, vectors, identity.naming, identity.others, header,
-        tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends, transposed=settings.transposed,
+        file.parent, "peft", parts, settings.base, {}, None, vectors,
+        {f"{component}.{name}" if component else name: each for name, each in whole.items()}, identity.naming,
+        identity.others, header, tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends,
+        transposed=settings.transposed,
     )  # fmt: skip
+
+
+def _replacements(file: Path, store: Store, task: _Task) -> dict[str, VectorPart]:
+    """Parameters that take the place of the model's own, where such are wanted: parameter's name → where it lies."""
+    if task.conversion is None or not task.conversion.replacements:
+        return {}
+    found = {}
+    for name in store.names():
+        if take_apart(name) is None and name.endswith((".weight", ".bias")) and not name.endswith(_OF_THE_BASE):
+            own = re.sub(r"\.(modules_to_save\.[^.]+|base_layer)\.", ".", name.removeprefix(peft.PREFIX))
+            found[own] = VectorPart(file, name)
+    return found
 
 
 def _experts(
@@ -485,6 +529,28 @@ class _PeftScales(_Scales):
         return self._one.scale(self._written[module].removeprefix(peft.PREFIX), rank, self._config)
 
 
+def _plan_mlx(file: Path, task: _Task) -> AdapterPlan:
+    """Plan an adapter of mlx-lm, with the settings beside it."""
+    settings = mlx.MlxSettings.read(file.with_name(peft.CONFIG))
+    with open_store(file) as store:
+        located, remarks, _ = _locate(file, store, store.names(), task)
+        shapes = {name: _rough_shape(store, roles) for name, roles in located.items()}
+        identity = identify(shapes, file, naming=task.naming, model=task.model)
+        parts, _ = _parts(file, store, located, identity, _OneScale(settings.scale), task.conversion)
+    return AdapterPlan(file.parent, "peft", parts, settings.base, naming=identity.naming, remarks=tuple(remarks))
+
+
+class _OneScale(_Scales):
+    """One scale for all modules."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def of(self, module: str, roles: Mapping[Role, str], rank: int | None) -> float:
+        """The scale of a module."""
+        return self._scale
+
+
 def _joined(path: Path, plans: list[AdapterPlan]) -> AdapterPlan:
     """Join the plans of a pipeline's components."""
     bases = {plan.base for plan in plans if plan.base}
@@ -494,6 +560,7 @@ def _joined(path: Path, plans: list[AdapterPlan]) -> AdapterPlan:
         {name: part for plan in plans for name, part in plan.parts.items()},
         bases.pop() if len(bases) == 1 else None,
         vectors={name: part for plan in plans for name, part in plan.vectors.items()},
+        replacements={name: part for plan in plans for name, part in plan.replacements.items()},
         naming=next((plan.naming for plan in plans if plan.naming), None),
         metadata={key: value for plan in plans for key, value in plan.metadata.items()},
         remarks=tuple(dict.fromkeys(remark for plan in plans for remark in plan.remarks)),
@@ -528,7 +595,14 @@ def _own(model: ModelNames, name: str, where: Path) -> str:
     return own
 
 
-def _refuse_not_finite(file: Path, name: str, change: LowRank) -> None:
+def refuse_not_finite(file: Path, name: str, change: LowRank) -> None:
+    """Refuse factors that contain NaN or infinity.
+
+    Args:
+        file: The file, for the message.
+        name: The module.
+        change: Its factors.
+    """
     # A sum is finite only if all are; where it overflows, they are looked at one by one.
     if math.isfinite(float(change.down.sum() + change.up.sum())):
         return

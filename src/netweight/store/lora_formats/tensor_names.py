@@ -6,6 +6,7 @@
 ….lora_embedding_A  ….lora_embedding_B                     factors of an embedding, the other way round
 ….diff_b  ….diff  ….w_norm  ….b_norm  ….diff_m                  changes of vectors and other whole parameters
 ….lora_B.bias                                                                      a change of a bias, scaled
+….lora_a  ….lora_b  ….m                               factors of mlx-lm, the other way round, and its magnitudes
 ….hada_w1_a  ….lokr_w1  ….dora_scale  …                                          other kinds (`other_kinds`)
 """
 
@@ -21,8 +22,9 @@ Role = str
 
 _OTHER = re.compile(
     r"(?P<module>.+)\.(?P<role>hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|lora_mid|dora_scale"
-    r"|lora_magnitude_vector|diff_b|diff_m|diff|w_norm|b_norm)(?:\.weight|\.[^.]+\.weight|\.default)?"
+    r"|lora_magnitude_vector|magnitude|diff_b|diff_m|diff|w_norm|b_norm)(?:\.weight|\.[^.]+\.weight|\.default)?"
 )
+_MLX = re.compile(r"(?P<module>.+)\.(?P<role>lora_[ab]|m)")
 _EMBEDDING = re.compile(r"(?P<module>.+)\.lora_(?P<role>embedding_[AB])(?:\.[^.]+)?")
 _BIAS = re.compile(r"(?P<module>.+)\.(?:lora_B(?:\.[^.]+)?|lora_up|lora\.up|lora_linear_layer\.up)\.bias")
 _FACTOR = re.compile(
@@ -60,7 +62,10 @@ def take_apart(name: str) -> TensorName | None:
         return TensorName(f"{head}.{stream}.{what}", way)
     name = name.replace(".processor.", ".")
     if match := _OTHER.fullmatch(name):
-        return TensorName(match["module"], match["role"])
+        role = match["role"]
+        return TensorName(match["module"], "lora_magnitude_vector" if role == "magnitude" else role)
+    if match := _MLX.fullmatch(name):
+        return TensorName(match["module"], "lora_magnitude_vector" if match["role"] == "m" else match["role"])
     if match := _EMBEDDING.fullmatch(name):
         return TensorName(match["module"], match["role"])
     if match := _BIAS.fullmatch(name):

@@ -259,14 +259,27 @@ def write_exported(adapter: Adapter, path: str | Path, *, error: float, **how: A
     adapter, naming = _in_names_of_diffusers(adapter, how.get("naming"))
     layout = how.get("layout") or layout_for(adapter)
     naming = naming or (_naming_for(adapter, layout) if layout == "kohya" else None)
+    every = adapter.vectors
     adapter, left_out = _without_unsaid(adapter, layout, naming)
     written = write_adapter(adapter, path, **{**how, "layout": layout, "naming": naming})
+    error = _with_left_out(adapter, error, [every[name] for name in left_out])
     ranks = [change.rank for change in adapter.factors.values()]
     changed = len(adapter.factors) + len(adapter.vectors) + len(left_out)
     return Exported(
         written, layout, (min(ranks), max(ranks)), error, len(adapter.factors), changed if left_out else 0, left_out,
         _unread(naming or _naming_of(adapter), layout),
     )  # fmt: skip
+
+
+def _with_left_out(written: Adapter, error: float, left_out: Sequence[Tensor]) -> float:
+    """The relative error of the factors, with that of vectors that are not in the file."""
+    lost = sum(float(change.double().square().sum()) for change in left_out)
+    if not lost or not math.isfinite(error):
+        return error
+    kept = sum(float(change.double().square().sum()) for change in written.vectors.values())
+    factors = written.norm() ** 2
+    whole = factors / (1 - error**2) if error < 1 else factors  # what was left out is orthogonal to what was kept
+    return math.sqrt((whole * error**2 + lost) / (whole + kept + lost))
 
 
 def _naming_of(adapter: Adapter) -> Naming | None:

@@ -1,0 +1,161 @@
+"""`netweight space bake`: what is refused, said and left out, and whole weights that adapters of peft contain."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from netweight.errors import OutputFailed, UsageError
+from netweight.methods.space.baking import adapter_and_weight, bake_files
+from netweight.store import changed_copy
+
+NAME = "model.layers.0.self_attn.q_proj"
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+def llama(**more):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                        num_attention_heads=2, num_key_value_heads=2, **more)).eval()  # fmt: skip
+
+
+def lora(folder, scale=1.0, name=NAME, size=16):
+    """A LoRA of peft of one module."""
+    draw = torch.Generator().manual_seed(1)
+    folder.mkdir()
+    down, up = torch.randn(4, size, generator=draw), torch.randn(size, 4, generator=draw) * scale
+    tensors = {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [name.rpartition(".")[2]]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return up @ down
+
+
+def test_pieces_smaller_than_a_tensor_give_the_same_weights(tmp_path, monkeypatch):
+    llama().save_pretrained(tmp_path / "base")
+    change = lora(tmp_path / "lora")
+    for size in (1, 100, 1 << 20):
+        monkeypatch.setattr(changed_copy, "PIECE", size)
+        bake_files(tmp_path / "base", [(tmp_path / "lora", 0.5)], tmp_path / f"baked-{size}")
+        before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("base", f"baked-{size}"))
+        torch.testing.assert_close(after[f"{NAME}.weight"], before[f"{NAME}.weight"] + 0.5 * change)
+        assert all(torch.equal(after[key], before[key]) for key in before if key != f"{NAME}.weight")
+
+
+def test_a_file_that_reads_back_otherwise_is_not_published(tmp_path, monkeypatch):
+    llama().save_pretrained(tmp_path / "base")
+    lora(tmp_path / "lora")
+    write = changed_copy.ChangedCopy._write
+
+    def damaged(self, piece):
+        write(self, piece)
+        self._out.flush()
+        self._out.seek(-1, 1)
+        self._out.write(b"\x7f")
+
+    monkeypatch.setattr(changed_copy.ChangedCopy, "_write", damaged)
+    with pytest.raises(OutputFailed, match="other bytes were read back"):
+        bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
+    assert not (tmp_path / "baked").exists()
+
+
+def test_values_that_fp16_does_not_hold_are_refused(tmp_path):
+    llama().half().save_pretrained(tmp_path / "base")
+    lora(tmp_path / "lora", 1e5)
+    with pytest.raises(UsageError, match=r"q_proj\.weight has values that F16 does not hold .*smaller weight"):
+        bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
+    assert not (tmp_path / "baked").exists()
+
+
+@pytest.mark.parametrize("weight", ["nan", "inf", "-inf"])
+def test_weights_are_finite(tmp_path, weight):
+    lora(tmp_path / "lora")
+    with pytest.raises(UsageError, match="not a finite number"):
+        adapter_and_weight(f"{tmp_path / 'lora'}={weight}")
+
+
+def test_factors_that_are_not_numbers_are_refused(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    lora(tmp_path / "lora", float("nan"))
+    with pytest.raises(UsageError, match=r"q_proj holds NaN or infinity"):
+        bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
+
+
+def test_a_change_below_the_rounding_is_said(tmp_path):
+    llama().bfloat16().save_pretrained(tmp_path / "base")
+    lora(tmp_path / "lora", 1e-9)
+    made = bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
+    assert made.rounded_away == (f"{NAME}.weight",)
+    assert made.modules == 0
+
+
+def test_other_copies_of_the_weights_are_left_out_and_hashes_of_them_removed(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    lora(tmp_path / "lora")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    metadata = {"format": "pt", "modelspec.hash_sha256": "0x1", "modelspec.title": "mine"}
+    save_file(weights, tmp_path / "base" / "model.safetensors", metadata)
+    half = {name: one.half() for name, one in weights.items()}
+    save_file(half, tmp_path / "base" / "model.fp16.safetensors")
+    torch.save(weights, tmp_path / "base" / "pytorch_model.bin")
+    made = bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
+    assert made.left_out == ("model.fp16.safetensors", "pytorch_model.bin")
+    assert {file.name for file in (tmp_path / "baked").glob("*model*")} == {"model.safetensors"}
+    with safe_open(tmp_path / "baked" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "modelspec.title": "mine"}
+
+
+@pytest.mark.parametrize("more", [{"modules_to_save": ["lm_head", "embed_tokens"]}, {"bias": "all"}])
+def test_whole_weights_of_an_adapter_replace_the_models(tmp_path, more):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = llama(attention_bias=True)
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False, **more)
+    model = peft.get_peft_model(copy.deepcopy(base), config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    model.save_pretrained(tmp_path / "lora")
+    bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
+    baked, merged = load_file(tmp_path / "baked" / "model.safetensors"), model.merge_and_unload().state_dict()
+    for name, weight in baked.items():
+        torch.testing.assert_close(weight, merged[name], atol=1e-6, rtol=1e-5)
+
+
+def test_whole_weights_of_tied_layers(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = llama(tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+        with torch.no_grad():
+            model.get_input_embeddings().weight.add_(1)
+        model.save_pretrained(tmp_path / "lora", save_embedding_layers=True)
+    bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
+    baked = load_file(tmp_path / "baked" / "model.safetensors")
+    assert torch.equal(baked["model.embed_tokens.weight"], base.get_input_embeddings().weight + 1)
+    tensors = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    head = next(name for name in tensors if "lm_head" in name)
+    save_file({**tensors, head: tensors[head] + 1}, tmp_path / "lora" / "adapter_model.safetensors")
+    with pytest.raises(UsageError, match="which differ, and the model has one weight for both"):
+        bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "again")
+
+
+def test_an_adapter_with_added_tokens_names_what_to_do(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    lora(tmp_path / "lora")
+    tensors = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    tensors["base_model.model.model.embed_tokens.weight"] = torch.zeros(70, 16)
+    save_file(tensors, tmp_path / "lora" / "adapter_model.safetensors")
+    with pytest.raises(UsageError, match="resize its embeddings first"):
+        bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
