@@ -11,9 +11,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from netweight.errors import OutputFailed, UsageError
+from netweight.errors import OutputFailed, UnsafeInput, UsageError
 from netweight.methods.space.baking import adapter_and_weight, bake_files
+from netweight.methods.space.converting import convert_file
+from netweight.methods.space.settings import ConvertSettings
 from netweight.store import changed_copy
+from netweight.store.lora_formats.reading import read_adapter
 
 NAME = "model.layers.0.self_attn.q_proj"
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -158,4 +161,56 @@ def test_an_adapter_with_added_tokens_names_what_to_do(tmp_path):
     tensors["base_model.model.model.embed_tokens.weight"] = torch.zeros(70, 16)
     save_file(tensors, tmp_path / "lora" / "adapter_model.safetensors")
     with pytest.raises(UsageError, match="resize its embeddings first"):
+        bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
+
+
+def test_square_layers_of_gpt2_are_turned_without_a_config(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0,
+                               eos_token_id=0)).save_pretrained(tmp_path / "base")  # fmt: skip
+    name = "transformer.h.0.attn.c_proj"
+    change = lora(tmp_path / "lora", name=name)
+    file = tmp_path / "base" / "model.safetensors"
+    for model in (tmp_path / "base", file):
+        out = tmp_path / ("baked" if model.is_dir() else "baked.safetensors")
+        bake_files(model, [(tmp_path / "lora", 1.0)], out)
+        after = load_file(out / "model.safetensors" if out.is_dir() else out)
+        torch.testing.assert_close(after[f"{name}.weight"], load_file(file)[f"{name}.weight"] + change.T)
+
+
+def gemma(folder):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                num_key_value_heads=2, head_dim=8)  # fmt: skip
+    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+                  patch_size=14)  # fmt: skip
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("body", ["model", "language_model.model", "model.language_model"])
+def test_a_language_models_adapter_fits_the_model_that_also_takes_images(tmp_path, body):
+    gemma(tmp_path / "base")
+    change = lora(tmp_path / "lora", name=f"{body}.layers.0.self_attn.q_proj")
+    bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "baked"))
+    differing = [name for name in before if not torch.equal(before[name], after[name])]
+    assert [name.partition("layers.")[2] for name in differing] == ["0.self_attn.q_proj.weight"]
+    assert "vision" not in differing[0]
+    torch.testing.assert_close(after[differing[0]], before[differing[0]] + change)
+    how = ConvertSettings(model=str(tmp_path / "base"))
+    made = convert_file(tmp_path / "lora", tmp_path / "fitting", how, overwrite=False)
+    [named] = read_adapter(made.path).factors
+    assert named == "model.language_model.layers.0.self_attn.q_proj"
+
+
+def test_a_folder_of_pickles_says_how_to_save_it(tmp_path):
+    (tmp_path / "base").mkdir()
+    torch.save({"a.weight": torch.ones(2, 2)}, tmp_path / "base" / "pytorch_model.bin")
+    lora(tmp_path / "lora")
+    with pytest.raises(UnsafeInput, match=r"save_pretrained"):
         bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 19
 """Bytes that are read, changed and written at once: as many as stay in a processor's cache."""
+_MAPPED = 1 << 22  # bytes of the new file that are compared at once
 
 
 @final
@@ -123,11 +124,11 @@ class ChangedCopy:
             OutputFailed: It does not contain what was written.
         """
         self._out.flush()
-        again, at = xxhash.xxh3_128(), 0
-        piece = self._piece(PIECE)
-        while count := os.preadv(self._out.fileno(), [piece], at):
-            again.update(piece[:count])
-            at += count
+        again = xxhash.xxh3_128()
+        # Mapped, since nobody else can shorten this file, and mapping costs a third of reading.
+        with mmap.mmap(self._out.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
+            for start in range(0, len(content), _MAPPED):
+                again.update(content[start : start + _MAPPED])
         if again.digest() != self._digest.digest():
             raise OutputFailed(
                 f"{target} was written, and other bytes were read back.",

@@ -27,7 +27,7 @@ from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.hf.model_modules import ModelModules, model_modules
 from netweight.store.changed_copy import ChangedCopy
 from netweight.store.lora_formats import metadata as headers
-from netweight.store.lora_formats.base_weights import BaseWeights, open_weights
+from netweight.store.lora_formats.base_weights import CONV1D, BaseWeights, open_weights
 from netweight.store.lora_formats.identify import COMPONENTS
 from netweight.store.lora_formats.naming import Piece, naming_called
 from netweight.store.lora_formats.other_kinds import Conversion
@@ -532,7 +532,9 @@ class _Baking:
             return module in self._modules.transposed or any(
                 name.endswith(f".{module}") for name in self._modules.transposed
             )
-        return plan.transposed or (shape[0] != shape[1] and stored == (shape[1], shape[0]))
+        if shape[0] != shape[1]:
+            return stored == (shape[1], shape[0])
+        return plan.transposed or (self._base.stores_inputs_first and CONV1D.fullmatch(module) is not None)
 
 
 def _other_shape(plan: AdapterPlan, name: str, own: tuple[int, int], model: tuple[int, ...]) -> UsageError:

@@ -23,7 +23,7 @@ from netweight.hf.model_modules import ModelModules, model_modules
 from netweight.methods.space.lora_files import NamedModel, checked_modules, named_model
 from netweight.methods.space.settings import ExtractSettings
 from netweight.nn.lora import Adapter, LowRank
-from netweight.store.lora_formats.base_weights import BaseWeights
+from netweight.store.lora_formats.base_weights import CONV1D, BaseWeights
 from netweight.store.lora_formats.identify import component_of
 from netweight.store.lora_formats.parts import Layout, take_rows
 from netweight.store.lora_formats.scales import scaled_up
@@ -41,8 +41,6 @@ _EMBEDDING = re.compile(
 )
 _POSITION = re.compile(r"relative_attention_bias$")  # an embedding of distances, not of tokens
 _HEAD = re.compile(r"(^|.*\.)(lm_head|embed_out|output_projection)")
-# GPT-2's Conv1D stores (inputs, outputs); these names are known where no config says so.
-_CONV1D = re.compile(r"(^|.*\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)")
 _LEAST_SHARED = 0.5  # of the matrices of the tuned model, that the base must have under their names
 
 
@@ -109,6 +107,9 @@ def extract_files(
             f"The error does not cover {len(task.uncovered)} tensors that only {tuned} has: "
             f"{', '.join(task.uncovered[:3])}{' and others' if len(task.uncovered) > 3 else ''}."
         )
+    for place, weights in ((base, before), (tuned, after)):
+        if narrow := sum(places[0].info.dtype.startswith("F8_") for places in weights.places.values()):
+            remarks.append(f"{narrow} weights of {place} are stored in fp8, whose rounding is part of the change.")
     if modules is None:
         remarks.append("No config lies beside the weights, so modules were not checked against the model's own names.")
     count = task.changed
@@ -132,7 +133,7 @@ class _Extraction:
         self.changed = self.taken = 0
         self._whole = self._lost = 0.0
         self._fused = layout in ("kohya", "comfyui") and after.authors and before.authors
-        self._conv1d = modules is None and self._stores_inputs_first()
+        self._conv1d = modules is None and after.stores_inputs_first
         candidates = [name.rpartition(".")[0] for name, places in after.places.items() if len(places[0].info.shape) > 1]
         chosen = None if how.modules is None else Select(how.modules).keys(list(dict.fromkeys(candidates)))
         self._chosen = None if chosen is None else set(chosen)
@@ -171,15 +172,7 @@ class _Extraction:
         """Return whether the model stores a module's weight as (inputs, outputs)."""
         if self._modules is not None:
             return module in self._modules.transposed
-        return self._conv1d and _CONV1D.fullmatch(module) is not None
-
-    def _stores_inputs_first(self) -> bool:
-        """Tell GPT-2's Conv1D from linear layers of the same names by the shapes of those that are not square."""
-        for name, places in self._after.places.items():
-            match = re.fullmatch(r"(.*\.)?h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight", name)
-            if match and len(places[0].info.shape) == 2:
-                return places[0].info.shape[0] < places[0].info.shape[1]
-        return False
+        return self._conv1d and CONV1D.fullmatch(module) is not None
 
     def _check_names(self) -> None:
         """Refuse models whose names do not agree; list tensors that only one of them has."""

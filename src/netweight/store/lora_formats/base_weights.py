@@ -10,12 +10,14 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
 from netweight.core.files import read_object
 from netweight.errors import NameNotFound
 from netweight.store.lora_formats.identify import COMPONENTS, component_of, identify
+from netweight.store.lora_formats.model_names import other_spellings
 from netweight.store.lora_formats.naming import Naming, Piece, namings
 from netweight.store.lora_formats.quantized import dequantized, is_scale, refuse_codes
 from netweight.store.reader import INDEX_SUFFIX, Store, TensorInfo, open_store
@@ -30,7 +32,11 @@ _WITHIN = (
     ("text_encoders.clip_l.transformer.", "text_encoder"), ("text_encoders.clip_g.transformer.", "text_encoder_2"),
     ("text_encoders.t5xxl.transformer.", "text_encoder_3"), ("first_stage_model.", "vae"), ("vae.", "vae"),
 )  # fmt: skip
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _DENOISER = "model.diffusion_model."
+# GPT-2's Conv1D stores (inputs, outputs); these names are known where no config says so.
+CONV1D = re.compile(r"(^|.*\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)")
+_WIDER = re.compile(r"(.*\.)?h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight")
 _PARAMETER = re.compile(r"(?P<module>.+)\.(?P<kind>weight|bias)")
 
 
@@ -117,10 +123,8 @@ class BaseWeights:
         ends = [name, rest] if component else [name]
         found = [each for end in ends for each in self.places if each == end]
         found = found or [each for end in ends for each in self.places if each.endswith(f".{end}")]
-        if not found and rest.startswith("model."):
-            # Adapters that were trained on the language model alone of a model that also takes images.
-            within = f"model.language_model.{rest.removeprefix('model.')}"
-            found = [each for each in self.places if each == within]
+        if not found:
+            found = [each for each in other_spellings(rest) if each in self.places]
         if len(set(found)) != 1:
             shown = name.removesuffix(".weight")
             raise NameNotFound(
@@ -128,6 +132,14 @@ class BaseWeights:
                 cure="Name the base model that it was trained on, as diffusers, transformers or ComfyUI keep it.",
             )
         return found[0]
+
+    @cached_property
+    def stores_inputs_first(self) -> bool:
+        """Whether GPT-2's layers are stored as (inputs, outputs), by the shapes of those that are not square."""
+        for name, places in self.places.items():
+            if _WIDER.fullmatch(name) and len(places[0].info.shape) == 2:
+                return places[0].info.shape[0] < places[0].info.shape[1]
+        return False
 
     def tensor_called(self, name: str) -> str | None:
         """The one tensor of the files that has this name, or one that ends in it; None if there is none."""
@@ -262,6 +274,10 @@ def open_weights(path: Path) -> Store:
         for ending in (".safetensors", INDEX_SUFFIX):
             if (path / f"{name}{ending}").is_file():
                 return open_store(path / f"{name}{ending}")
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        for file in sorted(path.iterdir()):
+            if file.suffix in _PICKLES:
+                return open_store(file)  # which says what to do
     return open_store(path)
 
 

@@ -9,6 +9,24 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.store.lora_formats.naming import flat
 
 _TEXT_MODEL = ".text_model."  # a level of CLIP's text encoder that older files have, and newer models may lack
+# What releases of transformers, and models with and without images, put before the layers of one language model.
+_BODIES = ("model.language_model.", "language_model.model.", "model.")
+_HEADS = ("lm_head", "language_model.lm_head")
+
+
+def other_spellings(name: str) -> list[str]:
+    """Return what a module or parameter of a language model is called in other releases and larger models.
+
+    Args:
+        name: The name, such as `model.layers.0.self_attn.q_proj`.
+
+    Returns:
+        Its other names; none for what is not of a language model.
+    """
+    for group in (_BODIES, _HEADS):
+        if start := next((each for each in group if name.startswith(each)), None):
+            return [other + name.removeprefix(start) for other in group if other != start]
+    return []
 
 
 class ModelNames:
@@ -65,8 +83,12 @@ class ModelNames:
         return None
 
     def own(self, name: str) -> str | None:
-        """The model's own name of a module, with or without CLIP's level `text_model`; None if it has none."""
-        return name if name in self._names else self._older.get(name.replace(_TEXT_MODEL, ".", 1))
+        """The model's own name of a module, whichever release of transformers wrote the name; None if it has none."""
+        if name in self._names:
+            return name
+        if (older := self._older.get(name.replace(_TEXT_MODEL, ".", 1))) is not None:
+            return older
+        return next((other for other in other_spellings(name) if other in self._names), None)
 
     def not_found(self, name: str) -> NameNotFound:
         """The error for a name that the model does not have."""
