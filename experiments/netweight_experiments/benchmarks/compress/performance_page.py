@@ -17,6 +17,7 @@ from netweight_experiments.benchmarks.script import RESULTS
 # From the root of the source tree.
 PAGE = Path("docs") / "performance.md"
 
+BUSY_WITH_ITSELF = 1.2  # the load average at the end of a benchmark of one thread beside which nothing runs
 QUIET, PEERS = 0.5, ("zipnn", "zstandard", "lz4", "blosc2")
 LEFT_OUT = ("memcpy", "zstd -1", "zstd -1, planes", "blosc2 bitshuffle + lz4")  # in the results only
 SHOWN = f"{MINILM} as BF16, warm, one thread"
@@ -88,11 +89,12 @@ writing of files. Measured on {date} on {machine} ([result](../benchmarks/result
 at a load average of up to {load:.0f}. How it was measured: {how}.
 
 """
+PEERS_BUSY = """**Other programs were running** (load average {load:.0f} on {cores} cores): only relative times can be
+compared with other tables. """
 PEERS_SPEED = """
 The second table gives the speeds of the same programs on {data} ({dtype}), with one thread, by processor time. They are
-medians of {rounds} rounds in one process, in which the programs take turns. **Other programs were running** (load
-average {load:.0f} on {cores} cores). Only the times relative to the level `default`, which are taken within rounds, can
-therefore be compared with other tables. A value of 2 means twice the time of `default`.
+medians of {rounds} rounds in one process, in which the programs take turns. {others}The times relative to the level
+`default` are taken within rounds. A value of 2 means twice the time of `default`.
 
 """
 FOLDER_TARGETS = (
@@ -200,8 +202,7 @@ def peers_part() -> str:
         data=first["name"],
         dtype=first["dtype"],
         rounds=found["options"]["rounds"],
-        load=load,
-        cores=environment["cores"],
+        others=PEERS_BUSY.format(load=load, cores=environment["cores"]) if load > BUSY_WITH_ITSELF else "",
     )
     speeds = []
     for name, row in first["rows"].items():
