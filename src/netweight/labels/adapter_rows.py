@@ -209,14 +209,14 @@ def _single_rows(facts: AdapterFacts) -> Iterator[Row]:
         yield Row(key="adapter_parts", title="Parts of the model", value=", ".join(facts.parts), indent=1)
     yield Row(
         key="strength", title="Strength (norm of the change)", value=f"{facts.strength:.4g}", number=facts.strength,
-        basis="Frobenius norm over all modules, alpha included",
+        basis="Frobenius norm over all modules, with alpha",
         state="measured" if facts.strength else "warning",
     )  # fmt: skip
     yield Row(key="rank", title="Rank", value=f"{low}" if low == high else f"{low} to {high}", number=high)
     for share, value in zip((90, 99), facts.effective_ranks, strict=True):
         yield Row(
             key=f"effective_rank_{share}", title=f"Rank that holds {share} % of it", value=f"{value:.1f}", number=value,
-            indent=1, basis="mean over modules, of the square of the change",
+            indent=1, basis="of the squared norm of the change; mean over modules",
         )  # fmt: skip
     yield Row(
         key="readers", title="Programs that read it", value=_READERS.get(facts.layout, facts.layout),

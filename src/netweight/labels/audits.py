@@ -76,14 +76,14 @@ def _refusal_rows(end: AuditEnd) -> list[Row]:
     )
     assert before is not None
     assert left is not None
-    title = "Refuses, of the prompts of --refused"
+    title = "Prompts refused, of --refused"
     rows = [
         Row(
             key="refusals", title=title, value=percent(_share(before) / 100), number=_share(before), unit="percent",
-            basis=f"{many(before.n or 0, 'prompt')} that no edit was made of", detail={"command": end.line},
+            basis=f"{many(before.n or 0, 'prompt')} that were not used for the attack", detail={"command": end.line},
         )
     ]  # fmt: skip
-    title = "Refusals left after the best edit"
+    title = "Refusals left after the best attack"
     if left.value is None:
         return [*rows, _unmeasured("refusals_left", title, left.detail.get("reason", "no reason is stated"), indent=1)]
     value = 100 * float(left.value)
@@ -101,18 +101,22 @@ def _share(finding: Finding) -> float:
 def _retraining_rows(end: AuditEnd) -> list[Row]:
     """Steps that the best fine-tuning attack needed, beside those on the base."""
     steps, ratio = (_finding(end.sections, name) for name in ("steps to recover, best attack", "resistance"))
-    title = "Steps to retrain it on --harmful"
+    title = "Steps to recover, on --harmful"
     if steps is None or steps.value is None:
         reason = "no attack was measured" if steps is None else steps.detail.get("reason", "no reason is stated")
         return [_unmeasured("retraining", title, reason)]
     if ratio is None:
-        reason = f"no control: {_steps(steps.value)}, and it is unknown what that is against; give --base"
+        reason = f"no control: {_steps(steps.value)}, with nothing to compare them with; give --base"
         return [_unmeasured("retraining", title, reason)]
     if mark_of(ratio) == "no control":
-        return [_unmeasured("retraining", title, "no control: the same attacks did not recover on the base either")]
+        return [
+            _unmeasured(
+                "retraining", title, "no control: the same attacks did not recover the behavior of the base either"
+            )
+        ]
     rows = [Row(
         key="retraining", title=title, value=_steps(steps.value), number=_finite(steps.value), unit="steps",
-        basis=f"the best attack: {steps.detail.get('attack', 'not stated')}", detail={"command": end.line},
+        basis=f"by the best attack: {steps.detail.get('attack', 'not stated')}", detail={"command": end.line},
         state="warning" if mark_of(ratio) == "missed" else "measured",
     )]  # fmt: skip
     if steps.baseline is not None:
@@ -135,16 +139,16 @@ def _memorized_rows(end: AuditEnd) -> list[Row]:
     """How many prompts look memorized, beside how many ordinary ones pass the same threshold."""
     scores = end.payload["prompts"]
     flagged = sum(bool(each["memorized"]) for each in scores)
-    title = "Looks memorized, of --prompts"
+    title = "Prompts that look memorized, of --prompts"
     below = end.payload["threshold"].get("prompts_below")
     if below is None:
-        return [_unmeasured("memorized", title, "no control: the threshold states no ordinary prompts")]
+        return [_unmeasured("memorized", title, "no control: the threshold was set without ordinary prompts")]
     more = flagged > (1 - below) * len(scores) + 1e-6  # than as many ordinary prompts
     return [
         Row(
             key="memorized", title=title, value=f"{flagged} of {len(scores)}", number=flagged, unit="prompts",
             state="warning" if more else "measured", detail={"command": end.line},
-            basis="first predictions that are more alike over seeds than those of most ordinary prompts",
+            basis="their first noise predictions are more similar across seeds than those of most ordinary prompts",
         ),
         Row(
             key="memorized_ordinary", title="Ordinary prompts above the threshold", value=percent(1 - below),
@@ -155,20 +159,20 @@ def _memorized_rows(end: AuditEnd) -> list[Row]:
 
 AUDITS: tuple[LabelAudit, ...] = (
     LabelAudit(
-        "refusals", "What it refuses", ("language model",), "attack refusal", ("refused", "ordinary"), ("base",),
+        "refusals", "Refusals", ("language model",), "attack refusal", ("refused", "ordinary"), ("base",),
         rows=_refusal_rows,
     ),
     LabelAudit(
-        "retraining", "How hard it is to retrain", ("language model",), "attack finetune", ("harmful",),
+        "retraining", "Resistance to fine-tuning", ("language model",), "attack finetune", ("harmful",),
         ("base", "benign"), minutes="minutes", rows=_retraining_rows,
     ),
     LabelAudit(
-        "memorized", "What it repeats from training", ("pipeline",), "forget detect", ("prompts", "ordinary"),
+        "memorized", "Memorized pictures", ("pipeline",), "forget detect", ("prompts", "ordinary"),
         rows=_memorized_rows,
     ),
-    LabelAudit("reconstruction", "What a server sees", ("federation",), "federate audit", ()),
+    LabelAudit("reconstruction", "Reconstruction by a server", ("federation",), "federate audit", ()),
 )  # fmt: skip
-"""In the order in which they run: what tells most in a minute is first."""
+"""All audits, in the order in which they run: the one that shows most in a minute is first."""
 
 
 @final
@@ -300,7 +304,7 @@ def _rows_of(audit: LabelAudit, end: AuditEnd, request: Request) -> tuple[list[R
     if end.outcome == "ended":
         return audit.rows(end), end.sections
     reason = {
-        "late": f"did not fit in {request.minutes:g} minutes; the same command with more continues from there",
+        "late": f"did not fit in {request.minutes:g} minutes; the same command with more minutes continues from it",
         "failed": f"failed: {end.reason}",
     }[end.outcome]
     row = _unmeasured(audit.key, audit.title, reason)

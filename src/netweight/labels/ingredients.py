@@ -137,7 +137,7 @@ def _quantization_rows(subject: Subject, facts: WeightFacts) -> list[Row]:
         return [Row(key="quantization", title="Quantization", value=", ".join(dict.fromkeys(named)))]
     if codes:
         return [Row(
-            key="quantization", title="Quantization", value="codes without a stated method", state="warning",
+            key="quantization", title="Quantization", value="codes, and no stated method", state="warning",
             basis=f"{many(len(codes), 'matrix', 'matrices')} of {codes[0].dtype}, such as {codes[0].name}",
         )]  # fmt: skip
     return [Row(key="quantization", title="Quantization", value="none stated")]
@@ -419,5 +419,5 @@ def _template_rows(subject: Subject, files: Sequence[Path]) -> list[Row]:
         return []
     return [Row(
         key="template_calls", title="Chat template reaches for", value=", ".join(escapes), state="warning",
-        basis="names that a template needs only to leave its sandbox",
+        basis="names that a template needs only to escape from its sandbox",
     )]  # fmt: skip

@@ -22,9 +22,12 @@ Kind = Literal["language model", "model", "pipeline", "weights", "adapter", "ada
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 # The first bytes of files that hold weights in a form that is not read here → what they are, and the cure.
 _FOREIGN_STARTS = {
-    b"GGUF": ("a GGUF file, whose weights are quantized in blocks", "Label the safetensors files it was made from."),
-    b"\x89HDF": ("an HDF5 file (Keras or TensorFlow)", "Save the model as safetensors and label that."),
-    b"\x93NUM": ("a numpy array", "Save the arrays as safetensors and label that."),
+    b"GGUF": (
+        "a GGUF file, whose weights are quantized in blocks",
+        "Give the safetensors files from which it was made.",
+    ),
+    b"\x89HDF": ("an HDF5 file (Keras or TensorFlow)", "Save the model as safetensors, and give that file."),
+    b"\x93NUM": ("a numpy array", "Save the arrays as safetensors, and give that file."),
 }
 _FOREIGN_NAMES = {
     ".onnx": "an ONNX graph",
@@ -121,7 +124,7 @@ def read_config(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CorruptBlob(f"{file} is not JSON: {error}.", cure="Fetch the file again.") from None
     if not isinstance(value, dict):
-        raise CorruptBlob(f"{file} contains no JSON object.", cure="Fetch the file again.")
+        raise CorruptBlob(f"{file} does not contain a JSON object.", cure="Fetch the file again.")
     return value
 
 
@@ -148,16 +151,16 @@ def _identify_file(file: Path) -> Subject:
         start = opened.read(64)
     for mark, (what, cure) in _FOREIGN_STARTS.items():
         if start.startswith(mark):
-            raise Unsupported(f"{file} is {what}; such files get no label.", cure=cure)
+            raise Unsupported(f"{file} is {what}. netweight label does not read such files.", cure=cure)
     if is_pickle(start) or _is_torch_archive(file):
         return Subject(file, "weights", pickles=(file,))
     if file.suffix in _FOREIGN_NAMES:
         raise Unsupported(
-            f"{file} is {_FOREIGN_NAMES[file.suffix]}; such files get no label.",
-            cure="Save the weights as safetensors and label that.",
+            f"{file} is {_FOREIGN_NAMES[file.suffix]}. netweight label does not read such files.",
+            cure="Save the weights as safetensors, and give that file.",
         )
     if file.suffix == ".json" and file.name.endswith(".index.json"):
-        raise UsageError(f"{file} is the index of a sharded model.", cure=f"Label its folder, {file.parent}.")
+        raise UsageError(f"{file} is the index of a sharded model.", cure=f"Give its folder, {file.parent}.")
     try:
         read_header(file)
     except NetweightError:
@@ -190,7 +193,7 @@ def _identify_folder(folder: Path) -> Subject:
         config = read_config(folder / "adapter_config.json")
         if not files and not pickles:
             raise UsageError(
-                f"{folder} holds an adapter_config.json and no weights.", cure="Fetch the adapter's weights as well."
+                f"{folder} contains an adapter_config.json but no weights.", cure="Fetch the adapter's weights as well."
             )
         return Subject(folder, "adapter", tuple(files), tuple(pickles), tuple(copies), config, (folder,))
     config = read_config(folder / "config.json")
@@ -216,33 +219,34 @@ def _no_weights(folder: Path, config: dict[str, Any]) -> NetweightError:
     for name in names:
         if name.endswith(".gguf"):
             return Unsupported(
-                f"{folder} holds GGUF files ({name}), whose weights are quantized in blocks; such files get no label.",
-                cure="Label the safetensors files that they were made from.",
+                f"{folder} contains GGUF files ({name}), whose weights are quantized in blocks. "
+                "netweight label does not read such files.",
+                cure="Give the safetensors files from which they were made.",
             )
         suffix = Path(name).suffix
         if suffix in _FOREIGN_NAMES or suffix == ".h5":
             what = _FOREIGN_NAMES.get(suffix, "a Keras or TensorFlow checkpoint")
             return Unsupported(
-                f"{folder} holds {what} ({name}) and no safetensors files or PyTorch checkpoints.",
-                cure="Save the weights as safetensors and label that.",
+                f"{folder} contains {what} ({name}), but no safetensors files and no PyTorch checkpoints.",
+                cure="Save the weights as safetensors, and give that file.",
             )
     damaged = [name for name in names if Path(name).suffix in _PICKLED and (folder / name).is_file()]
     if damaged:
         return CorruptBlob(
-            f"{folder / damaged[0]} has the name of a PyTorch checkpoint and is not one.", cure="Fetch the file again."
+            f"{folder / damaged[0]} has the name of a PyTorch checkpoint but is not one.", cure="Fetch the file again."
         )
     if not names:
         return UsageError(f"The folder {folder} is empty.", cure="Check the path.")
     if config:
         return UsageError(
-            f"{folder} holds a {'model_index' if 'model_index.json' in names else 'config'}.json and no weights.",
+            f"{folder} contains a {'model_index' if 'model_index.json' in names else 'config'}.json but no weights.",
             cure="Fetch the model's .safetensors files as well.",
         )
     models = [name for name in names if (folder / name / "config.json").is_file()]
     models += [name for name in names if (folder / name / "model_index.json").is_file()]
     cure = "Check the path."
     if models:
-        cure = f"It holds models in folders of their own, such as {models[0]}: give one of them, or --all."
+        cure = f"It contains models in subfolders, such as {models[0]}: give one of them, or --all."
     return UsageError(f"{folder} contains no weights: no safetensors files and no PyTorch checkpoints.", cure=cure)
 
 

@@ -157,7 +157,7 @@ class Label(_Part):
         try:
             value = json.loads(Path(file).read_text(encoding="utf-8"))
         except (ValueError, UnicodeDecodeError) as error:
-            raise UsageError(f"{file} does not hold JSON: {error}.") from None
+            raise UsageError(f"{file} is not valid JSON: {error}.") from None
         return cls.from_json(value)
 
     @classmethod

@@ -138,6 +138,6 @@ def not_measured(subject: Subject, *, base: bool, audited: Container[str] = ()) 
     ]
     if subject.weights and not base and subject.kind not in ("adapter", "adapters", "federation"):
         rows.append(
-            Row(key="base", title="What changed against a base", value="netweight label --base", state="not measured")
+            Row(key="base", title="Change against a base", value="netweight label --base", state="not measured")
         )
     return rows

@@ -12,7 +12,7 @@ from netweight.methods.compress.bits import BitStatistics
 
 _SHOWN = 3  # names that are listed in a row
 _APART = (
-    "Each entropy is that of one part by itself, over all tensors together. The codec uses statistics of each tensor, "
+    "Each entropy is of one part by itself, over all tensors together. The codec uses the statistics of each tensor, "
     "so its bits are not the sum of the three."
 )
 _LEAST_SHARE = 0.01  # of the gross weight, from which a type or a finding gets a row of its own
@@ -167,8 +167,8 @@ def _not_finite_rows(facts: WeightFacts) -> list[Row]:
     if len(searched) < len(facts.tensors):
         return [Row(
             key="not_finite", title="NaN and infinities", state="not measured" if not bad else "warning",
-            value=f"{len(bad):,} of {len(searched):,} tensors have some",
-            basis=f"looked for in {len(searched):,} of {many(len(facts.tensors), 'tensor')}; the others are packed",
+            value=f"{len(bad):,} of {len(searched):,} tensors contain some",
+            basis=f"searched in {len(searched):,} of {many(len(facts.tensors), 'tensor')}; the others are packed",
         )]  # fmt: skip
     if not bad:
         return [Row(key="not_finite", title="NaN and infinities", value="none", number=0)]

@@ -220,7 +220,7 @@ def measure_weights(
         for file in pickles:
             sources += _pickled_tensors(file)
         if not sources:
-            raise UsageError(f"{_listed([*files, *pickles])}: there are no tensors.", cure="Check the path.")
+            raise UsageError(f"{_listed([*files, *pickles])}: the files contain no tensors.", cure="Check the path.")
         total = sum(source.nbytes for source in sources)
         with progress.task("read tensors", total) as task:
             facts = []
@@ -265,7 +265,7 @@ def _pickled_tensors(file: Path) -> Iterator[TensorSource]:
     except Exception as error:  # every reason for which torch refuses a file
         raise UnsafeInput(
             f"{file} cannot be opened without running its code, or is damaged ({_reason(error)}).",
-            cure="Save the weights as safetensors and label that.",
+            cure="Save the weights as safetensors, and give that file.",
         ) from None
     for name, tensor in _tensors_in(loaded, ""):
         if not isinstance(tensor, torch.Tensor):
@@ -273,8 +273,8 @@ def _pickled_tensors(file: Path) -> Iterator[TensorSource]:
         kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)[6:]
         if kind != "strided":
             raise Unsupported(
-                f"{file}: the tensor {name} is {kind.replace('_', ' ')}, and only dense tensors are measured.",
-                cure="Save the weights as dense tensors in safetensors files and label that.",
+                f"{file}: the tensor {name} is {kind.replace('_', ' ')}, and a label measures only dense tensors.",
+                cure="Save the weights as dense tensors in safetensors files, and give those.",
             )
         content, dtype, shape = content_of(tensor.detach())
         yield _PickledTensor(file, name, dtype, tuple(shape), content.nbytes, content)
