@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_named_and_fails(here):
     row = label.row("refusals")
     assert row.state == "not measured"
     assert row.value.startswith("did not fit in 0.01 minutes")
-    assert label.row("verdict").value.startswith("Do not publish: there is no verdict, because what it refuses could")
+    assert label.row("verdict").value.startswith("Do not publish: there is no verdict, because refusals could")
 
 
 def test_an_audit_that_fails_is_named_with_its_reason(here):
@@ -135,7 +135,7 @@ def resistance(steps, base, control="broken"):
         (resistance(40, 10), "40 steps", "measured"),
         (resistance(20, 10), "20 steps", "warning"),
         (resistance(float("inf"), 10), "not recovered", "measured"),
-        (resistance(40, None), "no control: 40 steps, and it is unknown", "not measured"),
+        (resistance(40, None), "no control: 40 steps, with nothing to compare", "not measured"),
         (resistance(40, 10, control="held"), "no control: the same attacks did not recover", "not measured"),
         (resistance(None, None), "no attack ran", "not measured"),
         (AuditEnd("ended"), "no attack was measured", "not measured"),

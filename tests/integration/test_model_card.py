@@ -97,7 +97,7 @@ def test_evidence_is_told_with_what_missed_its_target(model, run):
     assert "It holds a while." in text
     Report("Nothing proved").section("Defense", [], treatment="compress", audits=()).write(run)
     text = add_evidence(model, run).read_text()
-    assert "**Not tested**: compress by: identity, size, outputs." in text
+    assert "**Audits left out**: compress (identity, size, outputs)." in text
     assert "steps to recovery" not in text
 
 
@@ -128,7 +128,7 @@ def test_an_adapter_of_a_space_says_what_it_is(tmp_path):
     answer = CliRunner().invoke(
         netweight, ["space", "export", str(tmp_path / "space"), "mean", str(tmp_path / "m.safetensors"), "--card"]
     )
-    assert "A single file has no card" in answer.stderr
+    assert "A single file cannot have a model card" in answer.stderr
 
 
 def test_what_cannot_be_is_refused(model, tmp_path):

@@ -45,7 +45,7 @@ def test_an_audit_returns_a_section_and_the_report_says_what_did_not_run():
 
 
 def test_no_treatment_without_an_audit():
-    with pytest.raises(UsageError, match="No treatment without its audit"):
+    with pytest.raises(UsageError, match="Every treatment needs an audit"):
         declare_audits("shrink", {})
 
 

@@ -77,7 +77,7 @@ def test_a_failed_finding_gives_exit_code_1(call, tmp_path):
 def test_a_treatment_without_its_audits_is_called_out(call, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE + "audits: []\n")
     for arguments in (["--plan"], []):
-        assert "not tested: repeat by length, start" in call(*arguments).stdout
+        assert "audits left out: length, start" in call(*arguments).stdout
 
 
 def test_problems_are_usage_errors(call):

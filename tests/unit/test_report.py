@@ -112,9 +112,11 @@ def test_what_is_left_to_do_follows_from_the_findings():
     aimed = {"better": "higher", "target": 2.0}
     missed, met, absent = Finding("a", 1.0, **aimed), Finding("b", 3.0, **aimed), Finding("c", None, **aimed)
     assert left(met) == []
-    assert left(missed, met) == ["Missed targets, to be mended or stated: s: a."]
-    assert left(absent) == ["To be measured, since there is a target: s: c."]
-    assert left(Finding("d", 1.0, seeds=(5,))) == ["To be run again from other seeds: all of this is of one."]
+    assert left(missed, met) == ["Missed targets, to be met or to be stated in the model card: s: a."]
+    assert left(absent) == ["Targets that were not measured: s: c."]
+    assert left(Finding("d", 1.0, seeds=(5,))) == [
+        "Runs to be repeated with other seeds: all findings are from one seed."
+    ]
     assert left(Finding("d", 1.0, seeds=(5, 6))) == []
     many = [Finding(f"n{number}", 1.0, **aimed) for number in range(5)]
     assert left(*many)[0].endswith("s: n2; and 2 more.")
@@ -127,10 +129,10 @@ def test_a_treatment_without_its_audit_is_shown_in_red(monkeypatch):
     fine = [Finding("x", 1.0, target=(0, 2))]
     report = Report("t", environment={}).section("s", fine, treatment="shrink", audits=["identity"])
     document = report
-    assert decide(document.sections[0]).publish.startswith("No verdict, because nothing has tested shrink by: ")
+    assert decide(document.sections[0]).publish.startswith("No verdict, because audits were left out: shrink (speed)")
     page = render(document)
     assert page.count('class="warning"') == 2  # in the summary and in the section
-    assert "No treatment without its audit: speed did not run" in page
+    assert "Not all audits of this treatment were run. Missing: speed." in page
     full = Report("t", environment={}).section("s", fine, treatment="shrink", audits=["identity", "speed"])
     assert 'class="warning"' not in render(full)
 
@@ -141,7 +143,7 @@ def test_a_treatment_without_its_audit_is_shown_in_red(monkeypatch):
         (lambda data: data.update(surprise=1), "surprise"),
         (lambda data: data.pop("title"), "title"),
         (lambda data: data.update(netweight_report=2), "netweight_report"),
-        (lambda data: data["sections"][1]["findings"][0].update(passed=False), "its own numbers say otherwise"),
+        (lambda data: data["sections"][1]["findings"][0].update(passed=False), "contradicts its numbers"),
         (lambda data: data["sections"][0]["tables"][0]["rows"].append([1]), "Table 'Wide': row 2"),
     ],
 )
@@ -249,7 +251,7 @@ def test_chapters_gather_sections_and_head_the_summary(tmp_path):
 
 
 def test_sections_outside_of_chapters_are_refused():
-    with pytest.raises(UsageError, match="before the first chapter"):
+    with pytest.raises(UsageError, match="before its first chapter"):
         Report("Two").section("a", []).chapter(chapter())
     with pytest.raises(UsageError, match="second chapter"):
         Report("Two").chapter(chapter()).chapter(chapter())

@@ -22,8 +22,8 @@ SECTION = Section(
 
 def test_rows_for_the_terminal():
     assert [finding_row(each) for each in FINDINGS] == [
-        ("ratio", "1.513", "1.512 to 1.514 met"),
-        ("steps", "inf steps", "40 to no bound"),
+        ("ratio", "1.513", "95 %: 1.512 to 1.514  met"),
+        ("steps", "∞ steps", "95 %: at least 40"),
         ("one run", "0.25", "MISSED"),
         ("LPIPS", "–", "not measured: no backbone"),
         ("weights", "22\u2009713\u2009216", ""),
@@ -42,7 +42,7 @@ def test_numbers_are_aligned_to_the_right_and_texts_to_the_left():
 
 def test_a_section_in_a_model_card():
     lines = render_markdown(SECTION)
-    assert lines[:4] == ["**Not tested**: shrink by: speed.", "", "It is.", ""]
+    assert lines[:4] == ["**Audits left out**: shrink (speed).", "", "It is.", ""]
     assert "| ratio | 1.513 | 1.512 to 1.514 | 1.500 | met |" in lines
     assert "| one run | 0.2500 |  | 0.1000 | **missed** |" in lines
     assert render_markdown(Section("empty")) == []

@@ -122,7 +122,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
 
 def _show_known(output: Output, mark: recipes.Known, estimate: recipes.Estimate) -> None:
     if mark.done:
-        left = f", but for the audits {', '.join(mark.to_audit)}" if mark.to_audit else ""
+        left = f", except for the audits {', '.join(mark.to_audit)}" if mark.to_audit else ""
         output.line(f"   done by an earlier run{left}")
     elif estimate.seconds is None:
         output.line(f"   time: {estimate.reason}")
@@ -132,8 +132,8 @@ def _show_known(output: Output, mark: recipes.Known, estimate: recipes.Estimate)
 
 def _show_left_out(output: Output, step: recipes.Step) -> None:
     if step.left_out or not (step.audits or step.by_attack):
-        missing = ", ".join(step.left_out) or "any audit"
-        output.line(f"   not tested: {step.verb} by {missing}", fg="red")
+        missing = ", ".join(step.left_out) or "all"
+        output.line(f"   audits left out: {missing}", fg="red")
 
 
 def _show(output: Output, done: list[recipes.Done]) -> None:

@@ -236,13 +236,15 @@ class Finding(_Part):
         stated = given.pop("passed", None)
         finding: Finding = handler(given or data)
         if stated is not None and finding.passed != stated:
-            raise UsageError(f"Finding {finding.name!r} says passed = {stated}, and its own numbers say otherwise.")
+            raise UsageError(f"Finding {finding.name!r} states passed = {stated}, which contradicts its numbers.")
         return finding
 
     @model_validator(mode="after")
     def _has_a_name(self) -> Self:
         if not self.name.strip():
-            raise UsageError("A finding needs a name.", cure="Say in a few words what was measured.")
+            raise UsageError(
+                "A finding needs a name.", cure="Give a name of a few words that states what was measured."
+            )
         return self
 
     @computed_field  # type: ignore[prop-decorator]
@@ -291,7 +293,9 @@ class Finding(_Part):
         unknown = sorted(data.keys() - cls.__dataclass_fields__.keys() - {"passed"})
         if unknown or not {"name", "value"} <= data.keys():
             what = f"has unknown fields {unknown}" if unknown else "lacks name or value"
-            raise UsageError(f"A stored finding {what}.", cure="Was it written by a newer netweight?")
+            raise UsageError(
+                f"A stored finding {what}.", cure="If a newer release of netweight wrote it, install that release."
+            )
         return _FINDING.validate_python({key: value for key, value in data.items() if key != "passed"})
 
 
@@ -326,7 +330,7 @@ class Table(_Part):
             if len(row) != len(self.columns):
                 raise UsageError(
                     f"Table {self.title!r}: row {number} has {len(row)} cells for {len(self.columns)} columns.",
-                    cure="Give a cell for each; None is shown as a dash.",
+                    cure="Give one cell for each column; None is shown as a dash.",
                 )
         return self
 

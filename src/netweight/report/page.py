@@ -60,11 +60,17 @@ def _left(document: Any) -> list[str]:
     audits = [f"{each.title}: {audit}" for each in document.sections for audit in each.missing_audits]
     single = len({seed for _, each in findings for seed in each.seeds}) == 1
     return [
-        *listed("Missed targets, to be mended or stated:", [n for n, e in aimed if mark_of(e) == "missed"]),
-        *listed("To be measured, since there is a target:", [n for n, e in aimed if mark_of(e) == "not measured"]),
-        *listed("To be attacked again until the control breaks:", [n for n, e in aimed if mark_of(e) == "no control"]),
+        *listed(
+            "Missed targets, to be met or to be stated in the model card:",
+            [n for n, e in aimed if mark_of(e) == "missed"],
+        ),
+        *listed("Targets that were not measured:", [n for n, e in aimed if mark_of(e) == "not measured"]),
+        *listed(
+            "Attacks to be repeated with more effort, because the control did not break:",
+            [n for n, e in aimed if mark_of(e) == "no control"],
+        ),
         *listed("Audits to be run:", audits),
-        *(["To be run again from other seeds: all of this is of one."] if single else []),
+        *(["Runs to be repeated with other seeds: all findings are from one seed."] if single else []),
     ]
 
 

@@ -358,7 +358,7 @@ class TimeRow:
 def time_rows(rows: Sequence[TimeRow], *, alt: str, caption: str = "", xlabel: str = "") -> Figure:
     """Draw one row of marks for each group: dots for events, triangles for repetitions that were stopped before one."""
     if not rows or not all(row.happened or row.stopped for row in rows):
-        raise UsageError("A picture of times needs a time in every row.", cure="Leave empty rows out.")
+        raise UsageError("A chart of times needs a time in every row.", cure="Leave empty rows out.")
     most = max(time for row in rows for time in (*row.happened, *row.stopped))
     with canvas(1, height=0.8 + 0.5 * len(rows)) as (drawing, (axes,)):
         for place, row in enumerate(rows):

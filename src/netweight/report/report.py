@@ -107,7 +107,9 @@ class Report(BaseModel):
         if any(known.title == chapter.title for known in self.chapters):
             raise UsageError(f"A second chapter is titled {chapter.title!r}.", cure="Give each its own title.")
         if self.sections and not self.chapters:
-            raise UsageError("Sections lie before the first chapter.", cure="Begin the report with a chapter.")
+            raise UsageError(
+                "The report has sections before its first chapter.", cure="Begin the report with a chapter."
+            )
         self.chapters = (*self.chapters, chapter)
         return self
 
@@ -218,7 +220,7 @@ def read_report(folder: str | os.PathLike[str]) -> Report:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"{path} cannot be read: {reason}.", cure="Give the folder of a run that wrote one."
+            f"{path} cannot be read: {reason}.", cure="Give the folder of a run that wrote a report."
         ) from error
     return parse_report(text, where=str(path))
 
@@ -228,7 +230,9 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"The folder {folder} cannot be made ({error.strerror}).", cure="Choose another.") from error
+        raise UsageError(
+            f"The folder {folder} could not be created ({error.strerror}).", cure="Choose another."
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

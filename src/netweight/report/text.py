@@ -49,7 +49,7 @@ class Criterion:
         gain = (finding.value - bound) * (1 if self.better == "higher" else -1) + self.margin
         good = gain > 0 or (gain == 0 and not self.strict)
         if good and finding.control == "held":
-            return None, [f"{self.name} (the same attack did not break its control)"]
+            return None, [f"{self.name} (the same attack did not break its control either)"]
         return good, []
 
 
@@ -156,9 +156,10 @@ def finding_row(finding: Finding) -> tuple[str, str, str]:
     ends = ""
     if finding.interval is not None:
         low, high = finding.interval
-        ends = f"{low:.4g} to {'no bound' if math.isinf(high) else f'{high:.4g}'}"
-    value = f"{finding.value:.4g}" if isinstance(finding.value, float) else format_number(finding.value)
-    return finding.name, f"{value} {finding.unit}".rstrip(), f"{ends} {mark}".strip()
+        ends = f"95 %: at least {low:.4g}" if math.isinf(high) else f"95 %: {low:.4g} to {high:.4g}"
+    finite = isinstance(finding.value, float) and math.isfinite(finding.value)
+    value = f"{finding.value:.4g}" if finite else format_number(finding.value)
+    return finding.name, f"{value} {finding.unit}".rstrip(), f"{ends}  {mark}".strip()
 
 
 def aligned(headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent: int = 0) -> list[str]:
@@ -189,7 +190,7 @@ def render_markdown(section: Section) -> list[str]:
     """Return the lines of a section below its heading in a model card; none if it has nothing to say."""
     lines = []
     if section.missing_audits:
-        lines += [f"**Not tested**: {section.treatment} by: {', '.join(section.missing_audits)}.", ""]
+        lines += [f"**Audits left out**: {section.treatment} ({', '.join(section.missing_audits)}).", ""]
     if conclusion := conclusion_of(section):
         lines += [conclusion, ""]
     rows = [_markdown_row(finding) for finding in section.findings]

@@ -72,21 +72,21 @@ def decide(sections: Section | Iterable[Section]) -> Verdict:
         reasons.append(f"{_listed([_unmeasured(each) for each in unmeasured])}")
     if uncontrolled := by_mark["no control"]:
         names = _listed([each.name for each in uncontrolled])
-        reasons.append(f"the same attack did not break its control, and so shows nothing about {names}")
+        reasons.append(f"the same attack did not break its control either, and therefore shows nothing about {names}")
     if reasons:
         sentence = "; ".join(reasons)
         start = "Do not publish, because " if missed else "Do not publish: there is no verdict, because "
         return Verdict("failed", _sentence(sentence), f"{start}{sentence}.")
     unaudited = [
-        f"{section.treatment} by: {', '.join(section.missing_audits)}" for section in parts if section.missing_audits
+        f"{section.treatment} ({', '.join(section.missing_audits)})" for section in parts if section.missing_audits
     ]
     broken = [section.title for section in parts if section.outcome == "broken"]
     if unaudited:
-        sentence = f"nothing has tested {_listed(unaudited)}"
+        sentence = f"audits were left out: {_listed(unaudited)}"
     elif broken:
-        sentence = f"an attack succeeded for which no target is set: {_listed(broken)}"
+        sentence = f"an attack without a target succeeded: {_listed(broken)}"
     elif not judged:
-        sentence = "nothing here has a target; the numbers are reported as they are"
+        sentence = "no finding has a target; the report only states what was measured"
     else:
         sentence = "the target is met" if len(judged) == 1 else f"all {len(judged)} targets are met"
         return Verdict("passed", _sentence(sentence), f"Publish, because {sentence}.")

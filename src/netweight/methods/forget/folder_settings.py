@@ -170,7 +170,7 @@ class FolderAudit(Settings):
     searched: Annotated[bool, Cli(name="--search")] = Field(
         True,
         description="Search for embeddings that bring memorized images back; without the search the report "
-        "states in red that this was not tested.",
+        "states in red that this audit was left out.",
     )
 
     @property
