@@ -1,6 +1,9 @@
 """What takes minutes: simulation, killed and hanging processes, secure sums, each with Flower's own processes."""
 
 import json
+import os
+import signal
+import threading
 
 import pytest
 
@@ -82,6 +85,29 @@ def test_a_simulation_goes_through_its_rounds_with_every_client(tmp_path, expect
     # Its nodes have no settings of their own, so that clients draw secret seeds: weights are others than the engine's.
     assert 0 < largest_difference(folder, expected[2].state) < 1
     assert [(set(done["after"]), done["refused"]) for done in history(folder)] == [({"0", "1", "2"}, {})] * 2
+
+
+def test_a_simulation_goes_on_when_a_worker_of_ray_dies(tmp_path):
+    """Once, in the third round: its clients are left out of at most one attempt, and later rounds have them again."""
+    simulation, folder = Simulation(tmp_path), tmp_path / "federation"
+
+    def workers():
+        return [number for number, command in simulation.living().items() if "ClientAppActor" in command]
+
+    def kill_one():
+        wait(lambda: len(history(folder)) >= 2, 240, "two rounds", every=0.2)
+        os.kill(workers()[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    try:
+        config = {**CONFIG, "rounds": 6, "folder": str(folder), "private-folder": str(tmp_path / "private")}
+        assert simulation.finish(EXAMPLE, **config) == "finished:completed"
+    finally:
+        killer.join()
+        simulation.stop()
+    assert len(history(folder)) == 6
+    assert set(history(folder)[-1]["after"]) == {"0", "1", "2"}
 
 
 def test_a_killed_server_costs_one_round(deployment, expected):

@@ -29,6 +29,7 @@ def quiet_libraries() -> None:
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(?!netweight)")
+    warnings.formatwarning = lambda message, *_, **__: f"Warning: {message}\n"  # without a line of our source
 
 
 if _MARK in os.environ:

@@ -30,6 +30,7 @@ from netweight.methods.federate.settings import Federation, LocalTraining
 from netweight.methods.federate.task import ClientData, Task
 from netweight.plugins.flower.client import client_app
 from netweight.plugins.flower.secure_sum import masked_sum
+from netweight.plugins.flower.simulation_workers import replace_dead_workers
 from netweight.plugins.flower.strategy import OverGrid, chosen, wait_for_nodes
 
 # Settings that may change to go on.
@@ -98,6 +99,7 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        replace_dead_workers()
         asked: Federation = chosen(settings, context)
         place = Path(folder(context) if callable(folder) else folder)
         if not place.is_absolute():
