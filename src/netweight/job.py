@@ -133,12 +133,18 @@ C = TypeVar("C")
 class Result(Generic[C]):
     """Result of one configuration's run."""
 
-    config: C  # the configuration as it was given
-    digest: str  # its digest, the key in the ledger
-    value: Any  # what the function returned, as JSON gives it back (tuples become lists); None if the run failed
-    error: str | None  # the traceback of a failed run, else None
-    seconds: float  # wall-clock time of the run
-    remembered: bool  # true if the ledger knew the result and nothing was run
+    config: C
+    """The configuration as it was given."""
+    digest: str
+    """Its digest, the key in the ledger."""
+    value: Any
+    """Return value of the function after a round trip through JSON (tuples become lists); None if the run failed."""
+    error: str | None
+    """Traceback of a failed run; None if it succeeded."""
+    seconds: float
+    """Wall-clock time of the run in seconds."""
+    remembered: bool
+    """True if the ledger had the result, so that nothing was run."""
 
     @property
     def ok(self) -> bool:

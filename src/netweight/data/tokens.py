@@ -36,8 +36,10 @@ LossOn = Literal["response", "full"]
 class Example:
     """A prompt and its response."""
 
-    prompt: tuple[int, ...]  # token ids; may be empty
-    response: tuple[int, ...]  # token ids, an end of sequence among them where the model is to learn to stop; not empty
+    prompt: tuple[int, ...]
+    """Token ids of the prompt; may be empty."""
+    response: tuple[int, ...]
+    """Token ids of the response; not empty. They include an end of sequence if the model should learn to stop."""
 
     def __post_init__(self) -> None:
         """Check that there is something to learn."""
@@ -54,9 +56,12 @@ class Example:
 class Pair:
     """One prompt and two answers."""
 
-    prompt: tuple[int, ...]  # token ids; may be empty
-    chosen: tuple[int, ...]  # token ids of the harmless answer, such as a refusal; not empty
-    rejected: tuple[int, ...]  # token ids of the harmful answer; not empty
+    prompt: tuple[int, ...]
+    """Token ids of the prompt; may be empty."""
+    chosen: tuple[int, ...]
+    """Token ids of the harmless answer, such as a refusal; not empty."""
+    rejected: tuple[int, ...]
+    """Token ids of the harmful answer; not empty."""
 
     def __post_init__(self) -> None:
         """Check both answers."""
@@ -78,9 +83,12 @@ class Pair:
 class Batch:
     """Examples side by side, padded on the right."""
 
-    input_ids: Tensor  # token ids, int64, shape `(B, T)`
-    attention_mask: Tensor  # 1 on tokens and 0 on padding, int64, shape `(B, T)`
-    labels: Tensor  # the token at each position where it is to be predicted, else `IGNORED`; int64, shape `(B, T)`
+    input_ids: Tensor
+    """Token ids, int64, shape `(B, T)`."""
+    attention_mask: Tensor
+    """1 on tokens and 0 on padding, int64, shape `(B, T)`."""
+    labels: Tensor
+    """Token to predict at each position, or `IGNORED`; int64, shape `(B, T)`."""
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
@@ -115,9 +123,10 @@ TooLong = Literal["refuse", "cut", "drop"]
 class Template:
     """Text around a prompt and its answer."""
 
-    prompt: str = "{prompt}"  # holds `{prompt}` once
-    # Holds `{answer}` once; it follows the prompt at once, so a space or line break between belongs here.
+    prompt: str = "{prompt}"
+    """Template of the prompt; contains `{prompt}` once."""
     answer: str = "{answer}"
+    """Holds `{answer}` once; it follows the prompt at once, so a space or line break between belongs here."""
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -47,8 +47,10 @@ class Subject:
     """Subject that one adapter learns."""
 
     name: str
-    images: Tensor  # shape `(k, 3, height, width)`, within 0 and 1; k may be 1
-    prompts: tuple[str, ...]  # one for each image
+    images: Tensor
+    """Images of the subject, shape `(k, 3, height, width)`, within 0 and 1; k may be 1."""
+    prompts: tuple[str, ...]
+    """One prompt for each image."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be learned."""

@@ -258,15 +258,20 @@ _MOST_INPUTS = 2  # a feed-forward layer takes the hidden state, at most the res
 class Structure:
     """A decoder's parts by the names that they have in the model that was searched."""
 
-    blocks: Mapping[str, nn.Module]  # the stack of decoder blocks, first to last
-    # For each block the module whose output is that of the feed-forward layer, before the residual.
+    blocks: Mapping[str, nn.Module]
+    """Decoder blocks by name, first to last."""
     feed_forwards: Mapping[str, nn.Module]
-    norm: nn.Module  # what normalizes the last block's output
+    """For each block the module whose output is that of the feed-forward layer, before the residual."""
+    norm: nn.Module
+    """Module that normalizes the output of the last block."""
     norm_name: str
-    unembedding: nn.Module  # what turns a normalized state into logits
+    unembedding: nn.Module
+    """Module that turns a normalized state into logits."""
     unembedding_name: str
-    hidden_size: int  # width of the residual stream
-    vocabulary: int  # how many logits there are
+    hidden_size: int
+    """Width of the residual stream."""
+    vocabulary: int
+    """Number of logits."""
 
 
 def structure_of(model: nn.Module) -> Structure:

@@ -313,16 +313,20 @@ class _PieceFacts:
     """Facts about one piece of a tensor."""
 
     nbytes: int
-    prepared: list[Any]  # its chunks, encoded; empty where the file is compressed already
-    check: bytes  # digest of the piece, where it is not encoded
+    prepared: list[Any]
+    """Encoded chunks of the piece; empty if the file is already compressed."""
+    check: bytes
+    """Digest of the piece, if it is not encoded."""
     nans: int = 0
     infinities: int = 0
-    bits_set: int = 0  # every bit that is set in any element
-    fits: dict[str, bool] = field(default_factory=dict)  # narrower types that hold every value of the piece
+    bits_set: int = 0
+    """Every bit that is set in any element."""
+    fits: dict[str, bool] = field(default_factory=dict)
+    """Narrower types that represent every value of the piece exactly."""
     zero_rows: int = 0
     constant_rows: int = 0
-    # The parts of rows that begin before or end after the piece: the one value of all their elements, or None.
     head: tuple[int, int | None] | None = None
+    """The parts of rows that begin before or end after the piece: the one value of all their elements, or None."""
     tail: tuple[int, int | None] | None = None
     bits: BitStatistics | None = None
 

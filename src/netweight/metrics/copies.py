@@ -254,13 +254,18 @@ COPY = 0.7
 class Memorized:
     """A training image that a model repeats."""
 
-    prompt: str  # the caption that brings it back
-    kind: Kind  # how it is repeated
-    image: Tensor  # shape `(3, height, width)`, within 0 and 1
-    # Shape `(height, width)`, True where a template stays as it is; only `CenteredPixels` can look there alone.
-    # None is everywhere.
+    prompt: str
+    """The caption that brings it back."""
+    kind: Kind
+    """How it is repeated."""
+    image: Tensor
+    """Shape `(3, height, width)`, within 0 and 1."""
     where: Tensor | None = None
-    name: str = ""  # distinguishes several images of one prompt; the prompt where it is empty
+    """Shape `(height, width)`, True where a template stays as it is; only `CenteredPixels` can look there alone.
+    None is everywhere.
+    """
+    name: str = ""
+    """Name that distinguishes several images of one prompt; empty stands for the prompt."""
 
     @property
     def label(self) -> str:
@@ -273,14 +278,20 @@ class Memorized:
 class PromptCopies:
     """Copies among one prompt's images; every tuple has one entry per seed."""
 
-    prompt: str  # the label of the memorized image: its caption, numbered where this has several images
-    kind: Kind  # how its training image is repeated
-    to_image: tuple[float, ...]  # similarity to its training image
-    # Similarity to what the unedited model makes of the same seed; None if not asked.
+    prompt: str
+    """The label of the memorized image: its caption, numbered where this has several images."""
+    kind: Kind
+    """How its training image is repeated."""
+    to_image: tuple[float, ...]
+    """Similarity to its training image."""
     to_unedited: tuple[float, ...] | None
-    nearest: tuple[float, ...]  # the greatest similarity to any memorized image
-    nearest_prompt: tuple[str, ...]  # the prompt of that image
-    diversity: float | None  # median similarity of two seeds' images; lower is more diverse. None for a single seed
+    """Similarity to what the unedited model makes of the same seed; None if not asked."""
+    nearest: tuple[float, ...]
+    """The greatest similarity to any memorized image."""
+    nearest_prompt: tuple[str, ...]
+    """The prompt of that image."""
+    diversity: float | None
+    """Median similarity of two seeds' images; lower is more diverse. None for a single seed."""
 
     def copies(self, threshold: float = COPY) -> int:
         """Return how many seeds give a copy of the prompt's own training image."""
@@ -421,12 +432,16 @@ _LEVELS = 64
 class RegionCopies:
     """Similarity of one prompt's images and its training image in each region; an entry per image."""
 
-    prompt: str  # the caption
-    kind: Kind  # how its training image is repeated
-    share: float  # share of the compared pixels that are foreground
-    # Centered correlation (NCC) of the foreground; None where that is too small to compare.
+    prompt: str
+    """The caption."""
+    kind: Kind
+    """How its training image is repeated."""
+    share: float
+    """Share of the compared pixels that are foreground."""
     foreground: tuple[float, ...] | None
-    background: tuple[float, ...] | None  # the same of the background
+    """Centered correlation (NCC) of the foreground; None where that is too small to compare."""
+    background: tuple[float, ...] | None
+    """The same of the background."""
 
     def copies(self, threshold: float = COPY) -> dict[str, int]:
         """Return how many images copy both regions, one of them alone, or none."""

@@ -29,8 +29,10 @@ IGNORED = -100
 class Losses:
     """Losses of independent pieces of text."""
 
-    nats: tuple[float, ...]  # summed negative log-likelihood of each piece
-    tokens: tuple[int, ...]  # number of scored tokens of each piece
+    nats: tuple[float, ...]
+    """Summed negative log-likelihood of each piece."""
+    tokens: tuple[int, ...]
+    """Number of scored tokens of each piece."""
 
     @property
     def mean(self) -> float:

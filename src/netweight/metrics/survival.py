@@ -32,11 +32,14 @@ HALF = 0.5 + 1e-12
 class Times:
     """Times of independent repetitions, some of them censored."""
 
-    values: tuple[float, ...]  # time of the event, or the time at which a repetition without it was stopped; from 0 up
-    observed: tuple[bool, ...]  # whether the event happened
-    # What several repetitions share, such as the seed of a defense; they are not independent of each other. None
-    # if every one stands alone.
+    values: tuple[float, ...]
+    """Time of the event, or the time at which a repetition without it was stopped; from 0 up."""
+    observed: tuple[bool, ...]
+    """True where the event happened; False where the repetition was censored."""
     clusters: tuple[int | str, ...] | None = None
+    """Property that several repetitions share, such as the seed of a defense, which makes them depend on each other.
+    None if all repetitions are independent.
+    """
 
     def __post_init__(self) -> None:
         """Check that every time can be meant."""
@@ -70,17 +73,28 @@ class Times:
 class Survival:
     """A Kaplan-Meier curve: the share for which it has not happened yet, at every time at which it did happen."""
 
-    times: tuple[float, ...]  # different times of events, ascending
-    at_risk: tuple[int, ...]  # repetitions still under way just before each
-    events: tuple[int, ...]  # events at each
-    share: tuple[float, ...]  # share without the event from each time on
-    low: tuple[float, ...]  # lower end of the pointwise 95 % interval
-    high: tuple[float, ...]  # upper end
-    median: float  # the first time at which the share is at most a half; infinite if that was never seen
-    median_low: float  # lower end of the median's interval
-    median_high: float  # upper end; infinite if the data do not bound it
-    n: int  # number of repetitions
-    last: float  # the longest time, event or not: beyond it nothing is known
+    times: tuple[float, ...]
+    """Different times of events, ascending."""
+    at_risk: tuple[int, ...]
+    """Number of repetitions still under way just before each of these times."""
+    events: tuple[int, ...]
+    """Number of events at each of these times."""
+    share: tuple[float, ...]
+    """Share without the event from each of these times on."""
+    low: tuple[float, ...]
+    """Lower end of the pointwise 95 % interval."""
+    high: tuple[float, ...]
+    """Upper end of the pointwise 95 % interval."""
+    median: float
+    """The first time at which the share is at most one half; infinite if the share stays above it."""
+    median_low: float
+    """Lower end of the median's interval."""
+    median_high: float
+    """Upper end of the median's interval; infinite if the data do not bound it."""
+    n: int
+    """Number of repetitions."""
+    last: float
+    """The longest time of any repetition, with or without event: the data say nothing beyond it."""
 
     def at(self, time: float) -> float:
         """Return the share without the event at a time; NaN beyond the last time if it is not 0 by then."""
@@ -150,10 +164,12 @@ def _first(times: Sequence[float], shares: Sequence[float]) -> float:
 class LogRank:
     """Test of whether two groups' curves differ by more than chance."""
 
-    # Standardized difference of observed and expected events; above 0 if the first group's events come later than
-    # those of the second.
     statistic: float
-    p: float  # two-sided probability of one at least as large if the groups did not differ
+    """Standardized difference of observed and expected events; above 0 if the first group's events come later than
+    those of the second.
+    """
+    p: float
+    """Two-sided probability of one at least as large if the groups did not differ."""
 
 
 def log_rank(strata: Sequence[tuple[Times, Times]]) -> LogRank:
@@ -232,14 +248,20 @@ def median_times(times: Times, weights: NDArray[np.float64]) -> tuple[NDArray[np
 class TimesRatio:
     """A ratio of two groups' typical times, with what censoring leaves open."""
 
-    estimate: float  # the ratio; where `bound` is not empty, only a bound on it; NaN if neither median was reached
-    low: float  # lower end of the interval
-    high: float  # upper end; infinite if the data do not bound it
-    # "at least" if the top group's median was never reached, "at most" if the bottom group's was not, "unknown"
-    # if neither was, else empty.
+    estimate: float
+    """The ratio; where `bound` is not empty, only a bound on it; NaN if neither median was reached."""
+    low: float
+    """Lower end of the interval."""
+    high: float
+    """Upper end of the interval; infinite if the data do not bound it."""
     bound: Literal["", "at least", "at most", "unknown"]
-    n: tuple[int, int]  # repetitions of both groups
-    method: str  # how the interval was made, in words
+    """"at least" if the top group's median was never reached, "at most" if the bottom group's was not, "unknown"
+    if neither was, else empty.
+    """
+    n: tuple[int, int]
+    """Number of repetitions in each of the two groups."""
+    method: str
+    """Description of how the interval was made."""
 
 
 def ratio_of_times(top: Times, bottom: Times, *, seed: int, resamples: int = 4999) -> TimesRatio:

@@ -23,9 +23,12 @@ from netweight.errors import UsageError
 class LowRank:
     """One module's change, ΔW = scale · up @ down."""
 
-    down: Tensor  # shape `(rank, columns)`: LoRA's A
-    up: Tensor  # shape `(rows, rank)`: LoRA's B, of down's dtype
-    scale: float = 1.0  # alpha / rank, or alpha / √rank for rank-stabilized LoRA
+    down: Tensor
+    """Shape `(rank, columns)`: LoRA's A."""
+    up: Tensor
+    """Shape `(rows, rank)`: LoRA's B, of down's dtype."""
+    scale: float = 1.0
+    """Alpha / rank, or alpha / √rank for rank-stabilized LoRA."""
 
     def __post_init__(self) -> None:
         """Refuse shapes that make no matrix."""
@@ -107,8 +110,10 @@ def _leading(change: Tensor, rank: int, dtype: torch.dtype) -> tuple[LowRank, fl
 class Truncation:
     """An adapter of a chosen rank, and what that cost."""
 
-    adapter: Adapter  # what is left
-    relative_error: float  # norm of what was left out, divided by the norm of the whole; 0 for nothing
+    adapter: Adapter
+    """The truncated adapter."""
+    relative_error: float
+    """Norm of the omitted part, divided by the norm of the whole; 0 if nothing was omitted."""
 
 
 @final
@@ -213,10 +218,14 @@ def _same_modules(one: Adapter, other: Adapter) -> None:
 class AdapterStack:
     """n adapters; per module ΔW_i = scale_i · up_i @ down_i. Lower ranks are filled up with zeros."""
 
-    down: Mapping[str, Tensor]  # module name → shape `(n, rank, columns)`
-    up: Mapping[str, Tensor]  # module name → shape `(n, rows, rank)`
-    scale: Mapping[str, Tensor]  # module name → shape `(n,)`, fp64
-    ranks: Mapping[str, Tensor]  # module name → shape `(n,)`, int64: the rank that each had
+    down: Mapping[str, Tensor]
+    """Module name → shape `(n, rank, columns)`."""
+    up: Mapping[str, Tensor]
+    """Module name → shape `(n, rows, rank)`."""
+    scale: Mapping[str, Tensor]
+    """Module name → shape `(n,)`, fp64."""
+    ranks: Mapping[str, Tensor]
+    """Module name → rank of each adapter before padding, shape `(n,)`, int64."""
 
     @classmethod
     def of(cls, adapters: Sequence[Adapter]) -> AdapterStack:

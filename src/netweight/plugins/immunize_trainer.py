@@ -48,10 +48,14 @@ with extra("llm", "This trainer needs transformers 5 and accelerate"):
 class PairCollator:
     """Puts both sides of rows into one batch."""
 
-    pad_id: int  # what stands after the end of the shorter ones
-    aligned: bool = False  # pad both sides to one width, for the published loss
-    tokenizer: Any = None  # for rows of text
-    context: int = 1 << 30  # most tokens of these
+    pad_id: int
+    """Token id that pads shorter rows."""
+    aligned: bool = False
+    """True if both sides are padded to one width, as the published loss requires."""
+    tokenizer: Any = None
+    """Tokenizer for rows of text; None for rows of token ids."""
+    context: int = 1 << 30
+    """Largest number of tokens in a row of text."""
 
     def __call__(self, rows: Sequence[Pair | Mapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
         """Return `input_ids`, `attention_mask` and `labels` under `harmless` and under `harmful`."""

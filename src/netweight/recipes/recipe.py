@@ -31,8 +31,10 @@ E = TypeVar("E", Method[Any], Attack[Any])
 class Chosen(Generic[E]):
     """A treatment or an attack with the settings that a recipe gives it."""
 
-    what: E  # the treatment or attack
-    config: Any  # its settings
+    what: E
+    """The method or attack."""
+    config: Any
+    """Settings of the method or attack."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -59,20 +61,30 @@ def _chosen_again(verb: str, attacks: bool, module: str, given: dict[str, Any]) 
 class Recipe:
     """A recipe as it was read; all of it is known to be well-formed."""
 
-    subject: Path  # the model that is treated, a folder or a file
-    # Treatments with their settings, in order; at least one, unless there are attacks.
+    subject: Path
+    """The model that is processed: a folder or a file."""
     treatments: tuple[Chosen[Method[Any]], ...]
-    # Attacks on what the last treatment made, or on the subject, with their settings.
+    """Treatments with their settings, in order; at least one, unless there are attacks."""
     attacks: tuple[Chosen[Attack[Any]], ...]
-    audits: Literal["all"] | tuple[str, ...]  # names of the audits to run, or "all"
-    output: Path  # folder of results; made when missing
-    seed: int  # root of every random choice
-    name: str = ""  # of a chapter
-    title: str = ""  # heading of the report or the chapter
-    summary: str = ""  # a sentence below it
-    question: str = ""  # what a chapter asks
-    intro: str = ""  # what it shows
-    chapters: tuple[Recipe, ...] = ()  # recipes of one report, instead of treatments and attacks
+    """Attacks, with their settings, on the result of the last treatment, or on the subject if there is no treatment."""
+    audits: Literal["all"] | tuple[str, ...]
+    """Names of the audits to run, or "all"."""
+    output: Path
+    """Folder of results; it is created if it does not exist."""
+    seed: int
+    """Seed of every random choice."""
+    name: str = ""
+    """Name of the chapter; empty for a recipe without chapters."""
+    title: str = ""
+    """Heading of the report or chapter."""
+    summary: str = ""
+    """Sentence below the heading."""
+    question: str = ""
+    """Question that the chapter answers."""
+    intro: str = ""
+    """Introduction of the chapter."""
+    chapters: tuple[Recipe, ...] = ()
+    """Recipes whose results form one report, instead of treatments and attacks."""
 
 
 class _StrictLoader(yaml.SafeLoader):

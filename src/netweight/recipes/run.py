@@ -37,11 +37,16 @@ Key: TypeAlias = dict[str, Any]  # all that decides a result
 class Step:
     """One treatment of a plan, with its audits."""
 
-    number: int  # place in the recipe, from 1
-    chosen: Chosen[Method[Any]]  # the treatment and its settings
-    audits: tuple[str, ...]  # names of the audits that will run
-    left_out: tuple[str, ...]  # names of the treatment's audits that will not run; shown in red
-    by_attack: tuple[str, ...] = ()  # names of those that an attack of the recipe holds
+    number: int
+    """Place in the recipe, counted from 1."""
+    chosen: Chosen[Method[Any]]
+    """The treatment and its settings."""
+    audits: tuple[str, ...]
+    """Names of the audits that will run."""
+    left_out: tuple[str, ...]
+    """Names of the treatment's audits that will not run; the plan shows them in red."""
+    by_attack: tuple[str, ...] = ()
+    """Names of the audits that an attack of the recipe makes."""
 
     @property
     def verb(self) -> str:
@@ -54,8 +59,10 @@ class Step:
 class AttackStep:
     """One attack of a plan."""
 
-    number: int  # place in the recipe, after the treatments
-    chosen: Chosen[Attack[Any]]  # the attack and its settings
+    number: int
+    """Place in the recipe, after the treatments."""
+    chosen: Chosen[Attack[Any]]
+    """The attack and its settings."""
 
     @property
     def verb(self) -> str:
@@ -68,8 +75,10 @@ class AttackStep:
 class Known:
     """Results of an earlier run of a step."""
 
-    done: bool  # whether the step's result is there, made of the same input by the same settings
-    to_audit: tuple[str, ...]  # names of the step's audits that have not been run on it
+    done: bool
+    """True if the result of the step exists and was made from the same input with the same settings."""
+    to_audit: tuple[str, ...]
+    """Names of the step's audits that have not been made."""
 
     def to_json(self) -> dict[str, Any]:
         """Write it as JSON values."""
@@ -270,11 +279,16 @@ class Done:
     """A step that has been run, a treatment or an attack."""
 
     step: Step | AttackStep
-    path: Path  # the treated model, or the one that was attacked
-    sections: Mapping[str, Section]  # what each audit returned, by the audit's name; of an attack, by its verb
-    remembered: bool  # whether it was found done by an earlier run
-    chapter: str = ""  # the name of its chapter
-    subject: str = ""  # digest of the chapter's or recipe's subject
+    path: Path
+    """The treated or attacked model."""
+    sections: Mapping[str, Section]
+    """Name of an audit, or of the attack → section of its result."""
+    remembered: bool
+    """True if an earlier run had finished the step."""
+    chapter: str = ""
+    """Name of the step's chapter; empty without chapters."""
+    subject: str = ""
+    """Digest of the chapter's or recipe's subject."""
 
     @property
     def findings(self) -> dict[str, list[Finding]]:

@@ -348,11 +348,16 @@ _SPREAD = 0.5  # of the distance between rows, over which equal times are set be
 class TimeRow:
     """The times of one group."""
 
-    name: str  # of the group
-    happened: Sequence[float]  # times of events
-    stopped: Sequence[float]  # times at which repetitions ended without one
-    median: float  # of the time; infinite where fewer than half were seen
-    interval: tuple[float, float]  # of the median; ends may be infinite
+    name: str
+    """Of the group."""
+    happened: Sequence[float]
+    """Times of the events."""
+    stopped: Sequence[float]
+    """Times at which repetitions ended without the event."""
+    median: float
+    """Median time of the event; infinite if fewer than half of the events were observed."""
+    interval: tuple[float, float]
+    """Confidence interval of the median; its ends may be infinite."""
 
 
 def time_rows(rows: Sequence[TimeRow], *, alt: str, caption: str = "", xlabel: str = "") -> Figure:

@@ -33,12 +33,16 @@ _KNOWN: dict[str, Conclusion] = {}
 class Criterion:
     """Criterion for good values of a finding: those on the better side of a number or of its baseline."""
 
-    name: str  # of the finding
+    name: str
+    """Of the finding."""
     better: Better
     than: float | Literal["baseline"] = "baseline"
-    margin: float = 0.0  # by which a value may be worse and still be good
-    strict: bool = False  # whether an equal value is not good
-    needed: bool = True  # otherwise the words get None where it was not measured, and leave it out
+    margin: float = 0.0
+    """Amount by which a value may be worse and still count as good."""
+    strict: bool = False
+    """True if an equal value does not count as good."""
+    needed: bool = True
+    """If False, the sentence gets None for a value that was not measured, and omits it."""
 
     def judge(self, findings: Sequence[Finding]) -> tuple[bool | None, list[str]]:
         """Return whether the finding is good, and what was not measured."""

@@ -105,9 +105,12 @@ class _Piece:
 
     span: Span
     encoder: codec.ChunkEncoder
-    below: tuple[StoredFile, str] | None  # where the tensor is that this one is a difference from
-    first: int  # the first chunk
-    last: int  # after the last one
+    below: tuple[StoredFile, str] | None
+    """File and name of the base tensor that this tensor is a difference from; None without a base."""
+    first: int
+    """Number of the first chunk."""
+    last: int
+    """Number after the last chunk."""
 
 
 class _Encoding:

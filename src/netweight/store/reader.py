@@ -50,14 +50,22 @@ _START = 1 << 16  # bytes in which nearly every compressed tensor's header and i
 class TensorInfo:
     """Description of a tensor, which is not read."""
 
-    name: str  # its original name
-    dtype: str  # its original safetensors dtype, e.g. `"BF16"`
-    shape: tuple[int, ...]  # its original shape
-    nbytes: int  # bytes of the original tensor
-    stored_nbytes: int  # bytes that it takes in the file
-    compressed: bool  # whether it is stored compressed
-    digest: str | None  # digest of the bytes that come back, as recorded in the file; None if it is not compressed
-    file: Path  # the file that holds it
+    name: str
+    """Its original name."""
+    dtype: str
+    """Its original safetensors dtype, e.g. `"BF16"`."""
+    shape: tuple[int, ...]
+    """Its original shape."""
+    nbytes: int
+    """Bytes of the original tensor."""
+    stored_nbytes: int
+    """Size of the stored tensor in bytes."""
+    compressed: bool
+    """True if it is stored compressed."""
+    digest: str | None
+    """Digest of the decompressed bytes, as recorded in the file; None if the tensor is not compressed."""
+    file: Path
+    """File that contains it."""
 
 
 @final

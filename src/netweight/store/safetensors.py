@@ -37,10 +37,14 @@ _GIVEN = "NETWEIGHT_BASE"
 class BaseNote:
     """Note of a file about its base."""
 
-    name: str  # name of the base's file or folder, without the path to it; or a model's id on the hub
-    within: str  # where in it the tensors lie: a folder's path with slashes, or "."
-    links: int  # how many bases stand behind each other: 1 if the base has none
-    digest: str  # of the names and digests of the tensors that are differences
+    name: str
+    """Name of the base's file or folder without the path to it, or the id of a model on the hub."""
+    within: str
+    """Folder within the base that contains the tensors: a path with slashes, or "."."""
+    links: int
+    """Length of the chain of bases: 1 if the base has none itself."""
+    digest: str
+    """Digest of the names and digests of the tensors that are stored as differences."""
 
     @classmethod
     def from_json(cls, values: Any) -> BaseNote:
@@ -125,11 +129,16 @@ _WIDTHS = BITS | ONLY_COMPRESSED
 class Span:
     """One tensor of a safetensors file."""
 
-    name: str  # the tensor's name in the file
-    dtype: str  # its safetensors dtype, e.g. `"BF16"`
-    shape: tuple[int, ...]  # its shape; empty for a scalar
-    start: int  # offset of its first byte within the data section
-    stop: int  # offset after its last byte
+    name: str
+    """The tensor's name in the file."""
+    dtype: str
+    """Its safetensors dtype, e.g. `"BF16"`."""
+    shape: tuple[int, ...]
+    """Its shape; empty for a scalar."""
+    start: int
+    """Offset of its first byte within the data section."""
+    stop: int
+    """Offset after its last byte."""
 
     @property
     def nbytes(self) -> int:
@@ -142,9 +151,12 @@ class Span:
 class Header:
     """The parsed head of a safetensors file."""
 
-    raw: bytes  # the header's bytes as stored, padding included, the eight length bytes excluded
-    metadata: Mapping[str, str]  # the entries of `__metadata__`; empty if it has none
-    spans: tuple[Span, ...]  # the tensors in the order of their data
+    raw: bytes
+    """The header's bytes as stored, padding included, the eight length bytes excluded."""
+    metadata: Mapping[str, str]
+    """The entries of `__metadata__`; empty if it has none."""
+    spans: tuple[Span, ...]
+    """The tensors in the order of their data."""
 
     @property
     def data_start(self) -> int:
@@ -384,9 +396,12 @@ _KEPT_DIGITS = 8  # hexadecimal ones of each tensor's digest
 class Original:
     """One tensor as it was before compression."""
 
-    dtype: str  # its safetensors dtype, e.g. `"BF16"`
+    dtype: str
+    """Its safetensors dtype, e.g. `"BF16"`."""
     shape: tuple[int, ...]
-    digest: str  # digest of its bytes, with the name of the algorithm
+    """Its shape; empty for a scalar."""
+    digest: str
+    """Digest of its bytes, with the name of the algorithm."""
 
     @property
     def nbytes(self) -> int:
@@ -403,13 +418,18 @@ class Description:
     file's header only where it is not the usual one.
     """
 
-    header: Header | None = None  # the header of the file that was compressed, if it is not the usual one
-    metadata: Mapping[str, str] | None = None  # of that file, if its header is the usual one
-    starts: tuple[str, ...] = ()  # how each tensor's digest starts, in the order of the data
-    base: BaseNote | None = None  # what tensors are differences from
-    # Of tensors that are equal to another one of the folder: the file beside this one that holds it, "" for this one,
-    # and its name there.
+    header: Header | None = None
+    """The header of the file that was compressed, if it is not the usual one."""
+    metadata: Mapping[str, str] | None = None
+    """Metadata of the compressed file, if its header is the usual one."""
+    starts: tuple[str, ...] = ()
+    """Beginning of each tensor's digest, in the order of the data."""
+    base: BaseNote | None = None
+    """The base of tensors that are stored as differences; None without one."""
     same: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Name of a tensor that equals another one of the folder → the file beside this one that contains the other (""
+    for this file), and the other's name.
+    """
 
     @classmethod
     def of(

@@ -39,13 +39,19 @@ _ATTACKED, _STRANGERS = 4096, 977
 class Tour:
     """Results of the tour."""
 
-    report: Path  # the page
-    verdict: Verdict  # on all of it
-    verdicts: dict[str, str]  # of each chapter, by title
+    report: Path
+    """Path of the report."""
+    verdict: Verdict
+    """Verdict on the whole tour."""
+    verdicts: dict[str, str]
+    """Title of a chapter → its verdict."""
     findings: tuple[Finding, ...]
-    seconds: float  # time taken
-    taken_over: tuple[str, ...]  # steps that an interrupted tour had made
-    labels: Path | None  # the page with the labels of what was made; None where no chapter made any
+    seconds: float
+    """Duration in seconds."""
+    taken_over: tuple[str, ...]
+    """Steps that were taken over from an interrupted tour."""
+    labels: Path | None
+    """Page with the labels of the published models; None if no chapter made any."""
 
 
 def run_tour(

@@ -78,11 +78,16 @@ Outcome = Literal["recovered", "resisted", "collapsed", "diverged"]
 class Evaluation:
     """A model under attack at one step."""
 
-    step: int  # steps taken so far
-    score: float  # the recovery score
-    utility: float | None = None  # the kept ability; None where it was not measured
-    fluency: float | None = None  # likewise
-    loss: float | None = None  # mean training loss since the evaluation before; None before the first step
+    step: int
+    """Number of training steps so far."""
+    score: float
+    """Recovery score."""
+    utility: float | None = None
+    """Score of the abilities that the attack should preserve; None if it was not measured."""
+    fluency: float | None = None
+    """Fluency score; None if it was not measured."""
+    loss: float | None = None
+    """Mean training loss since the previous evaluation; None before the first step."""
     rows: int = 0
     """Rows that were trained on so far, benign ones included, each as often as it was seen."""
     flops: float = 0.0
@@ -98,9 +103,12 @@ class AttackResult:
 
     settings: AttackSettings
     outcome: Outcome
-    steps: int | None  # steps to recovery, in multiples of `settings.check_every`; None if there was none
-    last_step: int  # the last step taken: where a run that did not recover is censored
-    curve: tuple[Evaluation, ...]  # what was seen, in order
+    steps: int | None
+    """Steps to recovery, a multiple of `settings.check_every`; None if the attack did not recover the behavior."""
+    last_step: int
+    """The last step that was taken. A run without recovery is censored there."""
+    curve: tuple[Evaluation, ...]
+    """All evaluations, in order of steps."""
 
     @property
     def reached(self) -> Evaluation | None:

@@ -25,8 +25,10 @@ LEAST_GAIN = 0.02
 class Calibration:
     """Effect of fine-tuning on the undefended model."""
 
-    before: float  # its score before any training
-    best: float  # the best score of any attack, at any step, that ended with a model worth having
+    before: float
+    """Its score before any training."""
+    best: float
+    """The best score of any attack, at any step, that ended with a model worth having."""
 
     @property
     def threshold(self) -> float:

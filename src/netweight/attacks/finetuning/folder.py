@@ -57,14 +57,18 @@ _FACTORY = "netweight.attacks.finetuning.subject_files:subject_from_files"
 class SweepPlan:
     """Models and attacks of a sweep, and the criterion of success."""
 
-    subjects: tuple[SubjectName, ...]  # the base first, if there is one
-    attacks: tuple[AttackSettings, ...]  # on every subject
-    goal: Goal  # when an attack has won
-    config: ResistanceConfig  # which subject is which
-    searched: Mapping[str, SearchResult] = field(
-        default_factory=dict
-    )  # subject → what the search for attacks on it found
-    left_out: tuple[str, ...] = ()  # sentences about rows that were left out of attacks and measurements
+    subjects: tuple[SubjectName, ...]
+    """All subjects; the base comes first, if there is one."""
+    attacks: tuple[AttackSettings, ...]
+    """Settings of the attacks that are made on every subject."""
+    goal: Goal
+    """The goal: when an attack has succeeded."""
+    config: ResistanceConfig
+    """Roles of the subjects."""
+    searched: Mapping[str, SearchResult] = field(default_factory=dict)
+    """Subject → what the search for attacks on it found."""
+    left_out: tuple[str, ...] = ()
+    """Sentences about rows that were left out of attacks and measurements."""
 
     @property
     def recovered(self) -> str:

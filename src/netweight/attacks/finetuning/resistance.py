@@ -52,9 +52,11 @@ _RESAMPLES = 1999
 class AttackTimes:
     """One attack on one subject, over all its seeds."""
 
-    settings: AttackSettings  # the attack, with seed 0
+    settings: AttackSettings
+    """The attack's settings, with seed 0."""
     runs: tuple[Attacked, ...]
-    times: Times | None  # steps to recovery of those that recovered or resisted; None if there is none
+    times: Times | None
+    """Steps to recovery of those that recovered or resisted; None if there is none."""
 
     @property
     def outcomes(self) -> Mapping[Outcome, int]:
@@ -210,9 +212,12 @@ Judges: TypeAlias = Mapping[str, Judge]
 class Judged:
     """Prompts for a model and the judge of its answers."""
 
-    generate: Generate  # answers of a model, one for each prompt
-    prompts: Sequence[str]  # at least 5, of which nothing is trained on
-    judges: Judges  # name such as "harm" → a number for each answer
+    generate: Generate
+    """Function that generates the answers of a model, one for each prompt."""
+    prompts: Sequence[str]
+    """At least 5 prompts that no attack trains on."""
+    judges: Judges
+    """Name, such as "harm", → function that gives each answer a score."""
 
 
 @final
@@ -220,11 +225,14 @@ class Judged:
 class KeptAbility:
     """Scores of a model on the abilities to keep, row by row."""
 
-    right: tuple[int, ...]  # response tokens that are the model's first choice
-    tokens: tuple[int, ...]  # response tokens
-    nats: tuple[float, ...]  # negative log-likelihood of the responses
-    # Name of a judge → its number for each answer.
+    right: tuple[int, ...]
+    """Number of response tokens that are the model's first choice, for each row."""
+    tokens: tuple[int, ...]
+    """Number of response tokens, for each row."""
+    nats: tuple[float, ...]
+    """Negative log-likelihood of the response in nats, for each row."""
     judged: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Name of a judge → its number for each answer."""
     chance: float = 0.0
     """Token accuracy of always guessing the commonest response token of these rows."""
 

@@ -31,12 +31,16 @@ from netweight.job import Job, Result
 class SubjectName:
     """Function that makes a subject, and its name."""
 
-    name: str  # what reports call it, such as "undefended", "RepNoise", "random weights" or "relearn ceiling"
-    # The function that makes it, as "module:function". It returns a `Subject`, the same for the same arguments in every
-    # process. It runs once per worker, so it should load what took long to train.
+    name: str
+    """Name in reports, such as "undefended", "RepNoise", "random weights" or "relearn ceiling"."""
     factory: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # its keyword arguments: JSON values
-    defense_seed: int | None = None  # the seed of the defense, if it has one
+    """The function that makes it, as "module:function". It returns a `Subject`, the same for the same arguments in
+    every process. It runs once per worker, so it should load what took long to train.
+    """
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that function; JSON values."""
+    defense_seed: int | None = None
+    """The seed of the defense, if it has one."""
 
 
 ATTACKS = "attacks"  # name of the rows in a folder
@@ -49,9 +53,12 @@ class AttackJob:
 
     factory: str
     arguments: Mapping[str, Any]
+    """Keyword arguments of the function that makes the subject; JSON values."""
     digest: str
-    settings: AttackSettings  # the attack
-    goal: Goal  # when it has won
+    settings: AttackSettings
+    """The attack's settings."""
+    goal: Goal
+    """When it has won."""
 
 
 @final
@@ -59,10 +66,12 @@ class AttackJob:
 class Attacked:
     """One attack of a sweep, done."""
 
-    subject: str  # name of the subject
+    subject: str
+    """Name of the subject."""
     defense_seed: int | None
     digest: str
-    result: AttackResult  # how it went
+    result: AttackResult
+    """The attack's result."""
 
 
 @final
@@ -70,11 +79,14 @@ class Attacked:
 class Sweep:
     """Every attack of a sweep."""
 
-    runs: tuple[Attacked, ...]  # in the order of subjects, then settings
-    goal: Goal  # when an attack had won
-    # Subject, attack and the last line of the traceback of every run that could not be run to its end.
+    runs: tuple[Attacked, ...]
+    """All runs, in the order of subjects, then settings."""
+    goal: Goal
+    """When an attack had won."""
     failures: tuple[tuple[str, str, str], ...] = ()
-    seconds: float = 0.0  # time of all runs, added up, however many ran at once
+    """Subject, attack and the last line of the traceback of every run that could not be run to its end."""
+    seconds: float = 0.0
+    """Sum of the wall-clock times of all runs in seconds, however many ran at once."""
 
     def of(self, subject: str, *, domain: str | None = None) -> tuple[Attacked, ...]:
         """Return the runs on a subject."""

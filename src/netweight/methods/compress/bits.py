@@ -30,10 +30,14 @@ BLOCK = 1 << 15
 class Layout:
     """Widths of a number's parts, from the highest bit down: sign, exponent, mantissa."""
 
-    bits: int  # width of the number
-    sign: int  # bits of the sign; 0 for types without one apart
-    exponent: int  # bits of the exponent; 0 for integers
-    mantissa: int  # bits of the mantissa; all bits for integers
+    bits: int
+    """Width of the number."""
+    sign: int
+    """Number of sign bits; 0 for types without a separate sign."""
+    exponent: int
+    """Bits of the exponent; 0 for integers."""
+    mantissa: int
+    """Bits of the mantissa; all bits for integers."""
 
 
 _LAYOUTS = {
@@ -54,15 +58,20 @@ _LAYOUTS = {
 class BitStatistics:
     """The histograms of one tensor's parts, or of several tensors' together."""
 
-    dtype: str  # name of the element type, as torch writes it without "torch."
-    shape: tuple[int, ...]  # shape of the tensor; `(n,)` for several merged ones
-    sign: NDArray[np.int64]  # count of sign 0 and of sign 1, shape `(2,)`; empty for types without sign
-    exponent: NDArray[np.int64]  # count of every exponent value, shape `(2^exponent bits,)`; empty for integers
-    # Count of every value of the top mantissa bits (at most 12), shape `(2^min(bits, 12),)`. For integers of more than
-    # one byte these are the counts of the top 12 bits.
+    dtype: str
+    """Name of the element type, as torch writes it without "torch."."""
+    shape: tuple[int, ...]
+    """Shape of the tensor; `(n,)` for several merged ones."""
+    sign: NDArray[np.int64]
+    """Count of sign 0 and of sign 1, shape `(2,)`; empty for types without sign."""
+    exponent: NDArray[np.int64]
+    """Count of every exponent value, shape `(2^exponent bits,)`; empty for integers."""
     mantissa: NDArray[np.int64]
-    # Count of every byte value at each byte position, lowest byte first, shape `(itemsize, 256)`.
+    """Count of every value of the top mantissa bits (at most 12), shape `(2^min(bits, 12),)`. For integers of more
+    than one byte these are the counts of the top 12 bits.
+    """
     bytes: NDArray[np.int64]
+    """Count of every byte value at each byte position, lowest byte first, shape `(itemsize, 256)`."""
 
     @property
     def layout(self) -> Layout:

@@ -361,8 +361,10 @@ class _Compression:
     work: Job
     task: Task
     done: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
-    seen: dict[Path, Seen] = dataclasses.field(default_factory=dict)  # tensors of the files of each folder
-    bases: dict[Path, Base] = dataclasses.field(default_factory=dict)  # by the folder whose tensors are differences
+    seen: dict[Path, Seen] = dataclasses.field(default_factory=dict)
+    """Folder → tensors of its files."""
+    bases: dict[Path, Base] = dataclasses.field(default_factory=dict)
+    """Folder whose tensors are differences → its base."""
 
     def run(self) -> int:
         """Do every file; return how many an earlier run had done."""

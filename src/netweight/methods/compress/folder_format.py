@@ -94,23 +94,36 @@ _WEIGHTS = re.compile(rf"^.+?(?:\.(?P<before>\w+))?(?:{_SHARD})?(?:\.(?P<after>\
 class FileEntry:
     """One file of the original folder."""
 
-    path: str  # its path in the original folder, with slashes
-    kind: Kind  # `"compressed"` weights, a `"rewritten"` index or configuration, or `"carried"` over unchanged
-    stored: str  # its path in the compressed folder
-    nbytes: Count  # its size in the original folder
-    digest: str  # digest of its original content
-    stored_nbytes: Count  # its size in the compressed folder
-    # Digest of its content in the compressed folder; None for compressed weights, which carry a digest per tensor.
+    path: str
+    """Its path in the original folder, with slashes."""
+    kind: Kind
+    """`"compressed"` weights, a `"rewritten"` index or configuration, or `"carried"` over unchanged."""
+    stored: str
+    """Its path in the compressed folder."""
+    nbytes: Count
+    """Its size in the original folder."""
+    digest: str
+    """Digest of its original content."""
+    stored_nbytes: Count
+    """Its size in the compressed folder."""
     stored_digest: str | None = None
-    original: str | None = None  # the original content of a rewritten file, deflated, as base64; else None
-    tensors: Count = 0  # number of tensors of compressed weights; else 0
-    payload: Count = 0  # bytes of all compressed tensors; else 0
-    rounded: Count = 0  # how many tensors are rounded; `digest` is then that of the file that comes back
-    bound: NonNegativeFloat = 0.0  # how much rounding may have changed a weight at most, relative to it
-    worst_change: NonNegativeFloat = 0.0  # how much it did change one at most
-    differences: Count = 0  # how many tensors are stored as differences from a base
-    # Tensors that are not, though a base was given, counted by the reason.
+    """Digest of its content in the compressed folder; None for compressed weights, which carry a digest per tensor."""
+    original: str | None = None
+    """The original content of a rewritten file, deflated, as base64; else None."""
+    tensors: Count = 0
+    """Number of tensors of compressed weights; else 0."""
+    payload: Count = 0
+    """Bytes of all compressed tensors; else 0."""
+    rounded: Count = 0
+    """Number of rounded tensors. If there are any, `digest` is that of the decompressed file."""
+    bound: NonNegativeFloat = 0.0
+    """Largest relative change of a weight that rounding may cause."""
+    worst_change: NonNegativeFloat = 0.0
+    """Largest relative change of a weight that rounding caused."""
+    differences: Count = 0
+    """Number of tensors that are stored as differences from a base."""
     unlike_base: dict[str, Count] = dataclasses.field(default_factory=dict)
+    """Reason → number of tensors that are not stored as differences although a base was given."""
 
     @classmethod
     def rewritten(cls, path: str, stored: str, original: bytes, *, digests: tuple[str, str], size: int) -> Self:
@@ -132,14 +145,20 @@ class FileEntry:
 class Manifest:
     """The content of `netweight.json`."""
 
-    level: str  # the codec's level
-    files: tuple[FileEntry, ...]  # all files of the original folder
-    folders: tuple[str, ...] = ()  # its empty folders
-    left_out: tuple[str, ...] = ()  # its files that were left out on request
-    precision: Precision | None = None  # how tensors were rounded; None if none was, or if they had been rounded before
-    # Folders, as paths within this one, whose weights another method had quantized, with the reason to think so: they
-    # are compressed as bytes alone.
+    level: str
+    """The codec's level."""
+    files: tuple[FileEntry, ...]
+    """All files of the original folder."""
+    folders: tuple[str, ...] = ()
+    """Empty folders of the original folder."""
+    left_out: tuple[str, ...] = ()
+    """Files of the original folder that were left out on request."""
+    precision: Precision | None = None
+    """Precision that tensors were rounded to; None if none was rounded, or if they had been rounded before."""
     bytes_only: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Folders, as paths within this one, whose weights another method quantized → evidence of the quantization. They
+    are compressed as bytes, not as numbers.
+    """
 
     def to_json(self) -> str:
         """Write the manifest."""
@@ -358,11 +377,16 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng
 class PlannedFile:
     """One file and what becomes of it."""
 
-    path: str  # its path within the folder, with slashes
-    role: Role  # "config" is the configuration of weights beside it
-    stored: str  # its path in the compressed folder
-    size: int  # its size in bytes
-    mtime_ns: int  # when it was last changed
+    path: str
+    """Its path within the folder, with slashes."""
+    role: Role
+    """"config" is the configuration of weights beside it."""
+    stored: str
+    """Its path in the compressed folder."""
+    size: int
+    """Its size in bytes."""
+    mtime_ns: int
+    """Time of the last change in nanoseconds since 1970."""
 
 
 @final
@@ -370,10 +394,14 @@ class PlannedFile:
 class FolderPlan:
     """Plan of a folder's compression."""
 
-    items: tuple[PlannedFile, ...]  # the files to take, in order
-    folders: tuple[str, ...]  # its empty folders
-    left_out: tuple[str, ...]  # files left out by `variant` or `exclude`
-    bytes_only: Mapping[str, str]  # folders of quantized weights, see `Manifest.bytes_only`
+    items: tuple[PlannedFile, ...]
+    """Files to compress or carry over, in order."""
+    folders: tuple[str, ...]
+    """Its empty folders."""
+    left_out: tuple[str, ...]
+    """Files left out by `variant` or `exclude`."""
+    bytes_only: Mapping[str, str]
+    """Folders of quantized weights; see `Manifest.bytes_only`."""
 
 
 def make_plan(

@@ -44,10 +44,12 @@ _ROUNDING = ("mantissa_bits", "block_size", "fidelity", "bound", "worst_change")
 class TensorReport:
     """Report on one tensor."""
 
-    info: TensorInfo  # its name, dtype, shape and sizes
-    # How its bits are spread; None if its dtype has no such parts (e.g. complex or sub-byte ones).
+    info: TensorInfo
+    """Its name, dtype, shape and sizes."""
     bits: BitStatistics | None
-    rounding: BlobInfo | None = None  # what rounding did to it; None if it is not rounded
+    """How its bits are spread; None if its dtype has no such parts (e.g. complex or sub-byte ones)."""
+    rounding: BlobInfo | None = None
+    """Effect of rounding on the tensor; None if it is not rounded."""
 
     @property
     def stored_bits(self) -> float:

@@ -104,9 +104,11 @@ class _Side:
     root: Path
     weights: Mapping[str, Path]
     others: Mapping[str, Path] = field(default_factory=dict)
-    entries: Mapping[str, FileEntry] = field(default_factory=dict)  # what the manifest says of them
+    entries: Mapping[str, FileEntry] = field(default_factory=dict)
+    """Entries of the manifest for these files."""
     left_out: tuple[str, ...] = ()
-    strays: tuple[str, ...] = ()  # files in a compressed folder that its manifest does not name
+    strays: tuple[str, ...] = ()
+    """Files in a compressed folder that its manifest does not name."""
 
     @classmethod
     def open(cls, path: Path) -> _Side:
@@ -160,7 +162,8 @@ class _Comparison:
     base: Path | None = None
     tensors: int = 0
     files: int = 0
-    compared_tensors: int = 0  # rounded ones not among them
+    compared_tensors: int = 0
+    """Number of compared tensors, without the rounded ones."""
     compared_files: int = 0
     compared_rounded: int = 0
     damaged: list[str] = field(default_factory=list)
@@ -169,9 +172,11 @@ class _Comparison:
     different_files: list[str] = field(default_factory=list)
     one_sided: list[str] = field(default_factory=list)
     other_modes: list[str] = field(default_factory=list)
-    beyond: list[str] = field(default_factory=list)  # rounded, and changed by more than the bound
+    beyond: list[str] = field(default_factory=list)
+    """Names of rounded tensors that changed by more than the bound."""
     rounded: list[BlobInfo] = field(default_factory=list)
-    change: float = 0.0  # the largest that was measured
+    change: float = 0.0
+    """The largest that was measured."""
 
     def add_weights(self, name: str, advance: Callable[[int], None]) -> None:
         """Decode one weights file, compare its digests, and compare it with its peer if there is one."""
@@ -288,10 +293,14 @@ class _Pair:
     name: str
     dtype: str
     nbytes: int
-    bound: float | None  # of the one that is rounded, if one of the two is
-    its: BlobInfo | None  # what rounding did to the peer, if that is the one
-    difference: str = ""  # what was found first
-    change: float = 0.0  # the largest so far
+    bound: float | None
+    """Bound of the rounded tensor, if one of the two is rounded."""
+    its: BlobInfo | None
+    """Effect of rounding on the peer, if the peer is the rounded one."""
+    difference: str = ""
+    """The first difference; empty if there is none."""
+    change: float = 0.0
+    """The largest so far."""
 
     @classmethod
     def of(cls, file: StoredFile, peer: StoredFile, name: str) -> _Pair:

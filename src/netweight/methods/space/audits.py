@@ -35,10 +35,14 @@ _NEIGHBORHOOD = 3  # as in the paper of precision and recall
 class WrittenSubject:
     """Adapters that were written, beside the points that they are of."""
 
-    points: Mapping[str, Adapter]  # name → the point as an adapter, exactly
-    written: Mapping[str, Adapter]  # name → what its file holds
-    rank: int | None = None  # that they were cut to; None for their own
-    energy: float = 1.0  # share of each module's square that was enough
+    points: Mapping[str, Adapter]
+    """Name → point as an adapter of full rank."""
+    written: Mapping[str, Adapter]
+    """Name → adapter as read back from its file."""
+    rank: int | None = None
+    """Rank that the points were truncated to; None for their own."""
+    energy: float = 1.0
+    """Share of each module's squared norm that truncation preserves; from 0 to 1."""
 
 
 def _audit(title: str, question: str, found: Callable[..., list[Finding]]) -> Audit:

@@ -36,8 +36,10 @@ class Sketch:
     # Source: for R of m independent rows with E[RᵀR] = I, and S alike, E⟨R X Sᵀ, R Y Sᵀ⟩ = ⟨X, Y⟩; of rank 1 the
     # relative variance is at most about 2/m + 2/m + 4/m², and modules average it out.
 
-    shapes: Mapping[str, tuple[int, int]]  # module name → rows and columns of its change
-    side: int  # rows and columns that a change is made to; a shorter side stays as it is, exactly
+    shapes: Mapping[str, tuple[int, int]]
+    """Module name → rows and columns of its change."""
+    side: int
+    """Number of rows and columns that a change is projected to; a shorter side is preserved exactly."""
     seed: int
 
     @property
@@ -76,9 +78,12 @@ class Sketch:
 class RowLayout:
     """Adapters as rows of the numbers of their factors: per module down then up, row by row, modules sorted."""
 
-    shapes: Mapping[str, tuple[int, int]]  # module name → rows and columns of its change
-    ranks: Mapping[str, int]  # module name → rank
-    scales: Mapping[str, float]  # module name → what changes are multiplied with
+    shapes: Mapping[str, tuple[int, int]]
+    """Module name → rows and columns of its change."""
+    ranks: Mapping[str, int]
+    """Module name → rank."""
+    scales: Mapping[str, float]
+    """Module name → factor of its change."""
 
     @classmethod
     def of(cls, bank: Bank) -> RowLayout:
@@ -149,9 +154,13 @@ class BankRows:
     """Adapters of a bank as a matrix that is read by rows."""
 
     bank: Bank
-    writer: RowLayout | Sketch  # how they are written
-    start: int  # number of the first
-    stop: int  # number after the last
+    """The bank of the adapters; only its first n adapters count."""
+    writer: RowLayout | Sketch
+    """Layout or sketch by which adapters are written as rows."""
+    start: int
+    """Number of the first."""
+    stop: int
+    """Number after the last."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -178,9 +187,12 @@ class BankRows:
 class _Module:
     """All changes of one module side by side: `ups @ (w[owner] ⊙ downs)`."""
 
-    ups: Tensor  # (rows, N), scales multiplied in
-    downs: Tensor  # (N, columns)
-    owner: Tensor  # (N,): the adapter that each came with
+    ups: Tensor
+    """Factors B side by side, their scales multiplied in; shape `(rows, N)`."""
+    downs: Tensor
+    """Factors A above each other, shape `(N, columns)`."""
+    owner: Tensor
+    """Number of the adapter that each rank-one term belongs to, shape `(N,)`."""
 
 
 @final
@@ -188,10 +200,14 @@ class _Module:
 class Combinations:
     """Principal components of the changes ΔW, as combinations of adapters."""
 
-    bank: Bank  # the adapters, or more than those: the first n count
-    weights: Tensor  # shape `(n, k)`, fp64; component j is Σ_i weights[i, j] ΔW_i
-    offsets: Tensor  # shape `(k,)`, fp64: ⟨mean, component j⟩; unused with a sketch
-    mean_square: float  # ⟨mean, mean⟩; unused with a sketch
+    bank: Bank
+    """The bank of the adapters; only its first n adapters count."""
+    weights: Tensor
+    """Shape `(n, k)`, fp64; component j is Σ_i weights[i, j] ΔW_i."""
+    offsets: Tensor
+    """Shape `(k,)`, fp64: ⟨mean, component j⟩; unused with a sketch."""
+    mean_square: float
+    """⟨mean, mean⟩; unused with a sketch."""
     _factors: dict[_Place, dict[str, _Module]] = field(default_factory=dict, init=False, repr=False)
     _matrices: dict[_Place, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False, repr=False)
 
@@ -298,11 +314,14 @@ class Combinations:
 class Basis:
     """Mean and components of a space: how adapters get scores, and what points change."""
 
-    # Adapters are measured by rows where there are some, and points are made of combinations where there are some: a
-    # fit through a sketch has both.
     combinations: Combinations | None = None
-    rows: RowBasis | None = None  # mean, deviations and components of adapters as rows
-    writer: RowLayout | Sketch | None = None  # how adapters are written as rows
+    """Adapters are measured by rows where there are some, and points are made of combinations where there are
+    some: a fit through a sketch has both.
+    """
+    rows: RowBasis | None = None
+    """Mean, deviations and components as rows; None if components are combinations of adapters only."""
+    writer: RowLayout | Sketch | None = None
+    """Layout or sketch by which adapters are written as rows."""
 
     def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
         """Scores of m adapters, shape `(m, k)`, and squared distances from the mean, shape `(m,)`; both fp32."""

@@ -141,12 +141,18 @@ def decorrelated(scores: Tensor, direction: Direction, confounders: Sequence[Dir
 class _Task:
     """Models whose attribute and confounders are known."""
 
-    column: str  # the attribute's name
-    scores: Tensor  # shape `(n, k)`, fp64
-    values: Tensor  # shape `(n,)`, the attribute; 0 and 1 for classes
-    binary: bool  # whether it has classes
-    others: tuple[LabelColumn, ...]  # the confounders' columns of these models
-    counts: Tensor  # how often each model counts, shape `(n,)`
+    column: str
+    """Name of the attribute."""
+    scores: Tensor
+    """Scores of the models, shape `(n, k)`, fp64."""
+    values: Tensor
+    """Values of the attribute, shape `(n,)`; 0 and 1 for classes."""
+    binary: bool
+    """True if the attribute is a class."""
+    others: tuple[LabelColumn, ...]
+    """Columns of the confounders of these models."""
+    counts: Tensor
+    """Weight of each model in the fit, shape `(n,)`."""
 
     @property
     def varies(self) -> bool:
@@ -192,6 +198,7 @@ class _Solution:
 
     vector: Tensor
     penalty: float | None = None
+    """Penalty on the sum of squared weights; a logistic regression takes half of it."""
     read_out: ReadOut | None = None
 
 
@@ -398,9 +405,12 @@ def _left_out(rows: Tensor, truth: Tensor, weights: Tensor, ridge_part: Tensor, 
 class Design:
     """Scores, centered, in axes of the space that they span."""
 
-    center: Tensor  # shape `(k,)`: the mean of the scores
-    axes: Tensor  # orthonormal columns, shape `(k, r)`, r the smaller of n and k
-    rows: Tensor  # shape `(n, r)`: the centered scores in these axes
+    center: Tensor
+    """Mean of the scores, shape `(k,)`."""
+    axes: Tensor
+    """Orthonormal columns, shape `(k, r)`, r the smaller of n and k."""
+    rows: Tensor
+    """Centered scores in these axes, shape `(n, r)`."""
 
     @classmethod
     def of(cls, scores: Tensor) -> Design:
@@ -430,12 +440,16 @@ class Design:
 class ReadOut:
     """A linear predictor on scores."""
 
-    weights: Tensor  # shape `(k,)`, fp64
-    intercept: float  # the prediction from scores of 0
-    penalty: float  # the penalty on the sum of squared weights, times ½ in a logistic regression
-    # Mean loss (squared error, or log-loss) of models left out one at a time; approximately so for a logistic
-    # regression.
+    weights: Tensor
+    """Coefficients of the scores, shape `(k,)`, fp64."""
+    intercept: float
+    """The prediction from scores of 0."""
+    penalty: float
+    """Penalty on the sum of squared weights; a logistic regression takes half of it."""
     loss: float
+    """Mean loss (squared error, or log-loss) of models left out one at a time; approximately so for a logistic
+    regression.
+    """
 
     def __call__(self, scores: Tensor) -> Tensor:
         """The prediction from scores `(n, k)`: the label, or the log-odds of the positive class, shape `(n,)`."""

@@ -58,6 +58,7 @@ class Move:
     direction: Direction
     strength: float
     unit: Unit = "deviations"
+    """Unit of the strength."""
 
 
 def edit(scores: Tensor, moves: Sequence[Move]) -> Tensor:
@@ -96,9 +97,10 @@ class Delay:
     """Schedule of an edit: the noisy first steps use the weights before it, later ones those after it."""
 
     # Source: weights2weights, "delayed injection".
-    # The largest timestep that is made with edited weights. The paper takes 700 to 1,000 of 1,000 for edits of the
-    # whole face and 400 to 700 for fine ones.
     until: float
+    """The largest timestep at which the edited weights are used. The paper takes 700 to 1,000 of 1,000 for edits of
+    the whole face and 400 to 700 for fine ones.
+    """
 
     def __post_init__(self) -> None:
         if not self.until >= 0:
@@ -114,12 +116,18 @@ class Delay:
 class EditCurve:
     """An edit of b points at s strengths."""
 
-    target: str  # the attribute that is edited
-    strengths: Tensor  # rising from 0, where nothing is changed, shape `(s,)`
-    unit: Unit  # what strengths count
-    effects: Tensor  # change of the target, as a share of its range, in the direction of the edit; shape `(s, b)`
-    costs: Tensor  # mean change of the other attributes, up or down, as shares of their ranges; shape `(s, b)`
-    label: str = ""  # what reports call the edit
+    target: str
+    """Name of the edited attribute."""
+    strengths: Tensor
+    """Strengths of the edit, ascending from 0 (no change); shape `(s,)`."""
+    unit: Unit
+    """Unit of the strengths."""
+    effects: Tensor
+    """Change of the target, as a share of its range, in the direction of the edit; shape `(s, b)`."""
+    costs: Tensor
+    """Mean change of the other attributes, up or down, as shares of their ranges; shape `(s, b)`."""
+    label: str = ""
+    """Name of the edit in reports."""
 
     def effect_at(self, cost: float, chosen: Tensor | None = None) -> float:
         """Effect at the strength where the mean cost first reaches a limit; at the last if it never does."""

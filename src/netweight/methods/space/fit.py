@@ -70,16 +70,20 @@ _RowKind = Literal["sketch", "factors"]
 class Accuracy:
     """Quality of a fit."""
 
-    # "dual" captures the most that this many components can; "streaming" nearly; "published" was found by others
     solver: Literal["dual", "streaming", "published"]
-    captured: float  # share of the variance along the components
-    # The greatest magnitude in C Cᵀ − I of the components C, or by inner products of the eigenvectors that they are
-    # made of; None through a sketch, where components are orthonormal in the sketch only.
+    """"dual" captures the most that this many components can; "streaming" nearly; "published" was found by others."""
+    captured: float
+    """Share of the variance along the components, from 0 to 1."""
     orthonormality: float | None
-    # Streaming: the captured share after each pass; where growth has stopped it is near the best.
+    """The greatest magnitude in C Cᵀ − I of the components C, or by inner products of the eigenvectors that they
+    are made of; None through a sketch, where components are orthonormal in the sketch only.
+    """
     passes: tuple[float, ...] = ()
-    halves: Halves | None = None  # how well two halves agree; None where they were not fitted
-    sketch: SketchError | None = None  # error of the sketch; None without one
+    """Streaming: the captured share after each pass; where growth has stopped it is near the best."""
+    halves: Halves | None = None
+    """Agreement of two fits to one half of the adapters each; None if they were not made."""
+    sketch: SketchError | None = None
+    """Error of the sketch; None without one."""
 
     @property
     def warning(self) -> str | None:
@@ -114,10 +118,14 @@ class Accuracy:
 class SketchError:
     """Error of a sketch, measured against exact inner products on some adapters."""
 
-    adapters: int  # how many
-    products: float  # root mean squared error of their inner products about the mean, relative to the root mean square
-    captured: float  # variance along the leading components by the sketch, relative to that along the exact ones
-    components: int  # how many of them
+    adapters: int
+    """Number of adapters that were compared."""
+    products: float
+    """Root mean squared error of their inner products about the mean, relative to the root mean square."""
+    captured: float
+    """Variance along the leading components by the sketch, relative to that along the exact ones."""
+    components: int
+    """Number of leading components."""
 
 
 @final
@@ -125,8 +133,10 @@ class SketchError:
 class Work:
     """Execution of a fit; it does not change the result."""
 
-    folder: Path | None  # where to keep what was done, to continue after a kill; None for nowhere
-    engine: Engine | None  # where tasks run, for a bank on disk and with a folder; None for in this process
+    folder: Path | None
+    """Folder for intermediate results, from which an interrupted fit continues; None for none."""
+    engine: Engine | None
+    """Engine that runs the tasks, for a bank on disk and with a folder; None for this process."""
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -140,8 +150,10 @@ class Fitted:
     """A fitted basis with the scores of all adapters."""
 
     basis: Basis
-    scores: Tensor  # shape `(n, k)`, fp32
-    variances: Tensor  # theirs, shape `(k,)`
+    scores: Tensor
+    """Scores of the adapters, shape `(n, k)`, fp32."""
+    variances: Tensor
+    """Variances of the components, shape `(k,)`."""
     accuracy: Accuracy
 
 
@@ -228,12 +240,16 @@ def sketch_error(bank: Bank, sketch: Sketch, components: int, *, most: int = 512
 class BankShard:
     """Some adapters of a bank on disk, as rows; what another process is sent."""
 
-    path: str  # the bank's folder
+    path: str
+    """The bank's folder."""
     digest: str
-    start: int  # number of the first adapter
-    stop: int  # number after the last
+    start: int
+    """Number of the first adapter."""
+    stop: int
+    """Number after the last."""
     kind: _RowKind
-    side: int  # of a sketch, and so is the seed
+    side: int
+    """Of a sketch, and so is the seed."""
     seed: int
 
     def open(self) -> BankRows:
@@ -259,10 +275,13 @@ def _bank_shards(bank: Bank, kind: _RowKind, *, side: int, seed: int) -> list[Ba
 class _GramTask:
     """A block row of the Gram matrix to make."""
 
-    path: str  # the bank's folder
+    path: str
+    """The bank's folder."""
     digest: str
-    start: int  # its first adapter
-    folder: str  # where it is kept
+    start: int
+    """Its first adapter."""
+    folder: str
+    """Where it is kept."""
 
 
 def _share_gram(bank: Bank, folder: Path, engine: Engine, progress: Progress) -> None:
@@ -428,9 +447,12 @@ class Shard(Protocol):
 class MatrixShard:
     """Rows of a `.npy` file."""
 
-    path: str  # the file
-    start: int = 0  # the first row
-    stop: int | None = None  # the row after the last; None for all
+    path: str
+    """The file."""
+    start: int = 0
+    """The first row."""
+    stop: int | None = None
+    """The row after the last; None for all."""
 
     def open(self) -> MatrixFile:
         """Open the rows."""
@@ -443,11 +465,15 @@ class ShardTask:
     """One pass over one shard."""
 
     shard: Shard
-    first: int  # number of its first row among all
+    first: int
+    """Number of the shard's first row among all rows."""
     plan: IterationPlan
-    state: str  # the file with what the pass works with
-    digest: str  # of that file, by which a pass that was done is known
-    target: str  # the file to write
+    state: str
+    """File with the arrays that the pass works with."""
+    digest: str
+    """Digest of that file, which identifies a finished pass."""
+    target: str
+    """File to write."""
 
 
 def fit_shards(

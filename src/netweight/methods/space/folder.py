@@ -161,9 +161,12 @@ class Similar:
     """Similarity of a bank's adapter to a given one."""
 
     name: str
-    cosine: float  # of the two changes
-    shared_cosine: float  # of what both change in the modules that both have
-    shared: float  # share of the given one's square in these modules
+    cosine: float
+    """Cosine of the two changes, from -1 to 1."""
+    shared_cosine: float
+    """Cosine of the two changes in the modules that both adapters have."""
+    shared: float
+    """Share of the given adapter's squared norm in these modules, from 0 to 1."""
 
 
 def find_similar(file: Path, bank: Path, count: int, progress: Progress) -> list[Similar]:
@@ -323,13 +326,18 @@ def export_record(space: WeightSpace, point: str, exported: Exported) -> ExportR
 class ExportRecord:
     """Record of an adapter's export."""
 
-    point: str  # what the point is called
-    space: str  # digest of the space's scores
-    adapters: int  # how many adapters the space was fitted to
+    point: str
+    """Name of the point."""
+    space: str
+    """Digest of the space's scores."""
+    adapters: int
+    """Number of adapters that the space was fitted to."""
     components: int
-    ranks: tuple[int, int]  # the least and the greatest rank of a module
+    ranks: tuple[int, int]
+    """The least and the greatest rank of a module."""
     relative_error: float
-    layout: str  # whose files
+    layout: str
+    """Naming of the tensors in LoRA files."""
 
     def write(self, folder: str | Path) -> None:
         """Write the record into the adapter's folder, over one that is there."""

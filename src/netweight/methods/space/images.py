@@ -60,7 +60,8 @@ class _World:
     model: TextToImage
     space: WeightSpace
     settings: PointImages
-    names: tuple[str, ...]  # of the reader's attributes
+    names: tuple[str, ...]
+    """Names of the attributes that the reader measures."""
 
     def generate(self, scores: Tensor) -> Tensor:
         seeds = range(len(self.settings.prompts))

@@ -58,11 +58,14 @@ Loss: TypeAlias = Callable[[Mapping[str, Tensor], torch.Generator], Tensor]
 class Inverted:
     """Points of targets."""
 
-    scores: Tensor  # shape `(b, k)`, fp32
-    losses: Tensor  # before each step, the prior left out, shape `(steps, b)`, fp32
-    # Root mean square of the scores in standard deviations, over the components that moved, shape `(b,)`: about 1 for
-    # training models; much more is outside of what they span.
+    scores: Tensor
+    """Scores of the inverted points, shape `(b, k)`, fp32."""
+    losses: Tensor
+    """Loss before each step, without the prior; shape `(steps, b)`, fp32."""
     distances: Tensor
+    """Root mean square of the scores in standard deviations, over the components that moved, shape `(b,)`: about 1
+    for training models; much more is outside of what they span.
+    """
 
     @property
     def improvements(self) -> Tensor:
@@ -230,8 +233,10 @@ class InversionTarget:
     """Images to be inverted."""
 
     name: str
-    images: Tensor  # shape `(m, 3, height, width)`, within 0 and 1: one image, or several of the same thing
-    mask: Tensor | None = None  # what counts of each, shape `(m, height, width)`; None for everything
+    images: Tensor
+    """One image, or several of the same subject; shape `(m, 3, height, width)`, within 0 and 1."""
+    mask: Tensor | None = None
+    """Weight of each pixel, shape `(m, height, width)`; None for all pixels."""
 
 
 @final
@@ -239,12 +244,17 @@ class InversionTarget:
 class InversionTask:
     """Task of inverting targets."""
 
-    prompt: str  # that the images are denoised with
+    prompt: str
+    """Prompt with which the images are denoised."""
     settings: InversionSettings
-    said: PredictionKind = "noise"  # the prediction that the error is counted in
-    draws: int = 1  # timesteps and noises per image and step
-    schedule: int = 50  # steps of the schedule that timesteps are drawn from
-    together: int = 8  # most targets in a batch; it changes what is drawn for each
+    said: PredictionKind = "noise"
+    """Kind of prediction in which the error is measured."""
+    draws: int = 1
+    """Number of timesteps and noises per image and step."""
+    schedule: int = 50
+    """Number of scheduler steps among which timesteps are drawn."""
+    together: int = 8
+    """Largest number of targets in a batch. It changes the random draws of each target."""
     seed: int = 0
 
     def to_json(self) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class LabelColumn:
     """One attribute of every model."""
 
     name: str
-    values: Tensor  # shape `(n,)`, fp64, one per model of the space in its order; NaN where unknown
+    values: Tensor
+    """Shape `(n,)`, fp64, one per model of the space in its order; NaN where unknown."""
 
     def __post_init__(self) -> None:
         values = torch.as_tensor(self.values, dtype=torch.float64, device="cpu")
@@ -82,8 +83,10 @@ class LabelColumn:
 class Labels:
     """Columns about the models of a space."""
 
-    names: tuple[str, ...]  # the models, in the space's order
-    columns: Mapping[str, LabelColumn]  # name → column, as many values as models
+    names: tuple[str, ...]
+    """Names of the models, in the space's order."""
+    columns: Mapping[str, LabelColumn]
+    """Name → column, as many values as models."""
 
     def __getitem__(self, name: str) -> LabelColumn:
         """Return a column."""

@@ -39,10 +39,14 @@ def scores_digest(scores: Tensor) -> str:
 class NamedPoints:
     """Named points of a space."""
 
-    names: tuple[str, ...]  # one per point
-    scores: Tensor  # shape `(b, k)`, fp32
-    space: str | None = None  # digest of the space, as `scores_digest` gives it; None if unknown
-    origin: Mapping[str, Any] = field(default_factory=dict)  # how they were made, JSON values
+    names: tuple[str, ...]
+    """Names of the points, one for each."""
+    scores: Tensor
+    """Scores of the points, shape `(b, k)`, fp32."""
+    space: str | None = None
+    """Digest of the space, as `scores_digest` gives it; None if unknown."""
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """Record of how the points were made; JSON values."""
 
     def __post_init__(self) -> None:
         """Refuse what are not points."""
@@ -194,10 +198,14 @@ def read_direction(path: str | Path) -> Direction:
 class Neighbor:
     """A training model near a point."""
 
-    name: str  # the model
-    number: int  # its row in the space
-    cosine: float  # NaN for the mean model, which has no direction
-    distance: float  # norm of the difference of the two changes
+    name: str
+    """Name of the model."""
+    number: int
+    """Row of the model in the space."""
+    cosine: float
+    """Cosine of the two changes; NaN for the mean model, which has no direction."""
+    distance: float
+    """Norm of the difference of the two changes."""
 
 
 def nearest(
@@ -278,9 +286,12 @@ class GaussianSampler:
 
     # Source: weights2weights, section 4.1.
 
-    mean: Tensor  # shape `(k,)`
-    deviations: Tensor  # shape `(k,)`
-    factor: float = 1.0  # the deviations are multiplied with it
+    mean: Tensor
+    """Mean of the scores, shape `(k,)`."""
+    deviations: Tensor
+    """Standard deviations of the scores, shape `(k,)`."""
+    factor: float = 1.0
+    """Factor of the deviations."""
 
     @classmethod
     def fit(cls, scores: Tensor, *, factor: float = 1.0) -> GaussianSampler:
@@ -310,7 +321,7 @@ class PairSampler:
     neighbors: int
     """How many models, by the cosine about the mean, the second one is drawn from."""
     factor: float
-    """What sums are multiplied with; 1 keeps the length that models have."""
+    """Factor of the sum of the two models; 1 preserves the norm that models have."""
 
     @classmethod
     def fit(cls, scores: Tensor, *, neighbors: int = 8, factor: float = 1.0) -> PairSampler:
@@ -344,8 +355,10 @@ class KernelSampler:
     # A bandwidth of 0 returns training models, 1 the Gaussian of the paper.
     # Source: the smoothed bootstrap with corrected variance, Silverman 1986, section 6.4.
 
-    scores: Tensor  # shape `(n, k)`, fp64
-    bandwidth: float  # deviation of the noise, as a share of each component's
+    scores: Tensor
+    """Scores of the models, shape `(n, k)`, fp64."""
+    bandwidth: float
+    """Standard deviation of the noise, as a share of each component's standard deviation."""
 
     @classmethod
     def fit(cls, scores: Tensor, *, bandwidth: float | None = None) -> KernelSampler:
@@ -374,12 +387,18 @@ class ConditionalSampler:
     # Attributes come in the combinations that occur; the rest, all that labels do not tell, is drawn independently of
     # them by a `KernelSampler`.
 
-    columns: tuple[str, ...]  # names of the attributes
-    values: Tensor  # their values, shape `(m, a)`, of the models that are labeled
-    center: Tensor  # scores of a model whose attributes are 0, shape `(k,)`
-    effects: Tensor  # what each attribute adds, shape `(a, k)`
-    rest: KernelSampler  # draws what is left
-    emphasis: float = 1.0  # what differs from the mean attributes is multiplied with it
+    columns: tuple[str, ...]
+    """Names of the attributes."""
+    values: Tensor
+    """Attributes of the labeled models, shape `(m, a)`."""
+    center: Tensor
+    """Scores of a model whose attributes are all 0, shape `(k,)`."""
+    effects: Tensor
+    """Effect of one unit of each attribute on the scores, shape `(a, k)`."""
+    rest: KernelSampler
+    """Sampler of the variation that attributes do not explain."""
+    emphasis: float = 1.0
+    """Factor of the difference from the mean attributes."""
 
     @classmethod
     def fit(

@@ -59,8 +59,10 @@ class _WeightNetwork(nn.Module):
 class Predicted:
     """Attributes as they are read off weights."""
 
-    findings: tuple[Finding, ...]  # held-out scores, of each attribute and reader
-    values: Mapping[str, Mapping[str, float]]  # adapter → attribute → what the better reader of it says
+    findings: tuple[Finding, ...]
+    """Held-out scores of each attribute and reader."""
+    values: Mapping[str, Mapping[str, float]]
+    """Adapter → attribute → prediction of the attribute's better reader."""
 
 
 def predict(

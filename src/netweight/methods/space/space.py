@@ -305,9 +305,12 @@ class WeightSpace:
 class Appended:
     """A space with more adapters."""
 
-    space: WeightSpace  # the space: components as they were, names and scores with the new ones
-    added: int  # number of new adapters
-    captured: float  # share of their squared distance from the mean that lies along the components
+    space: WeightSpace
+    """The space with its old components, and the names and scores of the new adapters added."""
+    added: int
+    """Number of new adapters."""
+    captured: float
+    """Share of the new adapters' squared distance from the mean that lies along the components."""
 
     @property
     def expected(self) -> float:
@@ -337,6 +340,7 @@ class Point:
     """
 
     space: WeightSpace
+    """The space that contains the point."""
     scores: Tensor
 
     @property

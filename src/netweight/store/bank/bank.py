@@ -325,7 +325,8 @@ class _Seen:
     path: Path
     kind: _Kind
     base: str | None
-    plan: AdapterPlan | None  # of the first some thousands, which are not looked at again
+    plan: AdapterPlan | None
+    """Plan of the first few thousand adapters, which are not inspected again."""
 
 
 @final

@@ -56,13 +56,20 @@ _NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", to
 class ShardRecord:
     """One shard."""
 
-    file: str  # its name
-    nbytes: int  # its size
+    file: str
+    """Name of the shard's file."""
+    nbytes: int
+    """Size of the file in bytes."""
     digest: str
+    """Digest of the file's content."""
     names: tuple[str, ...]
-    contents: tuple[str, ...]  # digest of each adapter's factors and scales
-    # Size and time of the file that each came from, to know it again; empty if it came from none.
+    """Names of the adapters, in the order of the rows."""
+    contents: tuple[str, ...]
+    """Digest of the factors and scales of each adapter."""
     stamps: tuple[str, ...]
+    """Size and time of the file that each adapter was read from, by which it is recognized; empty if it was not read
+    from a file.
+    """
 
 
 @final
@@ -70,14 +77,18 @@ class ShardRecord:
 class BankRecord:
     """Record of a bank's content."""
 
-    modules: Mapping[str, tuple[int, int]]  # module name → rows and columns, sorted by name
-    # Names of convolutions → sides of their kernels.
+    modules: Mapping[str, tuple[int, int]]
+    """Module name → rows and columns, sorted by name."""
     kernels: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    base: str | None = None  # the model's name, if it is known
-    shards: tuple[ShardRecord, ...] = ()  # in the order of their adapters
-    skipped: Mapping[str, str] = field(default_factory=dict)  # adapters left out → the reason
-    # Adapter → what its file says of where it comes from: training, trigger words, licence.
+    """Names of convolutions → sides of their kernels."""
+    base: str | None = None
+    """Name of the base model; None if it is unknown."""
+    shards: tuple[ShardRecord, ...] = ()
+    """Records of the shards, in the order of their adapters."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Name of an omitted adapter → reason."""
     provenance: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Adapter → what its file records about its origin: training, trigger words, license."""
 
     @property
     def names(self) -> list[str]:
@@ -123,10 +134,14 @@ def _record(values: dict[str, Any]) -> BankRecord:
 class Rows:
     """Adapters in a row, as a shard holds them."""
 
-    down: Mapping[str, Tensor]  # module name → shape `(sum of ranks, columns)`
-    up: Mapping[str, Tensor]  # module name → shape `(sum of ranks, rows)`
-    scale: Tensor  # shape `(n, modules)`, fp64; modules in sorted order
-    rank: Tensor  # shape `(n, modules)`, int64
+    down: Mapping[str, Tensor]
+    """Module name → shape `(sum of ranks, columns)`."""
+    up: Mapping[str, Tensor]
+    """Module name → shape `(sum of ranks, rows)`."""
+    scale: Tensor
+    """Scales of the adapters' modules, shape `(n, modules)`, fp64; modules in sorted order."""
+    rank: Tensor
+    """Ranks of the adapters' modules, shape `(n, modules)`, int64."""
 
     def __len__(self) -> int:
         """Number of adapters."""

@@ -87,7 +87,8 @@ class _Known:
     """Properties of one version of a payload's bytes, shared by its copies on other devices."""
 
     layout: Layout | None = None
-    checked: bool = False  # whether the bytes were decoded and found sound, or encoded here
+    checked: bool = False
+    """True if the bytes passed the check at an earlier decoding, or were encoded here."""
 
 
 def version_of(payload: torch.Tensor) -> int | None:

@@ -36,8 +36,10 @@ _ALIGN = 64
 class _Wire:
     """Form in which a weight is sent; every process derives the same one."""
 
-    capacity: int | None = None  # bytes that each process sends; None until they have agreed
-    dtype: torch.dtype | None = None  # to send the weight in, known after the first gather; None is the weight's own
+    capacity: int | None = None
+    """Number of bytes that each process sends; None until the processes have agreed on it."""
+    dtype: torch.dtype | None = None
+    """Dtype in which the weight is sent, known after the first gather; None is the weight's own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +49,11 @@ class _Sent:
     wire: _Wire
     group: Any
     dtype: torch.dtype
+    """Dtype in which the weight is sent, known after the first gather; None is the weight's own."""
     capacity: int
-    rest: torch.Tensor | None  # what of this process's payload was beyond the capacity
+    """Number of bytes that each process sends; None until the processes have agreed on it."""
+    rest: torch.Tensor | None
+    """Part of this process's payload beyond the capacity."""
 
 
 # ---- cutting a weight into shards ------------------------------------------------------------------------------------

@@ -37,17 +37,20 @@ _ALIGNMENT = 512  # of their addresses, as torch has it
 class Compression:
     """Result of `compress_`."""
 
-    compressed: tuple[str, ...]  # names of the weights that are compressed now; a tied weight under each of its names
-    # Weights of two and more dimensions that were left as they are, with the reason.
+    compressed: tuple[str, ...]
+    """Names of the compressed weights; a tied weight is listed under each of its names."""
     left_dense: dict[str, str] = field(repr=False)
-    before: int  # bytes that the compressed weights held as dense tensors, a tied weight counted once
-    after: int  # bytes that they hold now, capacity included
-    # How much rounding may have changed any number at most, relative to it; 0 if nothing was rounded.
+    """Weights of two and more dimensions that were left as they are, with the reason."""
+    before: int
+    """Size in bytes of the compressed weights as dense tensors; a tied weight counts once."""
+    after: int
+    """Present size in bytes of the compressed weights, spare capacity included."""
     bound: float = 0.0
-    # For each rounded weight, under each of its names, the largest relative change that was measured.
+    """How much rounding may have changed any number at most, relative to it; 0 if nothing was rounded."""
     changes: dict[str, float] = field(default_factory=dict, repr=False)
-    # Names of those of the compressed weights that are in the fixed-length form.
+    """For each rounded weight, under each of its names, the largest relative change that was measured."""
     fixed: tuple[str, ...] = field(default=(), repr=False)
+    """Names of those of the compressed weights that are in the fixed-length form."""
 
     @property
     def worst_change(self) -> float:
@@ -337,7 +340,8 @@ def memory_footprint(model: nn.Module) -> int:
 class _Place(NamedTuple):
     """A parameter where a module holds it."""
 
-    path: str  # name of the module
+    path: str
+    """Name of the module."""
     module: nn.Module
     attribute: str
     parameter: nn.Parameter

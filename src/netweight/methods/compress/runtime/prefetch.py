@@ -141,7 +141,8 @@ class Prefetcher:
 class _InQueue:
     """A weight that the second thread decodes."""
 
-    payload: torch.Tensor  # kept, because its memory is being read
+    payload: torch.Tensor
+    """Kept, because its memory is being read."""
     direction: str
     version: int
     decoding: Decoding
@@ -177,7 +178,8 @@ class AccessOrder:
 @dataclass(eq=False, slots=True)
 class _Buffer:
     memory: torch.Tensor | None = None
-    in_use: bool = False  # a weight is pending or lent in it
+    in_use: bool = False
+    """True while a decoded weight in this buffer is pending or lent."""
     last_read: Event | None = None
 
 
@@ -185,7 +187,8 @@ class _Buffer:
 class _OnSideStream:
     """A weight that the side stream decodes."""
 
-    payload: torch.Tensor  # kept, because its memory is being read
+    payload: torch.Tensor
+    """Kept, because its memory is being read."""
     direction: str
     version: int
     buffer: _Buffer

@@ -42,7 +42,8 @@ class Form(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    fixed: bool  # whether the payload is in the fixed-length form
+    fixed: bool
+    """Whether the payload is in the fixed-length form."""
 
 
 @final
@@ -50,19 +51,27 @@ class Form(NamedTuple):
 class CompressedStorage:
     """The bytes of one weight, shared by every tensor that stands for it, so that all see a write through one."""
 
-    payload: torch.Tensor  # U8 tensor of shape (capacity,), on the device of the weight
-    shape: tuple[int, ...]  # shape of the weight as encoded
+    payload: torch.Tensor
+    """U8 tensor of shape (capacity,), on the device of the weight."""
+    shape: tuple[int, ...]
+    """Shape of the weight as encoded."""
     dtype: torch.dtype
-    level: Level = "default"  # the codec's level for every encoding of it
-    chunk_log2: int | None = None  # binary logarithm of the numbers per chunk; None for the codec's own choice
-    # Strides of the weight when decoded, such as those of torch.channels_last; None if it is contiguous. Kernels differ
-    # by layout, in their last bits, too.
+    level: Level = "default"
+    """Level of the codec for every encoding of the weight."""
+    chunk_log2: int | None = None
+    """Binary logarithm of the number of elements per chunk; None for the codec's own choice."""
     stride: tuple[int, ...] | None = None
-    fixed: bool = False  # whether the payload is in the fixed-length form
-    name: str | None = None  # of the weight in its model, for errors
-    wire: Any = None  # how shards of FSDP are sent, which belongs to `fsdp.py`; None for what is not a shard
-    # The payload, its version and its decoded weight, of a small weight that was read lately; see `small`.
+    """Strides of the weight when decoded, such as those of torch.channels_last; None if it is contiguous. Kernels
+    differ by layout, in their last bits, too.
+    """
+    fixed: bool = False
+    """Whether the payload is in the fixed-length form."""
+    name: str | None = None
+    """Name of the weight in its model, for error messages; None if it is unknown."""
+    wire: Any = None
+    """State of the transfer of FSDP's shards, which belongs to `fsdp.py`; None for a weight that is not a shard."""
     decoded: tuple[torch.Tensor, int, torch.Tensor] | None = field(default=None, init=False)
+    """The payload, its version and its decoded weight, of a small weight that was read lately; see `small`."""
 
     @classmethod
     def of(

@@ -55,10 +55,12 @@ _CLOSE = 1e-3  # by which latents may differ from the pictures that they are dec
 class Reader:
     """Measures attributes in images, in a page that computes them."""
 
-    name: str  # what it is, in a few words, with an article
-    # Means over squares, square convolutions, SiLU, Flatten and linear layers, of pictures within -1 and 1.
+    name: str
+    """Description in a few words, with an article."""
     network: nn.Sequential
-    reads: Sequence[str]  # what its first outputs are
+    """Means over squares, square convolutions, SiLU, Flatten and linear layers, of pictures within -1 and 1."""
+    reads: Sequence[str]
+    """Names of the first outputs."""
 
 
 @final
@@ -67,6 +69,7 @@ class _Step:
     """Change of the scores by one standard deviation along a slider, and the slider's name."""
 
     name: str
+    """Name of the slider."""
     kind: Literal["direction", "component"]
     vector: Tensor
     note: str

@@ -42,13 +42,16 @@ _NUMBER = (int, float, np.number, np.bool_)
 class Traversal:
     """A walk along one direction or component through a start point."""
 
-    name: str  # what the slider is called
-    # "direction" if it was found from labels, "component" if it is a principal one.
+    name: str
+    """What the slider is called."""
     kind: Literal["direction", "component"]
-    strengths: Sequence[float]  # standard deviations of the training models along it, ascending, at least two
-    # Shape `(strengths, noises, height, width, 3)`, uint8: the same noises at every strength. None on a live page.
+    """"direction" if it was found from labels, "component" if it is a principal one."""
+    strengths: Sequence[float]
+    """Standard deviations of the training models along it, ascending, at least two."""
     images: Images | None
-    note: str = ""  # a line below the name, such as the held-out score or the share of variance
+    """Shape `(strengths, noises, height, width, 3)`, uint8: the same noises at every strength. None on a live page."""
+    note: str = ""
+    """A line below the name, such as the held-out score or the share of variance."""
 
     def __post_init__(self) -> None:
         _check_strengths(self.name, self.strengths)
@@ -61,9 +64,12 @@ class Traversal:
 class NearestAdapters:
     """The adapters nearest to each of n points."""
 
-    numbers: NDArray[np.int64]  # shape `(n, m)`: numbers of adapters on the map, the nearest first
-    similarities: NDArray[np.float64]  # shape `(n, m)`, finite: how near, larger is nearer
-    measure: str = "cosine of scores"  # what the similarity is, in a few words
+    numbers: NDArray[np.int64]
+    """Shape `(n, m)`: numbers of adapters on the map, the nearest first."""
+    similarities: NDArray[np.float64]
+    """Shape `(n, m)`, finite: how near, larger is nearer."""
+    measure: str = "cosine of scores"
+    """What the similarity is, in a few words."""
 
     def __post_init__(self) -> None:
         if self.numbers.ndim != 2 or self.numbers.shape != self.similarities.shape or self.numbers.dtype.kind != "i":
@@ -80,15 +86,19 @@ class NearestAdapters:
 class AdapterMap:
     """Positions of the adapters on the map, and facts about each."""
 
-    names: Sequence[str]  # one per adapter, no two alike
-    # Shape `(n, d)`, d at least 2: what can be put on the axes, such as scores in standard deviations.
+    names: Sequence[str]
+    """One per adapter, no two alike."""
     coordinates: NDArray[np.float64]
-    axes: Sequence[str]  # d names
-    thumbnails: Images  # shape `(n, height, width, 3)`, uint8: an image by each adapter
-    # Name → n values, all numbers or all texts (or truth values); None where one is not known.
+    """Shape `(n, d)`, d at least 2: what can be put on the axes, such as scores in standard deviations."""
+    axes: Sequence[str]
+    """d names."""
+    thumbnails: Images
+    """Shape `(n, height, width, 3)`, uint8: an image by each adapter."""
     labels: Mapping[str, Sequence[float | str | None]] = field(default_factory=dict)
+    """Name → n values, all numbers or all texts (or truth values); None where one is not known."""
     neighbors: NearestAdapters | None = None
-    note: str = ""  # a line above the map, such as which adapters of how many are on it
+    note: str = ""
+    """A line above the map, such as which adapters of how many are on it."""
 
     def __post_init__(self) -> None:
         n, repeated = len(self.names), _repeated(self.names)
@@ -111,10 +121,13 @@ class AdapterMap:
 class Samples:
     """Models drawn from the space, which nobody trained."""
 
-    images: Images  # shape `(n, noises, height, width, 3)`, uint8
+    images: Images
+    """Shape `(n, noises, height, width, 3)`, uint8."""
     neighbors: NearestAdapters | None = None
-    coordinates: NDArray[np.float64] | None = None  # shape `(n, d)` as on the map, to show them there; None for not
-    note: str = ""  # a line above them, such as how they were drawn
+    coordinates: NDArray[np.float64] | None = None
+    """Shape `(n, d)` as on the map, to show them there; None for not."""
+    note: str = ""
+    """A line above them, such as how they were drawn."""
 
     def __post_init__(self) -> None:
         _check_images("The images of samples", self.images, (None, None))
@@ -125,9 +138,12 @@ class Samples:
 class SliderSpace:
     """The sliders' own space: what makes a point of their positions."""
 
-    digest: str  # of the space's scores, as points have it
-    start: Sequence[float]  # scores where all sliders are at 0, shape `(k,)`
-    vectors: Mapping[str, Sequence[float]]  # slider → scores of one standard deviation along it
+    digest: str
+    """Of the space's scores, as points have it."""
+    start: Sequence[float]
+    """Scores where all sliders are at 0, shape `(k,)`."""
+    vectors: Mapping[str, Sequence[float]]
+    """Slider → scores of one standard deviation along it."""
 
 
 @final
@@ -135,9 +151,12 @@ class SliderSpace:
 class LivePipeline:
     """A pipeline and the adapters of a space, with which a page generates images of any point itself."""
 
-    tensors: Mapping[str, NDArray[Any]]  # little-endian f2, f4 or i1; "scores" are those of the map's
-    config: Mapping[str, Any]  # what the page's engine must know of them
-    reads: Sequence[str]  # what its reader measures
+    tensors: Mapping[str, NDArray[Any]]
+    """Little-endian f2, f4 or i1; "scores" are those of the map's."""
+    config: Mapping[str, Any]
+    """What the page's engine must know of them."""
+    reads: Sequence[str]
+    """What its reader measures."""
 
     @property
     def nbytes(self) -> int:
@@ -150,19 +169,30 @@ class LivePipeline:
 class View:
     """A page about a space."""
 
-    title: str  # heading
-    traversals: Sequence[Traversal]  # at least one; all images of one size
-    points: AdapterMap | None = None  # the map
-    samples: Samples | None = None  # drawn models; their neighbors need a map
-    summary: str = ""  # a sentence or two below the heading
-    reader: str = ""  # what took the readings, in a few words
-    # Name → what was shown and how: model, collection, prompt, seeds, versions.
+    title: str
+    """Heading."""
+    traversals: Sequence[Traversal]
+    """At least one; all images of one size."""
+    points: AdapterMap | None = None
+    """The map."""
+    samples: Samples | None = None
+    """Drawn models; their neighbors need a map."""
+    summary: str = ""
+    """A sentence or two below the heading."""
+    reader: str = ""
+    """What took the readings, in a few words."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    command: str | None = None  # the command line that made the page
-    sliders: SliderSpace | None = None  # for points of all sliders together, which the page then hands over
-    painted: str = ""  # why images of its sliders were painted ahead
-    live: LivePipeline | None = None  # generates images of these points in the page; None if they are added up there
-    first: Images | None = None  # what a page shows until it generates: `(noises, height, width, 3)`
+    """Name → what was shown and how: model, collection, prompt, seeds, versions."""
+    command: str | None = None
+    """The command line that made the page."""
+    sliders: SliderSpace | None = None
+    """For points of all sliders together, which the page then hands over."""
+    painted: str = ""
+    """Why images of its sliders were painted ahead."""
+    live: LivePipeline | None = None
+    """Generates images of these points in the page; None if they are added up there."""
+    first: Images | None = None
+    """What a page shows until it generates: `(noises, height, width, 3)`."""
 
     def __post_init__(self) -> None:
         if not self.traversals:
